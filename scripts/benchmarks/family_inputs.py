@@ -1,10 +1,10 @@
 """Which releases the families' benchmark counts, their inputs, and the small variants that are timed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffsynth_lite.pipelines import family_names, releases_of
+from diffsynth_lite.pipelines import releases_of
 from diffsynth_lite.releases import Release
 from diffsynth_lite.releases.release import Pixels
 
@@ -226,23 +226,3 @@ COUNTED = (
         small={"dim": 256, "n_heads": 2, "n_kv_heads": 2},
     ),
 )
-
-_TRAINED = ("transformer", "transformer_2", "unet")
-_NUM_INPUTS = {"flux2": (0, 1), "flux_kontext": (1,), "qwen_image_edit": (1,)}
-"""Pictures to start from, of families that edit."""
-
-
-def every_release() -> Iterator[CountedRelease]:
-    """All releases of all families at the size that they make, those that share model and size once."""
-    for family in family_names():
-        seen = list[Any]()
-        for release in releases_of(family):
-            models = [release.components[name] for name in _TRAINED if name in release.components]
-            counted = [(model.class_name, model.config) for model in models], release.size
-            if counted in seen:
-                continue
-            seen.append(counted)
-            for num_inputs in _NUM_INPUTS.get(family, (0,)):
-                yield CountedRelease(
-                    family=family, name=release.name, pixels=release.size, num_inputs=num_inputs
-                )

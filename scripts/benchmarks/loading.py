@@ -1,14 +1,11 @@
 """How much memory loading takes at most, against what is kept, by format and files' dtype.
 
 A Qwen-Image of random weights is written to disk in several files, twice: in float32 and in bfloat16. It is
-its transformer, or its text encoder. Or it is the transformer of a FLUX.1, always as wide as the released
-one, in one file and the original layout, which diffusers converts, in bfloat16 and in 8 bits with scales, as
-ComfyUI has it. Each case then loads it in a process of
-its own, in bfloat16, through the family. Anonymous memory is what a process cannot give back: pages of files
-that it reads are the system's to drop.
+its transformer, or its text encoder. Each case then loads it in a process of its own, in bfloat16, through
+the family. Anonymous memory is what a process cannot give back: pages of files that it reads are the system's
+to drop.
 
     python scripts/benchmarks/loading.py [--component text_encoder] [--blocks 24] [--formats none int8 nf4]
-    python scripts/benchmarks/loading.py --component flux_file --blocks 2
 
 Linux only: it reads /proc/self/status.
 """
@@ -26,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
+from diffusers import QwenImageTransformer2DModel
 from meters import mebibytes, print_table
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -34,20 +31,15 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.core.weights import Quantization, weight_format
 from diffsynth_lite.pipelines import PipelineFolder
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.base.folder import ComponentFile
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, quantizable_encoder_layers
-from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
 NUM_FILES = 6
 INTERVAL_S = 0.001
 DTYPES = ("float32", "bfloat16")
 CPU = torch.device("cpu")
-COMPONENTS = ("transformer", "text_encoder", "flux_file")
-FLUX_WIDTH = 3072
-FLUX_FILE = "flux1.safetensors"
+COMPONENTS = ("transformer", "text_encoder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,76 +106,9 @@ def write_model(folder: Path, component: str, num_blocks: int, width: int, dtype
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
 
 
-def write_flux(folder: Path, num_blocks: int, tensors: dict[str, Tensor]) -> None:
-    """The transformer of a FLUX.1 in one file, by the names of its own repository, and its settings."""
-    with torch.device("meta"):
-        model = FluxTransformer2DModel(
-            num_layers=num_blocks, num_single_layers=num_blocks, guidance_embeds=True
-        )
-    model.save_config(folder / "transformer")
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    save_file(tensors, folder / FLUX_FILE)
-
-
-def in_8_bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same with each matrix in 8 bits, and its scale."""
-    stored: dict[str, Tensor] = {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
-    for name, tensor in tensors.items():
-        stored[name] = tensor
-        if tensor.ndim == 2:
-            scale = tensor.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max
-            stored[name] = (tensor / scale).to(torch.float8_e4m3fn)
-            stored[f"{name.removesuffix('.weight')}.scale_weight"] = scale
-    return stored
-
-
-def flux_tensors(num_blocks: int) -> dict[str, Tensor]:
-    """Random numbers in bfloat16 by the original names of a FLUX.1."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
-        for name, shape in flux_shapes(num_blocks).items()
-    }
-
-
-def flux_shapes(num_blocks: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a FLUX.1's tensors, by their original names, with so many blocks of either kind."""
-    width = FLUX_WIDTH
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def linear(name: str, num_rows: int, num_columns: int = width) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (num_rows, num_columns), (num_rows,)
-
-    linear("img_in", width, 64)
-    linear("txt_in", width, 4096)
-    for name, num_inputs in (("time_in", 256), ("guidance_in", 256), ("vector_in", 768)):
-        linear(f"{name}.in_layer", width, num_inputs)
-        linear(f"{name}.out_layer", width)
-    for block in range(num_blocks):
-        for part in (f"double_blocks.{block}.img", f"double_blocks.{block}.txt"):
-            linear(f"{part}_mod.lin", 6 * width)
-            linear(f"{part}_attn.qkv", 3 * width)
-            linear(f"{part}_attn.proj", width)
-            linear(f"{part}_mlp.0", 4 * width)
-            linear(f"{part}_mlp.2", width, 4 * width)
-            shapes |= {f"{part}_attn.norm.{name}_norm.scale": (128,) for name in ("query", "key")}
-        single = f"single_blocks.{block}"
-        linear(f"{single}.modulation.lin", 3 * width)
-        linear(f"{single}.linear1", 7 * width)
-        linear(f"{single}.linear2", width, 5 * width)
-        shapes |= {f"{single}.norm.{name}_norm.scale": (128,) for name in ("query", "key")}
-    linear("final_layer.linear", 64)
-    linear("final_layer.adaLN_modulation.1", 2 * width)
-    return shapes
-
-
 def load(folder: Path, component: str, name: str) -> nn.Module:
     """The component in bfloat16, with its blocks or layers in a format or plain."""
-    if component == "flux_file":
-        file = ComponentFile(path=folder / FLUX_FILE, key="model.transformer_file")
-        family: DiffusersFamily = Flux(PipelineFolder(path=folder, files={"transformer": file}))
-    else:
-        family = QwenImage(PipelineFolder(path=folder))
+    family = QwenImage(PipelineFolder(path=folder))
     if name != "none":
         layers = (
             quantizable_encoder_layers(family.empty_component(component))
@@ -283,19 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         folders = {dtype: Path(root) / dtype for dtype in DTYPES}
         small = Path(root) / "small"
-        if options.component == "flux_file":
-            tensors = flux_tensors(options.blocks)
-            folders = {"bfloat16": small, "fp8_scaled": Path(root) / "fp8_scaled"}
-            write_flux(small, options.blocks, tensors)
-            write_flux(folders["fp8_scaled"], options.blocks, in_8_bits(tensors))
-            del tensors
-        else:
-            for dtype, folder in folders.items():
-                write_model(folder, options.component, options.blocks, options.width, getattr(torch, dtype))
-            write_model(small, options.component, 2, 128, torch.float32)
+        for dtype, folder in folders.items():
+            write_model(folder, options.component, options.blocks, options.width, getattr(torch, dtype))
+        write_model(small, options.component, 2, 128, torch.float32)
         rows = rows_of(measure_all(folders, small, options.component, options.formats))
-    width = FLUX_WIDTH if options.component == "flux_file" else options.width
-    size = f"{options.blocks} blocks of width {width}"
+    size = f"{options.blocks} blocks of width {options.width}"
     print_table(f"Anonymous memory while {size} of a {options.component} load.", rows)
 
 

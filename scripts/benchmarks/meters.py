@@ -4,7 +4,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -182,6 +183,88 @@ def measure_times(
         for method in methods:
             times[method.name].append(seconds_of(lambda method=method: take_step(subject, method), clock))
     return {name: statistics.median(seconds[num_warmup:]) for name, seconds in times.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was measured of one way to run the blocks.
+
+    Attributes:
+        memory: of a step, by the number of blocks; empty if it did not fit.
+        seconds: of a step with the most blocks; None if it was not timed.
+        overlap: share of the time of copies between host and device in which a kernel ran; None if it was
+            not measured.
+    """
+
+    memory: Mapping[int, Memory]
+    seconds: float | None = None
+    overlap: float | None = None
+
+    @property
+    def most(self) -> Memory:
+        """The memory with the most blocks."""
+        return self.memory[max(self.memory)]
+
+    @property
+    def block_bytes(self) -> float:
+        """What one block more adds on the device between forward and backward."""
+        few, many = min(self.memory), max(self.memory)
+        return (self.memory[many].after_forward - self.memory[few].after_forward) / (many - few)
+
+
+def measure(
+    subject: Subject,
+    methods: Sequence[Method],
+    meter: Meter,
+    counts: Sequence[int],
+    *,
+    num_warmup: int,
+    num_rounds: int,
+) -> dict[str, Figures]:
+    """The figures of every method, by its name.
+
+    Args:
+        subject: with as many blocks as the last of ``counts``.
+        methods: ways to run the blocks.
+        meter: of the subject's device.
+        counts: numbers of blocks, ascending.
+        num_warmup: steps before the measured ones.
+        num_rounds: steps that are timed, of each method; none are on meta.
+    """
+    memories: dict[str, dict[int, Memory]] = {method.name: {} for method in methods}
+    for count, method in product(counts, methods):
+        subject.use_blocks(count)
+        try:
+            memories[method.name][count] = measure_memory(subject, method, meter)
+        except torch.OutOfMemoryError:
+            subject.model.zero_grad(set_to_none=True)
+    fitting = [method for method in methods if len(memories[method.name]) == len(counts)]
+    figures = {method.name: Figures(memory={}) for method in methods}
+    figures |= {method.name: Figures(memory=memories[method.name]) for method in fitting}
+    if subject.device.type == "meta":
+        return figures
+    times = measure_times(subject, fitting, num_warmup=num_warmup, num_rounds=num_rounds)
+    return {name: replace(row, seconds=times.get(name)) for name, row in figures.items()}
+
+
+def cells(heading: str, figures: Mapping[str, Figures]) -> list[dict[str, str]]:
+    """The table: memory in MiB, and the time of a step as a ratio to that of the first row that has one."""
+    reference = next((row.seconds for row in figures.values() if row.seconds), None)
+    counts = sorted({count for row in figures.values() for count in row.memory})
+    table = []
+    for name, row in figures.items():
+        line = {heading: name}
+        for count in counts:
+            memory = row.memory.get(count)
+            line[f"{count} blocks"] = mebibytes(memory.after_forward) if memory else "out of memory"
+        line["a block more"] = mebibytes(row.block_bytes) if row.memory else "-"
+        line["peak"] = mebibytes(row.most.peak) if row.memory else "-"
+        line["in host memory"] = mebibytes(row.most.host) if row.memory else "-"
+        if reference is not None:
+            line["ms a step"] = f"{row.seconds * 1000:.1f}" if row.seconds else "-"
+            line["time"] = f"{row.seconds / reference:.3f}" if row.seconds else "-"
+        table.append(line)
+    return table
 
 
 def take_step(subject: TrainedModel, method: Method) -> None:

@@ -1,16 +1,16 @@
 """Ways to learn, side by side: the quickstart's four new colours, taught to its mini Qwen-Image in each.
 
-    python scripts/benchmarks/methods.py [--method NAME ...] [--preserve] [--sweep]
+    python scripts/benchmarks/methods.py [--method NAME ...] [--preserve]
+    python scripts/benchmarks/methods.py --preservation
 
 Each way is trained from three seeds as the quickstart is, with half its steps. What is measured is in
 ``taught_colours.py``; of each figure the median over the seeds, with the lowest and the highest. With
-``--preserve`` 32 pictures of known colours are there, too, which are preserved: one in five samples.
-
-``--sweep`` is how the learning rates were chosen: one run of another seed for each rate, relative to the one
-of the table, and the sum of the distances of new and of known colours.
+``--preserve`` 32 pictures of known colours are there, too, which are preserved: one in five samples. The
+second form compares what may be preserved.
 """
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -20,12 +20,10 @@ from pathlib import Path
 
 import torch
 from meters import print_table
-from taught_colours import Figures, TaughtColours, shapes, spread_row
+from taught_colours import TaughtColours, shapes, spread_row
 
 STEPS = 150
 SEEDS = (0, 1, 2)
-SWEPT_SEED = 3
-TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 _RATE = "train.learning_rate={:g}"
 
 
@@ -35,7 +33,7 @@ class Method:
 
     Attributes:
         settings: those that it is.
-        rate: of the learning, found by the sweep.
+        rate: of the learning, the best of several in one run each of another seed.
         rate_setting: where it goes, with the place of the number.
     """
 
@@ -43,9 +41,10 @@ class Method:
     rate: float
     rate_setting: str = _RATE
 
-    def overrides(self, *, times: float = 1.0) -> tuple[str, ...]:
-        """What the quickstart's config gets, with the rate multiplied."""
-        return *self.settings, self.rate_setting.format(self.rate * times)
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What the quickstart's config gets."""
+        return *self.settings, self.rate_setting.format(self.rate)
 
 
 METHODS = {
@@ -71,26 +70,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--method", action="append", choices=METHODS, help="these alone")
     parser.add_argument("--preserve", action="store_true", help="pictures of known colours, too")
-    parser.add_argument("--sweep", action="store_true", help="try each with other learning rates")
+    parser.add_argument("--preservation", action="store_true", help="compare what may be preserved")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="default: %(default)s")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    names = options.method or list(METHODS)
     with tempfile.TemporaryDirectory() as folder:
         bench = TaughtColours(Path(folder), steps=options.steps)
-        if options.sweep:
-            rows = [swept_row(bench, name) for name in names]
-            print_table(f"Sum of both distances, {options.steps} steps, by learning rate", rows)
-            return
-        sources = with_preserved(bench) if options.preserve else []
-        rows = [spread_row("method", "before", [bench.base()])]
-        for name in names:
-            method = METHODS[name]
-            runs = [bench.taught(*method.overrides(), seed=seed, sources=sources) for seed in options.seeds]
-            rows.append(spread_row("method", f"{name}, {method.rate:g}", runs))
+        heading, ways = "method", chosen_methods(bench, options)
+        if options.preservation:
+            heading, ways = "preserved", {name: ((), sources) for name, sources in preserved(bench).items()}
+        rows = [spread_row(heading, "before training", [bench.base()])]
+        for name, (overrides, sources) in ways.items():
+            runs = [bench.taught(*overrides, seed=seed, sources=sources) for seed in options.seeds]
+            rows.append(spread_row(heading, name, runs))
             print(rows[-1], file=sys.stderr)
         print_table(f"{options.steps} steps of 8 pictures, seeds {list(options.seeds)}", rows)
+
+
+def chosen_methods(
+    bench: TaughtColours, options: argparse.Namespace
+) -> dict[str, tuple[tuple[str, ...], list[str]]]:
+    """The settings and sources of each chosen method, by its name and rate."""
+    sources = with_preserved(bench) if options.preserve else []
+    chosen = {name: METHODS[name] for name in options.method or METHODS}
+    return {f"{name}, {method.rate:g}": (method.overrides, sources) for name, method in chosen.items()}
 
 
 def with_preserved(bench: TaughtColours) -> list[str]:
@@ -104,18 +108,33 @@ def with_preserved(bench: TaughtColours) -> list[str]:
     return [f"{{path: {bench.pictures}}}", f"{{path: {folder}, preserve: true, weight: 0.25}}"]
 
 
-def swept_row(bench: TaughtColours, name: str) -> dict[str, str]:
-    """The distances of a method by its learning rate."""
-    row = {"method": f"{name}, {METHODS[name].rate:g}"}
-    for times in TIMES:
-        run = bench.taught(*METHODS[name].overrides(times=times), seed=SWEPT_SEED)
-        row[f"x {times:g}"] = _distances(run)
-        print(row, file=sys.stderr)
-    return row
+def preserved(bench: TaughtColours) -> dict[str, list[str]]:
+    """The sources of each way to preserve."""
+    pictures = bench.pictures
+
+    def with_same(*settings: str) -> list[str]:
+        source = ", ".join((f"path: {pictures}", "preserve: true", "weight: 0.25", *settings))
+        return [f"{{path: {pictures}}}", f"{{{source}}}"]
+
+    return {
+        "nothing": [],
+        "the same, without a caption": with_same("captions: none"),
+        "the same, `a shape`": with_same("captions: none", "trigger: a shape"),
+        "the same, known colours named": with_same(f"metadata: {naming_known_colours(bench)}"),
+        "pictures of known colours": with_preserved(bench),
+    }
 
 
-def _distances(run: Figures) -> str:
-    return f"{run['new'] + run['known']:.0f} ({run['new']:.0f} + {run['known']:.0f})"
+def naming_known_colours(bench: TaughtColours) -> Path:
+    """A table of the training set whose captions name any known colours in place of the new ones."""
+    rng, rows = random.Random(0), []
+    for picture in sorted(bench.pictures.glob("*.png")):
+        colour, caption = picture.name.partition("_")[0], picture.with_suffix(".txt").read_text().strip()
+        text = caption.replace(colour, rng.choice(list(shapes.KNOWN_COLOURS)))
+        rows.append(json.dumps({"file_name": picture.name, "text": text}) + "\n")
+    table = bench.folder / "known.jsonl"
+    table.write_text("".join(rows))
+    return table
 
 
 if __name__ == "__main__":

@@ -9,22 +9,11 @@ every tensor is counted by its size, and the host copies apart; meta computes no
 import argparse
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from meters import (
-    EngineMethod,
-    Memory,
-    Meter,
-    Method,
-    measure_memory,
-    measure_times,
-    mebibytes,
-    meter_for,
-    print_table,
-    take_step,
-)
+from meters import EngineMethod, Figures, Meter, Method, cells, measure, meter_for, print_table, take_step
 from subjects import Subject, add_arguments, build_subject, size_of
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -41,33 +30,17 @@ Span = tuple[float, float]
 REFERENCE = "checkpoint"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """What was measured of one row.
-
-    Attributes:
-        memory: of a step, by the number of blocks.
-        seconds: of a step with the most blocks; None if it was not timed.
-        overlap: share of the time of copies between host and device in which a kernel ran; None if it was
-            not measured.
-    """
-
-    memory: dict[int, Memory]
-    seconds: float | None = None
-    overlap: float | None = None
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure all rows and print the table."""
     options = parse_arguments(arguments)
     size = size_of(options)
     counts = sorted(options.num_blocks or [size.num_blocks // 2, size.num_blocks])
     subject = build_subject(options, replace(size, num_blocks=counts[-1]))
-    figures = measure(subject, counts, num_warmup=options.warmup, num_rounds=options.rounds)
+    figures = measured(subject, counts, num_warmup=options.warmup, num_rounds=options.rounds)
     print_table(
         f"{options.model} on {options.device}, {replace(size, num_blocks=counts[-1])}\n"
         "Memory in MiB; under a number of blocks: on the device between forward and backward.",
-        cells(figures),
+        table_of(figures),
     )
 
 
@@ -86,36 +59,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def measure(
+def measured(
     subject: Subject, counts: Sequence[int], *, num_warmup: int, num_rounds: int
 ) -> dict[str, Figures]:
-    """The figures of every row, by its name.
-
-    Args:
-        subject: with as many blocks as the last of ``counts``.
-        counts: numbers of blocks, ascending.
-        num_warmup: steps before the measured ones.
-        num_rounds: steps that are timed, of each row.
-    """
+    """The figures of every row, by its name; as ``measure``, and on CUDA what copies overlap."""
     meter = meter_for(subject.device)
     methods = rows(subject, meter)
-    memories: dict[str, dict[int, Memory]] = {method.name: {} for method in methods}
-    for count in counts:
-        subject.use_blocks(count)
+    figures = measure(subject, methods, meter, counts, num_warmup=num_warmup, num_rounds=num_rounds)
+    if subject.device.type == "cuda":
         for method in methods:
-            memories[method.name][count] = measure_memory(subject, method, meter)
-    figures = {name: Figures(memory=memory) for name, memory in memories.items()}
-    if subject.device.type == "meta":
-        return figures
-    times = measure_times(subject, methods, num_warmup=num_warmup, num_rounds=num_rounds)
-    return {
-        method.name: replace(
-            figures[method.name],
-            seconds=times[method.name],
-            overlap=measure_overlap(subject, method) if subject.device.type == "cuda" else None,
-        )
-        for method in methods
-    }
+            overlap = measure_overlap(subject, method)
+            figures[method.name] = replace(figures[method.name], overlap=overlap)
+    return figures
 
 
 def rows(subject: Subject, meter: Meter) -> list[Method]:
@@ -210,35 +165,16 @@ def covered_ratio(spans: Sequence[Span], covers: Sequence[Span]) -> float | None
     return covered / total
 
 
-def cells(figures: dict[str, Figures]) -> list[dict[str, str]]:
-    """The table: memory in MiB, times in ms where they were measured."""
+def table_of(figures: dict[str, Figures]) -> list[dict[str, str]]:
+    """The table; where steps were timed, with what a block takes longer than with plain checkpointing."""
     reference = figures[REFERENCE].seconds
-    return [
-        {"blocks run by": name, **_memory_cells(row.memory), **_time_cells(row, reference)}
-        for name, row in figures.items()
-    ]
-
-
-def _memory_cells(memory: dict[int, Memory]) -> dict[str, str]:
-    (few, least), *_, (many, most) = memory.items()
-    after_forward = {f"{count} blocks": mebibytes(figures.after_forward) for count, figures in memory.items()}
-    return after_forward | {
-        "a block more": mebibytes((most.after_forward - least.after_forward) / (many - few)),
-        "peak": mebibytes(most.peak),
-        "in host memory": mebibytes(most.host),
-    }
-
-
-def _time_cells(row: Figures, reference: float | None) -> dict[str, str]:
-    if row.seconds is None or reference is None:
-        return {}
-    stall = (row.seconds - reference) / max(row.memory)
-    return {
-        "ms a step": f"{row.seconds * 1000:.1f}",
-        "time": f"{row.seconds / reference:.3f}",
-        "stall, ms a block": f"{stall * 1000:.2f}",
-        "copies beside kernels": "-" if row.overlap is None else f"{row.overlap:.1%}",
-    }
+    table = cells("blocks run by", figures)
+    for line, row in zip(table, figures.values(), strict=True):
+        if row.seconds and reference:
+            stall = (row.seconds - reference) / max(row.memory)
+            line["stall, ms a block"] = f"{stall * 1000:.2f}"
+            line["copies beside kernels"] = "-" if row.overlap is None else f"{row.overlap:.1%}"
+    return table
 
 
 if __name__ == "__main__":

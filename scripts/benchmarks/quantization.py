@@ -8,18 +8,16 @@ for comparison. The models are random and a few channels wide.
     python scripts/benchmarks/quantization.py [--family NAME ...] [--formats int8 nf4]
     python scripts/benchmarks/quantization.py --text-encoders [--family NAME ...] [--formats int8 nf4]
     python scripts/benchmarks/quantization.py --releases [--text-encoders] [--formats int8 nf4]
-    python scripts/benchmarks/quantization.py --model FOLDER --lora FOLDER
 
 The second form compares in the same way what each family's tiny text encoders make of a few prompts. The
 third counts the bytes of what is trained of each released model, one expert of two, on torch's meta device;
-or of its text encoders, also as they are streamed, with two slots. The last says how much of a Qwen-Image
-LoRA is lost when it is merged into weights that are then rounded to a format: the norm of what is lost, as
-a part of what the LoRA changes. Needs what the tests need, whose samples it uses.
+or of its text encoders, also as they are streamed, with two slots. Needs what the tests need, whose samples
+it uses.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -49,14 +47,13 @@ from diffsynth_lite.core.weights import (  # noqa: E402
     counted_format,
     weight_format,
 )
-from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names, load_family  # noqa: E402
+from diffsynth_lite.pipelines import ModelFamily, family_names, load_family  # noqa: E402
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers  # noqa: E402
 from diffsynth_lite.pipelines.base.release_folder import write_release  # noqa: E402
 from diffsynth_lite.pipelines.base.text_encoders import (  # noqa: E402
     TextEncoderMemory,
     encoder_quantizations,
 )
-from diffsynth_lite.pipelines.qwen_image import QwenImage  # noqa: E402
 
 FORMATS = ("int8", "nf4")
 META = torch.device("meta")
@@ -204,44 +201,6 @@ def encoder_bytes(family: ModelFamily, name: str, *, num_slots: int = 0) -> int:
     return on_device
 
 
-def updates(model: Path, lora: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """The weight of each layer with a LoRA, and what the LoRA adds to it; of a Qwen-Image, in float32."""
-    family = QwenImage(PipelineFolder(path=model))
-    tensors, settings = family.read_lora(lora)
-    transformer = family.load_transformer(torch.float32)
-    for name, down in tensors.items():
-        layer, found, _ = name.partition(".lora_A.")
-        if found:
-            up = tensors[name.replace(".lora_A.", ".lora_B.")]
-            update = up @ down * settings["lora_alpha"] / settings["r"]
-            yield transformer.get_submodule(layer).weight, update
-
-
-def rounded(weight: Tensor, name: str) -> Tensor:
-    """A weight as a format, or bf16, keeps it."""
-    if name == "bf16":
-        return weight.bfloat16().float()
-    chosen = weight_format(name)
-    num_rows, num_columns = weight.shape
-    values, scales = chosen.empty(num_rows, num_columns, CPU)
-    chosen.write(weight, 0, values, scales)
-    return chosen.dense(values, scales, weight.shape, torch.float32)
-
-
-def merge_rows(model: Path, lora: Path, formats: Sequence[str]) -> list[dict[str, str]]:
-    """What is lost of a LoRA by merging it, in each format."""
-    lost: Mapping[str, list[float]] = {name: [0.0, 0.0] for name in ("bf16", *formats)}
-    for weight, update in updates(model, lora):
-        for name, sums in lost.items():
-            left = rounded(weight + update, name) - rounded(weight, name)
-            sums[0] += (left - update).square().sum().item()
-            sums[1] += update.square().sum().item()
-    return [
-        {"weights in": name, "lost of the LoRA": f"{(missing / whole) ** 0.5:.1%}"}
-        for name, (missing, whole) in lost.items()
-    ]
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -251,21 +210,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=("int8",), help="to compare")
     parser.add_argument("--releases", action="store_true", help="count the bytes of released models")
     parser.add_argument("--text-encoders", action="store_true", help="in place of what is trained")
-    parser.add_argument("--model", type=Path, help="a Qwen-Image that --lora was trained on")
-    parser.add_argument("--lora", type=Path, help="to merge into its weights")
-    options = parser.parse_args(arguments)
-    if (options.model is None) != (options.lora is None):
-        parser.error("--model and --lora belong together")
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table that the command line asks for."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
-    if options.lora is not None:
-        print_table("What merging loses.", merge_rows(options.model, options.lora, options.formats))
-        return
     if options.releases:
         of, columns = "what is trained", trained_columns
         if options.text_encoders:

@@ -1,9 +1,8 @@
-"""Cost of a start by the number of items, from a sealed cache and from an unsealed one.
+"""Cost of a start from a sealed cache, by the number of items.
 
-Items and entries are synthetic, and as small as entries can be, so that the tables show what grows with their
+Items and entries are synthetic, and as small as entries can be, so that the table shows what grows with their
 number and not with their size. Each start is a process of its own: it opens what there is and reads its first
-batch. Ten items share an entry. The unsealed start reads real files that this script writes, two an item, and
-has an entry an item.
+batch. Ten items share an entry.
 """
 
 import argparse
@@ -23,31 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from PIL import Image
-from torch import Tensor
 
 from diffsynth_lite.data import (
     BatchLayout,
     BatchStream,
     Bucket,
-    BucketRule,
     DataIdentity,
-    FileMemory,
-    ItemRow,
     ItemTable,
-    MediaIndex,
-    PlanRules,
     SampleSchedule,
-    Source,
     TensorCache,
     UsableData,
-    find_records,
-    plan_items,
 )
 from diffsynth_lite.data.batches import EntryReader
-from diffsynth_lite.data.cache import entry_content, is_present
+from diffsynth_lite.data.cache import entry_content
 from diffsynth_lite.data.item_table import KEY_BYTES, Indices, ItemColumns
-from diffsynth_lite.data.schedule import Numbers, Orders, draw_order
+from diffsynth_lite.data.schedule import Numbers, Orders
 from diffsynth_lite.data.sealed import SealContent, SealFolder, StoredOrders, open_seal, write_seal
 from diffsynth_lite.data.sealed.folder import import_lance
 
@@ -63,12 +52,11 @@ IDENTITY = DataIdentity(items="", num_buckets=1, decoder="", media_encoder="", p
 
 
 def main() -> None:
-    """Measure and print the tables."""
+    """Measure and print the table."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     if arguments.part is not None:
-        parts = {"seal": seal, "start": start, "unsealed": unsealed_start}
-        parts[arguments.part](Path(arguments.folder), arguments)
+        {"seal": seal, "start": start}[arguments.part](Path(arguments.folder), arguments)
         return
     print(f"{arguments.buckets} buckets, 2 sources, micro-batches of {MICRO_BATCH_SIZE}; sealed:")
     print(
@@ -78,9 +66,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for rows in arguments.rows:
             print_sealed(Path(folder) / str(rows), rows, arguments)
-        print("\nunsealed:\n     rows | files | start, CPU s | start, s | own MiB | MiB of 2")
-        for rows in arguments.unsealed_rows:
-            print_unsealed(Path(folder) / f"unsealed {rows}", rows, arguments)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -89,17 +74,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[10_000, 1_000_000], help="of sealed data sets"
     )
-    parser.add_argument("--unsealed-rows", type=int, nargs="*", default=[10_000], help="of unsealed ones")
     parser.add_argument("--buckets", type=int, default=8, help="of each (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=500, help="batches timed (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=0, help="that read them (default: %(default)s)")
     parser.add_argument("--folder", help="for the files; the system's own unless given")
-    parser.add_argument("--part", choices=("seal", "start", "unsealed"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("seal", "start"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def print_sealed(folder: Path, rows: int, arguments: argparse.Namespace) -> None:
-    """One row of the first table; what it wrote is removed."""
+    """One row of the table; what it wrote is removed."""
     folder.mkdir()
     [sealed] = measured(["seal"], folder, rows, arguments)
     [first] = measured(["start"], folder, rows, arguments)
@@ -116,21 +100,6 @@ def print_sealed(folder: Path, rows: int, arguments: argparse.Namespace) -> None
     )
     for path in (*files, *(folder / "cache").rglob("*.order")):
         path.unlink()
-
-
-def print_unsealed(folder: Path, rows: int, arguments: argparse.Namespace) -> None:
-    """One row of the second table."""
-    write_unsealed(folder, rows)
-    measured(["unsealed"], folder, rows, arguments)  # remembers the files
-    [one] = measured(["unsealed"], folder, rows, arguments)
-    both = measured(["unsealed", "unsealed"], folder, rows, arguments)
-    files = sum(1 for path in folder.rglob("*") if path.is_file())
-    together = sum(each["mib"] for each in both)
-    print(
-        f"{rows:9} | {files:5} | {one['start_cpu_s']:12.3f} | {one['start_s']:8.2f} | {one['own_mib']:7.1f} "
-        f"| {together:8.1f}",
-        flush=True,
-    )
 
 
 def measured(
@@ -302,56 +271,6 @@ def batch_stream(items: ItemTable, entries: EntryReader, orders: Orders, *, num_
         process_index=0,
     )
     return BatchStream(items, entries, schedule, layout, seed=0, num_workers=num_workers, start_step=0)
-
-
-def write_unsealed(folder: Path, rows: int) -> None:
-    """Pictures with captions, and their entries."""
-    (folder / "data").mkdir(parents=True)
-    for index in range(rows):
-        Image.new("RGB", (64, 64), (index % 251, index // 251 % 251, index // 63001)).save(
-            folder / "data" / f"{index:08}.png"
-        )
-        (folder / "data" / f"{index:08}.txt").write_text(f"caption {index // ITEMS_OF_A_CAPTION}")
-
-
-def unsealed_start(folder: Path, arguments: argparse.Namespace) -> None:
-    """Find, plan and look up all items, as a run does where nothing is sealed, and read its first batch."""
-    before, started_at, began_at = Memory.now(), time.perf_counter(), time.process_time()
-    cache = TensorCache(folder / "cache")
-    rules = PlanRules(buckets=BucketRule(divisor=16, step=16, sizes=((64, 64),)))
-    with FileMemory(folder / "cache" / "index.sqlite") as memory:
-        index = MediaIndex(memory)
-        found = find_records(
-            [Source(path=folder / "data")], media_store=folder / "media", on_bad_item="error"
-        )
-        for record in found.records:
-            index.facts(record.target)
-        plan = plan_items(found.records, index=index, rules=rules)
-        keys = {item.key(cache, "media"): LATENTS for item in plan.items}
-        keys |= {cache.key(text=item.record.captions[0]): LATENTS for item in plan.items}
-        for key, tensor in keys.items():
-            if not is_present(cache, memory, key):
-                write_entry(cache, key, {"latents": tensor})
-    table = ItemTable.build(
-        ItemRow(
-            name=item.name,
-            bucket=item.bucket,
-            source=0,
-            media_key=item.key(cache, "media"),
-            caption_keys=(cache.key(text=item.record.captions[0]),),
-        )
-        for item in plan.items
-    )
-    DataIdentity.of(plan.items, media_encoder="one", prompt_encoder="two")
-    next(iter(batch_stream(table, cache, draw_order, num_workers=0)))
-    told({"start_s": time.perf_counter() - started_at, "start_cpu_s": time.process_time() - began_at}, before)
-
-
-def write_entry(cache: TensorCache, key: str, tensors: dict[str, Tensor]) -> None:
-    """Write an entry without waiting for the disk."""
-    path = cache.path(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(entry_content(key, tensors))
 
 
 if __name__ == "__main__":

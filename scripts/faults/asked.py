@@ -81,7 +81,9 @@ def check_best(folder: Path) -> None:
     best = json.loads((checkpoints[-1] / "state.json").read_text())["best"]
     assert (best["step"], best["loss"]) == (least["step"], least["validation_loss"]), (best, least)
     averages = {
+        # The file's second matrices have alpha over rank in them, which is 2.
         f"transformer.{name.removeprefix('ema/').replace('.default.', '.')}": tensor
+        * (1 + ("lora_B" in name))
         for name, tensor in checkpoint_tensors(folder, best["step"]).items()
         if name.startswith("ema/")
     }

@@ -9,7 +9,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from families import Kept, count_bytes, method_of, time_row
+from families import Kept, count_bytes, method_of
 from family_inputs import COUNTED, CountedRelease
 from family_subject import FamilySubject, family_of
 from meters import STRATEGIES, meter_for
@@ -46,7 +46,7 @@ def ltx() -> tuple[Mapping[str, Kept], str]:
     printed = StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(families, "count_bytes", count)
-        families.main(["--family", "ltx_video", "--small", "--rounds", "0"])
+        families.main(["--family", "ltx_video", "--small"])
     ((kept,),) = (counted.values() for counted in counts)
     return kept, printed.getvalue()
 
@@ -110,14 +110,6 @@ def test_an_expert_of_wan_keeps_what_a_model_of_the_same_width_keeps() -> None:
     assert counted(of_pictures, "none", changes=changes) == counted(of_text, "none")
 
 
-def test_steps_are_timed_as_a_ratio_to_the_first_row() -> None:
-    sana = replace(release_of("sana"), small_pixels=(128, 128, 1))
-    row = time_row(sana, torch.device("cpu"), 1)
-    assert (row["family"], row["model"], row["none"]) == ("sana", sana.name, "1.00")
-    assert float(row["ms, none"]) > 0
-    assert len(row) == 3 + 7
-
-
 def test_the_script_prints_a_table_with_a_row_for_each_kind_of_block(
     ltx: tuple[Mapping[str, Kept], str],
 ) -> None:
@@ -127,11 +119,3 @@ def test_the_script_prints_a_table_with_a_row_for_each_kind_of_block(
     assert cells[1:4] == ["LTX-Video 0.9", "transformer_blocks", "576"]
     assert cells[6] == "0.0 (0.3)"
     assert "LTX-Video 0.9: diffusers, scripts/convert_ltx_to_diffusers.py" in printed
-
-
-def test_what_is_outside_of_the_blocks_is_a_part_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    families.main(["--family", "sana", "--outside", "--rounds", "1"])
-    (row,) = (line for line in capsys.readouterr().out.splitlines() if "Sana" in line)
-    cells = [cell.strip() for cell in row.split("|")]
-    assert 0 < float(cells[4].removesuffix(" %")) < 100
-    assert "caption_projection" in cells[5]

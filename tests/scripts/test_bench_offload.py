@@ -3,7 +3,8 @@
 import offload
 import pytest
 import torch
-from offload import Figures, covered_ratio, measure, parse_arguments
+from meters import Figures
+from offload import covered_ratio, measured, parse_arguments
 from subjects import Size, build_subject
 
 SIZE = Size(num_blocks=6, num_heads=1, height=64, width=64, num_frames=9)
@@ -13,7 +14,7 @@ HIDDEN_BYTES = 2 * 2 * 2 * 64 * 4  # tokens x width x 4 bytes
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Figures]:
     subject = build_subject(parse_arguments(["--device", "cpu"]), SIZE)
-    return measure(subject, [2, 4, 6], num_warmup=0, num_rounds=1)
+    return measured(subject, [2, 4, 6], num_warmup=0, num_rounds=1)
 
 
 def test_the_inputs_on_the_device_do_not_grow_with_the_blocks_when_they_are_offloaded(
@@ -60,7 +61,7 @@ def test_one_number_of_blocks_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 def test_on_a_gpu_copies_run_beside_kernels() -> None:
     options = parse_arguments(["--device", "cuda"])
     subject = build_subject(options, Size(num_blocks=8, num_heads=32, height=512, width=768, num_frames=81))
-    rows = measure(subject, [4, 8], num_warmup=2, num_rounds=1)
+    rows = measured(subject, [4, 8], num_warmup=2, num_rounds=1)
     torch.cuda.empty_cache()
     assert rows["offload"].overlap is not None
     assert rows["offload"].overlap > 0.5

@@ -19,18 +19,16 @@ def test_the_benchmark_prints_a_row_for_each_size(
         results.clear()
         of_part = argparse.Namespace(**{**vars(arguments), "rows": [rows]})
         for part in parts:
-            {"seal": sealed.seal, "start": sealed.start, "unsealed": sealed.unsealed_start}[part](
-                folder, of_part
-            )
+            {"seal": sealed.seal, "start": sealed.start}[part](folder, of_part)
         return list(results)
 
     memory = {"own_mib": 1.0, "mib": 2.0}
     monkeypatch.setattr(sealed, "measured", measured)
     monkeypatch.setattr(sealed, "told", lambda found, before: results.append({**found, **memory}))
-    sizes = ["--rows", "40", "90", "--unsealed-rows", "3", "--batches", "5", "--folder", str(tmp_path)]
+    sizes = ["--rows", "40", "90", "--batches", "5", "--folder", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["sealed.py", *sizes])
     sealed.main()
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "|" in line]
-    assert [line[0] for line in lines] == ["rows", "40", "90", "rows", "3"]
-    assert [line[6] for line in lines[1:3]] == ["6", "6"]
+    assert [line[0] for line in lines] == ["rows", "40", "90"]
+    assert [line[6] for line in lines[1:]] == ["6", "6"]
     assert list(tmp_path.iterdir()) == []

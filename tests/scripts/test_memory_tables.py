@@ -2,9 +2,7 @@
 
 import memory_tables
 import pytest
-from memory_tables import RELEASED, main
-
-from diffsynth_lite.pipelines import family_names
+from memory_tables import main
 
 SANA = "Sana 1.0 1.6B"
 
@@ -29,19 +27,3 @@ def test_rows_are_the_formats_with_no_half_of_the_and_all_blocks_streamed(
     assert resident[0] > resident[3] > resident[6]
     # In brackets: what is on the host.
     assert ["(" in row[4] for row in rows] == [False, True, True] * 3
-
-
-def test_a_few_blocks_are_compared_with_all(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(memory_tables, "CHECKED", (("int8", "every block"),))
-    main(["--whole", "--model", SANA])
-    headings, _, *rows = table(capsys.readouterr().out)
-    assert headings[:5] == ["model", "every, int8", "bytes apart", "%", "s, with few"]
-    assert [row[:1] + row[2:4] for row in rows] == [[f"{SANA}, 1024 x 1024", "0", "0.00"]]
-
-
-def test_every_family_has_a_release_that_is_compared() -> None:
-    families = {release.family for release in RELEASED}
-    assert families == {*family_names()}
-    assert {release.num_inputs for release in RELEASED if release.family == "flux2"} == {0, 1}

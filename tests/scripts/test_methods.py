@@ -14,7 +14,7 @@ def test_ways_to_learn_are_trained_and_measured(
     methods.main(["--method", "schedule-free", "--steps", "1", "--seeds", "0", "--preserve"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert [row[0] for row in table] == ["method", *table[1][:1], "before", "schedule-free, 0.016"]
+    assert [row[0] for row in table] == ["method", *table[1][:1], "before training", "schedule-free, 0.016"]
     column = table[0].index("moved")
     assert table[2][column] == "0"
     assert int(table[3][column]) > 0
