@@ -2,19 +2,19 @@
 
     python scripts/benchmarks/compiling.py --model ltx --train lora
 
-Time is the ratio of the median steps, compiled to plain, with a bootstrap interval of 95 %; on the CPU it is
-that of the thread. Memory is what is kept on the device from forward to backward: all that autograd saves,
-each storage once, without weights. Compiling is in no time.
+Time is the median of the ratios of neighbouring steps, compiled to plain, with a bootstrap interval of 90 %;
+on the CPU it is that of the thread. Memory is what is kept on the device from forward to backward: all that
+autograd saves, each storage once, without weights. Compiling is in no time.
 """
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
 
-from meters import STRATEGIES, EngineMethod, mebibytes, meter_for, print_table, seconds_of, take_step
+from meters import STRATEGIES, EngineMethod, mebibytes, meter_for, print_table, take_step, take_turns
+from peers import ratio_of
 from subjects import KINDS, Subject, add_arguments, build_subject, size_of
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -22,7 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from diffsynth_lite.core.gradient import BlockCompiler, BlockPolicy, blocks_of
 
 ROWS = ("none", "every block", "offload every block")
-NUM_RESAMPLES = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -61,34 +60,16 @@ def row_of(
         for subject in (plain, compiled)
     ]
     clock = time.perf_counter if plain.device.type == "cuda" else time.thread_time
-    seconds: list[list[float]] = [[], []]
-    for _ in range(num_warmup + num_rounds):
-        for times, (subject, method) in zip(seconds, sides, strict=True):
-            times.append(seconds_of(partial(take_step, subject, method), clock))
-    of_plain, of_compiled = (times[num_warmup:] for times in seconds)
-    low, high = interval(of_plain, of_compiled)
+    steps = {side: partial(take_step, *each) for side, each in zip(("plain", "compiled"), sides, strict=True)}
+    times = take_turns(steps, num_warmup=num_warmup, num_rounds=num_rounds, clock=clock)
     kept = [kept_bytes(subject, method) for subject, method in sides]
     return {
         "recompute": name,
-        "plain, s": f"{statistics.median(of_plain):.3f}",
-        "compiled, s": f"{statistics.median(of_compiled):.3f}",
-        "ratio": f"{statistics.median(of_compiled) / statistics.median(of_plain):.3f}",
-        "95 %": f"{low:.3f} to {high:.3f}",
+        **{f"{side}, s": f"{statistics.median(seconds):.3f}" for side, seconds in times.items()},
+        "ratio": ratio_of(times["compiled"], times["plain"]),
         "kept, plain": mebibytes(kept[0]),
         "kept, compiled": mebibytes(kept[1]),
     }
-
-
-def interval(of_plain: Sequence[float], of_compiled: Sequence[float]) -> tuple[float, float]:
-    """Between what 95 % of the ratios lie when rounds are drawn again, with replacement."""
-    draw = random.Random(0)
-    rounds = list(zip(of_plain, of_compiled, strict=True))
-    ratios = []
-    for _ in range(NUM_RESAMPLES):
-        one, other = zip(*draw.choices(rounds, k=len(rounds)), strict=True)
-        ratios.append(statistics.median(other) / statistics.median(one))
-    cuts = statistics.quantiles(ratios, n=40)
-    return cuts[0], cuts[-1]
 
 
 def kept_bytes(subject: Subject, method: EngineMethod) -> int:

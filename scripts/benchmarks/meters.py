@@ -3,8 +3,10 @@
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, Protocol
 
@@ -169,20 +171,24 @@ def measure_memory(subject: TrainedModel, method: Method, meter: Meter) -> Memor
     return Memory(after_forward=after_forward, peak=peak, host=host)
 
 
-def measure_times(
-    subject: TrainedModel,
-    methods: Sequence[Method],
+def take_turns(
+    steps: Mapping[str, Callable[[], object]],
     *,
     num_warmup: int,
     num_rounds: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
-    """Median seconds of a training step by method. They take turns, so that noise hits all of them."""
-    times: dict[str, list[float]] = {method.name: [] for method in methods}
+) -> dict[str, list[float]]:
+    """Seconds of each measured call of several, which take turns, so that noise hits all of them.
+
+    Each turn begins with another one.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order = deque(steps.items())
     for _ in range(num_warmup + num_rounds):
-        for method in methods:
-            times[method.name].append(seconds_of(lambda method=method: take_step(subject, method), clock))
-    return {name: statistics.median(seconds[num_warmup:]) for name, seconds in times.items()}
+        for name, take in order:
+            times[name].append(seconds_of(take, clock))
+        order.rotate()
+    return {name: seconds[num_warmup:] for name, seconds in times.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +249,10 @@ def measure(
     figures |= {method.name: Figures(memory=memories[method.name]) for method in fitting}
     if subject.device.type == "meta":
         return figures
-    times = measure_times(subject, fitting, num_warmup=num_warmup, num_rounds=num_rounds)
-    return {name: replace(row, seconds=times.get(name)) for name, row in figures.items()}
+    steps = {method.name: partial(take_step, subject, method) for method in fitting}
+    times = take_turns(steps, num_warmup=num_warmup, num_rounds=num_rounds)
+    timed = {name: replace(figures[name], seconds=statistics.median(times[name])) for name in times}
+    return figures | timed
 
 
 def cells(heading: str, figures: Mapping[str, Figures]) -> list[dict[str, str]]:

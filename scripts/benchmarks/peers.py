@@ -142,7 +142,7 @@ def measure(
 
     settings = settings_of(folder, mode, options.batch)
     equal = SimpleNamespace(config="quickstart.yaml", overrides=settings)
-    _, config, checked, (run,) = equal_runs(equal, folder, count=1)
+    _, config, checked, (run,) = equal_runs(equal, folder, num_runs=1)
     num_pictures = len(list((folder / "pictures").glob("*.png")))
     checkpointing, offload = MODES[mode]
     work = Work(

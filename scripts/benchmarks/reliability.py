@@ -15,7 +15,6 @@ Qwen-Image trains by default, in the shapes of that model.
 
 import argparse
 import hashlib
-import math
 import os
 import pkgutil
 import statistics
@@ -23,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +31,9 @@ from unittest.mock import patch
 import safetensors.torch
 import torch
 from diffusers import QwenImageTransformer2DModel
-from meters import mebibytes, print_table
-from step_time import Step, equal_runs, take_turns
+from meters import mebibytes, print_table, take_turns
+from peers import ratio_of
+from step_time import Step, equal_runs
 
 from diffsynth_lite.core.gradient import count_blocks, gradient_engine
 from diffsynth_lite.core.randomness import normal, torch_seed, uniform
@@ -74,7 +75,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def measure_steps(options: argparse.Namespace, folder: Path) -> None:
     """Print what a step takes with all of it, without it, and each part alone."""
-    accelerator, config, _, (run,) = equal_runs(options, folder, count=1)
+    accelerator, config, _, (run,) = equal_runs(options, folder, num_runs=1)
     requests = Requests(RunFolder(folder), StopRequest(), accelerator, save_every_minutes=None)
     steps: dict[str, Step] = {
         "with all": _with_all(run, requests),
@@ -82,14 +83,17 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> None:
         "with all, again": _with_all(run, requests),
     }
     with gradient_engine(build_engine(config, run.weights)):
-        seconds = take_turns(steps, num_warmup=10, num_steps=options.steps)
+        seconds = take_turns(steps, num_warmup=10, num_rounds=options.steps)
     batch = next(run.batches)[0]
     parts = {
         "draws": lambda: _draw(config.train.seed, batch.latents.shape),
         "finiteness check": _finite,
         "exchange": requests.gather,
     }
-    alone = {name: _median_of(part, 300) for name, part in parts.items()}
+    alone = {
+        name: statistics.median(times)
+        for name, times in take_turns(parts, num_warmup=0, num_rounds=300).items()
+    }
     if not accelerator.is_main_process:
         return
     base = statistics.median(seconds["without"])
@@ -101,19 +105,7 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> None:
     )
     print_table(title, rows)
     for other in ("without", "with all, again"):
-        print(f"with all / {other}, of neighbours: {_median_ratio(seconds['with all'], seconds[other])}")
-
-
-def _median_ratio(times: Sequence[float], others: Sequence[float]) -> str:
-    """Median, and its 95 % interval by order statistics, of the ratio of a step to its neighbour.
-
-    What else the machine does changes slowly against a step.
-    """
-    ratios = sorted(a / b for a, b in zip(times, others, strict=True))
-    half = math.ceil(0.98 * math.sqrt(len(ratios)))
-    middle = len(ratios) // 2
-    low, high = ratios[max(middle - half, 0)], ratios[min(middle + half, len(ratios) - 1)]
-    return f"{statistics.median(ratios):.4f} ({low:.4f} to {high:.4f})"
+        print(f"with all / {other}, of neighbours: {ratio_of(seconds['with all'], seconds[other])}")
 
 
 def _row(name: str, seconds: float, base: float, *, share: bool = False) -> dict[str, str]:
@@ -124,10 +116,11 @@ def _row(name: str, seconds: float, base: float, *, share: bool = False) -> dict
 def _with_all(run: TrainingObjects, requests: Requests) -> Step:
     """The trainer's step, and what it is asked for after it."""
     real = {name: pkgutil.resolve_name(name) for name in _stand_ins()}
+    numbers = count(1)
 
-    def take(number: int) -> None:
+    def take() -> None:
         with _replaced(real):
-            train_step(run, number)
+            train_step(run, next(numbers))
             requests.gather()
 
     return take
@@ -135,11 +128,11 @@ def _with_all(run: TrainingObjects, requests: Requests) -> Step:
 
 def _without(run: TrainingObjects) -> Step:
     """The step with constant noise and noise levels, a constant seed of the dropout, and no check."""
-    stand_ins = _stand_ins()
+    stand_ins, numbers = _stand_ins(), count(1)
 
-    def take(number: int) -> None:
+    def take() -> None:
         with _replaced(stand_ins):
-            train_step(run, number)
+            train_step(run, next(numbers))
 
     return take
 
@@ -181,15 +174,6 @@ def _draw(seed: int, shape: torch.Size) -> None:
 def _finite() -> bool:
     loss, norm = torch.stack([torch.tensor(1.0), torch.tensor(2.0)]).tolist()
     return bool(torch.isfinite(torch.tensor([loss, norm])).all())
-
-
-def _median_of(part: Callable[[], object], count: int) -> float:
-    times = []
-    for _ in range(count):
-        started_at = time.perf_counter()
-        part()
-        times.append(time.perf_counter() - started_at)
-    return statistics.median(times)
 
 
 def measure_saving(options: argparse.Namespace, folder: Path) -> None:

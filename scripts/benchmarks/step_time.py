@@ -10,13 +10,15 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from meters import take_turns
 from peer_loops.bare import BareLoop
 
 from diffsynth_lite.config import Config, load_config
@@ -36,8 +38,8 @@ from diffsynth_lite.training.optimization.optimizers import build_optimizer
 from diffsynth_lite.training.streaming import place_weights
 from diffsynth_lite.training.trainer import train_step
 
-Step = Callable[[int], object]
-"""Takes an optimizer step, counted from 1."""
+Step = Callable[[], object]
+"""Takes an optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -86,51 +88,24 @@ def parse_arguments() -> argparse.Namespace:
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Seconds of each measured step of both loops, which take turns."""
     accelerator, config, checked, (first, second, *others) = equal_runs(
-        arguments, folder, count=2 + len(arguments.preserved)
+        arguments, folder, num_runs=2 + len(arguments.preserved)
     )
     subject = Subject(config, checked.family.folder.path, checked.target_layers, accelerator.device)
-    steps = {"trainer": partial(train_step, first), "bare loop": bare_step(subject, second.batches)}
+    steps = {"trainer": steps_of(first), "bare loop": bare_step(subject, second.batches)}
     for part, run in zip(arguments.preserved, others, strict=True):
         run.batches = preserving(run.batches, part)
-        steps[f"trainer, {part:.0%} preserved"] = partial(train_step, run)
+        steps[f"trainer, {part:.0%} preserved"] = steps_of(run)
     with gradient_engine(build_engine(config, first.weights)):
         return take_turns(
             steps,
             num_warmup=arguments.warmup,
-            num_steps=arguments.steps,
+            num_rounds=arguments.steps,
             clock=time.process_time if arguments.cpu_time else time.perf_counter,
         )
 
 
-def take_turns(
-    steps: Mapping[str, Step],
-    *,
-    num_warmup: int,
-    num_steps: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Seconds of each measured step of several loops, which take turns; each turn begins with another one."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in range(1, num_warmup + num_steps + 1):
-        first = step % len(steps)
-        for name, take in [*steps.items()][first:] + [*steps.items()][:first]:
-            times[name].append(timed(take, step, clock))
-    return {name: values[num_warmup:] for name, values in times.items()}
-
-
-def timed(take: Step, step: int, clock: Callable[[], float]) -> float:
-    """Seconds of one step, with the device idle before and after."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    started_at = clock()
-    take(step)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return clock() - started_at
-
-
 def equal_runs(
-    arguments: argparse.Namespace, folder: Path, *, count: int
+    arguments: argparse.Namespace, folder: Path, *, num_runs: int
 ) -> tuple[Accelerator, Config, CheckedRun, list[TrainingObjects]]:
     """The same run several times, each with a model and a stream of batches of its own."""
     overrides = [*arguments.overrides, f"data.cache_dir={folder / 'cache'}", "validation.prompts=[]"]
@@ -152,9 +127,15 @@ def equal_runs(
             start_step=0,
             folder=RunFolder(folder),
         )
-        for _ in range(count)
+        for _ in range(num_runs)
     ]
     return accelerator, config, checked, runs
+
+
+def steps_of(run: TrainingObjects) -> Step:
+    """The trainer's steps of a run, one after the other."""
+    numbers = count(1)
+    return lambda: train_step(run, next(numbers))
 
 
 def preserving(steps: Iterator[Sequence[Batch]], part: float) -> Iterator[Sequence[Batch]]:
@@ -181,7 +162,7 @@ def bare_step(subject: Subject, batches: Iterator[list[Batch]]) -> Step:
         dtype=getattr(torch, config.model.dtype),
         autocast=config.train.mixed_precision == "bf16",
     ).steps()
-    return lambda _step: next(steps)
+    return partial(next, steps)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from faults.bench import (
     processes_of,
     torchrun,
     train,
+    wait_until,
     waited,
 )
 
@@ -165,9 +166,7 @@ class _Round:
 
     def _wait_for_a_step(self) -> None:
         """Of this start: the engine's report follows its first step."""
-        end = time.monotonic() + LIMIT_S
-        while self._wait(0.02) is None and not self._reports():
-            assert time.monotonic() < end, f"no step within {LIMIT_S} s"
+        wait_until(lambda: self._wait(0.02) is not None or self._reports(), "a step", LIMIT_S)
 
     def _reports(self) -> bool:
         file = self._folder / "metrics.jsonl"
@@ -179,11 +178,9 @@ class _Round:
         """Whether the run has seen the file; else it has ended meanwhile."""
         file = self._folder / name
         file.touch()
-        end = time.monotonic() + LIMIT_S
-        while file.exists():
-            assert time.monotonic() < end, f"{name} was not seen within {LIMIT_S} s"
-            if self._wait(0.005) is not None:
-                return not file.exists()
+        wait_until(lambda: not file.exists() or self._wait(0.005) is not None, f"the end of {name}", LIMIT_S)
+        if file.exists():
+            return False
         if name in self._seen:
             self._seen[name] += 1
             self._tally.counts[name] += 1

@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.bench import environment
+from faults.bench import environment, wait_until
 from faults.nodes import NAMES, NEEDS, Node, two_nodes
 
 SLURM_NEEDS = (*NEEDS, "munged", "sbatch", "scancel", "scontrol", "slurmctld", "slurmd", "srun")
@@ -66,10 +65,7 @@ class Cluster:
 
     def wait_until(self, job: str, state: str, *, limit_s: float) -> None:
         """Wait until a job is in a state, such as RUNNING or COMPLETED."""
-        end = time.monotonic() + limit_s
-        while (found := self.shown(job, "JobState")) != state:
-            assert time.monotonic() < end, (job, found, state)
-            time.sleep(0.5)
+        wait_until(lambda: self.shown(job, "JobState") == state, f"job {job} {state}", limit_s)
 
     def shown(self, job: str, field: str) -> str:
         """One of the things that SLURM says of a job."""
@@ -83,11 +79,12 @@ class Cluster:
 
     def wait_until_ready(self) -> None:
         """Wait until both nodes take jobs."""
-        end = time.monotonic() + _READY_WITHIN_S
         nodes = "scontrol", "--oneliner", "show", "nodes"
-        while (found := self._called(*nodes)).stdout.count(" State=IDLE ") < len(self.nodes):
-            assert time.monotonic() < end, found
-            time.sleep(0.5)
+        wait_until(
+            lambda: self._called(*nodes).stdout.count(" State=IDLE ") == len(self.nodes),
+            "both nodes idle",
+            _READY_WITHIN_S,
+        )
 
     def environment(self) -> dict[str, str]:
         """Variables of SLURM's programs, and so of the jobs that are submitted."""

@@ -72,13 +72,13 @@ def main(known: Mapping[str, Fault], arguments: Sequence[str] | None = None) -> 
     failed = False
     with tempfile.TemporaryDirectory(prefix="faults-", dir=options.folder) as folder:
         for fault in (known[name] for name in chosen):
-            cell, seconds = f"not tried: no {', '.join(fault.missing())}", ""
-            if not fault.missing():
+            if missing := fault.missing():
+                cell, seconds = f"not tried: no {', '.join(missing)}", "0"
+            else:
                 outcome = tried(fault, Path(folder), scale=options.scale, seed=options.seed)
+                failed |= outcome.result is None
                 cell, seconds = outcome.result or "**FAILED**", f"{outcome.seconds:.0f}"
-                if outcome.result is None:
-                    failed = True
-                    progress.print(outcome.last_lines())
+                progress.print("" if outcome.result else outcome.last_lines(), end="")
             table.add_row(fault.name, fault.what, fault.bar, cell, seconds)
             progress.print(f"{fault.name}: {cell} ({seconds} s)")
     console = Console(width=_WIDTH, highlight=False, markup=False)

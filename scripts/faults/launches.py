@@ -15,10 +15,12 @@ from tiny_run import LOG_LINE, REPOSITORY, TinyRun, tiny_picture
 
 import diffsynth_lite
 from faults.bench import PLAIN, Bench, environment, fault, launched, torchrun
+from faults.machines import launched_on
 
 DIFFERING = str(Path(__file__).with_name("differing_train.py"))
 TWO = ("train.steps=1", "train.micro_batch_size=1", *PLAIN)
 """Settings of a short run of two processes."""
+SEED = json.dumps({"settings": ["train.seed=1"], "packages": []})
 DIFFER = "the processes of this run differ: "
 LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes", "2"),
@@ -113,14 +115,20 @@ def start_different_runs(bench: Bench) -> str:
         folder = run.root / name
         command = (*torchrun(2, DIFFERING), json.dumps(other))
         done = launched(run, command, *TWO, f"output.dir={folder}")
-        lines = [line for line in done.stderr.splitlines() if DIFFER in line and LOG_LINE.match(line)]
-        assert len(lines) == 1, done.stderr
-        assert says in lines[0], done.stderr
-        assert "exitcode  : 2" in done.stderr, done.stderr
+        _assert_says(says, done.stderr)
         assert "Loading" not in done.stderr, done.stderr
         assert not (folder / "checkpoints").exists()
-    _start_different_runs_on_two_machines(run)
+    ended = launched_on(run, [run.root] * 2, *TWO, script=(DIFFERING, SEED), num_processes=1)
+    for log in ended.logs:
+        _assert_says("train.seed is 0 on process 0", log)
     return f"{len(cases)} differences; one of them on 2 machines"
+
+
+def _assert_says(words: str, log: str) -> None:
+    """One line of a launcher's log says what differs, and its processes ended with exit code 2."""
+    (line,) = [line for line in log.splitlines() if DIFFER in line and LOG_LINE.match(line)]
+    assert words in line, line
+    assert "exitcode  : 2" in log, log
 
 
 def _differences(run: TinyRun) -> Iterator[tuple[str, tuple[str, dict[str, list[str]]]]]:
@@ -162,34 +170,3 @@ def _base_of(run: TinyRun) -> Path:
     found = re.search(r"^  path: (.+)$", run.config.read_text(), re.MULTILINE)
     assert found is not None
     return Path(found[1])
-
-
-def _start_different_runs_on_two_machines(run: TinyRun) -> None:
-    """Two agents of torchrun, as on two machines: the log of each says it."""
-    port, folder = str(free_port()), run.root / "two machines"
-    other = json.dumps({"settings": ["train.seed=1"], "packages": []})
-    agents = []
-    for rank in range(2):
-        agent = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1")
-        place = ("--node_rank", str(rank), "--master_addr", "127.0.0.1", "--master_port", port)
-        command = [
-            sys.executable,
-            *agent,
-            *place,
-            DIFFERING,
-            other,
-            *run.arguments,
-            *TWO,
-            f"output.dir={folder}",
-        ]
-        with (run.root / f"log of machine {rank}").open("w") as log:
-            agents.append(
-                subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=log, stderr=log)
-            )
-    for rank, process in enumerate(agents):
-        process.wait(timeout=600)
-        printed = (run.root / f"log of machine {rank}").read_text()
-        lines = [line for line in printed.splitlines() if DIFFER in line and LOG_LINE.match(line)]
-        assert len(lines) == 1, printed
-        assert "train.seed is 0 on process 0" in lines[0], printed
-        assert "exitcode  : 2" in printed, printed

@@ -11,7 +11,7 @@ from pathlib import Path
 from processes import free_port
 from tiny_run import TinyRun
 
-from faults.bench import PLAIN, Bench, assert_same, fault, started
+from faults.bench import PLAIN, Bench, assert_same, fault, started, wait_until
 
 GONE_WITHIN_S = 20.0
 """Between the end of the first launcher and that of the last. One that waits for the other in vain gives up
@@ -51,26 +51,35 @@ def assert_refused(log: str) -> None:
     assert codes == {"2"}, log
 
 
-def launched_on(run: TinyRun, machines: Sequence[Path], *settings: str) -> Ended:
-    """Start a launcher with two processes for each machine, which has folders of its own; wait for all."""
+def launched_on(
+    run: TinyRun,
+    machines: Sequence[Path],
+    *settings: str,
+    script: Sequence[str] = ("train.py",),
+    num_processes: int = 2,
+) -> Ended:
+    """Start a launcher with so many processes for each machine, with folders of its own; wait for all."""
     meeting = ("--master_addr", "127.0.0.1", "--master_port", str(free_port()))
     launchers, logs = [], []
     for rank, machine in enumerate(machines):
         own = (f"data.path={machine / 'data'}", f"data.cache_dir={machine / 'cache'}")
         command = (
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(machines))),
-            *("--node_rank", str(rank), "--nproc_per_node", "2", *meeting, "train.py"),
+            *("--node_rank", str(rank), "--nproc_per_node", str(num_processes), *meeting, *script),
         )
         logs.append(machine / f"log of {rank}")
+        logs[-1].unlink(missing_ok=True)
         launchers.append(
             started(run, command, *own, f"output.dir={machine / 'run'}", *settings, log=logs[-1])
         )
-    end, ended_at = time.monotonic() + _LIMIT_S, []
-    while len(ended_at) < len(launchers):
-        assert time.monotonic() < end, "\n".join(log.read_text() for log in logs)
-        time.sleep(0.05)
-        num_ended = sum(one.poll() is not None for one in launchers)
-        ended_at += [time.monotonic()] * (num_ended - len(ended_at))
+    ended_at = []
+    for num_ended in range(1, len(launchers) + 1):
+        wait_until(
+            lambda number=num_ended: sum(one.poll() is not None for one in launchers) >= number,
+            f"the end of {num_ended} of {logs}",
+            _LIMIT_S,
+        )
+        ended_at.append(time.monotonic())
     return Ended(
         codes=[one.returncode for one in launchers],
         logs=[log.read_text(errors="replace") for log in logs],

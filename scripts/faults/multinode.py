@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiny_run import TinyRun
 
-from faults.bench import PLAIN, Bench, assert_same, fault, wait_for_steps
+from faults.bench import PLAIN, Bench, assert_same, fault, wait_for_steps, wait_until
 from faults.machines import assert_refused
 from faults.nodes import NEEDS, PORT, Node, two_nodes
 
@@ -41,14 +41,9 @@ class _Launch:
 
     def codes(self, *, within_s: float = _LIMIT_S) -> list[int]:
         """The exit codes of the launchers, after whose end no process of the run is left."""
-        end = time.monotonic() + within_s
-        while None in (codes := [launcher.poll() for launcher in self.launchers]):
-            assert time.monotonic() < end, str(self)
-            time.sleep(0.05)
-        while left := {node.name: found for node in self.nodes if (found := node.processes())}:
-            assert time.monotonic() < end, left
-            time.sleep(0.05)
-        return [code for code in codes if code is not None]
+        wait_until(lambda: None not in [one.poll() for one in self.launchers], str(self), within_s)
+        wait_until(lambda: not any(node.processes() for node in self.nodes), "the end of all", within_s)
+        return [launcher.returncode for launcher in self.launchers]
 
     def assert_says(self, words: str) -> None:
         """It stands in the log of each node."""
@@ -205,9 +200,8 @@ def fail_on_two_nodes(bench: Bench) -> str:
         launch = failing.start_and_wait(*steps, after=23)
         nodes[1].cut()
         began_at = time.monotonic()
-        while any(_trainers(node) for node in nodes):
-            assert time.monotonic() < began_at + STEP_TIMEOUT_S + GONE_WITHIN_S, str(launch)
-            time.sleep(0.1)
+        limit_s = STEP_TIMEOUT_S + GONE_WITHIN_S
+        wait_until(lambda: not any(map(_trainers, nodes)), str(launch), limit_s)
         seconds["cut off"] = time.monotonic() - began_at
         nodes[1].join()  # The launcher that lost the store waits for an answer as long as the kernel does.
         _ended(launch, left=[0, 1], within_s=_LIMIT_S)

@@ -6,7 +6,6 @@ nodes is a cable of the kernel's, which can be cut.
 
 import os
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from tiny_run import REPOSITORY
 
-from faults.bench import environment
+from faults.bench import environment, wait_until
 
 NEEDS = ("root", "ip", "nsenter", "setpriv", "unshare")
 NAMES = ("node-a", "node-b")
@@ -140,13 +139,8 @@ def _held(name: str) -> Node:
         stdin=subprocess.DEVNULL,
     )
     children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
-    end = time.monotonic() + 10
-    while not (found := children.read_text().split()) or _is_starting(found[0]):
-        assert time.monotonic() < end, f"{name} is not there after 10 s"
-        time.sleep(0.01)
-    return Node(name=name, pid=int(found[0]), holder=holder)
-
-
-def _is_starting(pid: str) -> bool:
-    """Whether a child of unshare has not yet become the program that it shall be."""
-    return Path(f"/proc/{pid}/comm").read_text().strip() != "sleep"
+    wait_until(children.read_text, name, limit_s=10)
+    pid = int(children.read_text())
+    # Until it has become the program that it shall be.
+    wait_until(lambda: Path(f"/proc/{pid}/comm").read_text().strip() == "sleep", name, limit_s=10)
+    return Node(name=name, pid=pid, holder=holder)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tiny_run import REPOSITORY, TinyRun
 
-from faults.bench import PLAIN, Bench, assert_same, fault
+from faults.bench import PLAIN, Bench, assert_same, fault, wait_until
 from faults.clusters import SLURM_NEEDS, Cluster, simulated_slurm
 
 EXAMPLES = REPOSITORY / "examples" / "slurm"
@@ -47,18 +47,17 @@ class _Jobs:
 
     def wait_for_steps(self, job: str, num_steps: int) -> None:
         """Wait until a job has logged so many steps."""
-        end = time.monotonic() + _LIMIT_S
-        while self.num_steps(job) < num_steps:
-            assert time.monotonic() < end, self.log(job)
-            time.sleep(0.2)
+        wait_until(lambda: self.num_steps(job) >= num_steps, f"{num_steps} steps of job {job}", _LIMIT_S)
 
     def wait_until_queued_again(self, job: str) -> None:
         """Wait until SLURM has taken a job back into the queue."""
-        end = time.monotonic() + _LIMIT_S
-        while self.cluster.shown(job, "Restarts") == "0":
-            assert time.monotonic() < end, self.log(job)
-            assert self.cluster.shown(job, "JobState") in ("PENDING", "RUNNING", "COMPLETING"), self.log(job)
-            time.sleep(1)
+
+        def is_queued() -> bool:
+            state = self.cluster.shown(job, "JobState")
+            assert state in ("PENDING", "RUNNING", "COMPLETING"), self.log(job)
+            return self.cluster.shown(job, "Restarts") != "0"
+
+        wait_until(is_queued, f"job {job} in the queue again", _LIMIT_S)
 
     def start_now(self, job: str) -> None:
         """Start a job that is queued again: SLURM would wait for two minutes."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiling import ROWS, interval, main
+from compiling import ROWS, main
 
 
 # torch's compiler itself does what torch warns of.
@@ -21,9 +21,3 @@ def test_all_rows_are_measured_on_blocks_that_are_compiled(capsys: pytest.Captur
     assert tuple(kept) == ROWS
     assert all(plain == compiled for plain, compiled in kept.values())
     assert float(kept["none"][0]) > float(kept["every block"][0]) > float(kept["offload every block"][0])
-
-
-def test_the_interval_is_about_the_ratio_of_medians() -> None:
-    assert interval([2.0, 2.0, 2.0], [1.0, 1.0, 1.0]) == (0.5, 0.5)
-    low, high = interval([1.0, 1.1, 0.9, 1.0], [2.0, 2.2, 1.8, 2.1])
-    assert 1.6 < low < 2.05 < high < 2.5
