@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from meters import mebibytes, print_table
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from diffsynth_lite.data import (
     TensorCache,
 )
 from diffsynth_lite.data.batches import EntryReader
+from diffsynth_lite.data.schedule import Orders, draw_order
 
 MICRO_BATCH_SIZE = 4
 NUM_BUCKETS = 8
@@ -41,12 +43,16 @@ def main() -> None:
     """Measure and print both tables."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    print(f"{NUM_BUCKETS} buckets, 2 sources, micro-batches of {MICRO_BATCH_SIZE}")
-    print("     rows | build table, s | schedule + first batch, s | table, MiB | peak, MiB | ms a batch")
-    for rows in arguments.rows:
-        print_cost(rows, arguments.batches)
+    print_table(
+        f"{NUM_BUCKETS} buckets, 2 sources, micro-batches of {MICRO_BATCH_SIZE}",
+        [cost_row(rows, arguments.batches) for rows in arguments.rows],
+    )
     with tempfile.TemporaryDirectory() as folder:
-        print_speed(Path(folder), arguments)
+        speeds = speeds_of(Path(folder), arguments)
+    print_table(
+        f"{arguments.files} items: latents 16 x {arguments.side} x {arguments.side}, embeddings 256 x 3584",
+        [{"": name, "samples/s": f"{speed:.0f}"} for name, speed in speeds.items()],
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -86,13 +92,16 @@ def synthetic_rows(count: int) -> Iterator[ItemRow]:
         )
 
 
-def batch_stream(table: ItemTable, entries: EntryReader, *, num_workers: int) -> BatchStream:
+def batch_stream(
+    table: ItemTable, entries: EntryReader, orders: Orders = draw_order, *, num_workers: int
+) -> BatchStream:
     """A stream of one process, whose step is one micro-batch."""
     schedule = SampleSchedule(
         table.groups,
         passes=[Fraction(1), Fraction(3, 2)],
         sizes=[MICRO_BATCH_SIZE] * len(table.buckets),
         seed=0,
+        orders=orders,
     )
     layout = BatchLayout(
         global_batch_size=MICRO_BATCH_SIZE,
@@ -103,7 +112,7 @@ def batch_stream(table: ItemTable, entries: EntryReader, *, num_workers: int) ->
     return BatchStream(table, entries, schedule, layout, seed=0, num_workers=num_workers, start_step=0)
 
 
-def print_cost(num_rows: int, num_batches: int) -> None:
+def cost_row(num_rows: int, num_batches: int) -> dict[str, str]:
     """One row of the first table."""
     started_at = time.perf_counter()
     table = ItemTable.build(synthetic_rows(num_rows))
@@ -114,10 +123,14 @@ def print_cost(num_rows: int, num_batches: int) -> None:
     for _ in islice(steps, num_batches):
         pass
     seconds = time.perf_counter() - first_at
-    print(
-        f"{num_rows:9} | {built_at - started_at:14.3f} | {first_at - built_at:25.3f} "
-        f"| {table.num_bytes / 2**20:10.1f} | {peak_mib():9.0f} | {1000 * seconds / num_batches:10.3f}"
-    )
+    return {
+        "rows": f"{num_rows:,}",
+        "build table, s": f"{built_at - started_at:.3f}",
+        "schedule + first batch, s": f"{first_at - built_at:.3f}",
+        "table, MiB": mebibytes(table.num_bytes),
+        "peak, MiB": f"{peak_mib():.0f}",
+        "ms a batch": f"{1000 * seconds / num_batches:.3f}",
+    }
 
 
 def peak_mib() -> float:
@@ -125,8 +138,8 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def print_speed(folder: Path, arguments: argparse.Namespace) -> None:
-    """The second table: the loader over real files, and the same files read bare."""
+def speeds_of(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Samples a second: the loader over real files, and the same files read bare."""
     cache = TensorCache(folder)
     table = written_items(cache, arguments.files, arguments.side)
     num_batches = max(1, arguments.files // MICRO_BATCH_SIZE)
@@ -144,12 +157,7 @@ def print_speed(folder: Path, arguments: argparse.Namespace) -> None:
         speeds[f"loader, {num_workers} workers"] = samples_per_second(
             table, cache, num_workers=num_workers, num_batches=num_batches
         )
-    print(
-        f"\n{arguments.files} items of 16 x {arguments.side} x {arguments.side} latents "
-        "and 256 x 3584 embeddings"
-    )
-    for label, speed in speeds.items():
-        print(f"{label:26} {speed:8.0f} samples/s")
+    return speeds
 
 
 def written_items(cache: TensorCache, count: int, side: int) -> ItemTable:

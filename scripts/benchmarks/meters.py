@@ -8,15 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
-from subjects import Subject
 from torch import Tensor
-from trained_model import TrainedModel
 
 from diffsynth_lite.core.gradient import (
     KEEP,
@@ -29,6 +27,10 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
 )
 from diffsynth_lite.core.planning import CountingMeter, HostBackend
+
+if TYPE_CHECKING:  # benchmarks of data need no models
+    from subjects import Subject
+    from trained_model import TrainedModel
 
 STRATEGIES = {
     "none": KEEP,
@@ -106,7 +108,7 @@ class Method(Protocol):
 
     name: str
 
-    def loss(self, subject: Subject) -> Tensor:
+    def loss(self, subject: "Subject") -> Tensor:
         """The forward pass of ``subject``."""
 
     def host_bytes(self) -> int:
@@ -128,7 +130,7 @@ class EngineMethod:
         self,
         name: str,
         policy: BlockPolicy | Callable[[int], BlockPolicy],
-        subject: TrainedModel,
+        subject: "TrainedModel",
         meter: Meter,
         *,
         skip_dead_ops: bool = True,
@@ -145,7 +147,7 @@ class EngineMethod:
             use_gradient_checkpointing_offload=True,
         )
 
-    def loss(self, subject: Subject) -> Tensor:
+    def loss(self, subject: "Subject") -> Tensor:
         policy = self._policy if isinstance(self._policy, BlockPolicy) else self._policy(subject.num_blocks)
         with gradient_engine(self.engine):
             run = block_runner(
@@ -157,7 +159,7 @@ class EngineMethod:
         return self.engine.host_pool.num_bytes_lent
 
 
-def measure_memory(subject: TrainedModel, method: Method, meter: Meter) -> Memory:
+def measure_memory(subject: "TrainedModel", method: Method, meter: Meter) -> Memory:
     """The memory of a method's second training step; in the first an engine learns what blocks share."""
     with meter:
         take_step(subject, method)
@@ -219,7 +221,7 @@ class Figures:
 
 
 def measure(
-    subject: Subject,
+    subject: "Subject",
     methods: Sequence[Method],
     meter: Meter,
     counts: Sequence[int],
@@ -275,7 +277,7 @@ def cells(heading: str, figures: Mapping[str, Figures]) -> list[dict[str, str]]:
     return table
 
 
-def take_step(subject: TrainedModel, method: Method) -> None:
+def take_step(subject: "TrainedModel", method: Method) -> None:
     """Forward and backward; the gradients are dropped."""
     subject.backward(method.loss(subject))
     subject.model.zero_grad(set_to_none=True)

@@ -7,14 +7,12 @@ batch. Ten items share an entry.
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,25 +20,22 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from data import MICRO_BATCH_SIZE, batch_stream, peak_mib
+from meters import mebibytes, print_table
 
 from diffsynth_lite.data import (
-    BatchLayout,
-    BatchStream,
     Bucket,
     DataIdentity,
     ItemTable,
-    SampleSchedule,
     TensorCache,
     UsableData,
 )
-from diffsynth_lite.data.batches import EntryReader
 from diffsynth_lite.data.cache import entry_content
 from diffsynth_lite.data.item_table import KEY_BYTES, Indices, ItemColumns
 from diffsynth_lite.data.schedule import Numbers, Orders
 from diffsynth_lite.data.sealed import SealContent, SealFolder, StoredOrders, open_seal, write_seal
 from diffsynth_lite.data.sealed.folder import import_lance
 
-MICRO_BATCH_SIZE = 4
 ITEMS_OF_AN_ENTRY = 10
 ITEMS_OF_A_CAPTION = 1000
 LATENTS = torch.zeros(4, 2, 2, dtype=torch.bfloat16)
@@ -58,14 +53,9 @@ def main() -> None:
     if arguments.part is not None:
         {"seal": seal, "start": start}[arguments.part](Path(arguments.folder), arguments)
         return
-    print(f"{arguments.buckets} buckets, 2 sources, micro-batches of {MICRO_BATCH_SIZE}; sealed:")
-    print(
-        "     rows | seal, CPU s | its peak, MiB | files |    MiB | orders, CPU s | start, CPU s | start, s "
-        "| own MiB | MiB of 2 | CPU ms a batch"
-    )
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        for rows in arguments.rows:
-            print_sealed(Path(folder) / str(rows), rows, arguments)
+        rows = [sealed_row(Path(folder) / str(rows), rows, arguments) for rows in arguments.rows]
+    print_table(f"{arguments.buckets} buckets, 2 sources, micro-batches of {MICRO_BATCH_SIZE}; sealed", rows)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -82,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def print_sealed(folder: Path, rows: int, arguments: argparse.Namespace) -> None:
+def sealed_row(folder: Path, rows: int, arguments: argparse.Namespace) -> dict[str, str]:
     """One row of the table; what it wrote is removed."""
     folder.mkdir()
     [sealed] = measured(["seal"], folder, rows, arguments)
@@ -90,16 +80,22 @@ def print_sealed(folder: Path, rows: int, arguments: argparse.Namespace) -> None
     [later] = measured(["start"], folder, rows, arguments)
     both = measured(["start", "start"], folder, rows, arguments)
     files = [path for path in (folder / "sealed").rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files) / 2**20
-    print(
-        f"{rows:9} | {sealed['cpu_s']:11.1f} | {sealed['peak_mib']:13.0f} | {len(files):5} | {size:6.1f} "
-        f"| {first['orders_s']:13.2f} | {later['start_cpu_s']:12.3f} | {later['start_s']:8.2f} "
-        f"| {later['own_mib']:7.1f} | {sum(each['mib'] for each in both):8.1f} "
-        f"| {1000 * later['batches_cpu_s'] / arguments.batches:14.2f}",
-        flush=True,
-    )
+    row = {
+        "rows": f"{rows:,}",
+        "seal, CPU s": f"{sealed['cpu_s']:.1f}",
+        "its peak, MiB": f"{sealed['peak_mib']:.0f}",
+        "files": str(len(files)),
+        "MiB": mebibytes(sum(path.stat().st_size for path in files)),
+        "orders, CPU s": f"{first['orders_s']:.2f}",
+        "start, CPU s": f"{later['start_cpu_s']:.3f}",
+        "start, s": f"{later['start_s']:.2f}",
+        "own MiB": f"{later['own_mib']:.1f}",
+        "MiB of 2": f"{sum(each['mib'] for each in both):.1f}",
+        "CPU ms a batch": f"{1000 * later['batches_cpu_s'] / arguments.batches:.2f}",
+    }
     for path in (*files, *(folder / "cache").rglob("*.order")):
         path.unlink()
+    return row
 
 
 def measured(
@@ -232,8 +228,7 @@ def seal(folder: Path, arguments: argparse.Namespace) -> None:
     content = SealContent(settings={}, data=data, validation=None, more_keys=[], texts={}, thumbnails={})
     began_at = time.process_time()
     write_seal(SealFolder(str(folder / "sealed")), content, cache, lambda done, total: None)
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    told({"cpu_s": time.process_time() - began_at, "peak_mib": peak_mib}, Memory.now())
+    told({"cpu_s": time.process_time() - began_at, "peak_mib": peak_mib()}, Memory.now())
 
 
 def start(folder: Path, arguments: argparse.Namespace) -> None:
@@ -253,24 +248,6 @@ def start(folder: Path, arguments: argparse.Namespace) -> None:
         pass
     times["batches_cpu_s"] = time.process_time() - began_at
     told({**times, "orders_s": orders.cpu_s}, before)
-
-
-def batch_stream(items: ItemTable, entries: EntryReader, orders: Orders, *, num_workers: int) -> BatchStream:
-    """A stream of one process, whose step is one micro-batch."""
-    schedule = SampleSchedule(
-        items.groups,
-        passes=[Fraction(1), Fraction(3, 2)],
-        sizes=[MICRO_BATCH_SIZE] * len(items.buckets),
-        seed=0,
-        orders=orders,
-    )
-    layout = BatchLayout(
-        global_batch_size=MICRO_BATCH_SIZE,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        num_processes=1,
-        process_index=0,
-    )
-    return BatchStream(items, entries, schedule, layout, seed=0, num_workers=num_workers, start_step=0)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def test_the_benchmark_prints_a_row_for_each_size(
     sizes = ["--rows", "40", "90", "--batches", "5", "--folder", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["sealed.py", *sizes])
     sealed.main()
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "|" in line]
-    assert [line[0] for line in lines] == ["rows", "40", "90"]
-    assert [line[6] for line in lines[1:]] == ["6", "6"]
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert [line[1].strip() for line in lines] == ["rows", lines[1][1].strip(), "40", "90"]
+    assert [line[4].strip() for line in lines[2:]] == ["6", "6"]
     assert list(tmp_path.iterdir()) == []
