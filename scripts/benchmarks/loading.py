@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def measure(run: Callable[[], nn.Module]) -> Loaded:
     return Loaded(kept=kept, peak=max(peak, anonymous_bytes()) - before, seconds=seconds)
 
 
-def measure_once(folder: Path, small: Path, component: str, name: str) -> Loaded:
+def measure_once(folder: Path, name: str, small: Path, component: str) -> Loaded:
     """One load, after that of a small model has imported and set up all that a first one does."""
     torch.set_num_threads(1)
     load(small, component, name)
@@ -159,15 +160,21 @@ def measure_once(folder: Path, small: Path, component: str, name: str) -> Loaded
 
 
 def measure_all(
-    folders: Mapping[str, Path], small: Path, component: str, formats: Sequence[str]
+    folders: Mapping[str, Path], formats: Sequence[str], measure_one: Callable[..., Loaded], *given: object
 ) -> dict[tuple[str, str], Loaded]:
-    """Each case by format and dtype of the files, in a new process of its own."""
+    """Each case by format and dtype of the files, measured in a new process of its own.
+
+    Args:
+        folders: of the files, by their dtype.
+        formats: of the weights.
+        measure_one: measures a folder and a format.
+        given: what it gets besides.
+    """
     context = multiprocessing.get_context("spawn")
     measured = {}
-    for name in formats:
-        for dtype, folder in folders.items():
-            with context.Pool(1) as pool:
-                measured[name, dtype] = pool.apply(measure_once, (folder, small, component, name))
+    for name, dtype in product(formats, folders):
+        with context.Pool(1) as pool:
+            measured[name, dtype] = pool.apply(measure_one, (folders[dtype], name, *given))
     return measured
 
 
@@ -177,9 +184,9 @@ def rows_of(measured: Mapping[tuple[str, str], Loaded]) -> list[dict[str, str]]:
         {
             "format": name,
             "files in": dtype,
-            "model, MiB": mebibytes(loaded.kept),
+            "kept, MiB": mebibytes(loaded.kept),
             "peak, MiB": mebibytes(loaded.peak),
-            "peak / model": f"{loaded.peak / loaded.kept:.3f}",
+            "peak / kept": f"{loaded.peak / loaded.kept:.3f}",
             "seconds": f"{loaded.seconds:.1f}",
         }
         for (name, dtype), loaded in measured.items()
@@ -211,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for dtype, folder in folders.items():
             write_model(folder, options.component, options.blocks, options.width, getattr(torch, dtype))
         write_model(small, options.component, 2, 128, torch.float32)
-        rows = rows_of(measure_all(folders, small, options.component, options.formats))
+        rows = rows_of(measure_all(folders, options.formats, measure_once, small, options.component))
     size = f"{options.blocks} blocks of width {options.width}"
     print_table(f"Anonymous memory while {size} of a {options.component} load.", rows)
 

@@ -13,17 +13,16 @@ Linux only: it reads /proc/self/status and smaps_rollup.
 """
 
 import json
-import multiprocessing
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import torch
 import torch.multiprocessing as multiprocessing_of_torch
-from loading import CPU, DTYPES, Loaded, argument_parser, measure, write_model
+from loading import CPU, DTYPES, Loaded, argument_parser, measure, measure_all, rows_of, write_model
 from meters import mebibytes, print_table
 from torch import distributed, nn
 
@@ -75,7 +74,7 @@ def own_memory(_num_bytes: int) -> HostMemory:
     return HostMemory(PlainBackend())
 
 
-def measure_once(folder: Path, small: Path, name: str) -> Loaded:
+def measure_once(folder: Path, name: str, small: Path) -> Loaded:
     """One load, after that of a small model has imported and set up all that a first one does."""
     torch.set_num_threads(1)
     load(small, name, own_memory)
@@ -88,26 +87,6 @@ def measure_once(folder: Path, small: Path, name: str) -> Loaded:
 
     loaded = measure(run)
     return replace(loaded, kept=loaded.kept + streams[0].host_bytes + streams[0].slot_bytes)
-
-
-def loading_rows(folders: Mapping[str, Path], small: Path, formats: Sequence[str]) -> list[dict[str, str]]:
-    """A row for each format and dtype of the files, measured in a new process of its own."""
-    context = multiprocessing.get_context("spawn")
-    rows = []
-    for name, dtype in product(formats, folders):
-        with context.Pool(1) as pool:
-            loaded = pool.apply(measure_once, (folders[dtype], small, name))
-        rows.append(
-            {
-                "model.quantize": name,
-                "files in": dtype,
-                "host and device, MiB": mebibytes(loaded.kept),
-                "peak, MiB": mebibytes(loaded.peak),
-                "peak / held": f"{loaded.peak / loaded.kept:.3f}",
-                "seconds": f"{loaded.seconds:.1f}",
-            }
-        )
-    return rows
 
 
 def proportional_bytes() -> int:
@@ -182,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_model(folder, "transformer", options.blocks, options.width, getattr(torch, dtype))
         small = Path(root) / "small"
         write_model(small, "transformer", NUM_SLOTS + 1, 128, torch.float32)
-        loading = loading_rows(folders, small, options.formats)
+        loading = rows_of(measure_all(folders, options.formats, measure_once, small))
         sharing = sharing_rows(folders["bfloat16"], small, options.formats)
     size = f"{options.blocks} streamed blocks of width {options.width}"
     print_table(f"Anonymous memory while a transformer with {size} loads.", loading)

@@ -46,4 +46,4 @@ def test_memory_that_is_held_for_a_moment_is_seen() -> None:
     assert loaded.kept == 2 * MIB
     assert loaded.peak > 32 * MIB  # one of them at a time, or most of one: it is looked at each millisecond
     (row,) = rows_of({("int8", "float32"): loaded})
-    assert row["model, MiB"] == "2.0"
+    assert row["kept, MiB"] == "2.0"
