@@ -85,11 +85,11 @@ def fault(name: str, bar: str, *, needs: Sequence[str] = ()) -> "Callable[[Calla
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A folder for one item, and how much of it is wanted.
+    """A folder for one fault, and how often it is tried.
 
     Attributes:
-        root: of the item's runs.
-        models: folder of the tiny pipelines, shared by all items.
+        root: of its runs.
+        models: folder of the tiny pipelines, shared by all faults.
         scale: how often things are tried.
         seed: of the moments that are drawn by chance.
     """
@@ -210,16 +210,17 @@ def end(child: int) -> None:
 
 
 def started(
-    run: TinyRun, command: Sequence[str], *settings: str, log: Path, variables: dict[str, str] | None = None
+    run: TinyRun, command: Sequence[str], *settings: str, log: Path, start_new_session: bool = False
 ) -> "subprocess.Popen[bytes]":
     """Start a training command as a process of its own, whose output is added to a log."""
     with log.open("a") as file:
         return subprocess.Popen(
             [*command, *run.arguments, *settings],
             cwd=REPOSITORY,
-            env=variables or environment(),
+            env=environment(),
             stdout=file,
             stderr=file,
+            start_new_session=start_new_session,
         )
 
 

@@ -158,6 +158,8 @@ def _with_fault(
         with (
             pytest.MonkeyPatch.context() as patch,
             at_call(Saver, "save", 1, lambda *_: strike_in(patch, num_good_calls, fault)),
+            # What follows the save is none of it.
+            at_call(Saver, "save", 1, lambda *_: patch.undo(), after=True),
         ):
             return train(run, folder)
 

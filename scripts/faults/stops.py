@@ -96,7 +96,7 @@ def signal_a_launcher(run: TinyRun, command: tuple[str, ...], number: signal.Sig
         "train.micro_batch_size=1",
         "output.checkpoint_every_steps=1000",
     )
-    process = started(run, command, *settings, log=run.root / "log")
+    process = started(run, command, *settings, log=run.root / "log", start_new_session=True)
     try:
         wait_for_steps(run.folder, 3)
         process.send_signal(number)
