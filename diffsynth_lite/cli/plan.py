@@ -28,9 +28,9 @@ _SPLIT = (
     "Of each sample a process computes its part of the tokens, one of {}. Previews are counted as if it drew "
     "alone."
 )
-_PREDICTED = (
-    "A step of batch {:g} is predicted to take {:.2f} s on one {}: from its data sheet, and what we assume "
-    "is reached of it. Nothing on a GPU confirms it."
+_ESTIMATED = (
+    "A step of batch {:g} is estimated to take {:.2f} s on one {}: from its data sheet and the part of it "
+    "that we assume is reached, measured on no GPU."
 )
 
 
@@ -104,14 +104,14 @@ def run(parsed: argparse.Namespace) -> None:
         if shared > 1:
             console.print(_SPLIT.format(shared), highlight=False, soft_wrap=True)
         if settings.compiles:
-            console.print("Counted and predicted as with train.compile=off.", highlight=False)
+            console.print("Counted and estimated as with train.compile=off.", highlight=False)
         num_inputs = num_inputs_of(config, family)
         phases = PhaseCounter(config, family, counter, size=size, num_inputs=num_inputs)
         _print_phases(console, phases, settings)
         timer = timer_of(config, counter, gpu or gpu_named(ASSUMED_GPU), num_processes=parsed.processes)
         if gpu:
             samples = config.train.global_batch_size * shared / parsed.processes
-            text = _PREDICTED.format(samples, timer.seconds(settings), gpu.name)
+            text = _ESTIMATED.format(samples, timer.seconds(settings), gpu.name)
             apart = " What the processes exchange comes on top." if parsed.processes > 1 else ""
             console.print(f"{text}{apart}{_preserved(preserved_share(config))}", highlight=False)
         if device_gib is None:

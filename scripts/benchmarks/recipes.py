@@ -12,7 +12,7 @@ with the smallest card that it fits.
 
 The second form prints what plan proposes for the training steps of a recipe on each card: the fastest of what
 fits, in the recipe's format of weights if there is something, else in int8 or nf4; GiB as above; and the time
-a step is predicted to take, beside one that keeps all blocks on the device. The third prints nothing but
+that a step is estimated to take, as a part of one that keeps all blocks on the device. The third prints only
 recipes that do not fit their card, and fails where there are some.
 """
 

@@ -25,7 +25,7 @@ def test_a_release_is_planned_from_its_numbers_alone(capsys: pytest.CaptureFixtu
     settings = ("memory.stream_blocks=all", "train.compile=blocks", "train.ema_decay=0.9")
     assert plan("--config", "sana_lora.yaml", *settings, *ANY) == 0
     printed = capsys.readouterr().out
-    assert "Counted and predicted as with train.compile=off." in printed
+    assert "Counted and estimated as with train.compile=off." in printed
     assert "sana, 1024x1024, micro-batch of 1" in printed
     names = ("slots of streamed weights", "LoRA", "its optimizer", "activations and gradients, at most")
     device = [row(printed, name)[0] for name in ("frozen weights", *names)]
@@ -54,7 +54,7 @@ def test_a_base_that_is_sharded_is_counted_as_each_process_has_it(
     weights = row(sharded, "frozen weights, one of 4 shards")
     assert weights == [pytest.approx(row(whole, "frozen weights")[0] / 4, abs=0.02), 0]
     assert 0 < row(sharded, "gathered of all shards, at most")[0] < row(whole, "frozen weights")[0]
-    assert "A step of batch 1 is predicted" in sharded
+    assert "A step of batch 1 is estimated" in sharded
     assert "What the processes exchange comes on top." in " ".join(sharded.split())
     assert "stream_blocks" not in sharded
 
@@ -79,7 +79,7 @@ def test_a_sample_that_processes_share_is_counted_as_each_has_it(
     assert 0 < exchanged[0] < exchanged[1]
     assert "exchanged" not in told["alone"]
     assert "one of 2. Previews are counted as if it drew alone." in " ".join(told["ulysses"].split())
-    seconds = {name: float(re.findall(r"predicted to take (\S+) s", text)[0]) for name, text in told.items()}
+    seconds = {name: float(re.findall(r"estimated to take (\S+) s", text)[0]) for name, text in told.items()}
     assert seconds["ring"] < seconds["ulysses"] < seconds["alone"]  # Ulysses attends once more in backward
     assert "A step of batch 0.5 " in told["alone"]
     assert "A step of batch 1 " in told["ulysses"]
@@ -103,11 +103,10 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
         "train.use_gradient_checkpointing=false",
         "With the first of these, all other phases fit, too.",
     ]
-    # Kernels that do next to nothing take what Python needs for each.
     without_previews = "validation.prompts=[]"
     preserved = "data.path=null", "data.sources=[{path: a}, {path: a, preserve: true, weight: 0.25}]"
     printed = last_of("1", "--gpu", "NVIDIA RTX 4090", without_previews, *preserved)
-    assert re.fullmatch(r"0.0 GiB, .*, 0.0\d s a step, 1.00 of .*:", printed[-3])
+    assert re.fullmatch(r"0.0 GiB, .*, 0.00 s a step, 1.00 of .*:", printed[-3])
     assert "20 % of its samples, taken as all sources hold as many items, are preserved" in " ".join(printed)
     assert last_of("1e-8", without_previews)[-1] == "Nothing fits 1e-08 GiB."
 

@@ -317,7 +317,7 @@ def test_a_run_chooses_what_fits_compares_it_and_chooses_anew_when_it_goes_on(
     auto = (*small, "memory.auto=true", "memory.save_attention=keep", f"output.dir={tmp_path}")
     least = gib(plain_run, small, stream_blocks="all")
     assert plain_run.stopped_after(2, *auto, f"memory.device_gib={1.01 * least}") == 75
-    assert "chose memory.stream_blocks: 2, memory.policy: first_k, memory.policy_n: 1, memory." in caplog.text
+    assert "chose memory.stream_blocks: 2, memory.save_attention: no: " in caplog.text
     assert "in place of the config's memory.save_attention: keep" in caplog.text
     # The step's size is the largest one, and its prompts the longest.
     (row,) = [row for row in plain_run.metrics(tmp_path) if "device_bytes_measured" in row]
@@ -327,7 +327,7 @@ def test_a_run_chooses_what_fits_compares_it_and_chooses_anew_when_it_goes_on(
     assert plain_run.train(*auto, f"memory.device_gib={10 * least}") == 0
     assert "chose train.use_gradient_checkpointing: false, memory.save_attention: no:" in caplog.text
     first, second = reports(plain_run, tmp_path)
-    assert ("blocks_streamed" in first, first["blocks_recomputed"]) == (True, 2)
+    assert ("blocks_streamed" in first, first["blocks_recomputed"]) == (True, 4)
     assert ("blocks_streamed" in second, second["blocks_recomputed"]) == (False, 0)
     assert differing(checkpoint_tensors(plain_run.folder, 4), checkpoint_tensors(tmp_path, 4)) == []
 

@@ -11,7 +11,7 @@ from recipes import GIB, HOSTS, RECIPES, main
 
 from diffsynth_lite.config import load_config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy
-from diffsynth_lite.core.planning import StepBytes
+from diffsynth_lite.core.planning import StepCost
 from diffsynth_lite.training.planning import choices
 from diffsynth_lite.training.planning.choices import Choice, Room
 from diffsynth_lite.training.planning.memory_count import MemoryCount
@@ -25,7 +25,7 @@ TAKEN = MemoryCount(
     lora=0,
     optimizer=0,
     gradients=0,
-    step=StepBytes(kept=0, peak=0, host=0),
+    step=StepCost(kept=0, peak=0, host=0),
 )
 CARDS = Path(__file__).parents[2] / "configs" / "cards"
 

@@ -1,14 +1,14 @@
-"""This file counts what a training step holds, from a few blocks of each kind in place of all.
+"""This file counts what a training step takes, from a few blocks of each kind in place of all.
 
 A step is a row of segments: before the blocks, the forward pass of each, between forward and backward, the
 backward pass of each, and after them. In a run of blocks that are alike and treated alike, segments repeat:
-each changes what is held by the same bytes, and needs the same for a while beside that. So a few blocks of a
-run say what any number of them takes.
+each changes what is held by the same bytes, needs the same for a while beside that, and computes the same.
+So a few blocks of a run say what any number of them takes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from diffsynth_lite.core.gradient.arguments import take_tensors
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.frames import in_backward
 from diffsynth_lite.core.planning.kernels import CudaAutocast
-from diffsynth_lite.core.planning.meters import CountingMeter
+from diffsynth_lite.core.planning.meters import CountingMeter, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +37,22 @@ class Repeat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBytes:
-    """What a training step holds beside weights and inputs.
+class StepCost:
+    """Bytes that a training step holds beside weights and inputs, and what it computes.
 
     Attributes:
         kept: on the device between forward and backward.
         peak: most on the device in the whole step, gradients included.
         host: in host memory between forward and backward.
+        forward: what the forward pass does.
+        backward: what the backward pass does, with what blocks compute again in it.
     """
 
     kept: int
     peak: int
     host: int
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
 
 
 def fewer_blocks(kinds: Sequence[Any], num_neighbours: int) -> tuple[list[int], list[Repeat]]:
@@ -97,7 +101,7 @@ def count_step(
     *,
     autocast: CudaAutocast | None = None,
 ) -> "CountedStep":
-    """Take a training step, and note what each part of it holds.
+    """Take a training step, and note what each part of it holds and computes.
 
     Args:
         loss: the forward pass, through the engine. The step before was of the same kind, so that the engine
@@ -110,7 +114,7 @@ def count_step(
     """
     recorder = _Recorder(meter, engine, blocks)
     released = autocast.releases_told(recorder.release) if autocast else nullcontext()
-    with meter, told_of_parts(blocks, recorder.mark), released:
+    with meter, _parts_marked(blocks, recorder.mark), released:
         meter.start()
         recorder.mark("before")
         value = loss()
@@ -129,11 +133,13 @@ class _Segment:
         change: how many more bytes are on the device at its end than at its start.
         extra: most bytes on the device in it, beside those at its start.
         host_change: as ``change``, in host memory.
+        work: what it does.
     """
 
     change: int
     extra: int
     host_change: int
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -142,26 +148,28 @@ class CountedStep:
 
     _segments: Mapping[Any, _Segment]
 
-    def stretched(self, repeats: Sequence[Repeat] = ()) -> StepBytes:
-        """What the step holds if some blocks stand for more: their parts come as often as they do.
+    def stretched(self, repeats: Sequence[Repeat] = ()) -> StepCost:
+        """What the step takes if some blocks stand for more: their parts come as often as they do.
 
         Args:
             repeats: which blocks these are, in call order; without, all are there.
         """
         level = host = peak = kept = most_on_host = 0
-        for name in with_repeats(self._segments, repeats):
+        work = forward = Work()
+        for name in _with_repeats(self._segments, repeats):
             if name == "between":
-                kept, most_on_host = level, host
+                kept, most_on_host, forward = level, host, work
             if name not in self._segments:  # of a block that needs no gradient
                 continue
             segment = self._segments[name]
             peak = max(peak, level + segment.extra)
             level, host = level + segment.change, host + segment.host_change
-        return StepBytes(kept=kept, peak=peak, host=most_on_host)
+            work += segment.work
+        return StepCost(kept=kept, peak=peak, host=most_on_host, forward=forward, backward=work - forward)
 
 
 class _Recorder:
-    """Notes what is held where each part of a step begins, and the peak since the one before.
+    """Notes what is held and computed where each part of a step begins, and the peak since the one before.
 
     Parts are named ``("forward", place)`` of a block, ``("release", place)`` where what autocast made of its
     weights goes, and ``("backward", place)``; and ``before`` and so on.
@@ -170,14 +178,14 @@ class _Recorder:
     def __init__(self, meter: CountingMeter, engine: GradientEngine, blocks: Sequence[nn.Module]) -> None:
         self._meter, self._engine = meter, engine
         self._places = {weight: place for place, block in enumerate(blocks) for weight in block.parameters()}
-        self._marks: dict[Any, tuple[int, int, int]] = {}
+        self._marks: dict[Any, tuple[int, int, int, Work]] = {}
 
     def mark(self, name: Any) -> None:
         """Note that a part begins, unless it has begun already."""
         if name in self._marks:
             return
         host = self._engine.host_pool.num_bytes_lent
-        self._marks[name] = self._meter.num_bytes, self._meter.peak_bytes, host
+        self._marks[name] = self._meter.num_bytes, self._meter.peak_bytes, host, self._meter.work
         self._meter.restart_peak()
 
     def release(self, weight: nn.Parameter) -> None:
@@ -188,38 +196,35 @@ class _Recorder:
         """The parts by name, in order."""
         return {
             name: _Segment(
-                change=after[0] - before[0], extra=after[1] - before[0], host_change=after[2] - before[2]
+                change=after[0] - before[0],
+                extra=after[1] - before[0],
+                host_change=after[2] - before[2],
+                work=after[3] - before[3],
             )
             for (name, before), (_, after) in pairwise(self._marks.items())
         }
 
 
 @contextmanager
-def told_of_parts(
-    blocks: Sequence[nn.Module],
-    begin: Callable[[tuple[str, int]], None],
-    end: Callable[[], None] = lambda: None,
-) -> Iterator[None]:
-    """Scope in which ``begin`` is called where the forward pass of each block begins, and its backward pass.
+def _parts_marked(blocks: Sequence[nn.Module], mark: Callable[[tuple[str, int]], None]) -> Iterator[None]:
+    """Scope in which ``mark`` is called where the forward pass of each block begins, and its backward pass.
 
     Args:
         blocks: all that a forward pass calls, in call order.
-        begin: gets ``("forward", place)`` and ``("backward", place)``; the latter once for each tensor that
+        mark: gets ``("forward", place)`` and ``("backward", place)``; the latter once for each tensor that
             the block returns.
-        end: is called where the forward pass of each block ends.
     """
 
     def forward(place: int) -> None:
         if not in_backward():
-            begin(("forward", place))
+            mark(("forward", place))
 
     def follow(place: int, output: Any) -> None:
         if in_backward():
             return
-        end()
         for tensor in take_tensors(output)[0]:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: begin(("backward", place)))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _gradient: mark(("backward", place)))  # type: ignore[no-untyped-call]
 
     hooks = [
         hook
@@ -236,7 +241,7 @@ def told_of_parts(
             hook.remove()
 
 
-def with_repeats(names: Iterable[Any], repeats: Sequence[Repeat]) -> Iterator[Any]:
+def _with_repeats(names: Iterable[Any], repeats: Sequence[Repeat]) -> Iterator[Any]:
     """Parts of a step, in order; those of blocks that stand for more come as often as in the whole model."""
     again: dict[Any, list[Any]] = {}
     for repeat in repeats:

@@ -1,14 +1,59 @@
-"""This file counts the bytes of the tensors that are alive while something runs, on any device or on meta."""
+"""This file counts bytes of live tensors, and what operators do, on any device or on meta."""
 
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from diffsynth_lite.core.planning.meta_results import MetaResults, tensors_in
 from diffsynth_lite.core.transfer.backends import PlainBackend
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_aten = torch.ops.aten
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    # Attention as it is counted on meta: the same work under another name, which torch has no formula for.
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What operators do.
+
+    Attributes:
+        flops: floating point operations of matrix products, convolutions and attention.
+        attention_flops: those of attention.
+        num_bytes: read and written, by all operators.
+    """
+
+    flops: int = 0
+    attention_flops: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.flops + other.flops,
+            self.attention_flops + other.attention_flops,
+            self.num_bytes + other.num_bytes,
+        )
+
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(
+            self.flops - other.flops,
+            self.attention_flops - other.attention_flops,
+            self.num_bytes - other.num_bytes,
+        )
 
 
 class LiveBytes:
@@ -23,15 +68,20 @@ class LiveBytes:
         self.num_bytes = self.peak_bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-    def add(self, tensor: Tensor, *, is_counted: bool = True) -> None:
-        """Count the storage of ``tensor`` from now on, unless it is known; or know it as not counted."""
+    def add(self, tensor: Tensor, *, is_counted: bool = True) -> bool:
+        """Count the storage of ``tensor`` from now on, unless it is known; or know it as not counted.
+
+        Returns:
+            Whether it was not known.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
-            return
+            return False
         size = storage.nbytes() if is_counted else 0
         self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), size
         self._grow(size)
+        return True
 
     def ignore(self, tensor: Tensor) -> None:
         """Count the storage of ``tensor`` no longer."""
@@ -47,15 +97,10 @@ class LiveBytes:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
 
-class IgnoresTensors(Protocol):
-    """A meter that can leave tensors out."""
-
-    def ignore(self, tensor: Tensor) -> None:
-        """From now on ``tensor`` stands for host memory."""
-
-
 class CountingMeter(TorchDispatchMode):
-    """Memory of the storages that operators return. What kernels use inside of themselves is not seen.
+    """Memory of the storages that operators return, and their work: operations by torch's own formulas.
+
+    What kernels use inside of themselves is not seen.
 
     Args:
         device: whose memory is counted; None counts that of all.
@@ -66,6 +111,7 @@ class CountingMeter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._results = results or MetaResults()
         self._live, self._before, self._device = LiveBytes(), 0, device
+        self._flops = self._attention_flops = self._num_bytes_moved = 0
 
     def start(self) -> None:
         """Begin to measure: what is there now does not count."""
@@ -89,6 +135,11 @@ class CountingMeter(TorchDispatchMode):
         """Most bytes since the measurement, or the last search for a peak, began."""
         return self._live.peak_bytes - self._before
 
+    @property
+    def work(self) -> Work:
+        """Of all operators so far."""
+        return Work(self._flops, self._attention_flops, self._num_bytes_moved)
+
     def ignore(self, tensor: Tensor) -> None:
         """From now on ``tensor`` stands for host memory."""
         self._live.ignore(tensor)
@@ -97,18 +148,27 @@ class CountingMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in tensors_in((*args, *kwargs.values())):
+        if not _PLAIN.issuperset(types):
+            return NotImplemented  # a product that waits in a recompute is asked for again once it is needed
+        read = list(tensors_in((*args, *kwargs.values())))
+        for tensor in read:
             self._live.add(tensor, is_counted=False)  # from outside
         value = self._results.of(func, args, kwargs)
-        for tensor in tensors_in((value,)):
-            self._live.add(tensor, is_counted=self._device in (None, tensor.device))
+        written = list(tensors_in((value,)))
+        is_new = [self._live.add(one, is_counted=self._device in (None, one.device)) for one in written]
+        if read and (any(is_new) or func._schema.is_mutable):  # not a view
+            self._num_bytes_moved += sum(tensor.nbytes for tensor in (*read, *written))
+            if formula := _FLOPS.get(func.overloadpacket):
+                flops = formula(*args, **kwargs, out_val=value)
+                self._flops += flops
+                self._attention_flops += flops * func.name().startswith("aten::_scaled_dot_product")
         return value
 
 
 class HostBackend(PlainBackend):
     """Plain copies into memory that stands for the host's: on ``device`` itself, but not counted there."""
 
-    def __init__(self, device: torch.device, meter: IgnoresTensors) -> None:
+    def __init__(self, device: torch.device, meter: CountingMeter) -> None:
         self._device, self._meter = device, meter
 
     def allocate_host(self, num_bytes: int, descriptor: int = -1) -> Tensor | None:

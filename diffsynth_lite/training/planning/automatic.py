@@ -201,7 +201,7 @@ class _Search:
             *map(_amount, (plain.device, self.room.host_needed(plain), self.room.device, self.room.host)),
         )
         logger.info(
-            "memory.auto: chose %s: %s of the device, %s of the host. Where all fits, a step is predicted to "
+            "memory.auto: chose %s: %s of the device, %s of the host. Where all fits, a step is estimated to "
             "take %.2f of its time.",
             _in_words(changes) or "what the config says",
             *map(_amount, (choice.count.device, choice.count.host)),

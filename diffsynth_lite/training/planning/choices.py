@@ -27,7 +27,7 @@ _BOTH_OFFLOADED = BlockStrategy(offload=True, save_attention="park")
 _STRATEGIES = (KEEP, _ATTENTION_KEPT, _ATTENTION_OFFLOADED, _BOTH_OFFLOADED, RECOMPUTE, OFFLOAD)
 """What may happen to blocks."""
 _SAME_SECONDS = 0.001
-"""Relative: what is predicted to be closer than this counts as equally fast."""
+"""Relative: what is estimated to be closer than this counts as equally fast."""
 _MOST_COUNTS = 2
 """Of the mixtures of two strategies, each of a second or more: in most models these cover nearly all."""
 
@@ -64,7 +64,7 @@ class Choice:
     Attributes:
         settings: of the step.
         count: what it takes.
-        seconds: that it is predicted to take, which says more beside those of another choice.
+        seconds: that it is estimated to take, which says more compared with those of another choice.
     """
 
     settings: StepSettings

@@ -1,78 +1,23 @@
-"""This file says how fast devices are: what data sheets say, and what we take a training step to reach of it.
+"""This file has the speed of GPUs: their data sheets, and the part of them that we assume a step reaches.
 
-Nothing of it was measured by us. So seconds are a first guess, and what settings cost beside each other says
-more: most of what is wrong here is wrong for all of them alike.
+No GPU was measured. So seconds are a first estimate, and ratios between settings say more: most of what is
+wrong here is wrong for all of them alike.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from diffsynth_lite.core.planning import Kernel, Kernels
+from diffsynth_lite.core.planning import Work
 from diffsynth_lite.errors import UserError
-
-StepPart = Literal["forward", "recompute", "backward"]
-"""A recompute does not count as part of the backward pass that it is in."""
 
 COUNTED_SHARE = 0.9
 """Of what is free on a device. The rest is for what is not counted: kernels, what the allocator cannot use;
 how much these take was measured on no GPU."""
-_PRODUCTS, _ATTENTION, _ATTENTION_BACKWARD = 0.75, 0.6, 0.5
-_MEMORY, _BUS = 0.85, 0.8
-"""Assumptions: the parts of a data sheet's numbers that kernels and copies reach."""
-_LAUNCH_SECONDS: Mapping[StepPart, float] = {"forward": 8e-6, "recompute": 16e-6, "backward": 4e-6}
-"""Assumptions: what Python, or autograd, and the driver need for each kernel. Beside one
-another they are about as a CPU was measured to need them for its own kernels."""
-
+_FLOPS_RATIO, _MEMORY_RATIO, _BUS_RATIO = 0.7, 0.85, 0.8
+"""Assumptions: the parts of a data sheet's numbers that a training step and its copies reach."""
 _TRANSFERS = {4: 16e9, 5: 32e9}
 """Bits a second of one lane each way, by the generation of PCI Express; 128 of 130 are data (PCI-SIG)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSpeed:
-    """How fast a device really is.
-
-    Attributes:
-        product_flops: operations a second of matrix products and convolutions, by the dtype of their result.
-        attention_ratio: what attention reaches of these, in the same dtype.
-        attention_backward_ratio: what its backward pass does.
-        memory_bytes: bytes a second that kernels read and write.
-        dequantised_bytes: the same where frozen weights are made again.
-        to_host_bytes: bytes a second over the bus to host memory.
-        to_device_bytes: the same, back.
-        launch_seconds: from one kernel to the next, if they did nothing: where Python calls them, where it
-            does so in a recompute, with what checkpointing itself takes, and where autograd calls them.
-        is_asynchronous: kernels are launched ahead while others run, and copies run beside them; if not,
-            one thing comes after the other.
-    """
-
-    product_flops: Mapping[torch.dtype, float]
-    attention_ratio: float
-    attention_backward_ratio: float
-    memory_bytes: float
-    dequantised_bytes: float
-    to_host_bytes: float
-    to_device_bytes: float
-    launch_seconds: Mapping[StepPart, float]
-    is_asynchronous: bool = True
-
-    def seconds(self, kernels: Kernels, part: StepPart) -> float:
-        """How long these kernels of a part take, one after the other."""
-        running = sum(number * self._running(kernel) for kernel, number in kernels.items())
-        launching = self.launch_seconds[part] * kernels.total()
-        return max(running, launching) if self.is_asynchronous else running + launching
-
-    def _running(self, kernel: Kernel) -> float:
-        bandwidth = self.dequantised_bytes if kernel.kind == "dequantise" else self.memory_bytes
-        moving = kernel.num_bytes / bandwidth
-        flops = self.product_flops.get(kernel.dtype, self.product_flops[torch.float32])
-        if kernel.kind == "attention":
-            flops *= self.attention_ratio
-        elif kernel.kind == "attention backward":
-            flops *= self.attention_backward_ratio
-        return max(moving, kernel.flops / flops)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +51,15 @@ class Gpu:
         """What of its memory is taken to be free for training."""
         return COUNTED_SHARE * self.memory_gib
 
-    def speed(self) -> DeviceSpeed:
-        """What a training step is taken to reach."""
-        bus = _BUS * self.lanes * _TRANSFERS[self.pcie] * 128 / 130 / 8
-        return DeviceSpeed(
-            product_flops={
-                torch.bfloat16: _PRODUCTS * self.bf16 * 1e12,
-                torch.float16: _PRODUCTS * self.bf16 * 1e12,
-                torch.float32: _PRODUCTS * self.fp32 * 1e12,
-            },
-            attention_ratio=_ATTENTION / _PRODUCTS,
-            attention_backward_ratio=_ATTENTION_BACKWARD / _PRODUCTS,
-            memory_bytes=_MEMORY * self.bandwidth * 1e9,
-            dequantised_bytes=_MEMORY * self.bandwidth * 1e9,
-            to_host_bytes=bus,
-            to_device_bytes=bus,
-            launch_seconds=_LAUNCH_SECONDS,
-        )
+    def seconds(self, work: Work, itemsize: int) -> float:
+        """How long this takes in numbers of so many bytes, as we assume."""
+        flops = _FLOPS_RATIO * (self.bf16 if itemsize == 2 else self.fp32) * 1e12
+        return work.flops / flops + work.num_bytes / (_MEMORY_RATIO * self.bandwidth * 1e9)
+
+    @property
+    def bus_bytes(self) -> float:
+        """Bytes a second to host memory, and as many from it, as we assume."""
+        return _BUS_RATIO * self.lanes * _TRANSFERS[self.pcie] * 128 / 130 / 8
 
 
 _AMPERE = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"

@@ -16,9 +16,8 @@ from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.planning import (
     CountedStep,
     CountingMeter,
-    IgnoresTensors,
     MetaResults,
-    StepBytes,
+    StepCost,
     count_step,
 )
 from diffsynth_lite.core.weights import (
@@ -61,7 +60,7 @@ class MemoryCount:
         lora: weights of the LoRA, and of its moving average.
         optimizer: its state.
         gradients: of the LoRA, at the end of the backward pass.
-        step: what a step holds beside these, its gradients included.
+        step: what a step holds beside these, its gradients included, and what it computes.
         exchanged: what processes that share samples hold of them beside their parts.
         weights_on_host: frozen, in host memory.
     """
@@ -71,7 +70,7 @@ class MemoryCount:
     lora: int
     optimizer: int
     gradients: int
-    step: StepBytes
+    step: StepCost
     weights_on_host: int
     exchanged: int = 0
 
@@ -115,7 +114,6 @@ class MemoryCounter:
         family: as given.
         num_blocks: of one model.
         lora_bytes: of the weights of the LoRA, in fp32.
-        meta_results: what operators were found to return, for other counts of its steps.
         optimizer: what it keeps.
         training_adapter_bytes: of those of the frozen adapter, which count as frozen weights, in fp32.
     """
@@ -174,7 +172,7 @@ class MemoryCounter:
         self._trained_layers, self._frozen_layers = set(ranks), set(frozen)
         self._frozen_beside = [name for name in self._frozen.ranks if name.partition(".")[0] in beside]
         self.num_blocks = self._block_lists.num_blocks
-        self.meta_results = MetaResults()
+        self._meta_results = MetaResults()
         self._weights: dict[Any, list[_ModelBytes]] = {}
         self._models: dict[Any, MetaModel] = {}
         self._steps: dict[Any, CountedStep] = {}
@@ -195,7 +193,7 @@ class MemoryCounter:
             lora=self.lora_bytes * (2 if settings.has_average else 1) + self._constant_bytes,
             optimizer=self.optimizer.state_bytes,
             gradients=self.lora_bytes,
-            step=self._step_bytes(settings),
+            step=self._step_cost(settings),
             weights_on_host=sum(block.packed for block in streamed),
             exchanged=self._exchanged_bytes(settings),
         )
@@ -252,8 +250,8 @@ class MemoryCounter:
         few = self._few_blocks(settings)
         return (replace(settings, policy=few.policy), few.kinds), few
 
-    def _step_bytes(self, settings: StepSettings) -> StepBytes:
-        """What a step holds; each kind of step is counted once, and stands for models of any length."""
+    def _step_cost(self, settings: StepSettings) -> StepCost:
+        """What a step takes; each kind of step is counted once, and stands for models of any length."""
         key, few = self._count_of(settings)
         counted = key[0]
         if key not in self._steps:
@@ -264,7 +262,7 @@ class MemoryCounter:
 
     def _counted(self, settings: StepSettings, few: FewBlocks) -> CountedStep:
         """A step of the first model with a few of its blocks."""
-        meter = CountingMeter(_META, self.meta_results)
+        meter = CountingMeter(_META, self._meta_results)
         step = self._step_of(settings, few, meter)
         step.warm_up(settings)
         if settings.accumulates:
@@ -274,27 +272,15 @@ class MemoryCounter:
             step.forward, step.backward, step.blocks, meter, step.engine, autocast=step.autocast
         )
 
-    def step_on_meta(self, settings: StepSettings, meter: IgnoresTensors) -> MetaStep:
-        """A step of the first model, with a few of its blocks in place of all.
-
-        Args:
-            settings: of the step.
-            meter: is told what stands for host memory.
-
-        Raises:
-            UserError: as ``count``.
-        """
-        return self._step_of(settings, self._few_blocks(settings), meter)
-
     def _few_blocks(self, settings: StepSettings) -> FewBlocks:
         num_neighbours = max(1, settings.resident_blocks, settings.prefetched_blocks)
         return self._block_lists.few(settings.policy, num_neighbours=num_neighbours)
 
-    def _step_of(self, settings: StepSettings, few: FewBlocks, meter: IgnoresTensors) -> MetaStep:
+    def _step_of(self, settings: StepSettings, few: FewBlocks, meter: CountingMeter) -> MetaStep:
         model = self._model_of(settings, few)
         model.model.zero_grad()
         settings = replace(settings, policy=few.policy)
-        return MetaStep(model, self._first, self._sample, settings, meter, few.repeats)
+        return MetaStep(model, self._first, self._sample, settings, meter)
 
     def _model_of(self, settings: StepSettings, few: FewBlocks) -> MetaModel:
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
@@ -302,11 +288,11 @@ class MemoryCounter:
         if key not in self._models:
             made, meter = (
                 self._built(settings, few, settings.mixed_precision),
-                CountingMeter(_META, self.meta_results),
+                CountingMeter(_META, self._meta_results),
             )
             few_settings = replace(settings, policy=few.policy)
             with torch.no_grad(), meter:
-                MetaStep(made, self._first, self._sample, few_settings, meter, few.repeats).forward()
+                MetaStep(made, self._first, self._sample, few_settings, meter).forward()
             self._models[key] = replace(made, lasting=meter.num_bytes)
         return self._models[key]
 

@@ -1,7 +1,6 @@
 """This file takes a training step on torch's meta device, as a device would under given settings."""
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,11 +13,10 @@ from diffsynth_lite.core.gradient import BlockPolicy, GradientEngine, blocks_in,
 from diffsynth_lite.core.planning import (
     ON_ALL_DEVICES,
     ON_CUDA,
+    CountingMeter,
     CudaAutocast,
     FusedKernels,
     HostBackend,
-    IgnoresTensors,
-    Repeat,
     backward_in_scope,
 )
 from diffsynth_lite.core.transfer.backends import smallest_worth_moving
@@ -151,7 +149,6 @@ class MetaStep:
     Attributes:
         model: with its adapters.
         blocks: that its forward pass calls, in call order.
-        repeats: which of them stand for more.
         engine: runs them.
         autocast: of the forward pass; None where the run has none.
     """
@@ -162,12 +159,10 @@ class MetaStep:
         family: ModelFamily,
         sample: Sample,
         settings: StepSettings,
-        meter: IgnoresTensors,
-        repeats: Sequence[Repeat],
+        meter: CountingMeter,
     ) -> None:
         self.model, self.autocast = model.model, model.autocast
         self.blocks = blocks_in(family.parts_of(self.model)[family.trained[0]], family.block_lists)
-        self.repeats = repeats
         self.engine = GradientEngine(
             min_bytes=settings.smallest_moved,
             # Nothing is allocated, so that no memory of this machine limits it.

@@ -173,7 +173,7 @@ def _exchange(
 
 
 def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes: int = 1) -> StepTimer:
-    """Predicts how long optimizer steps of a config take in one of the processes, on a card each."""
+    """Estimates how long optimizer steps of a config take in one of the processes, on a card each."""
     shared = config.train.context_parallel
     if shared > 1:
         # Attention to all tokens is more work than to those of a part.
@@ -184,7 +184,7 @@ def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes:
     attends_again = shared > 1 and config.train.context_parallel_kind == "ulysses"
     return StepTimer(
         counter,
-        gpu.speed(),
+        gpu,
         batch_size=batch_size,
         num_sharing=shared,
         attends_again=attends_again,

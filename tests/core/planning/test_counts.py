@@ -1,10 +1,11 @@
-"""A few blocks stand for all: which these are, and that a step of them says what a step of all takes."""
+"""A few blocks stand for all: which these are, what a step computes, and that a few say what all take."""
 
 import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from diffsynth_lite.core.gradient import (
     KEEP,
@@ -16,7 +17,8 @@ from diffsynth_lite.core.gradient import (
     block_runner,
     gradient_engine,
 )
-from diffsynth_lite.core.planning.counts import Repeat, StepBytes, count_step, fewer_blocks
+from diffsynth_lite.core.planning.counts import Repeat, StepCost, count_step, fewer_blocks
+from diffsynth_lite.core.planning.kernels import ON_CUDA, FusedKernels, backward_in_scope
 from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend
 
 META = torch.device("meta")
@@ -54,7 +56,7 @@ class Block(nn.Module):
 
 def counted(
     blocks: nn.ModuleList, policy: BlockPolicy, *repeats: Repeat, num_neighbours: int = 1
-) -> StepBytes:
+) -> StepCost:
     meter = CountingMeter()
     backend = HostBackend(META, meter)
     engine = GradientEngine(
@@ -108,3 +110,64 @@ def test_more_blocks_are_counted_where_more_are_on_the_device_at_once() -> None:
     assert len(kept) == 8
     few = counted(nn.ModuleList(Block() for _ in kept), policy, *repeats, num_neighbours=3)
     assert few == counted(nn.ModuleList(Block() for _ in range(12)), policy, num_neighbours=3)
+
+
+TOKENS, WIDTH, HEADS = 8, 256, 4
+PRODUCT, PAIRS = 2 * TOKENS * WIDTH**2, 2 * TOKENS**2 * WIDTH
+
+
+class Attending(nn.Module):
+    """A scale that trains, attention, and a frozen layer and gate; no gradient needs the layer's result."""
+
+    def __init__(self, *, trains_gates: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(WIDTH, device=META))
+        self.gate = nn.Parameter(torch.empty(WIDTH, device=META), requires_grad=trains_gates)
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False, device=META).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (x * self.scale).view(1, TOKENS, HEADS, -1).transpose(1, 2)
+        attended = functional.scaled_dot_product_attention(heads, heads, heads)
+        return x + self.gate * self.layer(attended.transpose(1, 2).reshape(TOKENS, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "skip_dead_ops", "trains_gates", "again"),
+    [
+        (KEEP, True, False, 0),
+        (RECOMPUTE, False, False, 2 * PAIRS + PRODUCT),
+        # The frozen gate needs no result of the layer.
+        (RECOMPUTE, True, False, 2 * PAIRS),
+        # A product that waits and is asked for after all counts, too.
+        (RECOMPUTE, True, True, 2 * PAIRS + PRODUCT),
+        (BlockStrategy(save_attention="park"), False, False, PRODUCT),
+    ],
+)
+def test_a_step_computes_products_and_attention_and_again_what_is_neither_saved_nor_unneeded(
+    strategy: BlockStrategy, skip_dead_ops: bool, trains_gates: bool, again: int
+) -> None:
+    blocks = nn.ModuleList(Attending(trains_gates=trains_gates) for _ in range(4))
+    meter = CountingMeter()
+    backend = HostBackend(META, meter)
+    engine = GradientEngine(min_bytes=0, host_bytes=sys.maxsize, backend=backend, skip_dead_ops=skip_dead_ops)
+
+    def loss() -> Tensor:
+        hidden = torch.empty(TOKENS, WIDTH, device=META)
+        policy = BlockPolicy(selected=strategy)
+        with gradient_engine(engine), FusedKernels(ON_CUDA):
+            run = block_runner(len(blocks), True, True, policy=policy, unused_matmuls=("layer",))
+            for place, block in enumerate(blocks):
+                hidden = run(place, block, hidden)
+        return hidden.sum()
+
+    def backward(value: Tensor) -> None:
+        with FusedKernels(ON_CUDA):
+            backward_in_scope(value)
+
+    step = count_step(loss, backward, list(blocks), meter, engine)
+    for num_blocks, repeats in ((4, []), (10, [Repeat(first=2, num_blocks=1, num_left_out=6)])):
+        cost = step.stretched(repeats)
+        assert cost.forward.attention_flops == num_blocks * 2 * PAIRS
+        assert cost.forward.flops == num_blocks * (2 * PAIRS + PRODUCT)
+        # Of the frozen layer only the gradient of its input is computed; attention has five products.
+        assert cost.backward.flops == num_blocks * (5 * PAIRS + PRODUCT + again)

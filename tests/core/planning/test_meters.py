@@ -1,9 +1,9 @@
-"""The memory that is counted is that of the tensors that are there, no more and no less."""
+"""The memory that is counted is that of the tensors that are there, and the work that of all operators."""
 
 import pytest
 import torch
 
-from diffsynth_lite.core.planning.meters import CountingMeter, LiveBytes
+from diffsynth_lite.core.planning.meters import CountingMeter, LiveBytes, Work
 
 KIB = 1024
 
@@ -52,3 +52,16 @@ def test_saved_tensors_and_gradients_are_counted_as_autograd_keeps_them(device: 
         assert meter.num_bytes == KIB
         x.grad = None
         assert meter.num_bytes == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_operators_count_with_what_they_compute_read_and_write_and_views_with_nothing(device: str) -> None:
+    rows, weight = torch.ones(4, 16, device=device), torch.ones(16, 16, device=device)
+    meter = CountingMeter()
+    with meter:
+        product = rows @ weight.t()
+        assert meter.work == Work(flops=2 * 4 * 16 * 16, num_bytes=2 * rows.nbytes + weight.nbytes)
+        before = meter.work
+        product.view(16, 4).mul_(rows.view(16, 4))
+        # In place: both are read, and one is written.
+        assert meter.work - before == Work(num_bytes=3 * rows.nbytes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.core.planning import StepBytes
+from diffsynth_lite.core.planning import StepCost
 from diffsynth_lite.training.planning.choices import Choice, Room, choices, least_of_device
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.planning.step import StepSettings
@@ -45,7 +45,7 @@ class Arithmetic:
             lora=0,
             optimizer=0,
             gradients=0,
-            step=StepBytes(kept=held, peak=held * settings.micro_batch_size + 10, host=host),
+            step=StepCost(kept=held, peak=held * settings.micro_batch_size + 10, host=host),
             weights_on_host=size * streamed,
         )
 
