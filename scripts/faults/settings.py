@@ -60,7 +60,7 @@ NAMED = _changes(
     *("train.steps=5", "train.micro_batch_size=4", "train.learning_rate=0.02"),
     *("train.lr_scheduler=linear", "train.warmup_steps=1", "train.adam_beta1=0.8"),
     *("train.adam_beta2=0.9", "train.adam_epsilon=1e-6", "train.weight_decay=0.1"),
-    *("train.optimizer_options={amsgrad: true}", "train.max_grad_norm=0.5", "train.ema_decay=0.7"),
+    *("train.optimizer_options={maximize: true}", "train.max_grad_norm=0.5", "train.ema_decay=0.7"),
     "train.compile=blocks",
 )
 """Allowed by their own name in ``resume.allow``."""
@@ -132,7 +132,14 @@ NEEDED: Mapping[str, Change] = {
 NOT_OF_PICTURES = frozenset(
     [
         *("model.family", "lora.components", "data.loss_weight", "data.preserve"),
-        *("data.frame_counts", "data.fps", "data.clip", "data.clips_per_video"),
+        *(
+            "data.frame_counts",
+            "data.fps",
+            "data.clip",
+            "data.clips_per_video",
+            "data.audio",
+            "data.silent_clips",
+        ),
     ]
 )
 """Changes that the tiny pipeline of pictures, or its one folder, refuses before anything is compared."""

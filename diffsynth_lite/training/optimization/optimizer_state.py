@@ -8,6 +8,7 @@ group of parameters as it goes, as Prodigy its distance, is: it is not as it was
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +20,8 @@ _SEPARATOR = "::"
 """Between parameter and state in a tensor's name; a Python identifier, so a parameter's name, has none."""
 _SETTINGS = frozenset(["params", "lr", "weight_decay"])
 """Of a group: what the configuration may set for it alone."""
+_STATE_OF_OPTIONS = MappingProxyType({"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"})
+"""Options of torch's optimizers, and the state that each of them begins with the first step."""
 
 _Plain: TypeAlias = bool | int | float | str | None
 """What json keeps exactly."""
@@ -108,10 +111,22 @@ def load_optimizer(
 
     # torch numbers parameters through the groups in order, as _named_in_order does.
     state = {index: values for index, name in enumerate(parameters) if (values := stored(name))}
+    _check_options(optimizer, state.values())
     param_groups = optimizer.state_dict()["param_groups"]
     for place in range(len(groups)):
         param_groups[place] |= stored(_group_name(place))
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+
+def _check_options(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse options that need state from the first step on: without it torch fails at the next step."""
+    for option, key in _STATE_OF_OPTIONS.items():
+        is_on = any(group.get(option) for group in optimizer.param_groups)
+        if is_on and any(key not in state for state in states):
+            raise CheckpointError(
+                f"optimizer state: the checkpoint has no {key}, which {option} of {type(optimizer).__name__} "
+                "needs from the first step on; set it as the run was begun"
+            )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -219,6 +219,17 @@ def test_state_of_another_optimizer_is_refused() -> None:
         load_optimizer(torch.optim.Adam(trained(named)), named, tensors, document)
 
 
+@pytest.mark.parametrize(
+    ("kind", "option", "key"), [("AdamW", "amsgrad", "max_exp_avg_sq"), ("RMSprop", "centered", "grad_avg")]
+)
+def test_an_option_whose_state_the_checkpoint_lacks_is_refused(kind: str, option: str, key: str) -> None:
+    make = getattr(torch.optim, kind)
+    tensors, document = state_after(2, lambda groups: make(groups, lr=0.01))
+    named = parameters()
+    with pytest.raises(CheckpointError, match=f"the checkpoint has no {key}, which {option} of {kind} needs"):
+        load_optimizer(make(trained(named), **{option: True}), named, tensors, document)
+
+
 def test_a_parameter_without_a_name_is_refused() -> None:
     named = parameters()
     optimizer = adamw(trained(named))
