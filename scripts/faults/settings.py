@@ -80,7 +80,6 @@ FREE = _changes(
     "memory.stream_slots=1 & memory.stream_blocks=2",
     *("memory.stream_text_encoder=true & memory.stream_slots=1", "memory.skip_dead_ops=false"),
     "validation.prompts=[a red circle]",
-    "validation.model_path=elsewhere & validation.prompts=[a red circle]",
     *("validation.negative_prompt=grey", "validation.every_steps=1"),
     *("validation.num_inference_steps=3", "validation.guidance_scale=1", "validation.seed=5"),
     *("validation.width=32", "validation.height=64", "validation.loss_items=1"),
@@ -94,6 +93,7 @@ FREE = _changes(
 """Free to change, and every number stays the same. ``output.dir`` is changed in each case below."""
 
 ELSEWHERE = _changes(
+    "validation.model_path=elsewhere & validation.prompts=[a red circle]",
     *("model.path=elsewhere", "model.revision=other", "model.variant=fp16"),
     *("model.transformer_file=other.safetensors", "model.training_adapter=other.safetensors"),
     "model.transformer_2_file=other.safetensors",
