@@ -66,7 +66,7 @@ trains the model; of a model that a family trains, Qwen-Image 2.1 Turbo among th
 folder with a `model_index.json` is the one to name.
 
 The transformer may also come from one file, as ComfyUI has them: `model.transformer_file`
-([memory.md](memory.md#from-one-file)).
+([base-model.md](base-model.md#from-one-file)).
 
 A distilled release makes pictures in few steps, mostly without guidance. Training knows nothing of the
 distillation and undoes it: with the LoRA, few steps give blurred pictures. Where a family's files tell such a

@@ -47,7 +47,7 @@ class ModelSettings(Settings):
     which are then not needed and not downloaded: names as in diffusers, or as in the model's own repository
     and in ComfyUI; in 16 or 32 bits, fp8 or fp8_scaled. Of a checkpoint of SDXL the text encoders and the VAE
     are read, too. It must be on this machine. All else is that of `path`, which must be a pipeline of the
-    same model: [memory.md](memory.md#from-one-file)."""
+    same model: [base-model.md](base-model.md#from-one-file)."""
 
     transformer_2_file: FilePath | None = None
     """The same for the second of two experts: in Wan 2.2 14B the one for low noise."""
