@@ -28,7 +28,7 @@ BROAD_EXCEPTIONS = {"Exception", "BaseException"}
 BOUNDARIES = (
     "diffsynth_lite/training/previews.py",
     "diffsynth_lite/training/export/card.py",
-    "diffsynth_lite/report/renewal.py",
+    "diffsynth_lite/report/page.py",
     "diffsynth_lite/report/run_report.py",
 )
 """A failing preview, card or page must not end a run, nor one run take the page from others: the places where

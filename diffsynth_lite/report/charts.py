@@ -1,14 +1,145 @@
-"""This file says which charts the page has, and which metric each of their lines shows."""
+"""This file turns rows of metrics into the lines of charts, and defines the charts and tables of the page."""
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
-from diffsynth_lite.report.series import Series
 from diffsynth_lite.run_folder.metrics import RATE_OF_GROUP
 
+_MAX_POINTS = 1200
+"""Of a line: a screen shows no more."""
+_SMOOTHED_OVER = 1 / 20
+"""Part of the rows over which a smoothed line forgets, so that runs of any length look alike."""
+_MIN_SMOOTHED_ROWS = 5
+_TOO_LARGE = 1e300
+"""Not a number of a run; json has integers that no float can hold."""
 _SMOOTHED = "_smoothed"
 _LEARNING_RATE = "learning_rate"
+
+Kind = Literal[
+    "text",
+    "name",  # a text that is not wrapped
+    "number",
+    "count",
+    "ratio",  # a number with two decimals
+    "change",  # a ratio as a signed percentage
+    "percent",  # a part as a percentage
+    "share",  # a part as a percentage, with a bar
+    "key",  # of a setting
+    "link",  # to a file of the run
+    "noted",  # a text and a note
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        steps: ascending.
+        values: one a step; None where the logged value is not a number.
+    """
+
+    steps: Sequence[int]
+    values: Sequence[float | None]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], metric: str) -> "Series":
+        """The logged values of a metric; the later of two rows of one step counts."""
+        by_step = {row["step"]: as_number(row[metric]) for row in rows if metric in row and _has_step(row)}
+        steps = sorted(by_step)
+        return cls(steps=steps, values=[by_step[step] for step in steps])
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """Steps and values, without those that are not numbers."""
+        return [
+            (step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None
+        ]
+
+    def smoothed(self) -> "Series":
+        """The exponential mean of the values so far, without a bias towards 0 at its beginning."""
+        kept = 1 - 1 / max(_MIN_SMOOTHED_ROWS, len(self.steps) * _SMOOTHED_OVER)
+        total, weight = 0.0, 0.0
+        steps, values = [], []
+        for step, value in self.points:
+            total, weight = kept * total + value, kept * weight + 1
+            steps.append(step)
+            values.append(total / weight)
+        return Series(steps=steps, values=values)
+
+    def thinned(self) -> "Series":
+        """At most as many points as a screen shows, with the lowest and the highest of each stretch."""
+        if len(self.steps) <= _MAX_POINTS:
+            return self
+        stretch = math.ceil(2 * len(self.steps) / _MAX_POINTS)
+        places = [
+            place
+            for start in range(0, len(self.steps), stretch)
+            for place in _extremes(self.values, range(start, min(start + stretch, len(self.steps))))
+        ]
+        return Series(
+            steps=[self.steps[place] for place in places], values=[self.values[place] for place in places]
+        )
+
+    def document(self) -> list[list[Any]]:
+        """Steps and values as the page's script reads them, to six digits."""
+        values = [None if value is None else float(f"{value:.6g}") for value in self.values]
+        return [list(self.steps), values]
+
+
+def as_number(value: object) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
+        return None
+    return value
+
+
+def _has_step(row: Mapping[str, Any]) -> bool:
+    return isinstance(row.get("step"), int) and not isinstance(row["step"], bool)
+
+
+def _extremes(values: Sequence[float | None], places: range) -> Iterator[int]:
+    """The places of the lowest and the highest value, in their order."""
+    finite = [(value, place) for place in places if (value := values[place]) is not None]
+    yield from sorted({min(finite)[1], max(finite)[1]} if finite else {places[0]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: empty in a table without a heading.
+        kind: of its cells, by which the template shows them.
+        is_wide: whether a phone leaves it out.
+    """
+
+    title: str = ""
+    kind: Kind = "text"
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of the page.
+
+    Attributes:
+        rows: a cell a column; a number is None where there is none.
+        summary: a line above the table.
+    """
+
+    columns: Sequence[Column] = ()
+    rows: Sequence[Sequence[Any]] = ()
+    summary: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.summary)
+
+
+NO_TABLE = Table()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +147,9 @@ class Line:
     """One line of a chart.
 
     Attributes:
-        metric: name in ``metrics.jsonl``, with ``_smoothed`` behind it for the smoothed line.
+        metric: name in ``metrics.jsonl``, with ``_smoothed`` after it for the smoothed line.
         label: in the legend.
-        is_faint: drawn thin and pale, around the line that matters; left out beside other runs.
+        is_faint: thin and pale, around the line that matters; left out next to other runs.
     """
 
     metric: str
@@ -32,7 +163,7 @@ class Chart:
 
     Attributes:
         name: in the page's script.
-        meaning: one sentence for who has never trained anything.
+        meaning: one sentence for a reader who has never trained anything.
         unit: of its values; empty where they have none.
         from_zero: whether its axis begins at 0, so that heights compare.
         is_log: whether its axis is logarithmic, as values differ by powers of ten.
@@ -47,13 +178,26 @@ class Chart:
     is_log: bool = False
 
     def is_shown(self, series: Mapping[str, Series]) -> bool:
-        """Whether there is anything to draw."""
+        """Whether any of its lines has values."""
         return any(line.metric in series for line in self.lines)
 
     def summary(self, series: Mapping[str, Series]) -> str:
         """Where each line that is not faint begins and ends, in words; empty where there is none."""
-        shown = [line for line in self.lines if not line.is_faint and line.metric in series]
-        return "; ".join(_ends(line, series[line.metric], is_named=len(self.lines) > 1) for line in shown)
+        ends = []
+        for line in self.lines:
+            if not line.is_faint and line.metric in series:
+                points = series[line.metric].points
+                (first_step, first), (last_step, last) = points[0], points[-1]
+                name = f"{line.label}: " if len(self.lines) > 1 else ""
+                ends.append(f"{name}{first:.4g} at step {first_step}, {last:.4g} at step {last_step}")
+        return "; ".join(ends)
+
+
+def _raw_and_smoothed(metric: str) -> tuple[Line, Line]:
+    return (
+        Line(metric=metric, label="each logged step", is_faint=True),
+        Line(metric=f"{metric}{_SMOOTHED}", label="smoothed"),
+    )
 
 
 CHARTS = (
@@ -61,38 +205,32 @@ CHARTS = (
         name="loss",
         title="Loss",
         meaning="How far the model's answers were from what they should have been. It jumps, as every step "
-        "draws other pictures and noise; the smoothed line should fall and then level off.",
-        lines=(
-            Line(metric="loss", label="each logged step", is_faint=True),
-            Line(metric=f"loss{_SMOOTHED}", label="smoothed"),
-        ),
+        "draws other images and noise; the smoothed line should fall and then level off.",
+        lines=_raw_and_smoothed("loss"),
     ),
     Chart(
         name="audio_loss",
-        title="Loss of pictures and sound",
-        meaning="The two parts of the loss of clips that are learned with their sound, each by itself. That "
-        "of the sound is of the clips that have some, before objective.audio_loss_weight.",
+        title="Loss of images and audio",
+        meaning="The two parts of the loss of clips that are learned with their audio, each by itself. That "
+        "of the audio is of the clips that have some, before objective.audio_loss_weight.",
         lines=(
-            Line(metric=f"video_loss{_SMOOTHED}", label="of the pictures"),
-            Line(metric=f"audio_loss{_SMOOTHED}", label="of the sound"),
+            Line(metric=f"video_loss{_SMOOTHED}", label="of the images"),
+            Line(metric=f"audio_loss{_SMOOTHED}", label="of the audio"),
         ),
     ),
     Chart(
         name="preservation_loss",
         title="Loss of what is preserved",
-        meaning="How far the model has moved on the items on which it shall stay what it was. It begins near "
+        meaning="How far the model has moved on the items on which it should stay as it was. It begins near "
         "0, and should stay far below the loss.",
-        lines=(
-            Line(metric="preservation_loss", label="each logged step", is_faint=True),
-            Line(metric=f"preservation_loss{_SMOOTHED}", label="smoothed"),
-        ),
+        lines=_raw_and_smoothed("preservation_loss"),
         from_zero=True,
     ),
     Chart(
         name="fixed_noise_loss",
         title="Loss on fixed noise",
-        meaning="The same pictures with the same noise, measured again and again: what changes was learned, "
-        "and is no luck. On held-out data a rise means that the LoRA learns its own data by heart.",
+        meaning="The same images with the same noise, measured again and again: a change was learned, and is "
+        "not luck. On held-out data a rise means that the LoRA learns its own data by heart.",
         lines=(
             Line(metric="train_fixed_noise_loss", label="on training data"),
             Line(metric="validation_loss", label="on held-out data"),
@@ -100,8 +238,8 @@ CHARTS = (
     ),
     Chart(
         name="fixed_noise_audio_loss",
-        title="Loss of the sound on fixed noise",
-        meaning="The part of the loss on fixed noise that is of the sound alone, of clips that have some.",
+        title="Loss of the audio on fixed noise",
+        meaning="The part of the loss on fixed noise that is of the audio only, of clips that have some.",
         lines=(
             Line(metric="train_fixed_noise_loss/audio", label="on training data"),
             Line(metric="validation_loss/audio", label="on held-out data"),
@@ -110,14 +248,14 @@ CHARTS = (
     Chart(
         name=_LEARNING_RATE,
         title="Learning rate",
-        meaning="How large a change each step may make, as train.learning_rate and its schedule say.",
+        meaning="How large a change each step may make, by train.learning_rate and its schedule.",
         lines=(Line(metric=_LEARNING_RATE, label="learning rate"),),
         from_zero=True,
     ),
     Chart(
         name="learned_rate",
         title="Learning rate that was found",
-        meaning="What the optimizer makes of the learning rate by itself. It rises from almost nothing in "
+        meaning="The learning rate that the optimizer found by itself. It rises from almost nothing in "
         "the first steps, and should then stay.",
         lines=(Line(metric="learned_rate", label="learning rate that was found"),),
         is_log=True,
@@ -127,16 +265,13 @@ CHARTS = (
         title="Gradient norm",
         meaning="How strongly a step wanted to change the LoRA, before clipping. Single peaks are normal; a "
         "line that keeps growing often means that the learning rate is too high.",
-        lines=(
-            Line(metric="grad_norm", label="each logged step", is_faint=True),
-            Line(metric=f"grad_norm{_SMOOTHED}", label="smoothed"),
-        ),
+        lines=_raw_and_smoothed("grad_norm"),
         from_zero=True,
     ),
     Chart(
         name="samples_per_s",
         title="Speed",
-        meaning="Pictures or clips trained on in a second, over all devices. It should be flat.",
+        meaning="Images or clips trained on in a second, over all devices. It should be flat.",
         lines=(Line(metric="samples_per_s", label="samples per second"),),
         unit="samples/s",
         from_zero=True,
@@ -165,11 +300,20 @@ CHARTS = (
 )
 
 
-def read_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
-    """What the charts' lines show, by name; without those that nothing was logged for.
+def charts_of(series: Collection[str]) -> list[Chart]:
+    """The charts of metrics with these names; that of the learning rate has a line for each layer group."""
+    of_groups = [_line_of_group(name) for name in series if name.startswith(RATE_OF_GROUP)]
+    return [
+        replace(chart, lines=(*chart.lines, *of_groups)) if chart.name == _LEARNING_RATE else chart
+        for chart in CHARTS
+    ]
 
-    Where groups of layers have learning rates, theirs stand in place of ``learning_rate``, which is that of
-    the layers without a group, or of none.
+
+def read_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
+    """The charts' lines by name; without metrics that were not logged.
+
+    Where groups of layers have learning rates, theirs replace ``learning_rate``, which is that of the layers
+    without a group, or of none.
 
     Args:
         rows: of ``metrics.jsonl``.
@@ -184,24 +328,26 @@ def read_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
     return {name: each.thinned() for name, each in series.items() if each.points}
 
 
-def charts_of(series: Collection[str]) -> list[Chart]:
-    """The charts, of which that of the learning rate has a line more for each group of layers.
+def layer_updates(row: Mapping[str, Any]) -> dict[str, float]:
+    """The update of each layer in a row of ``layers.jsonl``, without those that are not numbers."""
+    updates = row.get("updates")
+    if not isinstance(updates, dict):
+        return {}
+    return {name: value for name, update in updates.items() if (value := as_number(update)) is not None}
 
-    Args:
-        series: names of what there is.
-    """
-    of_groups = [_line_of_group(name) for name in series if name.startswith(RATE_OF_GROUP)]
-    return [
-        replace(chart, lines=(*chart.lines, *of_groups)) if chart.name == _LEARNING_RATE else chart
-        for chart in CHARTS
+
+def update_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
+    """Largest, median and smallest update by step, in % of the weights; layers at 0 are left out."""
+    measures: dict[str, Callable[[Sequence[float]], float]]
+    measures = {"update_largest": max, "update_median": median, "update_smallest": min}
+    found = [
+        {"step": row.get("step"), **{name: 100 * measure(changed) for name, measure in measures.items()}}
+        for row in rows
+        if (changed := [update for update in layer_updates(row).values() if update > 0])
     ]
+    series = {name: Series.of(found, name).thinned() for name in measures}
+    return {name: each for name, each in series.items() if each.points}
 
 
 def _line_of_group(metric: str) -> Line:
     return Line(metric=metric, label=metric.removeprefix(RATE_OF_GROUP))
-
-
-def _ends(line: Line, series: Series, *, is_named: bool) -> str:
-    (first_step, first), (last_step, last) = series.points[0], series.points[-1]
-    name = f"{line.label}: " if is_named else ""
-    return f"{name}{first:.4g} at step {first_step}, {last:.4g} at step {last_step}"

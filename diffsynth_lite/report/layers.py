@@ -1,4 +1,4 @@
-"""This file says how much a LoRA changes each layer: as a map of the model, and by name at both ends."""
+"""This file shows how much a LoRA changes each layer: as a map of the model, and by name at both ends."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from diffsynth_lite.report.series import Series, as_number
+from diffsynth_lite.report.charts import Column, Table, as_number, layer_updates
 
 _BLOCK = re.compile(r"(.*(?:block|layer)s?\.\d+)\.(.+)")
 _MAX_CELLS = 4000
@@ -42,15 +42,15 @@ class Layers:
         largest: the layers that changed most.
         smallest: those that changed least.
         unchanged: names of those that did not change at all.
-        num_layers: all there are.
+        num_layers: of the model.
         median: of the updates.
     """
 
     step: int
     blocks: Sequence[str]
     cells: Mapping[str, Sequence[LayerUpdate | None]]
-    largest: Sequence[LayerUpdate]
-    smallest: Sequence[LayerUpdate]
+    largest: Table
+    smallest: Table
     unchanged: Sequence[str]
     num_layers: int
     median: float
@@ -63,27 +63,10 @@ def read_layers(rows: Sequence[Mapping[str, Any]]) -> Layers | None:
         rows: of ``layers.jsonl``.
     """
     for row in reversed(rows):
-        updates, step = _updates(row), as_number(row.get("step"))
+        updates, step = layer_updates(row), as_number(row.get("step"))
         if updates and step:
             return _layers(int(step), updates)
     return None
-
-
-def update_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
-    """Largest, median and smallest update by step, in % of the weights; layers at 0 are left out."""
-    found = [
-        {
-            "step": row.get("step"),
-            "update_largest": 100 * max(changed),
-            "update_median": 100 * median(changed),
-            "update_smallest": 100 * min(changed),
-        }
-        for row in rows
-        if (changed := [update for update in _updates(row).values() if update > 0])
-    ]
-    names = ("update_largest", "update_median", "update_smallest")
-    series = {name: Series.of(found, name).thinned() for name in names}
-    return {name: each for name, each in series.items() if each.points}
 
 
 def _layers(step: int, updates: Mapping[str, float]) -> Layers:
@@ -100,11 +83,17 @@ def _layers(step: int, updates: Mapping[str, float]) -> Layers:
         step=step,
         blocks=blocks,
         cells=cells,
-        largest=ranked[:_ENDS],
-        smallest=ranked[: -_ENDS - 1 : -1],
+        largest=_table(ranked[:_ENDS]),
+        smallest=_table(ranked[: -_ENDS - 1 : -1]),
         unchanged=[layer.name for layer in ranked if not layer.update],
         num_layers=len(layers),
         median=median(updates.values()),
+    )
+
+
+def _table(layers: Sequence[LayerUpdate]) -> Table:
+    return Table(
+        columns=(Column(), Column(kind="percent")), rows=[(layer.name, layer.update) for layer in layers]
     )
 
 
@@ -125,11 +114,3 @@ def _shade(update: float, lowest: float, highest: float) -> float | None:
     if lowest == highest:
         return 1.0
     return max(0.0, math.log(update / lowest) / math.log(highest / lowest))
-
-
-def _updates(row: Mapping[str, Any]) -> dict[str, float]:
-    """Layers of a row, without those whose update is no number."""
-    updates = row.get("updates")
-    if not isinstance(updates, dict):
-        return {}
-    return {name: value for name, update in updates.items() if (value := as_number(update)) is not None}

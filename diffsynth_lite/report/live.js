@@ -1,11 +1,11 @@
-// Keeps an open page up to date. One that is served asks for itself again, and takes over what differs, so that
-// nothing flickers and what the reader chose stays. The file of a run that goes on is loaded again.
+// Keeps an open page up to date. One that is served asks for itself again, and takes over the differences, so that
+// nothing flickers and the reader's choices stay. The file of a running run is loaded again.
 "use strict";
 (() => {
   const ASK_EVERY_MS = 2000;
   const RELOAD_EVERY_MS = 30000;
   const UNTOUCHED_MS = 5000;
-  // Scripts have changed what is in these: each is taken over as a whole.
+  // Scripts have changed the content of these: each is taken over as a whole.
   const WHOLE = "section.previews, table.sortable";
 
   // The page as it was sent: this script runs before those that change it.
@@ -25,7 +25,7 @@
     );
   }
 
-  // Makes `live`, which was sent as `before`, what was sent now; what is the same stays as it is.
+  // Turns `live`, which was sent as `before`, into `now`; equal parts stay as they are.
   function takeOver(live, before, now) {
     if (before.isEqualNode(now)) return live;
     if (!isAlike(before, now) || live.childNodes.length !== now.childNodes.length) {
@@ -72,7 +72,7 @@
     tag = answer.headers.get("ETag");
   }
 
-  async function askAndTell() {
+  async function askAndShow() {
     if (document.hidden || isAsking) return;
     isAsking = true;
     try {
@@ -85,8 +85,8 @@
   }
 
   function followServer() {
-    setInterval(askAndTell, ASK_EVERY_MS);
-    document.addEventListener("visibilitychange", askAndTell);
+    setInterval(askAndShow, ASK_EVERY_MS);
+    document.addEventListener("visibilitychange", askAndShow);
   }
 
   // Browsers keep the place that was scrolled to; a reader who is doing something is not interrupted.

@@ -1,9 +1,14 @@
-"""This file writes the page of a run, or of several side by side: one HTML file that fetches nothing."""
+"""This file writes the page of a run, or of several side by side: one HTML file that fetches nothing.
+
+While a run continues, its page is written again and again, for a hundredth of the run's time at most.
+"""
 
 import base64
 import hashlib
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -12,46 +17,100 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from diffsynth_lite.errors import DifferentRunError
 from diffsynth_lite.files import replacing
-from diffsynth_lite.report.charts import Chart, charts_of
+from diffsynth_lite.report.charts import charts_of
 from diffsynth_lite.report.previews import embedded
 from diffsynth_lite.report.run_report import RunReport, read_run
-from diffsynth_lite.report.side_by_side import side_by_side
+from diffsynth_lite.report.side_by_side import differing_settings, results, shared_prompts
 from diffsynth_lite.run_folder.folder import RunFolder
 
+logger = logging.getLogger(__name__)
+
+_WRITE_EVERY_S = 20.0
+_WAITED_MULTIPLE = 100
+"""Times as long as a page took to write, the next one waits: the files that it reads grow with the run."""
 _SCRIPTS = ("live.js", "vendor/uPlot.iife.min.js", "report.js")
 _TEMPLATES = ("page.html", "run.html", "several.html")
 _HEAD_BYTES = 1000
-"""Of a page; the mark of what wrote it is in them."""
+"""Of a page, with the mark of the version that wrote it."""
 _STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
 
 
-def write_report(folder: Path) -> Path:
-    """Write ``report.html`` into a run folder, whole or not at all; returns its path.
+class ReportWriter:
+    """Writes the page of a run now and then, and once when the run has ended.
 
-    Raises:
-        OSError: it could not be written; the old page is as it was.
+    A page is never worth the run: whatever goes wrong with it is one warning.
+
+    Args:
+        is_main: whether this process writes; the others write nothing.
+        clock: seconds, from any beginning on.
     """
+
+    def __init__(self, folder: Path, *, is_main: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._is_main = is_main
+        self._clock = clock
+        self._due_at = clock() + _WRITE_EVERY_S
+        self._failed = False
+
+    def refresh(self) -> None:
+        """Write the page, unless that was done just now."""
+        if self._clock() >= self._due_at:
+            self._write()
+
+    def restore(self) -> None:
+        """Write the page of a run that has ended, where it was removed, or an earlier version wrote it."""
+        try:
+            with RunFolder(self._folder).report_file.open("rb") as file:
+                is_current = _generator().encode() in file.read(_HEAD_BYTES)
+        except OSError:
+            is_current = False
+        if not is_current:
+            self._write()
+
+    @contextmanager
+    def concluded(self) -> Iterator[None]:
+        """Scope of a run, after which the page shows how it ended.
+
+        A run that turns out to be a different one leaves the page as it was.
+        """
+        try:
+            yield
+        except DifferentRunError:
+            raise
+        except BaseException:
+            self._write()
+            raise
+        self._write()
+
+    def _write(self) -> None:
+        if not self._is_main or not self._folder.is_dir():
+            return
+        started_at = self._clock()
+        try:
+            write_report(self._folder)
+        except Exception as error:  # a page is never worth the run: a full disk, a file that nobody foresaw
+            if not self._failed:
+                logger.warning(
+                    "The page of the run could not be written; nothing else is affected: %s",
+                    error,
+                    exc_info=not isinstance(error, OSError),
+                )
+            self._failed = True
+        now = self._clock()
+        self._due_at = now + max(_WRITE_EVERY_S, _WAITED_MULTIPLE * (now - started_at))
+
+
+def write_report(folder: Path) -> Path:
+    """Write ``report.html`` into a run folder, whole or not at all; returns its path."""
     path = RunFolder(folder).report_file
     write_page(path, [read_run(folder)])
     return path
 
 
-def is_current_page(path: Path) -> bool:
-    """Whether there is a page, and one that was written as pages are now."""
-    try:
-        with path.open("rb") as file:
-            return _generator().encode() in file.read(_HEAD_BYTES)
-    except OSError:
-        return False
-
-
 def write_page(path: Path, runs: Sequence[RunReport]) -> None:
-    """Write the page of runs, whole or not at all.
-
-    Raises:
-        OSError: it could not be written; the old page is as it was.
-    """
+    """Write the page of runs, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(render(runs), encoding="utf-8")
 
@@ -63,11 +122,12 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
     escaped, and the page's policy allows no other script and no other place.
 
     Args:
-        is_served: whether a server answers for it: then previews are files that it has, and the page asks it
-            again and again what is new. Else they are part of the page, as far as it stays small, and that of
-            a run that goes on is loaded again now and then.
+        is_served: whether a server answers for it: then previews are files of the server, which the page asks
+            for news again and again. Else they are part of the page, as far as it stays small, and the page
+            of a running run is loaded again now and then.
     """
     scripts = [_resource(name) for name in _SCRIPTS]
+    charts = charts_of(dict.fromkeys(name for run in runs for name in run.series))
     page = (
         _environment()
         .get_template("page.html")
@@ -76,13 +136,19 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
             media=[
                 {} if is_served else embedded(run.folder, run.prompts, share=1 / len(runs)) for run in runs
             ],
-            compared=side_by_side(runs) if len(runs) > 1 else None,
+            compared=_compared(runs) if len(runs) > 1 else None,
             renewal="ask" if is_served else "reload" if any(run.state.is_running for run in runs) else "none",
             run_page="" if is_served else "report.html",
-            charts=[chart for chart in _charts(runs) if any(chart.is_shown(run.series) for run in runs)],
-            data=_chart_data(runs),
+            charts=[chart for chart in charts if any(chart.is_shown(run.series) for run in runs)],
+            data={
+                "runs": [
+                    {"name": run.name, "series": {name: each.document() for name, each in run.series.items()}}
+                    for run in runs
+                ],
+                "charts": {chart.name: asdict(chart) for chart in charts},
+            },
             scripts=scripts,
-            script_hashes=[_script_hash(script) for script in scripts],
+            script_hashes=[hashlib.sha256(script.encode()).digest() for script in scripts],
             styles=[_resource(name) for name in _STYLES],
             generator=_generator(),
             written_at=time.time(),
@@ -92,16 +158,24 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
     return page.encode(errors="replace").decode()
 
 
+def _compared(runs: Sequence[RunReport]) -> dict[str, object]:
+    return {
+        "results": results(runs),
+        "settings": differing_settings([run.settings for run in runs]),
+        "prompts": shared_prompts(runs),
+    }
+
+
 @cache
 def _generator() -> str:
-    """What stands in a page for the templates and scripts that made it."""
+    """The mark in a page of the templates and scripts that made it."""
     made_of = "".join(map(_resource, (*_TEMPLATES, *_SCRIPTS, *_STYLES)))
     return f"diffsynth_lite {hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
 
 
 @cache
 def _environment() -> Environment:
-    """Keeps the templates as they were compiled, which takes three times as long as a page."""
+    """Cached with its compiled templates, which take three times as long as a page."""
     environment = Environment(
         loader=PackageLoader("diffsynth_lite.report", ""),
         autoescape=True,
@@ -125,33 +199,8 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _chart_data(runs: Sequence[RunReport]) -> dict[str, object]:
-    """What the page's script draws."""
-    return {
-        "runs": [
-            {"name": run.name, "series": {name: series.document() for name, series in run.series.items()}}
-            for run in runs
-        ],
-        "charts": {chart.name: asdict(chart) for chart in _charts(runs)},
-    }
-
-
-def _charts(runs: Sequence[RunReport]) -> list[Chart]:
-    return charts_of(dict.fromkeys(name for run in runs for name in run.series))
-
-
 def _resource(name: str) -> str:
     return files("diffsynth_lite.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _script_hash(script: str) -> str:
-    """What the page's policy knows a script by."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _moment(seconds: float) -> str:
-    """Seconds since 1970 as ISO 8601 in UTC, which the page's script shows in local time."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def _number(value: float | None) -> str:
@@ -172,16 +221,12 @@ def _sparkline(values: Sequence[float]) -> str:
     )
 
 
-def _block_number(block: str) -> str:
-    """The last number in the name of a block."""
-    return block.rpartition(".")[2]
-
-
 _FILTERS = {
     "duration": duration,
-    "moment": _moment,
+    # Seconds since 1970 as ISO 8601 in UTC, which the page's script shows in local time.
+    "moment": lambda seconds: datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds"),
     "number": _number,
     "percent": _percent,
     "sparkline": _sparkline,
-    "block_number": _block_number,
+    "base64": lambda content: base64.b64encode(content).decode(),
 }

@@ -1,4 +1,4 @@
-"""This file finds the previews of a run, chooses those that the page shows, and puts them into it."""
+"""This file finds the previews of a run, chooses those that the page shows, and embeds them."""
 
 import base64
 import io
@@ -18,28 +18,28 @@ from diffsynth_lite.run_folder.reading import read_run_file
 
 _FILE_NAME = re.compile(r"step-(\d{1,12})-prompt-(\d{1,6})-(\w+)\.png")
 _MAX_STEPS = 12
-_MAX_PICTURE_PX = (768, 768)
+_MAX_IMAGE_PX = (768, 768)
 _MAX_STRIP_PX = (1600, 320)
-"""Of the frames of a clip side by side."""
+"""Of the frames of a video side by side."""
 _AS_IT_IS_BYTES = 64 * 1024
 """Smaller files are embedded as they are, larger ones as JPEG."""
-_MAX_CLIP_BYTES = 2**21
+_MAX_VIDEO_BYTES = 2**21
 MAX_EMBEDDED_BYTES = 8 * 2**20
 """Of all previews in a page, as text: a phone opens it, and a browser renews it, without waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """What was drawn of one prompt at one step.
+    """The preview of one prompt at one step.
 
     Attributes:
-        picture: path in the run folder; of a clip, a strip of its frames.
-        clip: path of the MP4; None of a picture.
+        image: path in the run folder; of a video, a strip of its frames.
+        video: path of the MP4; None of an image.
     """
 
     step: int
-    picture: str
-    clip: str | None
+    image: str
+    video: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,31 +47,30 @@ class PromptPreviews:
     """A prompt and its previews that are shown, the earliest first.
 
     Attributes:
-        num_drawn: of them and of those that are left out.
+        num_found: previews, with those that are left out.
     """
 
     prompt: str
     previews: Sequence[Preview]
-    num_drawn: int
+    num_found: int
 
 
 def find_previews(
-    folder: Path, prompts: Sequence[str], *, drawn_on: str | None = None
+    folder: Path, prompts: Sequence[str], *, generated_on: str | None = None
 ) -> list[PromptPreviews]:
     """The previews of each prompt: the first, the last, and those between them, evenly spread.
 
-    Where a prompt changed, or how it is drawn, those of its latest form are shown.
+    Where a prompt changed, or how it is generated, those of its latest form are shown.
 
     Args:
         folder: of the run.
         prompts: by place, as far as they are known.
-        drawn_on: name of the model, where that is not the one that was trained.
+        generated_on: name of the model, where that is not the one that was trained.
     """
-    named = "" if drawn_on is None else f" (drawn on {drawn_on})"
-    previews = folder / "previews"
+    suffix = "" if generated_on is None else f" (generated on {generated_on})"
     found: dict[int, dict[str, dict[int, Path]]] = {}
-    for path in sorted(previews.glob("step-*.png")):
-        if (match := _FILE_NAME.fullmatch(path.name)) and _is_shown(path):
+    for path in sorted((folder / "previews").glob("step-*.png")):
+        if (match := _FILE_NAME.fullmatch(path.name)) and _is_regular(path):
             step, place, mark = int(match[1]), int(match[2]), match[3]
             found.setdefault(place, {}).setdefault(mark, {})[step] = path
     shown = []
@@ -80,15 +79,15 @@ def find_previews(
         steps = evenly_spread(sorted(paths), _MAX_STEPS)
         shown.append(
             PromptPreviews(
-                prompt=(prompts[place] if place < len(prompts) else f"prompt {place + 1}") + named,
+                prompt=(prompts[place] if place < len(prompts) else f"prompt {place + 1}") + suffix,
                 previews=[_preview(step, paths[step], folder) for step in steps],
-                num_drawn=len(paths),
+                num_found=len(paths),
             )
         )
     return shown
 
 
-def _is_shown(path: Path) -> bool:
+def _is_regular(path: Path) -> bool:
     """Whether it is a file that can be reached; a link leads to anything, and a page is shown to others."""
     with suppress(OSError):
         return path.is_file() and not path.is_symlink()
@@ -98,15 +97,13 @@ def _is_shown(path: Path) -> bool:
 def embedded(folder: Path, prompts: Sequence[PromptPreviews], *, share: float = 1.0) -> dict[str, str]:
     """Data URLs of previews, by their paths in the run folder, as many as a page may hold.
 
-    What is not among them is beside the page, as a file.
-
     Args:
-        share: of what a page may hold.
+        share: of the bytes that a page may hold.
     """
     urls: dict[str, str] = {}
     left = int(share * MAX_EMBEDDED_BYTES)
-    # One after the other: what is behind the first that does not fit is not even decoded.
-    for path, url in chain.from_iterable(_urls(folder, preview) for preview in _most_telling_first(prompts)):
+    # One after the other: those after the first that does not fit are not even decoded.
+    for path, url in chain.from_iterable(_urls(folder, preview) for preview in _by_interest(prompts)):
         left -= len(url)
         if left < 0:
             break
@@ -122,15 +119,15 @@ def _written_at(path: Path) -> float:
 
 
 def _preview(step: int, path: Path, folder: Path) -> Preview:
-    clip = path.with_suffix(".mp4")
+    video = path.with_suffix(".mp4")
     return Preview(
         step=step,
-        picture=path.relative_to(folder).as_posix(),
-        clip=clip.relative_to(folder).as_posix() if clip.is_file() and not clip.is_symlink() else None,
+        image=path.relative_to(folder).as_posix(),
+        video=video.relative_to(folder).as_posix() if video.is_file() and not video.is_symlink() else None,
     )
 
 
-def _most_telling_first(prompts: Sequence[PromptPreviews]) -> Iterator[Preview]:
+def _by_interest(prompts: Sequence[PromptPreviews]) -> Iterator[Preview]:
     """The latest of each prompt, the first of each, and then the others, the later ones first."""
     columns = []
     for prompt in prompts:
@@ -142,33 +139,27 @@ def _most_telling_first(prompts: Sequence[PromptPreviews]) -> Iterator[Preview]:
 
 def _urls(folder: Path, preview: Preview) -> Iterator[tuple[str, str]]:
     """The files of a preview and their data URLs, as far as they can be read."""
-    largest_px = _MAX_STRIP_PX if preview.clip else _MAX_PICTURE_PX
-    if picture := _picture_url(folder / preview.picture, largest_px=largest_px):
-        yield preview.picture, picture
-    if preview.clip and (clip := _clip_url(folder / preview.clip)):
-        yield preview.clip, clip
+    largest_px = _MAX_STRIP_PX if preview.video else _MAX_IMAGE_PX
+    if image := _image_url(folder / preview.image, largest_px=largest_px):
+        yield preview.image, image
+    if preview.video:
+        with suppress(OSError, UserError):  # It cannot be read, or is too large.
+            content = read_bytes(folder / preview.video, most_bytes=_MAX_VIDEO_BYTES)
+            yield preview.video, _data_url("video/mp4", content)
 
 
-def _picture_url(path: Path, *, largest_px: tuple[int, int]) -> str | None:
-    """A picture as a data URL; None where it cannot be read."""
+def _image_url(path: Path, *, largest_px: tuple[int, int]) -> str | None:
+    """An image as a data URL; None where it cannot be read."""
     try:
         content = read_run_file(path)
         if len(content) <= _AS_IT_IS_BYTES:
             return _data_url("image/png", content)
-        with Image.open(io.BytesIO(content), formats=["PNG"]) as picture:
-            small = picture.convert("RGB")
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            small = image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
     small.thumbnail(largest_px)
     return jpeg_url(small)
-
-
-def _clip_url(path: Path) -> str | None:
-    """A clip as a data URL; None where it cannot be read, or is too large."""
-    try:
-        return _data_url("video/mp4", read_bytes(path, most_bytes=_MAX_CLIP_BYTES))
-    except (OSError, UserError):
-        return None
 
 
 def _data_url(kind: str, content: bytes) -> str:

@@ -1,17 +1,31 @@
-"""This file lists what a run was asked for, how often it was started, what it left out, and what it left."""
+"""This file reads the state and the record of a run: settings, starts, memory, skipped items and files."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from diffsynth_lite.config import section_types
+from diffsynth_lite.core.gradient import GradientReport
+from diffsynth_lite.core.gradient.compiled import CompileReport
+from diffsynth_lite.core.gradient.frames import NotOffloadedReason
+from diffsynth_lite.core.gradient.report import NotOffloadedTensors
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.report.state import started_at
+from diffsynth_lite.core.weights import QuantizationReport
+from diffsynth_lite.core.weights.stream import StreamReport
+from diffsynth_lite.report.charts import Column, Table, as_number
 
+_Report = TypeVar("_Report", GradientReport, StreamReport, CompileReport)
+
+_STATES = ("running", "finished", "interrupted", "stopped", "diverged", "failed", "killed", "unreadable")
+_LATEST_TIME = 253_402_300_799
+"""The end of the year 9999, in seconds since 1970, after which there are no dates."""
 _FILES = {
     "lora": "the LoRA, and its model card",
     "lora_ema": "the moving average of the LoRA",
@@ -22,29 +36,134 @@ _FILES = {
     "item_losses.jsonl": "their losses by step",
     "sample_losses.jsonl": "the losses of samples that were trained on, by item",
     "layers.jsonl": "the update of each layer by step",
-    "checkpoints": "what the run can be continued from",
+    "checkpoints": "states that the run can be continued from",
     "config.yaml": "the settings as given",
     "resolved.yaml": "all settings, defaults included",
-    "contract.json": "what makes this run what it is, which a resumed run must agree with",
+    "contract.json": "the fingerprint of the run, which a resumed run must match",
     "lineage.json": "each start of the run",
-    "status.json": "where the run is, for programs",
+    "status.json": "the state of the run, for programs",
     "quarantine.jsonl": "items that cannot be used, and why",
     "trackers": "files of wandb and tensorboard",
 }
 _MAX_LISTED = 500
+_MEANINGS = {
+    "quantised": "frozen weights kept in fewer bits",
+    "blocks": "checkpointed blocks are computed a second time instead of being kept",
+    "offloaded": "kept in host memory until they are needed again",
+    "shared": "stay on the device, as all blocks read them",
+    "not offloaded": "stay on the device, and why",
+    "attention": "its outputs are kept, so that it is not computed a second time",
+    "not recomputed": "left out, as no gradient needs them",
+    "host memory": "taken by offloaded tensors",
+    "device memory": "taken by tensors",
+    "streamed": "weights that live in host memory and visit the device when their block runs",
+    "compiled": "blocks that torch compiled",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A setting that has another value than its default.
+class RunState:
+    """The state of a run: how it ended, how far it got and how long it took.
 
     Attributes:
-        key: dotted.
-        value: as yaml writes it.
+        name: the state in ``status.json``, ``killed`` where that is running and its process is gone,
+            ``unreadable`` where nothing could be read, or ``not started``.
+        message: how it ended, in the trainer's words; empty while it runs.
+        step: optimizer steps done, or tried where the run diverged; where it ended early otherwise and could
+            write so, those of its last checkpoint.
+        total_steps: None where it is not known.
+        samples_per_s: while it runs.
+        seconds_left: while it runs.
+        seconds_taken: from start to last sign, without the time between starts; None where it is not known.
+        seen_at: last sign of the trainer, seconds since 1970.
     """
 
-    key: str
-    value: str
+    name: str
+    message: str
+    step: int
+    total_steps: int | None
+    samples_per_s: float | None
+    seconds_left: float | None
+    seconds_taken: float | None
+    seen_at: float | None
+
+    @property
+    def title(self) -> str:
+        """The state as it is shown."""
+        return self.name.capitalize()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run continues, as far as its folder shows."""
+        return self.name == "running"
+
+    @property
+    def done_ratio(self) -> float | None:
+        """Part of the steps that are done, in [0, 1]."""
+        return min(1.0, self.step / self.total_steps) if self.total_steps else None
+
+
+def read_state(
+    status: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    lineage: Sequence[Any],
+    *,
+    is_abandoned: bool,
+    total_steps: float | None,
+) -> RunState:
+    """The state of a run.
+
+    Args:
+        status: of ``status.json``.
+        rows: of ``metrics.jsonl``.
+        lineage: of ``lineage.json``.
+        is_abandoned: whether the process that took the folder's lock last is gone.
+        total_steps: ``train.steps``, for a status without it.
+    """
+    name = str(status.get("state"))
+    if name not in _STATES:
+        name = "not started"
+    if name == "running" and is_abandoned:
+        name = "killed"
+    is_running = name == "running"
+    times = [time for row in rows if (time := _as_time(row)) is not None]
+    signs = [*times[-1:], *filter(None, [_as_time(status)])]
+    steps = [as_number(status.get("step"))]
+    if name in ("running", "killed", "diverged"):
+        steps += [as_number(row.get("step")) for row in rows[-1:]]
+    total = as_number(status.get("total_steps")) or total_steps
+    return RunState(
+        name=name,
+        message="" if is_running else str(status.get("message", "")),
+        step=int(max(filter(None, steps), default=0)),
+        total_steps=int(total) if total else None,
+        samples_per_s=as_number(status.get("samples_per_s")) if is_running else None,
+        seconds_left=as_number(status.get("seconds_left")) if is_running else None,
+        seconds_taken=_seconds_taken(times, lineage),
+        seen_at=max(signs, default=None),
+    )
+
+
+def _as_time(row: Mapping[str, Any]) -> float | None:
+    time = as_number(row.get("time"))
+    return time if time is not None and 0 <= time <= _LATEST_TIME else None
+
+
+def _seconds_taken(times: Sequence[float], lineage: Sequence[Any]) -> float | None:
+    """Time from each start to the last row before the next start."""
+    starts = [start for entry in lineage if (start := started_at(entry)) is not None]
+    total = 0.0
+    for start, end in pairwise([*starts, math.inf]):
+        total += max((time - start for time in times if start <= time < end), default=0.0)
+    return total or None
+
+
+def started_at(entry: object) -> float | None:
+    """When a start of the lineage was, in seconds since 1970."""
+    try:
+        return datetime.fromisoformat(entry["at"]).timestamp()  # type: ignore[index]
+    except (TypeError, KeyError, ValueError, OverflowError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +172,9 @@ class Start:
 
     Attributes:
         at: seconds since 1970; None where the entry has no time.
-        step: that it began behind.
+        step: after which it began.
         machine: processes and device.
-        versions: of packages.
-        changes: settings that were changed then, from which value to which.
+        changes: changed settings, from which value to which.
         chosen: settings that ``memory.auto`` chose.
     """
 
@@ -68,65 +186,46 @@ class Start:
     chosen: Sequence[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Skipped:
-    """An item that was not trained on."""
-
-    item: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFile:
-    """A file or folder that the run left."""
-
-    name: str
-    meaning: str
-    size: str
-
-
-def changed_settings(settings: Mapping[str, Any]) -> list[Setting]:
-    """The settings that are not left at their defaults, in the order of the file.
+def changed_settings(settings: Mapping[str, Any]) -> Table:
+    """The settings that differ from their defaults, in the order of the file.
 
     Args:
         settings: of ``resolved.yaml``.
     """
     defaults = {section: kind.defaults() for section, kind in section_types().items()}
-    return [
-        Setting(key=f"{section}.{name}", value=as_yaml(value))
+    rows = [
+        (f"{section}.{name}", as_yaml(value))
         for section, values in settings.items()
         if isinstance(values, dict)
         for name, value in values.items()
         if name not in defaults.get(section, {}) or _plain(defaults[section][name]) != _plain(value)
     ]
-
-
-def all_settings(settings: Mapping[str, Any]) -> str:
-    """All settings as yaml."""
-    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True) if settings else ""
+    return Table(columns=(Column(kind="key"), Column()), rows=rows)
 
 
 def starts(lineage: Sequence[Any]) -> list[Start]:
-    """The starts of the run, the first one first; entries that are none are left out."""
+    """The starts of the run, the first one first; anything else is left out."""
     return [_start(entry) for entry in lineage if isinstance(entry, dict)]
 
 
-def skipped(rows: Sequence[Mapping[str, Any]]) -> list[Skipped]:
+def skipped_items(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The first of the items that cannot be used.
 
     Args:
         rows: of ``quarantine.jsonl``.
     """
-    return [Skipped(item=str(row.get("item")), reason=str(row.get("reason"))) for row in rows[:_MAX_LISTED]]
+    listed = [(str(row.get("item")), str(row.get("reason"))) for row in rows[:_MAX_LISTED]]
+    return Table(columns=(Column(), Column()), rows=listed)
 
 
-def run_files(folder: Path) -> list[RunFile]:
-    """What there is of the files that a run leaves, the LoRA first."""
-    return [
-        RunFile(name=name, meaning=meaning, size=format_bytes(_size(folder / name)))
+def run_files(folder: Path) -> Table:
+    """The files that the run left, the LoRA first."""
+    rows = [
+        (name, meaning, format_bytes(_size(folder / name)))
         for name, meaning in _FILES.items()
         if (folder / name).exists()
     ]
+    return Table(columns=(Column(kind="link"), Column(), Column(kind="count")), rows=rows)
 
 
 def _start(entry: Mapping[str, Any]) -> Start:
@@ -158,14 +257,14 @@ def as_yaml(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as yaml gives it, which knows no tuples."""
+    """A value as yaml gives it, which has no tuples."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of all in a folder; links are not followed, and what vanishes counts nothing."""
+    """Bytes of a file, or of all in a folder; links are not followed, and vanished files count nothing."""
     total, found = 0, [path]
-    while found:  # Not by recursion: somebody may have nested folders deeper than what may be called.
+    while found:  # Not by recursion: somebody may have nested folders deeper than the stack.
         place = found.pop()
         with suppress(OSError):
             if place.is_dir() and not place.is_symlink():
@@ -173,3 +272,65 @@ def _size(path: Path) -> int:
             else:
                 total += place.lstat().st_size
     return total
+
+
+def memory_use(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What was quantised, recomputed, offloaded, streamed and compiled, as the run's latest start reported.
+
+    The summary compares the plan of a step with its measurement, where the run had a plan.
+
+    Args:
+        rows: of ``metrics.jsonl``.
+    """
+    reports = [row for row in rows if "blocks_run" in row or "graphs_compiled" in row]
+    starts = [place for place, row in enumerate(reports) if "blocks_run" in row]
+    lines = []
+    if starts:
+        numbers: dict[str, float] = {}
+        for row in reports[starts[-1] :]:
+            numbers |= {name: value for name, each in row.items() if (value := as_number(each)) is not None}
+        lines = [*_quantised(numbers), *_gradient(numbers), *_report(StreamReport, numbers).lines()]
+        lines += _report(CompileReport, numbers).lines()
+    facts = [line.split("  ", maxsplit=1) for line in lines]
+    return Table(
+        columns=(Column(kind="name"), Column(kind="noted")),
+        rows=[(name, (value.strip(), _MEANINGS.get(name, ""))) for name, value in facts],
+        summary=_planned_and_measured(rows),
+    )
+
+
+def _planned_and_measured(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The latest comparison that the run made; empty where it had no plan."""
+    for row in reversed(rows):
+        planned = as_number(row.get("device_bytes_predicted"))
+        measured = as_number(row.get("device_bytes_measured"))
+        if planned and measured:
+            return (
+                f"A step on the device: {format_bytes(measured)} measured, {format_bytes(planned)} planned "
+                f"({100 * (measured / planned - 1):+.1f} %)."
+            )
+    return ""
+
+
+def _quantised(numbers: Mapping[str, float]) -> list[str]:
+    report = QuantizationReport(
+        num_layers=int(numbers.get("layers_quantised", 0)),
+        num_bytes=int(numbers.get("bytes_quantised", 0)),
+        plain_bytes=int(numbers.get("bytes_before_quantisation", 0)),
+    )
+    return report.lines()
+
+
+def _gradient(numbers: Mapping[str, float]) -> list[str]:
+    stayed = {
+        reason: NotOffloadedTensors(num_tensors=int(count), num_bytes=int(numbers.get(f"bytes_{name}", 0)))
+        for reason in NotOffloadedReason
+        if (count := numbers.get(f"tensors_{(name := f'not_offloaded_{reason.name.lower()}')}", 0))
+    }
+    return _report(GradientReport, numbers, not_offloaded=stayed).lines()
+
+
+def _report(kind: type[_Report], numbers: Mapping[str, float], **others: Any) -> _Report:
+    """A report of the numbers that were logged of it."""
+    logged = {field.name: int(numbers[field.name]) for field in fields(kind) if field.name in numbers}
+    return kind(**{**logged, **others})

@@ -1,4 +1,4 @@
-// What the page does beyond showing text: charts, and what is chosen in it, kept in the address behind #.
+// Charts, and the reader's choices, which are kept in the address after #.
 "use strict";
 (() => {
   const LINE_COLOURS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6"];
@@ -125,7 +125,7 @@
     }
   }
 
-  // --- what is chosen, kept in the address behind #, so that a link shows the same
+  // --- the reader's choices, kept in the address after #, so that a link shows the same
 
   const chosen = new URLSearchParams(location.hash.slice(1));
 
@@ -167,11 +167,11 @@
   }
 
   function media(link, className) {
-    const picture = link.querySelector("img");
-    if (!link.dataset.clip) return element("img", { src: picture.src, alt: picture.alt, className });
-    // Browsers play nothing by themselves that is to be heard.
+    const image = link.querySelector("img");
+    if (!link.dataset.video) return element("img", { src: image.src, alt: image.alt, className });
+    // Browsers start only muted videos by themselves.
     const plays = { loop: true, muted: true, playsInline: true, autoplay: true };
-    return element("video", { src: link.dataset.clip, ...plays, className });
+    return element("video", { src: link.dataset.video, ...plays, className });
   }
 
   function slider(value, max, label) {
@@ -201,7 +201,7 @@
         element("span", { className: "label-after", textContent: `step ${after.dataset.step}` }),
         split,
       );
-      // Two clips drift apart where one of them was late to load.
+      // Two videos drift apart where one of them was late to load.
       one.addEventListener("timeupdate", () => {
         if (Math.abs(one.currentTime - other.currentTime) > 0.1) other.currentTime = one.currentTime;
       });
@@ -209,7 +209,7 @@
       viewer.querySelector("h3").after(compare);
       const prompt = section.querySelectorAll(".prompt h3")[promptPlace].textContent;
       Object.assign(viewer.querySelector("h3"), { textContent: prompt, title: prompt });
-      other.muted = !sound.checked;
+      other.muted = !audio.checked;
       step.max = links.length - 1;
       step.value = linkPlace;
       output.textContent = `step ${after.dataset.step}`;
@@ -219,7 +219,7 @@
       current = promptPlace;
     }
 
-    // Scrolls its strip alone, and not the page; before all pictures are there nobody knows how far.
+    // Scrolls only its strip, not the page; how far is known when all images are there.
     function reveal(link) {
       const strip = link.parentElement;
       strip.scrollLeft = link.offsetLeft - strip.offsetLeft + (link.offsetWidth - strip.clientWidth) / 2;
@@ -234,15 +234,15 @@
 
     let current = 0;
     const output = element("output", {});
-    const sound = element("input", { type: "checkbox" });
+    const audio = element("input", { type: "checkbox" });
     const step = slider(0, 0, "training step");
     step.addEventListener("input", () => choose(current, Number(step.value)));
-    sound.addEventListener("change", () => {
-      viewer.querySelector(".after").muted = !sound.checked;
+    audio.addEventListener("change", () => {
+      viewer.querySelector(".after").muted = !audio.checked;
     });
     viewer.append(element("h3", {}), element("label", {}, output, step));
-    if ("sound" in section.dataset) {
-      viewer.append(element("label", { className: "sound" }, sound, "sound of the later step"));
+    if ("audio" in section.dataset) {
+      viewer.append(element("label", { className: "audio" }, audio, "audio of the later step"));
     }
     viewer.hidden = false;
     prompts.forEach((links, promptPlace) =>
@@ -286,16 +286,16 @@
     });
   }
 
-  // --- the map of layers: what a cell stands for is said below it, also where nothing hovers
+  // --- the map of layers: the text of a cell is shown below it, also where nothing hovers
 
   function startMap(section) {
-    const told = section.querySelector("[data-told]");
-    const tell = (event) => {
+    const readout = section.querySelector("[data-readout]");
+    const show = (event) => {
       const cell = event.target.closest("td[title]");
-      if (cell) told.textContent = cell.title;
+      if (cell) readout.textContent = cell.title;
     };
-    section.querySelector(".map")?.addEventListener("pointerover", tell);
-    section.querySelector(".map")?.addEventListener("click", tell);
+    section.querySelector(".map")?.addEventListener("pointerover", show);
+    section.querySelector(".map")?.addEventListener("click", show);
   }
 
   function localTimes() {
@@ -304,14 +304,14 @@
     });
   }
 
-  // A page that nobody writes any more says for ever that the run goes on.
-  function tellSilence() {
+  // A page that is no longer written shows for ever that the run continues.
+  function showSilence() {
     document.querySelectorAll("[data-silent-since]").forEach((note) => {
       note.hidden = Date.now() / 1000 - Number(note.dataset.silentSince) < SILENT_S;
     });
   }
 
-  // What is there already when the page is renewed is left as it is.
+  // Parts that are there already when the page is renewed are left as they are.
   function startOnce(selector, start) {
     document.querySelectorAll(selector).forEach((place) => {
       if (!started.has(place)) start(place);
@@ -321,7 +321,7 @@
 
   function startAll() {
     localTimes();
-    tellSilence();
+    showSilence();
     drawAll();
     startOnce("section.previews", startPreviews);
     startOnce("table.sortable", startSorting);

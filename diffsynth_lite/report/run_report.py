@@ -1,33 +1,29 @@
-"""This file reads all that the page of a run shows from the run's folder, whatever state that is in."""
+"""This file reads the content of the page of a run from the run's folder, whatever state that is in."""
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
-from diffsynth_lite.report.charts import read_series
-from diffsynth_lite.report.hard_items import HardItems, read_hard_items
-from diffsynth_lite.report.layers import Layers, read_layers, update_series
-from diffsynth_lite.report.memory import Comparison, MemoryFact, memory_facts, plan_beside_measurement
-from diffsynth_lite.report.noise import NoiseLevel, NoiseTenth, noise_levels, noise_tenths
+from diffsynth_lite.report.charts import NO_TABLE, Series, Table, as_number, read_series, update_series
+from diffsynth_lite.report.layers import Layers, read_layers
+from diffsynth_lite.report.losses import ItemProgress, hard_items, item_progress, noise_levels, noise_tenths
 from diffsynth_lite.report.previews import PromptPreviews, find_previews
 from diffsynth_lite.report.record import (
-    RunFile,
-    Setting,
-    Skipped,
+    RunState,
     Start,
-    all_settings,
     changed_settings,
+    memory_use,
+    read_state,
     run_files,
-    skipped,
+    skipped_items,
     starts,
 )
-from diffsynth_lite.report.series import Series, as_number
-from diffsynth_lite.report.state import RunState, read_state
-from diffsynth_lite.report.teaching import Teaching, read_teaching
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.items import MeasuredItem, read_items
 from diffsynth_lite.run_folder.reading import TolerantReader
@@ -37,42 +33,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What the page shows of one run; texts have their secrets masked.
+    """The content of the page of one run; texts have their secrets masked.
 
     Attributes:
         name: of the folder.
-        folder: the run folder.
-        base: what leads from the page to the folder, in front of names of files there.
+        base: put before the names of files in the folder to link them from the page.
         series: lines of charts, by metric.
-        has_sound: whether clips are learned, and drawn, with their sound.
-        problems: what could not be read, a line each.
+        has_audio: whether clips are learned, and generated, with their audio.
+        problems: a line for each file that could not be read.
     """
 
     name: str
     folder: Path
     base: str
     state: RunState
-    series: Mapping[str, Series]
-    prompts: Sequence[PromptPreviews]
-    has_sound: bool
-    teaching: Teaching | None
-    hard_items: HardItems | None
-    noise: Sequence[NoiseTenth]
-    noise_levels: Sequence[NoiseLevel]
-    layers: Layers | None
-    memory: Sequence[MemoryFact]
-    comparison: Comparison | None
-    changed_settings: Sequence[Setting]
-    settings: str
-    starts: Sequence[Start]
-    skipped: Sequence[Skipped]
-    num_skipped: int
-    files: Sequence[RunFile]
+    series: Mapping[str, Series] = field(default_factory=dict)
+    prompts: Sequence[PromptPreviews] = ()
+    has_audio: bool = False
+    item_progress: ItemProgress | None = None
+    hard_items: Table = NO_TABLE
+    noise: Table = NO_TABLE
+    noise_levels: Table = NO_TABLE
+    layers: Layers | None = None
+    memory: Table = NO_TABLE
+    changed_settings: Table = NO_TABLE
+    settings: str = ""
+    starts: Sequence[Start] = ()
+    skipped: Table = NO_TABLE
+    num_skipped: int = 0
+    files: Table = NO_TABLE
     problems: Sequence[str]
 
 
 def read_run(path: Path, *, base: str = "") -> RunReport:
-    """Read a run folder: of any version, finished, going on or killed, with files missing or half-written.
+    """Read a run folder: of any version, finished, running or killed, with files missing or half-written.
 
     Args:
         base: see :class:`RunReport`; empty for a page in the folder itself.
@@ -92,7 +86,7 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
         total_steps=as_number(_section(settings, "train").get("steps")),
     )
     validation = _section(settings, "validation")
-    prompts, drawn_on = validation.get("prompts"), validation.get("model_path")
+    prompts, model_path = validation.get("prompts"), validation.get("model_path")
     return RunReport(
         name=path.resolve().name,
         folder=path,
@@ -102,20 +96,19 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
         prompts=find_previews(
             path,
             [str(each) for each in prompts] if isinstance(prompts, list) else [],
-            drawn_on=Path(drawn_on).name if isinstance(drawn_on, str) else None,
+            generated_on=Path(model_path).name if isinstance(model_path, str) else None,
         ),
-        has_sound=_section(settings, "data").get("audio") is True,
-        teaching=read_teaching(items, loss_rows),
-        hard_items=read_hard_items(reader.rows(folder.sample_losses_file.name)),
+        has_audio=_section(settings, "data").get("audio") is True,
+        item_progress=item_progress(items, loss_rows),
+        hard_items=hard_items(reader.rows(folder.sample_losses_file.name)),
         noise=noise_tenths(rows),
         noise_levels=noise_levels(items, loss_rows),
         layers=read_layers(layer_rows),
-        memory=memory_facts(rows),
-        comparison=plan_beside_measurement(rows),
+        memory=memory_use(rows),
         changed_settings=changed_settings(settings),
-        settings=all_settings(settings),
+        settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True) if settings else "",
         starts=starts(lineage),
-        skipped=skipped(quarantine),
+        skipped=skipped_items(quarantine),
         num_skipped=len(quarantine),
         files=run_files(path),
         problems=reader.problems,
@@ -134,34 +127,9 @@ def read_any_run(path: Path, *, base: str = "") -> RunReport:
         logger.warning(
             "%s cannot be read: %s", path, reason, exc_info=not isinstance(error, OSError | UserError)
         )
-        return _unreadable(path, base, f"cannot be read: {reason}")
-
-
-def _unreadable(path: Path, base: str, reason: str) -> RunReport:
-    state = read_state({}, [], [], is_abandoned=False, total_steps=None)
-    return RunReport(
-        name=path.resolve().name,
-        folder=path,
-        base=base,
-        state=replace(state, name="unreadable"),
-        series={},
-        prompts=[],
-        has_sound=False,
-        teaching=None,
-        hard_items=None,
-        noise=[],
-        noise_levels=[],
-        layers=None,
-        memory=[],
-        comparison=None,
-        changed_settings=[],
-        settings="",
-        starts=[],
-        skipped=[],
-        num_skipped=0,
-        files=[],
-        problems=[reason],
-    )
+    state = replace(read_state({}, [], [], is_abandoned=False, total_steps=None), name="unreadable")
+    problems = [f"cannot be read: {reason}"]
+    return RunReport(name=path.resolve().name, folder=path, base=base, state=state, problems=problems)
 
 
 def _items(folder: RunFolder, reader: TolerantReader) -> list[MeasuredItem]:

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.report.charts import NO_TABLE
 from diffsynth_lite.report.page import render
 from diffsynth_lite.report.run_report import RunReport, read_any_run
 from diffsynth_lite.run_folder.folder import RunFolder, find_runs
@@ -33,7 +34,7 @@ _NAMES_OF_LOOPBACK = (LOOPBACK, "localhost")
 _RUN_PATH = re.compile(r"/runs/([^/]+)/(.*)")
 _TYPES = {".png": "image/png", ".mp4": "video/mp4"}
 _HEADERS = {
-    # A browser asks each time, and is told when nothing has changed.
+    # A browser asks each time, and gets no content when nothing has changed.
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -48,10 +49,10 @@ _IDLE_S = 30.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent for a path.
+    """The answer to a path.
 
     Attributes:
-        kind: of the content, as HTTP names it.
+        kind: media type of the content.
     """
 
     content: bytes
@@ -65,7 +66,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """What was read of a run.
+    """A run as it was read.
 
     Attributes:
         state: of its folder, then.
@@ -93,7 +94,7 @@ class RunPages:
         self._pages: dict[str, tuple[list[RunReport], Answer]] = {}
 
     def answer(self, path: str) -> Answer | None:
-        """What is at a path, as a browser writes it; None where nothing is."""
+        """The content at a path, as a browser writes it; None where there is none."""
         with self._lock:
             folders = find_runs(self._places)
             self._runs = {name: self._up_to_date(name, folder) for name, folder in folders.items()}
@@ -105,7 +106,9 @@ class RunPages:
                 return None
             if file == "":
                 return self._page(path, [name])
-            return _file(folders[name] / file) if file in _shown_files(self._runs[name].report) else None
+            previews = [each for prompt in self._runs[name].report.prompts for each in prompt.previews]
+            shown = {file for preview in previews for file in (preview.image, preview.video)}
+            return _file(folders[name] / file) if file in shown else None
 
     def _up_to_date(self, name: str, folder: Path) -> _Read:
         state, known, began_at = RunFolder(folder).changes(), self._runs.get(name), self._clock()
@@ -113,21 +116,22 @@ class RunPages:
             return known
         report = read_any_run(folder, base=f"/runs/{quote(os.fsencode(name), safe='')}/")
         # Its other files are not shown, so they are not listed either.
-        report = replace(report, name=name, files=())
+        report = replace(report, name=name, files=NO_TABLE)
         now = self._clock()
         return _Read(state=state, report=report, good_until=now + _WAITED_MULTIPLE * (now - began_at))
 
     def _page(self, path: str, names: Sequence[str]) -> Answer:
         runs = [self._runs[name].report for name in names]
         shown, answer = self._pages.get(path, ([], None))
-        if answer is None or not _are_same(runs, shown):
+        # By identity: comparing their content takes long.
+        if answer is None or list(map(id, runs)) != list(map(id, shown)):
             answer = Answer(render(runs, is_served=True).encode(), "text/html; charset=utf-8")
             self._pages[path] = (runs, answer)
         return answer
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Answers on the loopback address alone, and to whoever calls it by its name.
+    """Answers on the loopback address only, and to requests that use its name.
 
     A page of somebody else may have a name that comes to lead to this machine (DNS rebinding), and could then
     read what is here; its browser calls this server by that name, though.
@@ -143,7 +147,7 @@ class ReportServer(ThreadingHTTPServer):
 
     def __init__(self, pages: RunPages, port: int) -> None:
         self.pages = pages
-        # What is masked in a page is known here, and threads do not inherit it.
+        # The secrets to mask are known here, and threads do not inherit them.
         self._context = copy_context()
         super().__init__((LOOPBACK, port), _Handler)
 
@@ -157,7 +161,7 @@ class ReportServer(ThreadingHTTPServer):
         self._context.copy().run(super().process_request_thread, request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong; a browser that went away is nothing wrong."""
+        """Log an error; a browser that went away is none."""
         if not isinstance(sys.exception(), ConnectionError):
             logger.exception("A page could not be shown.")
 
@@ -170,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self._is_called_by_name():
-            self.send_error(HTTPStatus.FORBIDDEN, "This server answers to 127.0.0.1 and localhost alone")
+            self.send_error(HTTPStatus.FORBIDDEN, "This server answers only to 127.0.0.1 and localhost")
             return
         answer = self.server.pages.answer(self.path.partition("?")[0])
         if answer is None:
@@ -191,22 +195,11 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug(format, *arguments)
 
     def _is_called_by_name(self) -> bool:
-        """Whether the browser was told to go to this machine; the port is another one through a tunnel."""
+        """Whether the browser was sent to this machine; the port is another one through a tunnel."""
         try:
             return urlsplit(f"//{self.headers.get('Host', '')}").hostname in _NAMES_OF_LOOPBACK
         except ValueError:
             return False
-
-
-def _are_same(runs: Sequence[RunReport], others: Sequence[RunReport]) -> bool:
-    """Whether they are the same objects; what they hold takes long to compare."""
-    return list(map(id, runs)) == list(map(id, others))
-
-
-def _shown_files(run: RunReport) -> set[str]:
-    """The files of a run folder that its page shows."""
-    previews = [preview for prompt in run.prompts for preview in prompt.previews]
-    return {file for preview in previews for file in (preview.picture, preview.clip) if file is not None}
 
 
 def _file(path: Path) -> Answer | None:

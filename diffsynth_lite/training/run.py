@@ -18,7 +18,7 @@ from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.errors import ON_EACH_MACHINE, RunInterrupted
 from diffsynth_lite.files import write_json, write_text
-from diffsynth_lite.report.renewal import PageRenewal
+from diffsynth_lite.report.page import ReportWriter
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.run_folder.items import read_items
 from diffsynth_lite.run_folder.metrics import MetricsFile, start_trackers
@@ -107,7 +107,7 @@ def run_training(
             keep_every=config.output.keep_every_steps,
         ),
         checked=checked,
-        page=PageRenewal(folder.path, is_main=accelerator.is_main_process),
+        page=ReportWriter(folder.path, is_main=accelerator.is_main_process),
         console=console,
         clock=clock,
         grace=grace,

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.report.renewal import PageRenewal
+from diffsynth_lite.report.page import ReportWriter
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.resume import ResumePolicy, RunFingerprint, settings_fingerprint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
@@ -82,7 +82,7 @@ class RunContext:
     folder: RunFolder
     store: CheckpointStore
     checked: CheckedRun
-    page: PageRenewal
+    page: ReportWriter
     console: Console
     clock: StartupClock
     grace: GracePeriod | None

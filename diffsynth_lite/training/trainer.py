@@ -97,7 +97,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
             watchdog.reset()
             if asked.stop:
                 break
-            run.page.renew()
+            run.page.refresh()
     # Stopped, or no step was left to take; a step that is saved already is not written again.
     if step < total_steps or step == start_step:
         built.sample_losses.write(step)

@@ -16,9 +16,8 @@ from run_folders import full_folder
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.errors import Problems
-from diffsynth_lite.report.charts import read_series
+from diffsynth_lite.report.charts import Series, read_series
 from diffsynth_lite.report.run_report import read_run
-from diffsynth_lite.report.series import Series
 from diffsynth_lite.report.server import RunPages
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.items import read_items
@@ -240,7 +239,7 @@ def test_rows_beyond_those_of_any_run_are_left_out_before_they_take_memory(tmp_p
     assert problem == "layers.jsonl has 40,001 rows, where 40,000 are the most, and is left out"
 
 
-def go_on(folder: Path) -> None:
+def start_again(folder: Path) -> None:
     for run in map(RunFolder, sorted((folder / "runs").iterdir())):
         problems = Problems()
         for read in readings(run):
@@ -258,4 +257,4 @@ def test_a_start_refuses_what_it_cannot_read_in_one_line(
     for place, name in enumerate(FILES):
         run = damaged_run(tmp_path / "runs" / str(place), damage, name)
         (run.path / "damaged").write_text(name)
-    in_child(go_on, tmp_path)
+    in_child(start_again, tmp_path)

@@ -1,4 +1,4 @@
-"""The page of a run: complete, by itself, and safe whatever a run folder holds."""
+"""The page of a run: complete, by itself, safe whatever a run folder holds, and written for little time."""
 
 import base64
 import hashlib
@@ -12,8 +12,10 @@ from browser import DESKTOP_PX, PHONE_PX, Browser
 from PIL import Image
 from run_folders import ATTACK, full_folder, of_chart
 
+from diffsynth_lite.errors import DifferentRunError, RunInterrupted
+from diffsynth_lite.report import page as page_module
 from diffsynth_lite.report import previews
-from diffsynth_lite.report.page import duration, render, write_report
+from diffsynth_lite.report.page import ReportWriter, duration, render, write_report
 from diffsynth_lite.report.run_report import read_run
 from diffsynth_lite.run_folder.folder import RunFolder
 
@@ -40,7 +42,7 @@ class Page(HTMLParser):
         given = {name: value or "" for name, value in attributes}
         self.tags.append(tag)
         self.text += " "
-        self.places += [given[name] for name in ("src", "href", "data-clip", "poster") if name in given]
+        self.places += [given[name] for name in ("src", "href", "data-video", "poster") if name in given]
         self._in = "data" if "type" in given else tag
         if "http-equiv" in given:
             self.policy = given["content"]
@@ -276,3 +278,88 @@ def test_a_page_that_nobody_writes_any_more_says_so(tmp_path: Path, browser: Bro
         assert page.evaluate(f"{note}.hidden")
         page.evaluate(f"{note}.dataset.silentSince -= 700; document.dispatchEvent(new Event('renewed'))")
         assert "No sign of the trainer" in page.text("header")
+
+
+class Pages:
+    """Writes no pages, which takes seconds of a clock that it moves itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seconds: float, error: Exception | None) -> None:
+        self.now, self.written_at = 1000.0, []
+        self._seconds, self._error = seconds, error
+        monkeypatch.setattr(page_module, "write_report", self._write)
+
+    def writer(self, *, is_main: bool = True) -> ReportWriter:
+        return ReportWriter(Path(), is_main=is_main, clock=lambda: self.now)
+
+    def _write(self, folder: Path) -> None:
+        assert folder == Path()
+        self.written_at.append(self.now)
+        self.now += self._seconds
+        if self._error:
+            raise self._error
+
+
+def test_a_page_takes_a_hundredth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(monkeypatch, seconds=0.5, error=None)
+    writer, began = pages.writer(), pages.now
+    for _ in range(1000):
+        pages.now += 1.0
+        writer.refresh()
+    assert [at - began for at in pages.written_at[:3]] == [20.0, 70.5, 121.0]
+    assert 0.5 * len(pages.written_at) <= 0.01 * (pages.now - began)
+
+
+def test_a_page_that_costs_nothing_is_renewed_every_20_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(monkeypatch, seconds=0.0, error=None)
+    writer = pages.writer()
+    for _ in range(61):
+        writer.refresh()
+        pages.now += 1.0
+    assert pages.written_at == [1020.0, 1040.0, 1060.0]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), TypeError("a bug")])
+def test_a_page_that_cannot_be_written_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    pages = Pages(monkeypatch, seconds=0.0, error=error)
+    writer = pages.writer()
+    with writer.concluded():
+        for _ in range(3):
+            pages.now += 100
+            writer.refresh()
+    assert len(pages.written_at) == 4
+    [line] = caplog.messages
+    assert str(error) in line
+    assert bool(caplog.records[0].exc_info) == isinstance(error, TypeError)
+
+
+def test_a_run_that_fails_has_a_page_and_keeps_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = Pages(monkeypatch, seconds=0.0, error=OSError("no page either"))
+    with pytest.raises(RunInterrupted, match="asked to"), pages.writer().concluded():
+        raise RunInterrupted("asked to")
+    assert len(pages.written_at) == 1
+
+
+def test_who_must_not_write_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(monkeypatch, seconds=0.0, error=None)
+    with pytest.raises(DifferentRunError), pages.writer().concluded():
+        raise DifferentRunError("other data")
+    other_process = pages.writer(is_main=False)
+    with other_process.concluded():
+        pages.now += 100
+        other_process.refresh()
+    assert pages.written_at == []
+
+
+def test_the_page_of_a_run_that_has_ended_is_written_where_it_is_missing_or_old(tmp_path: Path) -> None:
+    writer, file = ReportWriter(tmp_path, is_main=True), tmp_path / "report.html"
+    writer.restore()
+    written = file.read_text()
+    writer.restore()
+    assert file.read_text() == written
+    file.write_text(written.replace("diffsynth_lite", "another", 1))
+    writer.restore()
+    assert "diffsynth_lite" in file.read_text()[:1000]

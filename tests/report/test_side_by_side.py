@@ -1,4 +1,4 @@
-"""Several runs on one page: in what their settings differ, what came of each, and what each drew."""
+"""Several runs on one page: in what their settings differ, what came of each, and their previews."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from run_folders import ATTACK, full_folder, of_chart
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.report.page import render
 from diffsynth_lite.report.run_report import RunReport, read_run
-from diffsynth_lite.report.side_by_side import Row, differing_settings, drawn_prompts, results
+from diffsynth_lite.report.side_by_side import differing_settings, results, shared_prompts
 from diffsynth_lite.run_folder.folder import RunFolder
 
 
@@ -21,7 +21,7 @@ def run(folder: Path, **settings: object) -> RunReport:
     return read_run(folder)
 
 
-def test_settings_that_differ_are_told_and_those_of_the_place_are_not() -> None:
+def test_settings_that_differ_are_shown_and_those_of_the_place_are_not() -> None:
     rows = differing_settings(
         [
             "lora: {rank: 8, alpha: 4}\noutput: {dir: a}\ntrain: {steps: 10}",
@@ -29,43 +29,43 @@ def test_settings_that_differ_are_told_and_those_of_the_place_are_not() -> None:
             "",
         ]
     )
-    assert rows == [
-        Row(name="lora.rank", values=["8", "16", ""]),
-        Row(name="lora.alpha", values=["4", "4", ""]),
-        Row(name="train.steps", values=["10", "10", ""]),
-        Row(name="train.ema_decay", values=["", "0.9", ""]),
-    ]
-    assert differing_settings(["output: {dir: a}", "output: {dir: b}"]) == []
+    assert rows == {
+        "lora.rank": ["8", "16", ""],
+        "lora.alpha": ["4", "4", ""],
+        "train.steps": ["10", "10", ""],
+        "train.ema_decay": ["", "0.9", ""],
+    }
+    assert differing_settings(["output: {dir: a}", "output: {dir: b}"]) == {}
 
 
-def test_last_and_lowest_losses_are_told_where_there_are_any(tmp_path: Path) -> None:
+def test_last_and_lowest_losses_are_shown_where_there_are_any(tmp_path: Path) -> None:
     first, second = run(tmp_path / "first"), run(tmp_path / "second")
     rows = [
         {"step": step, "time": 0.0, "validation_loss": loss} for step, loss in ((1, 0.3), (2, 0.2), (3, 0.4))
     ]
     (second.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = {row.name: row.values for row in results([first, read_run(second.folder)])}
-    assert told["loss on fixed noise"] == ["0.3", ""]
-    assert told["loss on held-out data"] == ["", "0.4"]
-    assert told["lowest loss on held-out data"] == ["", "0.2 at step 2"]
+    found = results([first, read_run(second.folder)])
+    assert found["loss on fixed noise"] == ["0.3", ""]
+    assert found["loss on held-out data"] == ["", "0.4"]
+    assert found["lowest loss on held-out data"] == ["", "0.2 at step 2"]
 
 
-def test_previews_of_the_same_prompt_stand_in_columns_of_their_steps(tmp_path: Path) -> None:
+def test_previews_of_the_same_prompt_are_in_columns_of_their_steps(tmp_path: Path) -> None:
     first = run(tmp_path / "first", validation={"prompts": ["a circle", "alone"]})
     second = full_folder(tmp_path / "second", steps=(0, 150))
-    [prompt] = drawn_prompts([first, read_run(second)])
+    [prompt] = shared_prompts([first, read_run(second)])
     assert prompt.prompt == "a circle"
     assert prompt.steps == [0, 100, 150, 200]
-    assert [[preview is not None for preview in row] for row in prompt.drawn] == [
+    assert [[preview is not None for preview in row] for row in prompt.previews] == [
         [True, True, False, True],
         [True, False, True, False],
     ]
     long = read_run(full_folder(tmp_path / "long", steps=range(0, 1200, 100)))
-    steps = drawn_prompts([first, long])[0].steps
+    steps = shared_prompts([first, long])[0].steps
     assert (len(steps), steps[0], steps[-1], 200 in steps) == (8, 0, 1100, True)
 
 
-def test_an_open_page_of_a_run_is_loaded_again_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_an_open_page_of_a_run_is_loaded_again_while_the_run_continues(tmp_path: Path) -> None:
     folder = full_folder(tmp_path / "mine")
     assert 'data-renewal="none"' in render([read_run(folder)])
     RunFolder(folder).write_status("running", exit_code=None, step=9, message="training")
@@ -84,7 +84,7 @@ def test_a_browser_shows_runs_side_by_side(tmp_path: Path, browser: Browser, wid
         assert page.requests == [out.as_uri()]
         assert page.overflow_px() <= 0
         assert page.text("h1") == "3 runs side by side"
-        assert ATTACK in page.text(".drawn")
+        assert ATTACK in page.text(".shared")
         loss = page.text("[data-chart=loss] .u-legend")
         assert "first" in loss
         assert "smoothed" not in loss

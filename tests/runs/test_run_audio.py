@@ -102,9 +102,9 @@ def test_sound_is_encoded_learned_told_apart_and_drawn(run: TinyRun) -> None:
         # Two of the four have sound.
         assert row["train_fixed_noise_loss"] == pytest.approx(parts[0] + parts[1] / 2)
     page = (run.folder / "report.html").read_text()
-    assert '<section class="previews" data-sound>' in page
-    assert "Loss of pictures and sound" in page
-    assert "Loss of the sound on fixed noise" in page
+    assert '<section class="previews" data-audio>' in page
+    assert "Loss of images and audio" in page
+    assert "Loss of the audio on fixed noise" in page
     clips = sorted((run.folder / "previews").glob("*.mp4"))
     assert len(clips) == 2
     assert {sound_of(path) for path in clips} == {(48000, 2, 17280)}

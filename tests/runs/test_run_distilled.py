@@ -132,7 +132,7 @@ def test_previews_are_drawn_on_another_model_as_samples_on_it_are_and_training_i
         [preview] = (run / "previews").glob(f"step-{step:08d}-*.png")
         assert Image.open(sample).tobytes() == Image.open(preview).tobytes()
         assert f"Model: {distilled_model.name}," in Image.open(preview).text["parameters"]
-    assert f"a red circle (drawn on {distilled_model.name})" in (run / "report.html").read_text()
+    assert f"a red circle (generated on {distilled_model.name})" in (run / "report.html").read_text()
     card = (run / "lora" / "README.md").read_text()
     assert f"Samples are drawn on {distilled_model.name}, which it was not trained on." in card
     # Changed for a run that goes on: files of their own, and none of the earlier ones in the grid.

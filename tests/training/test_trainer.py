@@ -19,7 +19,7 @@ from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import RunDivergedError
-from diffsynth_lite.report.renewal import PageRenewal
+from diffsynth_lite.report.page import ReportWriter
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
@@ -302,7 +302,7 @@ class Life:
             folder=RunFolder(self._folder),
             store=None,
             checked=None,
-            page=PageRenewal(self._folder, is_main=False),
+            page=ReportWriter(self._folder, is_main=False),
             console=Console(file=io.StringIO()),
             clock=StartupClock(0.0),
             grace=None,
