@@ -11,7 +11,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.doctor.findings import counted
 from diffsynth_lite.lora import adapter_shapes, adapter_size
-from diffsynth_lite.lora.kinds.kind import LORA
+from diffsynth_lite.lora.kinds import LORA
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_releases
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization

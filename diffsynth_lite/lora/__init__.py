@@ -2,6 +2,8 @@
 
 from diffsynth_lite.lora.adapter import (
     LoraSize,
+    UpdateSize,
+    UpdateSizes,
     adapter_settings,
     adapter_shapes,
     adapter_size,
@@ -12,14 +14,16 @@ from diffsynth_lite.lora.adapter import (
     load_adapter_tensors,
     without_adapter,
 )
-from diffsynth_lite.lora.targets import find_target_layers, layers_ending_in, layers_with
-from diffsynth_lite.lora.training_adapter import (
+from diffsynth_lite.lora.finished import (
     adapter_digest,
+    add_finished_lora,
     add_training_adapter,
+    is_drawn_alone,
+    require_fit,
+    set_lora_weights,
     without_training_adapter,
 )
-from diffsynth_lite.lora.update_size import UpdateSize, UpdateSizes
-from diffsynth_lite.lora.weighted import add_finished_lora, is_drawn_alone, require_fit, set_lora_weights
+from diffsynth_lite.lora.targets import find_target_layers, layers_ending_in, layers_with
 
 __all__ = [
     "LoraSize",

@@ -1,5 +1,6 @@
-"""This file puts an adapter on a model through peft, and takes its tensors out and in."""
+"""This file puts an adapter on a model through peft, reads and loads its tensors and measures its updates."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,18 +13,19 @@ import torch
 from diffusers.training_utils import cast_training_params
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 
+from diffsynth_lite.core.weights import weight_norm
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.kinds.dora import scales_for_comfyui
-from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind, TrainedTensor
+from diffsynth_lite.lora.kinds import LORA, AdapterKind, TrainedTensor
+from diffsynth_lite.lora.layers import LokrLinear, dora_update_norm, scales_for_comfyui
 
 OWN_ADAPTER = "default"
 """peft's name of the adapter that a run trains."""
 
 _ALWAYS_SAVED = ("r", "lora_alpha", "alpha")
 _OF_TRAINING = ("init_weights", "lora_dropout")
-"""What a file must not say: diffusers puts the dropout on a model, and leaves it active where it draws."""
+"""Left out of files: diffusers puts the dropout on a model, and leaves it active where it generates."""
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 Number = TypeVar("Number", int, float)
 
@@ -54,12 +56,8 @@ def add_adapter(
     Args:
         model: a diffusers model. peft draws the first values on the CPU, whatever device it is on.
         layers: full names of linear layers.
-        rank: inner width of each pair of matrices.
-        alpha: the update is scaled by ``alpha / rank``.
         dropout: probability in [0, 1) that an input of the adapter is dropped in training.
         seed: of the first values; the global random state is left as it was.
-        own: of layers that have another rank and alpha.
-        kind: of the adapter.
         device: where frozen weights are read, for kinds that start from them; None is where they are.
     """
     model.requires_grad_(False)
@@ -98,7 +96,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 def leaving_out(model: nn.Module, adapter: str) -> Iterator[None]:
     """Scope in which an adapter of a model takes no part.
 
-    Only which adapters are active changes: peft's own way to disable them also says which parameters train,
+    Only which adapters are active changes: peft's own way to disable them also sets which parameters train,
     which a graph may hold, and its way back would have all of them train.
 
     Args:
@@ -152,7 +150,6 @@ def adapter_shapes(
     Args:
         model: may be on the meta device.
         layers: full names.
-        own: of layers that have another rank.
     """
     shapes: Counter[TrainedTensor] = Counter()
     for layer in layers:
@@ -174,8 +171,6 @@ def example_tensors(
 
     Args:
         model: may be on the meta device.
-        layers: full names.
-        own: of layers that have another rank.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in layers:
@@ -197,32 +192,22 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def exported_tensors(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Tensors of the model's adapter, by peft's names, with what a file has beside them for ComfyUI.
-
-    Args:
-        tensors: as of :func:`adapter_tensors`, of any step.
-        device: to compute on.
-    """
+    """Tensors of the model's adapter, by peft's names, and those that a file adds for ComfyUI."""
     return {**tensors, **scales_for_comfyui(model, tensors, OWN_ADAPTER, device)}
 
 
 def by_peft_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors by parameter name, as the moving average has them, by those of :func:`adapter_tensors`."""
-    return {_peft_name(name): tensor for name, tensor in tensors.items()}
-
-
-def _peft_name(parameter: str) -> str:
-    layer, _, rest = parameter.partition(f".{OWN_ADAPTER}")
-    # What has a tensor of its own beside matrices is called by its module alone.
-    return f"{layer}{rest}" if ".lora_A" in layer or ".lora_B" in layer else layer
+    named = {}
+    for name, tensor in tensors.items():
+        layer, _, rest = name.partition(f".{OWN_ADAPTER}")
+        # A tensor that is not a LoRA's matrix has only the name of its module.
+        named[f"{layer}{rest}" if ".lora_A" in layer or ".lora_B" in layer else layer] = tensor
+    return named
 
 
 def load_adapter_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give an adapter already on the model the values of :func:`adapter_tensors`.
-
-    Raises:
-        UserError: the names or shapes differ from the adapter's.
-    """
+    """Give an adapter already on the model the values of :func:`adapter_tensors`."""
     present = {name: tensor.shape for name, tensor in get_peft_model_state_dict(model).items()}
     given = {name: tensor.shape for name, tensor in tensors.items()}
     if present != given:
@@ -253,18 +238,21 @@ def adapter_settings(model: nn.Module) -> dict[str, Any]:
     }
     for name in (*_PATTERNS, *_OF_TRAINING):
         kept.pop(name, None)
-    # Of 20 layers and more, peft keeps endings only, which do not say whose of several components they are.
+    # Of 20 layers and more, peft keeps only endings, which do not name the component.
     kept["target_modules"] = set(_adapted_layers(model))
     kept |= _patterns(model, kept)
     return {name: sorted(value) if isinstance(value, set) else value for name, value in kept.items()}
 
 
 def _patterns(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Ranks and alphas of layers that have others than the adapter's settings say; nothing where none has."""
+    """Ranks and alphas of layers that have others than the adapter's settings; empty where none has."""
     layers = _adapted_layers(model)
     own: dict[str, dict[str, float]] = {
         "rank_pattern": {name: layer.r[OWN_ADAPTER] for name, layer in layers.items()},
-        "alpha_pattern": {name: _alpha(layer) for name, layer in layers.items()},
+        "alpha_pattern": {
+            name: (layer.lora_alpha if hasattr(layer, "lora_alpha") else layer.alpha)[OWN_ADAPTER]
+            for name, layer in layers.items()
+        },
     }
     alpha = settings.get("lora_alpha", settings.get("alpha"))
     usual = {"rank_pattern": settings["r"], "alpha_pattern": alpha}
@@ -275,13 +263,87 @@ def _patterns(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, dict[s
     return {kind: values for kind, values in differing.items() if values}
 
 
-def _alpha(layer: Any) -> float:
-    """Of a layer of peft, whose kinds have different names for it."""
-    alpha: float = (layer.lora_alpha if hasattr(layer, "lora_alpha") else layer.alpha)[OWN_ADAPTER]
-    return alpha
-
-
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers of peft that are trained, by their full names."""
     layers = {name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)}
     return {name: layer for name, layer in layers.items() if OWN_ADAPTER in layer.r}
+
+
+_BFLOAT16_ROUNDING = 2.0**-9
+"""Most that a number changes, as a part of it, when it is rounded to bfloat16."""
+
+
+@dataclass(frozen=True)
+class UpdateSize:
+    """How large the update of a layer is.
+
+    Attributes:
+        ratio: Frobenius norm of what is added to the frozen weight W, such as ``scaling * B @ A``, over its
+            own.
+    """
+
+    ratio: float
+    num_inputs: int
+
+    @property
+    def is_lost_in_rounding(self) -> bool:
+        """Whether it changes the layer's output by less than rounding to bfloat16 does.
+
+        An input x changes it by at most the norm of the update times that of x, where W itself gives, in the
+        mean over all directions of x, the norm of W times that of x over the root of the number of inputs.
+        """
+        return self.ratio * math.sqrt(self.num_inputs) < _BFLOAT16_ROUNDING
+
+
+class UpdateSizes:
+    """Measures the update of each layer that has a LoRA which is trained.
+
+    Args:
+        model: with its adapter; its frozen weights do not change, and are read once.
+        device: where to compute, unless it has no fp64; no more than some rows of a weight is put there.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, torch.device("cpu") if device.type == "mps" else device
+        self._weight_norms: list[float] | None = None
+
+    def measure(self) -> dict[str, UpdateSize]:
+        """The update of each layer by the layer's full name, of the adapter's present values."""
+        layers = _adapted_layers(self._model)
+        bases = [layer.get_base_layer() for layer in layers.values()]
+        if self._weight_norms is None:
+            self._weight_norms = _on_host([weight_norm(base, self._device) for base in bases])
+        updates = _on_host([_update_norm(layer, self._device) for layer in layers.values()])
+        return {
+            name: UpdateSize(_ratio(update, norm), base.in_features)
+            for name, base, update, norm in zip(layers, bases, updates, self._weight_norms, strict=True)
+        }
+
+
+def _ratio(update: float, norm: float) -> float:
+    if norm:
+        return update / norm
+    return math.inf if update else 0.0
+
+
+@torch.no_grad()
+def _update_norm(layer: Any, device: torch.device) -> Tensor:
+    """Frobenius norm of what an adapter adds to a layer's weight, a scalar in fp64.
+
+    That of a LoRA, ``scaling * B @ A``, by products of the size of the rank only: its square is the trace of
+    ``(B A)' B A``, which is the sum of ``(B' B) * (A A')``.
+    """
+    if isinstance(layer, LokrLinear):
+        return layer.update_norm(OWN_ADAPTER, device)
+    if OWN_ADAPTER in layer.lora_variant:
+        return dora_update_norm(layer, OWN_ADAPTER, device)
+    down, up = (half[OWN_ADAPTER].weight.to(device).double() for half in (layer.lora_A, layer.lora_B))
+    square = ((up.T @ up) * (down @ down.T)).sum()
+    # Where the update is nothing, rounding can leave less.
+    norm: Tensor = abs(layer.scaling[OWN_ADAPTER]) * square.clamp(min=0).sqrt()
+    return norm
+
+
+def _on_host(scalars: list[Tensor]) -> list[float]:
+    """In one transfer; each would wait for the device."""
+    return torch.stack(scalars).tolist() if scalars else []

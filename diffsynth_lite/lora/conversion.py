@@ -1,4 +1,4 @@
-"""This file writes a LoRA in the names of another program, and says how far its updates came through."""
+"""This file writes a LoRA with the names of another program, and measures how far its updates changed."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.files import replacing
-from diffsynth_lite.lora.file_header import add_metadata
-from diffsynth_lite.lora.fused import join
-from diffsynth_lite.lora.layer_names import LayerNames, Original
-from diffsynth_lite.lora.pairs import LoraPair, tensors_of
+from diffsynth_lite.lora.layer_names import LayerNames, Original, join
+from diffsynth_lite.lora.metadata import add_metadata
 from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
+from diffsynth_lite.lora.updates import LoraPair, tensors_of
 
 Target: TypeAlias = Literal["diffusers", "comfyui", "kohya"]
 
@@ -42,7 +41,6 @@ class FamilyNames:
 
     Attributes:
         layers: of each component, the one that removes noise first.
-        comfyui: what ComfyUI takes.
     """
 
     layers: Mapping[str, LayerNames]
@@ -54,10 +52,8 @@ class Conversion:
     """A LoRA in the names of another program.
 
     Attributes:
-        tensors: of the file to write.
         contents: what a reader of that file finds.
-        difference: how far the update of a layer is from what it was, relative to its size, at most.
-        layer: the layer that is so far from it.
+        difference: largest change of a layer's update, relative to its norm.
     """
 
     tensors: dict[str, Tensor]
@@ -78,18 +74,10 @@ def convert(
     """Give a LoRA the names of another program. The update of each layer stays the same.
 
     Args:
-        contents: what was read.
-        names: of the layers of its family.
         to: diffusers' names and those that ComfyUI takes with alpha folded where a file has no tensor for it,
-            kohya's with a tensor for it. Where ComfyUI has several layers as one, it takes kohya's alone.
-        file: that it is for.
-        alpha: what the tensors for it say; None leaves it, or is what it was trained with where it was folded
-            since, metadata say so, and no number has to be rounded for that.
-        dtype: of the matrices; None leaves it.
-
-    Raises:
-        UserError: a layer is not known, here or to the program, the file has no place for ``alpha``, or the
-            dtype cannot hold the values.
+            kohya's with a tensor for it. Where ComfyUI has several layers as one, it takes only kohya's.
+        alpha: value of the tensors for it; None leaves it, or restores the one it was trained with where it
+            was folded since, the metadata hold it, and no number has to be rounded for that.
     """
     before = known_pairs(contents, names.layers)
     if to == "comfyui" and names.comfyui.is_joined_in_comfyui:
@@ -101,7 +89,11 @@ def convert(
         )
     alphas = dict.fromkeys(before, alpha) if alpha else _trained_alphas(before, contents.metadata)
     if has_alphas and not alpha:
-        alphas = {layer: _alpha_without_rounding(pair, alphas[layer]) for layer, pair in before.items()}
+        # An alpha that is a power of two away rounds no number; another one is not taken.
+        is_exact = {
+            layer: abs(math.frexp(alphas[layer] / pair.alpha)[0]) == 0.5 for layer, pair in before.items()
+        }
+        alphas = {layer: alphas[layer] if is_exact[layer] else pair.alpha for layer, pair in before.items()}
     # In fp32: products in half precision would be rounded on the way, too. Copies: layers may share matrices.
     pairs = {
         layer: LoraPair(
@@ -121,11 +113,7 @@ def convert(
 
 
 def write_conversion(conversion: Conversion) -> None:
-    """Write the file of a conversion, whole or not at all.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write the file of a conversion, whole or not at all."""
     file = conversion.contents.file
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
@@ -139,10 +127,7 @@ def spelled(
     """The tensors of a file for a program.
 
     Args:
-        pairs: updates by diffusers' names of layers, behind those of their components.
-
-    Raises:
-        UserError: the program has no names for some layers, or the dtype cannot hold the values.
+        pairs: updates by component and diffusers' name of the layer.
     """
     if to == "kohya":
         is_read = names.comfyui.is_converted_for_comfyui or any(map(names.comfyui.in_comfyui, pairs))
@@ -190,12 +175,6 @@ def _trained_alphas(pairs: Mapping[str, LoraPair], metadata: Mapping[str, str]) 
     return alphas | {layer: alpha for layer, pair in pairs.items() if pair.rank == rank}
 
 
-def _alpha_without_rounding(pair: LoraPair, wanted: float) -> float:
-    """The alpha that is wanted where a power of two leads there, rounding nothing; else its own."""
-    mantissa, _ = math.frexp(wanted / pair.alpha)
-    return wanted if abs(mantissa) == 0.5 else pair.alpha
-
-
 def _kept_metadata(metadata: Mapping[str, str], strengths: Collection[tuple[int, float]]) -> dict[str, str]:
     """Those of a file that stay true in other names, with rank and alpha where all layers have the same.
 
@@ -209,11 +188,7 @@ def _kept_metadata(metadata: Mapping[str, str], strengths: Collection[tuple[int,
 
 
 def _greatest_difference(before: Mapping[str, LoraPair], after: Mapping[str, LoraPair]) -> tuple[float, str]:
-    """How far the update of a layer is from what it was, relative to it, at most, and which layer that is.
-
-    Raises:
-        RuntimeError: a layer is missing or added. A bug of ours.
-    """
+    """The largest relative change of a layer's update, and the layer that has it."""
     if differing := before.keys() ^ after.keys():
         raise RuntimeError(f"{len(differing)} layers were lost or added (first: {min(differing)})")
     return max((_relative_difference(pair, after[layer]), layer) for layer, pair in before.items())

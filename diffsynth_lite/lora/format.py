@@ -1,4 +1,4 @@
-"""This file says what a model family offers for LoRA files."""
+"""This file defines what a model family offers for LoRA files."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind
-from diffsynth_lite.lora.kinds.updates import updates_of
+from diffsynth_lite.lora.kinds import LORA, AdapterKind
 from diffsynth_lite.lora.known_names import LoraLayers
-from diffsynth_lite.lora.pairs import LayerUpdate, LoraFile
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
+from diffsynth_lite.lora.updates import LayerUpdate, LoraFile, updates_of
 
 
 class LoraFormat(ABC):
     """How adapters of a family become files that diffusers and ComfyUI read, and files become adapters.
 
     Attributes:
-        lora_spelling: how its files call the layers; diffusers' names, where a family says no other.
+        lora_spelling: the names of layers in its files; diffusers' by default.
         lora_layers: the layers that files of other programs may have, by all their names; a family that gives
             none reads only files with diffusers' names on the layers that it trains.
         pipeline_loads_adapter: whether its pipeline loads files of the kind of adapter that is trained.
@@ -43,8 +42,6 @@ class LoraFormat(ABC):
 
         Args:
             tensors: the adapter, by peft's names in the model that is trained.
-            settings: peft's, alpha included.
-            dtype: of the matrices in the file.
 
         Returns:
             The files written, one for each expert.
@@ -75,13 +72,9 @@ class LoraFormat(ABC):
     ) -> None:
         """Make ``lora_spelling`` one in which diffusers loads an adapter on these layers.
 
-        Where it loads none of this kind, that is told. Layers for which ComfyUI has no name are warned of.
+        Logs where it loads none of this kind, and warns of layers for which ComfyUI has no name.
 
         Args:
             model: that is trained; may be on the meta device.
-            layers: full names.
-
-        Raises:
-            UserError: the pipeline loads no LoRA on these layers, or nothing would read one of this kind.
         """
         return  # diffusers' own names are what a pipeline loads

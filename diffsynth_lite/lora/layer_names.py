@@ -1,15 +1,20 @@
-"""This file finds the layers of a model by the names that other programs have for them.
+"""This file finds a model's layers by the names of other programs, and splits and joins updates for them.
 
-Trainers and programs that draw share few names: those of diffusers, those of the code that a model was first
+Trainers and other programs share few names: those of diffusers, those of the code that a model was first
 released with, in which several layers may be one, and these again with ``_`` in place of each dot, as kohya's
 trainers write them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from diffsynth_lite.lora.updates import LoraPair
 
 _NUMBER = "*"
 
@@ -69,7 +74,7 @@ class LayerNames:
     num_blocks: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def find(self, name: str) -> Original | None:
-        """What a name in a file stands for, with dots or ``_`` between its parts; None where nothing does."""
+        """The layers that a name in a file is of, with dots or ``_`` between its parts; None if unknown."""
         parts = _parts(name)
         for pattern, place in self._by_outline.get(_outline(parts), ()):
             if (numbers := _numbers(parts, pattern)) is not None:
@@ -87,7 +92,8 @@ class LayerNames:
     @cached_property
     def _by_outline(self) -> dict[tuple[str, ...], list[tuple[tuple[str, ...], Original]]]:
         found = defaultdict(list)
-        for name, place in self._all():
+        own = ((layer, renamed(layer)) for layer in self.layers)
+        for name, place in (*own, *self.kohya.items(), *self.others.items()):
             found[_outline(_parts(name))].append((_parts(name), place))
         return found
 
@@ -98,11 +104,6 @@ class LayerNames:
             for layer in place.layers:
                 found[_outline(_parts(layer))].append((_parts(layer), name, place))
         return found
-
-    def _all(self) -> Iterator[tuple[str, Original]]:
-        yield from ((layer, renamed(layer)) for layer in self.layers)
-        yield from self.kohya.items()
-        yield from self.others.items()
 
 
 def _parts(name: str) -> tuple[str, ...]:
@@ -131,3 +132,75 @@ def _fill(pattern: str, numbers: list[str]) -> str:
 
 def _filled(place: Original, numbers: list[str]) -> Original:
     return replace(place, layers=tuple(_fill(layer, numbers) for layer in place.layers))
+
+
+def split(pair: LoraPair, place: Original) -> dict[str, LoraPair]:
+    """The updates of the layers of diffusers that another program has as one; together they are the same.
+
+    Where each of them has its own share of the rank, as trainers join layers that were trained separately,
+    they get these shares, without rows that are zero in both matrices: none is left of a layer that had no
+    LoRA. Else all have the first matrix in common.
+    """
+    up = _swapped(pair.up) if place.swaps(pair.down.shape[1], len(pair.up)) else pair.up
+    if len(place.layers) == 1:
+        return {place.layers[0]: LoraPair(down=pair.down, up=up, alpha=pair.alpha)}
+    unit = up.shape[0] // sum(place.rows)
+    ups = torch.split(up, [unit * share for share in place.rows])
+    own = _own_shares(pair.down, ups)
+    if own is None:
+        return {
+            layer: LoraPair(down=pair.down, up=part, alpha=pair.alpha)
+            for layer, part in zip(place.layers, ups, strict=True)
+        }
+    parts = {}
+    for layer, (down, part) in zip(place.layers, own, strict=True):
+        used = (down.any(dim=1) | part.any(dim=0)).nonzero()
+        if rank := int(used.max()) + 1 if len(used) else 0:
+            alpha = pair.alpha / pair.rank * rank
+            parts[layer] = LoraPair(down=down[:rank], up=part[:, :rank], alpha=alpha)
+    return parts
+
+
+def join(pairs: Mapping[str, LoraPair], place: Original) -> LoraPair:
+    """The opposite of :func:`split`: one update, of layers that may lack some of ``place``.
+
+    Those with the same first matrix share it; else each gets its own share of the rank, which is then that
+    of all layers of ``place`` together.
+    """
+    if len(place.layers) == 1:
+        (pair,) = pairs.values()
+        up = _swapped(pair.up) if place.swaps(pair.down.shape[1], len(pair.up)) else pair.up
+        return LoraPair(down=pair.down, up=up, alpha=pair.alpha)
+    if len({pair.alpha / pair.rank for pair in pairs.values()}) > 1:
+        pairs = {layer: pair.with_alpha(pair.rank) for layer, pair in pairs.items()}
+    first, *others = pairs.values()
+    if len(pairs) == len(place.layers) and all(torch.equal(first.down, other.down) for other in others):
+        up = torch.cat([pairs[layer].up for layer in place.layers])
+        return LoraPair(down=first.down, up=up, alpha=first.alpha)
+    rank = max(pair.rank for pair in pairs.values())
+    layer, pair = next(iter(pairs.items()))
+    unit = pair.up.shape[0] // place.rows[place.layers.index(layer)]
+    down = first.down.new_zeros(rank * len(place.layers), first.down.shape[1])
+    up = first.up.new_zeros(unit * sum(place.rows), rank * len(place.layers))
+    for index, name in enumerate(place.layers):
+        if name in pairs:
+            column, row = rank * index, unit * sum(place.rows[:index])
+            part = pairs[name]
+            down[column : column + part.rank] = part.down
+            up[row : row + part.up.shape[0], column : column + part.rank] = part.up
+    return LoraPair(down=down, up=up, alpha=first.alpha / first.rank * down.shape[0])
+
+
+def _own_shares(down: Tensor, ups: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]] | None:
+    """The matrices of each part, where its outputs use only its own equal share of the rank; else None."""
+    if len(down) % len(ups) or not any(up.any() for up in ups):  # all zeros: no shares can be known
+        return None
+    shares = [up.chunk(len(ups), dim=1) for up in ups]
+    foreign = (block for i, row in enumerate(shares) for j, block in enumerate(row) if i != j)
+    if any(block.any() for block in foreign):
+        return None
+    return [(part, shares[i][i]) for i, part in enumerate(down.chunk(len(ups)))]
+
+
+def _swapped(up: Tensor) -> Tensor:
+    return torch.cat(up.chunk(2)[::-1])

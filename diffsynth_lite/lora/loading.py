@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from diffsynth_lite.lora.kinds.dora import MAGNITUDE
+from diffsynth_lite.lora.layers import MAGNITUDE
 
 _ADAPTER = "asked"
 
@@ -29,9 +29,9 @@ class LoadedLayer:
     """What a layer is given.
 
     Attributes:
-        parts: names in the file of the tensors that it is given, by what peft's names have behind the
-            layer's, such as ``.lora_A.weight``.
-        scale: that their product is multiplied with.
+        parts: names in the file of the tensors that it is given, by the ends of peft's names, such as
+            ``.lora_A.weight``.
+        scale: factor of their product.
     """
 
     parts: Mapping[str, str]
@@ -48,11 +48,11 @@ _MATRICES = {
 
 
 FileHeader: TypeAlias = tuple[tuple[str, tuple[int, ...], float | None], ...]
-"""Name and shape of each tensor of a LoRA file, and of those without an axis what is in them."""
+"""Name and shape of each tensor of a LoRA file, and the value of those without an axis."""
 
 
 def header_of(tensors: Mapping[str, Tensor]) -> FileHeader:
-    """What there is to say of a file before its numbers; its tensors may be on the meta device."""
+    """The header of a file with these tensors, which may be on the meta device."""
     return tuple(
         (name, tuple(tensor.shape), None if tensor.ndim else float(tensor))
         for name, tensor in sorted(tensors.items())
@@ -72,7 +72,7 @@ def loaded_layers(
         By name of the model and of the layer in it; layers that get an update of zero are left out.
 
     Raises:
-        ValueError: the pipeline refuses these names, or gives a layer what is no tensor of the file.
+        ValueError: the pipeline refuses these names, or gives a layer something that is not in the file.
     """
     for model in models.values():
         _become_weightless(model)
@@ -91,7 +91,7 @@ def loaded_layers(
     def name_of(weight: Tensor) -> str | None:
         number = weight.flatten()[0].item()
         if number not in range(len(names) + 1):
-            raise ValueError("diffusers gives a layer what is no tensor of the file")
+            raise ValueError("diffusers gives a layer something that is not a tensor of the file")
         return names[int(number) - 1] if number else None
 
     layers = {}

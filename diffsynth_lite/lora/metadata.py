@@ -2,13 +2,22 @@
 
 ``modelspec.*`` is Stability AI's ModelSpec 1.0.1. ``ss_*`` is what kohya's sd-scripts writes, with values of
 the form that they have there: Forge, Civitai, lora-inspector and managers for ComfyUI read them. The rest is
-ours. What is not known is left out. There is no date: equal runs give equal files.
+ours. Unknown facts are left out. There is no date: equal runs give equal files. As safetensors writes
+metadata in a random order, the header is written again here, in the format of
+https://github.com/huggingface/safetensors#format: 8 bytes with its length, json padded with spaces to whole
+words of 8 bytes, and then the data.
 """
 
+import hashlib
 import json
+import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from diffsynth_lite.files import replacing
 from diffsynth_lite.releases import BaseModel
 
 NoiseRange = tuple[float, float]
@@ -16,7 +25,7 @@ NoiseRange = tuple[float, float]
 
 _ALL_NOISE: NoiseRange = (0.0, 1.0)
 _TIMESTEPS = 1000
-"""That noise levels are told in."""
+"""The scale of noise levels in the metadata."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +33,10 @@ class SourceFacts:
     """One source of the training data.
 
     Attributes:
-        num_items: that were trained on; a crop or a clip of a file is an item.
+        num_items: items that were trained on; a crop or a clip of a file is an item.
         passes: how often each occurs in a pass over the data.
         tag_counts: for the most frequent tags, the records that hold them, the most frequent first.
-        is_preserved: whether it is not learned; sd-scripts calls such pictures regularization images.
+        is_preserved: whether its items are regularization images, which are not learned.
     """
 
     num_items: int
@@ -43,22 +52,14 @@ class SourceFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFacts:
-    """What a LoRA file, and the page beside it, say of the run that made it. No paths, and no secrets.
+    """What a LoRA file, and the page next to it, state about the run that made it. No paths, no secrets.
 
     Attributes:
-        version: of this package.
         name: what the user calls the run; None where it has no name.
-        family: name of the model family.
-        base: what it was trained on.
         contract: hash of the settings, weights and data that decide the run's numbers, 64 hexadecimal digits.
         trigger_words: as the config has them, or else the tags that all items hold.
-        kind: of the adapter, as people call it.
-        rank: of the adapter.
-        alpha: that it was trained with.
         resolution: width and height in pixels, of the largest size that was asked for.
         items_by_size: how many items have each width and height.
-        sources: of the data, by their place in the config.
-        sigma_range: the noise levels that were trained on.
         prediction_type: ``epsilon`` or ``v``; None of a model on the flow-matching path.
         training: how it was trained, by sd-scripts' names without ``ss_``; None is left out.
     """
@@ -98,16 +99,14 @@ def lora_metadata(
     noise_range: NoiseRange = _ALL_NOISE,
     thumbnail: str | None = None,
 ) -> dict[str, str]:
-    """The metadata of one file, but for what is told of its tensors.
+    """The metadata of one file, without the hashes of its tensors.
 
     Args:
-        facts: of the run.
-        step: optimizer steps that the weights have had.
-        is_average: whether they are the moving average.
         noise_range: that the file is for, where a model has experts with a file each.
-        thumbnail: a small picture, as a data URL.
+        thumbnail: a small image, as a data URL.
     """
-    noise = _shared(facts.sigma_range, noise_range)
+    first, second = facts.sigma_range, noise_range
+    noise = max(first[0], second[0]), min(first[1], second[1])
     groups: dict[str, Mapping[str, object]] = {
         "modelspec.": _modelspec(facts, step, noise, thumbnail),
         "ss_": _sd_scripts(facts, step),
@@ -128,6 +127,7 @@ def _modelspec(
     release = facts.base.release
     about = f"{facts.kind} of rank {facts.rank} for {facts.model_name}, after {step} steps."
     width, height = facts.resolution
+    first, last = round(noise[0] * _TIMESTEPS), round(noise[1] * _TIMESTEPS) - 1
     return {
         "sai_model_spec": "1.0.1",
         "architecture": f"{facts.base.architecture or facts.family}/lora",
@@ -140,7 +140,7 @@ def _modelspec(
         "trigger_phrase": words,
         "usage_hint": f"Trigger words: {words}" if words else None,
         "prediction_type": facts.prediction_type,
-        "timestep_range": None if noise == _ALL_NOISE else ",".join(map(str, _timesteps(noise))),
+        "timestep_range": None if noise == _ALL_NOISE else f"{first},{last}",
         "thumbnail": thumbnail,
     }
 
@@ -202,11 +202,50 @@ def _number(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-def _shared(first: NoiseRange, second: NoiseRange) -> NoiseRange:
-    return max(first[0], second[0]), min(first[1], second[1])
+_LENGTH_BYTES = 8
+_CHUNK_BYTES = 1 << 20
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def _timesteps(noise: NoiseRange) -> tuple[int, int]:
-    """The first and the last of 1000 timesteps."""
-    low, high = noise
-    return round(low * _TIMESTEPS), round(high * _TIMESTEPS) - 1
+def add_metadata(file: Path, metadata: Mapping[str, str]) -> None:
+    """Replace a file by one with more metadata, in the order of their names; its tensors stay as they are.
+
+    Adds hashes of the tensors, ``modelspec.hash_sha256`` and ``sshs_model_hash``: the sha256 of all that
+    follows the header, as ModelSpec and sd-scripts have it. And ``diffsynth_lite.dtype``.
+
+    Args:
+        metadata: wins over what the file has of the same name.
+    """
+    with file.open("rb") as source:
+        header = json.loads(source.read(int.from_bytes(source.read(_LENGTH_BYTES), "little")))
+        start = source.tell()
+        digest = hashlib.sha256()
+        while chunk := source.read(_CHUNK_BYTES):
+            digest.update(chunk)
+        extended = {
+            **header.pop("__metadata__", {}),
+            **metadata,
+            "modelspec.hash_sha256": f"0x{digest.hexdigest()}",
+            "sshs_model_hash": digest.hexdigest(),
+            "diffsynth_lite.dtype": _dtype(header),
+        }
+        source.seek(start)
+        with replacing(file) as temporary, temporary.open("wb") as target:
+            target.write(_encoded({"__metadata__": dict(sorted(extended.items())), **header}))
+            shutil.copyfileobj(source, target, _CHUNK_BYTES)
+
+
+def _encoded(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _dtype(header: Mapping[str, Any]) -> str:
+    """The dtype of most bytes: the alphas are few numbers."""
+    num_bytes: Counter[str] = Counter()
+    for entry in header.values():
+        start, end = entry["data_offsets"]
+        num_bytes[entry["dtype"]] += end - start
+    stored = num_bytes.most_common(1)[0][0]
+    return _DTYPES.get(stored, stored)

@@ -15,11 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diffsynth_lite.errors import UserError, join_names
-from diffsynth_lite.lora.fused import split
-from diffsynth_lite.lora.kinds.dora import COMFYUI_SCALE, MAGNITUDE
-from diffsynth_lite.lora.kinds.updates import LOKR_NAME, DoraUpdate, LokrUpdate, lokr_updates
-from diffsynth_lite.lora.layer_names import LayerNames, Original
-from diffsynth_lite.lora.pairs import LayerUpdate, LoraPair
+from diffsynth_lite.lora.layer_names import LayerNames, Original, split
+from diffsynth_lite.lora.layers import COMFYUI_SCALE, MAGNITUDE
+from diffsynth_lite.lora.updates import LOKR_NAME, DoraUpdate, LayerUpdate, LokrUpdate, LoraPair, lokr_updates
 
 _MATRIX = re.compile(
     r"(?P<key>.+?)\.(?:(?P<down>lora_A(?:\.default)?|lora_down|(?:lora\.|lora_linear_layer\.)?down)"
@@ -36,10 +34,10 @@ _OTHER_KINDS = {
     r"\.[ab][12]\.weight$": "a GLoRA",
     r"\.lora_mid\.weight$": "a LoCon whose convolutions have three matrices",
     r"\.lora_(B|up)\b.*\.bias$": "a LoRA with biases",
-    r"\.(diff|diff_b|set_weight|reshape_weight|w_norm|b_norm)$": "a LoRA beside which whole weights change",
+    r"\.(diff|diff_b|set_weight|reshape_weight|w_norm|b_norm)$": "a LoRA that also changes whole weights",
     r"\b(bundle_emb|emb_params|string_to_param)\b": "a LoRA with embeddings of its own",
 }
-"""What is no plain LoRA, by names of tensors that it has."""
+"""Kinds that are not read, by a tensor's name."""
 _NAMED_OF_ANOTHER_MODEL = 3
 _NOT_HONOURED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
@@ -74,10 +72,8 @@ class LoraContents:
     """A LoRA file as it is.
 
     Attributes:
-        file: where it was read from.
         updates: by the names that the file has for their layers, prefixes included.
-        metadata: of the header.
-        says_alpha: whether it says alpha, of any layer; where it does not, it is taken to be the rank.
+        says_alpha: whether it has an alpha for any layer; without one, alpha is the rank.
     """
 
     file: Path
@@ -87,17 +83,13 @@ class LoraContents:
 
     @property
     def pairs(self) -> dict[str, LoraPair]:
-        """The updates of a plain LoRA.
-
-        Raises:
-            UserError: it is of another kind.
-        """
+        """The updates of a plain LoRA."""
         pairs = {key: update for key, update in self.updates.items() if isinstance(update, LoraPair)}
         if others := self.updates.keys() - pairs.keys():
             kind = "a LoKr" if isinstance(self.updates[min(others)], LokrUpdate) else "a DoRA"
             raise UserError(
                 f"{self.file}: is {kind} ({len(others)} layers such as {min(others)}), which cannot be "
-                "joined and taken apart as those of other programs are; a plain LoRA would do"
+                "joined and split as those of other programs are; use a standard LoRA"
             )
         return pairs
 
@@ -108,11 +100,7 @@ class LoraContents:
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def without_text_encoders(self) -> "LoraContents":
-        """The same without layers of text encoders, whichever these are.
-
-        Raises:
-            UserError: there are no others.
-        """
+        """The same without layers of text encoders, whichever these are."""
         kept = {key: one for key, one in self.updates.items() if not key.startswith(tuple(_TEXT_ENCODERS))}
         if not kept:
             raise UserError(f"{self.file}: holds no layers but of text encoders")
@@ -124,11 +112,7 @@ def read_contents(place: Path) -> LoraContents:
 
     Args:
         place: the file, or a folder with one file of tensors in it. Where peft's ``adapter_config.json`` is
-            beside an ``adapter_model.safetensors``, its alpha is that of the file.
-
-    Raises:
-        UserError: there is none, it is damaged, or it is no LoRA, DoRA or LoKr: each tensor must be part of
-            one, and all of the same kind.
+            next to an ``adapter_model.safetensors``, its alpha is that of the file.
     """
     file = _file_in(place)
     try:
@@ -137,7 +121,7 @@ def read_contents(place: Path) -> LoraContents:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
     except (OSError, SafetensorError) as error:
         text = " ".join(str(error).split())
-        raise UserError(f"{file}: is no file of safetensors that can be read ({text})") from error
+        raise UserError(f"{file}: is not a readable safetensors file ({text})") from error
     return contents_of(file, tensors, metadata)
 
 
@@ -155,13 +139,21 @@ def contents_of(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
         if (magnitude := vectors.get(f"{key}{MAGNITUDE}")) is not None:
             scale = vectors.get(f"{key}{COMFYUI_SCALE}")
             updates[key] = DoraUpdate(pair=pair, magnitude=magnitude, comfyui=scale)
-    for key, update in _kronecker_products(file, tensors).items():
+    try:
+        products = lokr_updates(tensors)
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from error
+    for key, update in products.items():
         rank = update.inner_rank
         alpha = alphas.get(key) or (None if rank is None else _alpha_of(file, key, settings, rank))
-        # Where both matrices are whole, a tensor for alpha says nothing.
+        # Where both matrices are whole, a tensor for alpha has no effect.
         says_alpha = says_alpha or alpha is not None
         updates[key] = update if rank is None or alpha is None else replace(update, scale=alpha / rank)
-    _require_one_kind(file, updates)
+    if len({type(update) for update in updates.values()}) > 1:
+        raise UserError(
+            f"{file}: has layers of different kinds (LoRA, DoRA, LoKr), which is not read here; get a file "
+            "of one kind"
+        )
     return LoraContents(file=file, updates=updates, metadata=dict(metadata), says_alpha=says_alpha)
 
 
@@ -172,45 +164,23 @@ def _alpha_of(file: Path, key: str, settings: Mapping[str, Mapping[str, Any]], r
         raise UserError(f"{file}: its settings of peft give no alpha for {key} ({error})") from error
 
 
-def _kronecker_products(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, LokrUpdate]:
-    try:
-        return lokr_updates(tensors)
-    except ValueError as error:
-        raise UserError(f"{file}: {error}") from error
-
-
-def _require_one_kind(file: Path, updates: Mapping[str, LayerUpdate]) -> None:
-    if len({type(update) for update in updates.values()}) > 1:
-        raise UserError(
-            f"{file}: has layers of different kinds (LoRA, DoRA, LoKr), which is not read here; get a file "
-            "of one kind"
-        )
-
-
 def known_pairs(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict[str, LoraPair]:
-    """The updates of a plain LoRA by diffusers' names of layers, behind those of their components.
-
-    Raises:
-        UserError: as :func:`known_updates`, or it is of another kind.
-    """
+    """The updates of a plain LoRA by component and diffusers' name of the layer."""
     known = known_updates(replace(contents, updates=dict(contents.pairs)), names)
     return {name: update for name, update in known.items() if isinstance(update, LoraPair)}
 
 
 def known_updates(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict[str, LayerUpdate]:
-    """The updates by diffusers' names of layers, behind those of their components.
+    """The updates by component and diffusers' name of the layer.
 
     Args:
         names: of each component's layers; the one that removes noise is the first.
-
-    Raises:
-        UserError: the file has layers that these names do not have, or one twice.
     """
     known: dict[str, LayerUpdate] = {}
     if unknown := unknown_layers(contents, names):
         family = contents.metadata.get("diffsynth_lite.family")
         origin = f" here, as the file is of {family}" if family else ""
-        # Of a LoRA for another model a few tell as much as all.
+        # For a LoRA of another model a few names are enough.
         named = unknown if len(unknown) < len(contents.updates) else unknown[:_NAMED_OF_ANOTHER_MODEL]
         raise UserError(
             f"{contents.file}: {len(unknown)} of {len(contents.updates)} layers are not known{origin}: "
@@ -233,7 +203,7 @@ def _split(file: Path, key: str, update: LayerUpdate, place: Original) -> Mappin
     if len(place.layers) > 1 or place.swaps(*update.sizes):
         raise UserError(
             f"{file}: {key} is {join_names(place.layers)} of diffusers, and a LoKr or DoRA cannot be taken "
-            "apart; draw with it in the program that it is for"
+            "apart; generate with it in the program that it is for"
         )
     return {place.layers[0]: update}
 
@@ -249,14 +219,12 @@ def unknown_layers(contents: LoraContents, names: Mapping[str, LayerNames]) -> l
 
 
 def likeliest(contents: LoraContents, fitting: Mapping[str, Mapping[str, LayerNames]]) -> list[str]:
-    """Of the families whose layers all those of a file are, those that it is likely of.
-
-    Args:
-        fitting: the names of their layers.
-    """
-    told = {name: next(iter(names.values())).num_blocks for name, names in fitting.items()}
-    as_deep = [name for name, depths in told.items() if depths and depths == _depths(contents, fitting[name])]
-    return as_deep or [name for name, depths in told.items() if not depths] or list(told)
+    """Of the families whose layers all those of a file are, those that it is likely of."""
+    expected = {name: next(iter(names.values())).num_blocks for name, names in fitting.items()}
+    same = [
+        name for name, depths in expected.items() if depths and depths == _depths(contents, fitting[name])
+    ]
+    return same or [name for name, depths in expected.items() if not depths] or list(expected)
 
 
 def _depths(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict[str, int]:
@@ -304,8 +272,8 @@ def _file_in(place: Path) -> Path:
 
 
 def _peft_settings(file: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """peft's settings of each component, from the header or from beside the file; "" is all components."""
-    beside = file.with_name("adapter_config.json")
+    """peft's settings of each component, from the header or the file's folder; "" is all components."""
+    config = file.with_name("adapter_config.json")
     try:
         if LORA_ADAPTER_METADATA_KEY in metadata:
             settings: dict[str, dict[str, Any]] = {}
@@ -313,10 +281,10 @@ def _peft_settings(file: Path, metadata: Mapping[str, str]) -> dict[str, dict[st
                 component, _, setting = name.partition(".")
                 settings.setdefault(component, {})[setting] = value
             return settings
-        if file.name == "adapter_model.safetensors" and (beside.exists() or beside.is_symlink()):
-            if not beside.is_file():
-                raise ValueError(f"{beside.name} is no file")
-            return {"": dict(json.loads(beside.read_text(encoding="utf-8")))}
+        if file.name == "adapter_model.safetensors" and (config.exists() or config.is_symlink()):
+            if not config.is_file():
+                raise ValueError(f"{config.name} is not a file")
+            return {"": dict(json.loads(config.read_text(encoding="utf-8")))}
     except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{file}: its settings of peft cannot be read ({error})") from error
     return {}
@@ -346,25 +314,23 @@ def _refuse_other_kinds(
         if found := [name for name in tensors if re.search(pattern, name)]:
             raise UserError(
                 f"{file}: is {kind} ({len(found)} tensors such as {found[0]}), which can be neither "
-                "converted nor trained here; a plain LoRA would do"
+                "converted nor trained here; use a standard LoRA"
             )
     if COMFYUI_SCALE in "".join(tensors) and MAGNITUDE not in "".join(tensors):
         raise UserError(
             f"{file}: is a DoRA of another program (dora_scale), and which norms these are depends on the "
-            "program; a DoRA with peft's names (lora_magnitude_vector), or a plain LoRA would do"
+            "program; use a DoRA with peft's names (lora_magnitude_vector), or a standard LoRA"
         )
     for one in settings.values():
         start = str(one.get("init_lora_weights")).lower()
         if one.get("use_dora") and not any(name.endswith(MAGNITUDE) for name in tensors):
-            raise UserError(
-                f"{file}: is a DoRA by its settings, and has no magnitudes; a plain LoRA would do"
-            )
+            raise UserError(f"{file}: is a DoRA by its settings, and has no magnitudes; use a standard LoRA")
         if str(one.get("peft_type", "LORA")).upper() not in ("LORA", "LOKR"):
-            raise UserError(f"{file}: is of the kind {one['peft_type']} by its settings; a LoRA would do")
+            raise UserError(f"{file}: is of the kind {one['peft_type']} by its settings; use a standard LoRA")
         if unknown := next(filter(one.get, _NOT_HONOURED), None):
             raise UserError(
-                f"{file}: has {unknown} in its settings of peft, which is not computed here; a plain LoRA "
-                "would do"
+                f"{file}: has {unknown} in its settings of peft, which is not computed here; use a standard "
+                "LoRA"
             )
         if start.startswith(_BASE_CHANGING):
             raise UserError(
@@ -428,7 +394,7 @@ def _described(name: str, tensor: Tensor) -> str:
 def _unfitting(
     downs: Mapping[str, Tensor], ups: Mapping[str, Tensor], vectors: Mapping[str, Tensor]
 ) -> list[str]:
-    """What does not fit the other tensors of its layer, in words."""
+    """Descriptions of tensors that do not fit the others of their layer."""
     ranks = [
         f"{key} with ranks {down.shape[0]} and {ups[key].shape[1]}"
         for key, down in downs.items()

@@ -1,7 +1,7 @@
-"""This file says how LoRA files call the layers that they are on, and where they keep alpha.
+"""This file spells the names of layers as LoRA files do, which also decides where alpha is kept.
 
-A layer has one name here, diffusers' own behind that of its component: ``transformer.blocks.0.attn1.to_q``.
-Of each family one spelling is right in diffusers and in ComfyUI at the same strength; its file says which.
+A layer has one name here, its component and diffusers' own name: ``transformer.blocks.0.attn1.to_q``. For
+each family one spelling is right in diffusers and in ComfyUI at the same strength; its file names it.
 
 Sources: ComfyUI's ``comfy/lora.py``, ``comfy/utils.py`` and, of CogVideoX, ``comfy/ldm/cogvideo/model.py``
 for the names that it takes, and that it scales an update by ``alpha`` over rank where a file has a tensor of
@@ -20,14 +20,13 @@ class Spelling:
     """One way to call the layers in a LoRA file, and to keep the strength of their update.
 
     Attributes:
-        prefixes: what stands for each component in the file; none is as here, and so are the names.
-        renames: whole parts of names here, and what they are in the file; applied in order. ``*`` stands for
-            one part.
+        prefixes: the file's name for each component; without one the name here is taken.
+        renames: whole parts of names here, and in the file; applied in order. ``*`` is any one part.
         is_flat: whether the file has ``_`` between the parts of a name, and alpha in a tensor of its own, as
-            kohya's have, beside ``lora_down`` and ``lora_up``; else alpha is folded into ``lora_B``, so that
-            it is the rank.
-        unknown_to_comfyui: beginnings of names, behind that of the component, of layers for which ComfyUI has
-            no name in this spelling; None where it is not known what it takes.
+            kohya's have, with ``lora_down`` and ``lora_up``; else alpha is folded into ``lora_B``, so that it
+            is the rank.
+        unknown_to_comfyui: beginnings of names (without the component) of layers for which ComfyUI has no
+            name in this spelling; None where it is not known which names it takes.
         is_joined_in_comfyui: whether ComfyUI has several of the layers as one, so that it takes a LoRA that
             is joined for them, by kohya's names, and no file is right in both programs.
         for_comfyui: the spelling that ComfyUI takes, where diffusers takes another.
@@ -80,7 +79,7 @@ def _renamed(name: str, old: str, new: str) -> str:
 
 
 DIFFUSERS = Spelling()
-"""Diffusers' own names; where ComfyUI takes them is for a family to say (:func:`taken_by_comfyui`)."""
+"""Diffusers' own names; a family whose layers ComfyUI takes by them has :func:`taken_by_comfyui`."""
 
 WAN_NAMES = Spelling(
     prefixes=MappingProxyType({"transformer": "diffusion_model"}),
@@ -116,7 +115,7 @@ WAN_VACE_IN_COMFYUI = replace(
         *WAN_NAMES.renames,
     ),
 )
-"""Likewise, with those of VACE's further blocks, by which diffusers' pipeline loads nothing."""
+"""Also those of VACE's further blocks, by which diffusers' pipeline loads nothing."""
 WAN_VACE_NAMES = replace(DIFFUSERS, unknown_to_comfyui=("",), for_comfyui=WAN_VACE_IN_COMFYUI)
 """Diffusers' own names, of Wan VACE."""
 
@@ -204,8 +203,8 @@ SDXL_NAMES = Spelling(
     is_flat=True,
     unknown_to_comfyui=(),
 )
-"""kohya's: diffusers' names of the UNet, but for two that its pipeline would not know again, and those of
-CLIP as transformers had them before version 5."""
+"""kohya's: diffusers' names of the UNet, except two that its pipeline would not recognize, and those of CLIP
+as transformers had them before version 5."""
 
 
 JOINED_IN_COMFYUI = replace(DIFFUSERS, unknown_to_comfyui=("",), is_joined_in_comfyui=True)

@@ -27,9 +27,6 @@ def find_target_layers(
         target_modules: endings of names, such as ``to_q`` or ``attn.to_out.0``; a ``*`` stands for one part
             of a name, as in ``single_transformer_blocks.*.proj_out``, and ``0-9`` for a number from 0 to 9.
         unused_modules: full names of the modules whose output nobody uses, and that of all layers in them.
-
-    Raises:
-        UserError: no target is given, or one of them matches no linear layer.
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not target_modules:
@@ -50,13 +47,7 @@ def layers_ending_in(names: Sequence[str], endings: Sequence[str], *, key: str, 
     """Those of some linear layers whose names end in one of the endings.
 
     Args:
-        names: full names of the layers.
         endings: as ``target_modules`` of :func:`find_target_layers`.
-        key: the setting that gives them, for the message.
-        owner: what has the layers, for the message.
-
-    Raises:
-        UserError: an ending matches none of them.
     """
     unmatched = [ending for ending in endings if not any(_ends_in(name, ending) for name in names)]
     if unmatched:
@@ -68,7 +59,6 @@ def layers_with(names: Sequence[str], pattern: str) -> list[str]:
     """Those of some layers in whose names the parts of a pattern follow one another, anywhere.
 
     Args:
-        names: full names.
         pattern: such as ``transformer_blocks.0-9`` or ``attn.to_q``.
     """
     wanted = pattern.split(".")

@@ -20,7 +20,7 @@ from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightSt
 from diffsynth_lite.data import Batch, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import UpdateSizes, add_adapter, add_training_adapter, load_adapter_tensors
-from diffsynth_lite.lora.pairs import LoraFile
+from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.run_folder.folder import RunFolder

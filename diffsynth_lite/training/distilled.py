@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_digest, is_drawn_alone, require_fit
-from diffsynth_lite.lora.pairs import LoraFile
+from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import ModelFamily, require_family, resolve_folder
 from diffsynth_lite.training.distributed.agreement import from_main_process, tensors_from_main_process
 from diffsynth_lite.training.lora_file import read_lora

@@ -11,7 +11,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.config.model import TargetSet
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import LoraSize, find_target_layers, layers_with
-from diffsynth_lite.lora.kinds.kind import AdapterKind, Dora, Lokr, Lora
+from diffsynth_lite.lora.kinds import AdapterKind, Dora, Lokr, Lora
 from diffsynth_lite.pipelines import ModelFamily
 
 OF_GROUP = " of "

@@ -18,13 +18,20 @@ from diffsynth_lite.errors import RunDivergedError, RunStoppedError, UserError
 from diffsynth_lite.files import sync
 from diffsynth_lite.lora import LoraSize
 from diffsynth_lite.lora.adapter import example_tensors
-from diffsynth_lite.lora.file_header import add_metadata
-from diffsynth_lite.lora.kinds.dora import MAGNITUDE
-from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind, Lokr
-from diffsynth_lite.lora.kinds.updates import LOKR_NAME, kind_of, rank_of, trained_tensors, updates_of
-from diffsynth_lite.lora.metadata import NoiseRange
-from diffsynth_lite.lora.pairs import LayerUpdate, LoraFile, tensors_of
+from diffsynth_lite.lora.kinds import LORA, AdapterKind, Lokr
+from diffsynth_lite.lora.layers import MAGNITUDE
+from diffsynth_lite.lora.metadata import NoiseRange, add_metadata
 from diffsynth_lite.lora.spelling import DIFFUSERS
+from diffsynth_lite.lora.updates import (
+    LOKR_NAME,
+    LayerUpdate,
+    LoraFile,
+    kind_of,
+    rank_of,
+    tensors_of,
+    trained_tensors,
+    updates_of,
+)
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder

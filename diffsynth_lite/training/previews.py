@@ -35,10 +35,9 @@ from diffsynth_lite.lora import (
     add_finished_lora,
     without_training_adapter,
 )
-from diffsynth_lite.lora.kinds.dora import COMFYUI_SCALE
-from diffsynth_lite.lora.kinds.updates import updates_of
-from diffsynth_lite.lora.pairs import tensors_of
+from diffsynth_lite.lora.layers import COMFYUI_SCALE
 from diffsynth_lite.lora.spelling import DIFFUSERS
+from diffsynth_lite.lora.updates import tensors_of, updates_of
 from diffsynth_lite.media import (
     STRIP_FRAMES,
     ClipWithAudio,

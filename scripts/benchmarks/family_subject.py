@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trained_model import TrainedModel
 
 from diffsynth_lite.lora import find_target_layers
-from diffsynth_lite.lora.linear import use_lora_linear
+from diffsynth_lite.lora.layers import use_lora_linear
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family
 from diffsynth_lite.pipelines.base.batching import INPUT
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily

@@ -1,9 +1,11 @@
-"""Adapters on a tiny Qwen-Image transformer: which layers, in which precision, and their tensors."""
+"""Adapters and finished LoRAs on a tiny Qwen-Image transformer: layers, precision, tensors, weights."""
+
+from collections.abc import Mapping
 
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
-from torch import nn
+from torch import Tensor, nn
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import (
@@ -12,11 +14,14 @@ from diffsynth_lite.lora import (
     adapter_size,
     adapter_tensors,
     add_adapter,
+    add_finished_lora,
     find_target_layers,
     layers_with,
     load_adapter_tensors,
+    require_fit,
+    set_lora_weights,
 )
-from diffsynth_lite.lora.pairs import pairs_of
+from diffsynth_lite.lora.updates import pairs_of
 
 UNUSED = ("transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.txt_mlp")
 
@@ -39,44 +44,62 @@ def targets(model: nn.Module, *names: str) -> list[str]:
     return find_target_layers(model, names, unused_modules=UNUSED)
 
 
-def test_targets_are_full_names_without_those_of_layers_and_in_modules_that_nobody_uses() -> None:
-    assert targets(tiny_transformer(), "to_q", "to_add_out", "txt_mlp.net.2") == [
-        "transformer_blocks.0.attn.to_q",
-        "transformer_blocks.0.attn.to_add_out",
-        "transformer_blocks.0.txt_mlp.net.2",
-        "transformer_blocks.1.attn.to_q",
-    ]
+BLOCK = "transformer_blocks"
 
 
-def test_a_target_matches_whole_parts_of_a_name_only() -> None:
-    assert targets(tiny_transformer(), "proj_out") == ["proj_out"]
-    with pytest.raises(UserError, match="o_q match no linear layer"):
-        targets(tiny_transformer(), "o_q")
+@pytest.mark.parametrize(
+    ("names", "layers"),
+    [
+        (
+            ("to_q", "to_add_out", "txt_mlp.net.2"),
+            [
+                f"{BLOCK}.0.attn.to_q",
+                f"{BLOCK}.0.attn.to_add_out",
+                f"{BLOCK}.0.txt_mlp.net.2",
+                f"{BLOCK}.1.attn.to_q",
+            ],
+        ),
+        (("proj_out",), ["proj_out"]),
+        ((f"{BLOCK}.*.attn.to_q",), [f"{BLOCK}.0.attn.to_q", f"{BLOCK}.1.attn.to_q"]),
+        (("norm_out.*",), ["norm_out.linear"]),
+        ((f"{BLOCK}.0-1.attn.to_q",), [f"{BLOCK}.0.attn.to_q", f"{BLOCK}.1.attn.to_q"]),
+        ((f"{BLOCK}.1-7.attn.to_q",), [f"{BLOCK}.1.attn.to_q"]),
+        (("img_mlp.net.2-2",), [f"{BLOCK}.0.img_mlp.net.2", f"{BLOCK}.1.img_mlp.net.2"]),
+    ],
+)
+def test_targets_match_whole_parts_of_names_and_leave_out_layers_whose_output_nobody_uses(
+    names: tuple[str, ...], layers: list[str]
+) -> None:
+    assert targets(tiny_transformer(), *names) == layers
 
 
-def test_the_size_of_an_adapter_is_that_of_what_is_trained() -> None:
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("o_q",), "o_q match no linear layer"),
+        (
+            ("to_q", f"{BLOCK}.*.proj_out", "blocks.*.to_q"),
+            rf"{BLOCK}\.\*\.proj_out; blocks\.\*\.to_q match no ",
+        ),
+        ((f"{BLOCK}.2-7.attn.to_q",), rf"{BLOCK}\.2-7\.attn\.to_q match no linear layer"),
+        (
+            ("to_q", "img_mlp.2", "to_x"),
+            r"img_mlp\.2; to_x match no linear layer .* did you mean .*img_mlp\.net\.2",
+        ),
+        ((), r"lora\.target_modules is empty"),
+    ],
+)
+def test_a_target_without_a_match_is_refused_with_the_close_one(names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        targets(tiny_transformer(), *names)
+
+
+def test_the_counted_size_of_an_adapter_is_the_trained_one() -> None:
     model = tiny_transformer()
     layers = targets(model, "to_q", "img_mod.1", "img_mlp.net.2")
     size = adapter_size(model, layers, rank=3)
     add_adapter(model, layers, rank=3, alpha=3, dropout=0, seed=0)
     assert size == sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-
-
-def test_a_star_in_a_target_stands_for_one_part_of_a_name() -> None:
-    model = tiny_transformer()
-    assert targets(model, "transformer_blocks.*.attn.to_q") == targets(model, "to_q")
-    assert targets(model, "norm_out.*") == ["norm_out.linear"]
-    with pytest.raises(UserError, match=r"transformer_blocks\.\*\.proj_out; blocks\.\*\.to_q match no "):
-        targets(model, "to_q", "transformer_blocks.*.proj_out", "blocks.*.to_q")
-
-
-def test_numbers_in_a_target_stand_for_those_between_them() -> None:
-    model = tiny_transformer()
-    assert targets(model, "transformer_blocks.0-1.attn.to_q") == targets(model, "to_q")
-    assert targets(model, "transformer_blocks.1-7.attn.to_q") == ["transformer_blocks.1.attn.to_q"]
-    assert targets(model, "img_mlp.net.2-2") == targets(model, "img_mlp.net.2")
-    with pytest.raises(UserError, match=r"transformer_blocks\.2-7\.attn\.to_q match no linear layer"):
-        targets(model, "transformer_blocks.2-7.attn.to_q")
 
 
 def test_parts_of_names_are_found_anywhere_in_them() -> None:
@@ -124,18 +147,6 @@ def test_layers_may_have_a_rank_and_an_alpha_of_their_own() -> None:
     assert {layer: LoraSize(pair.rank, pair.alpha) for layer, pair in pairs.items()} == sizes
 
 
-def test_each_target_without_a_match_is_named_with_the_close_one() -> None:
-    with pytest.raises(
-        UserError, match=r"img_mlp\.2; to_x match no linear layer .* did you mean .*img_mlp\.net\.2"
-    ):
-        targets(tiny_transformer(), "to_q", "img_mlp.2", "to_x")
-
-
-def test_no_targets_at_all_are_refused() -> None:
-    with pytest.raises(UserError, match=r"lora\.target_modules is empty"):
-        targets(tiny_transformer())
-
-
 def test_the_adapter_is_fp32_on_a_bf16_base_and_nothing_else_is_trained() -> None:
     model = tiny_transformer(torch.bfloat16)
     add_adapter(model, targets(model, "to_q"), rank=4, alpha=8, dropout=0.1, seed=0)
@@ -157,7 +168,7 @@ def test_the_settings_name_every_layer_in_full_also_where_peft_shortens_their_na
     assert adapter_settings(model)["target_modules"] == sorted(layers)
 
 
-def test_the_first_values_follow_the_seed_and_leave_the_global_state_alone() -> None:
+def test_the_first_values_follow_the_seed_and_leave_the_global_state() -> None:
     values = []
     for seed in (7, 7, 8):
         model = tiny_transformer()
@@ -190,7 +201,7 @@ def test_tensors_of_another_adapter_are_refused(names: tuple[str, ...], rank: in
         load_adapter_tensors(model, adapter_tensors(other))
 
 
-def test_the_settings_hold_alpha_and_what_differs_from_the_defaults_but_for_what_is_of_training() -> None:
+def test_the_settings_hold_alpha_and_what_differs_from_the_defaults_except_training_settings() -> None:
     model = tiny_transformer()
     layers = targets(model, "to_q")
     add_adapter(model, layers, rank=4, alpha=4, dropout=0.25, seed=0)
@@ -201,21 +212,81 @@ def test_the_settings_hold_alpha_and_what_differs_from_the_defaults_but_for_what
     }
 
 
-def test_the_settings_name_every_layer_also_where_peft_shortens_the_names() -> None:
-    model = tiny_transformer()
-    layers = targets(
-        model,
-        "to_q",
-        "to_k",
-        "to_v",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "img_mlp.net.2",
-        "to_out.0",
-        "img_mod.1",
-        "txt_mod.1",
-    )
-    add_adapter(model, layers, rank=4, alpha=4, dropout=0.0, seed=0)
-    assert len(model.peft_config["default"].target_modules) < len(layers)  # type: ignore[union-attr,index]
-    assert adapter_settings(model)["target_modules"] == sorted(layers)
+WIDTH = 48
+LAYER = "transformer_blocks.{}.attn.{}"
+BOTH, FIRST, SECOND = LAYER.format(0, "to_q"), LAYER.format(1, "to_q"), LAYER.format(1, "to_k")
+
+
+def lora_on(ranks: Mapping[str, int], seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    first = {f"{layer}.lora_A.weight": torch.randn(rank, WIDTH) for layer, rank in ranks.items()}
+    return first | {f"{layer}.lora_B.weight": torch.randn(WIDTH, rank) for layer, rank in ranks.items()}
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_several_have_the_weights_and_the_bits_that_they_have_in_diffusers() -> None:
+    own, theirs, plain = tiny_transformer(), tiny_transformer(), tiny_transformer()
+    given = {
+        "one": (lora_on({BOTH: 4, FIRST: 4}, seed=1), {"r": 4, "lora_alpha": 3}),
+        "two": (lora_on({BOTH: 2, SECOND: 2}, seed=2), {"r": 2, "lora_alpha": 2}),
+    }
+    state = torch.get_rng_state()
+    for name, (tensors, settings) in given.items():
+        add_finished_lora(own, name, tensors, settings)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, (tensors, settings) in given.items():
+        metadata = settings | {"target_modules": sorted({key.rsplit(".lora_", 1)[0] for key in tensors})}
+        theirs.load_lora_adapter(dict(tensors), adapter_name=name, prefix=None, metadata=metadata)
+    inputs = torch.randn(3, WIDTH)
+    for weights in ({"one": 0.7, "two": -0.3}, {"two": 1.0}, {"one": 0.0, "two": 0.0}):
+        set_lora_weights(own, weights)
+        theirs.set_adapters(list(weights), list(weights.values()))
+        for layer in (BOTH, FIRST, SECOND):
+            output = own.get_submodule(layer)(inputs)
+            assert torch.equal(output, theirs.get_submodule(layer)(inputs))
+            is_changed = any(
+                weight and f"{layer}.lora_A.weight" in given[name][0] for name, weight in weights.items()
+            )
+            assert torch.equal(output, plain.get_submodule(layer)(inputs)) is not is_changed
+
+
+def test_layers_may_have_ranks_of_their_own_and_without_an_alpha_none_is_scaled() -> None:
+    model, plain = tiny_transformer(), tiny_transformer()
+    tensors = lora_on({"proj_out": 4, BOTH: 2, FIRST: 4} | {LAYER.format(0, "to_out.0"): 3}, seed=1)
+    tensors["proj_out.lora_B.weight"] = torch.randn(64, 4)
+    add_finished_lora(model, "one", tensors, {})
+    set_lora_weights(model, {"one": 1.0})
+    inputs = torch.randn(3, WIDTH)
+    for layer in {name.rsplit(".lora_", 1)[0] for name in tensors}:
+        first, second = (tensors[f"{layer}.lora_{part}.weight"] for part in "AB")
+        expected = plain.get_submodule(layer)(inputs) + inputs @ first.T @ second.T
+        torch.testing.assert_close(model.get_submodule(layer)(inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {f"{SECOND}.lora_magnitude_vector": torch.ones(WIDTH)},
+            "1 of its 2 layers",
+        ),
+        ({"blocks.0.q.lora_A.weight": torch.ones(2, WIDTH)}, r"1 of its 2 layers .* such as blocks\.0\.q"),
+        ({f"{BOTH}.lora_B.weight": torch.ones(WIDTH, 3)}, "1 of its 1 layers"),
+        ({f"{BOTH}.lora_A.weight": torch.ones(2, WIDTH - 1)}, "1 of its 1 layers"),
+        ({f"{BOTH}.lora_A.weight": torch.full((2, WIDTH), torch.nan)}, "not finite; get the LoRA again"),
+    ],
+)
+def test_a_lora_that_does_not_fit_is_named_before_there_are_weights(
+    change: dict[str, Tensor], message: str
+) -> None:
+    with torch.device("meta"):
+        model = tiny_transformer()
+    tensors = lora_on({BOTH: 2}, seed=1)
+    require_fit(model, tensors, place="lora.safetensors")
+    with pytest.raises(UserError, match=rf"lora\.safetensors.*{message}"):
+        require_fit(model, tensors | change, place="lora.safetensors")
+
+
+def test_a_file_without_tensors_is_not_a_lora() -> None:
+    with pytest.raises(UserError, match=r"lora\.safetensors holds no tensors"):
+        require_fit(nn.Linear(1, 1), {}, place="lora.safetensors")

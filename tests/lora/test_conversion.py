@@ -1,5 +1,6 @@
-"""A LoRA in the names of other programs: the same updates, there and back the same file."""
+"""A LoRA in the names of other programs: each name one layer, the same updates, back the same file."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ from safetensors.torch import load_file
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.conversion import FamilyNames, Target, convert, write_conversion
-from diffsynth_lite.lora.pairs import LoraPair
+from diffsynth_lite.lora.layer_names import LayerNames, Original, fused, join, renamed, split
 from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs
 from diffsynth_lite.lora.spelling import DIFFUSERS, SDXL_NAMES, WAN_NAMES, Spelling, taken_by_comfyui
+from diffsynth_lite.lora.updates import LoraPair
 
 FLUX = FamilyNames(layers=known_names.FLUX, comfyui=taken_by_comfyui())
 WAN = FamilyNames(layers=known_names.WAN, comfyui=WAN_NAMES)
@@ -97,7 +99,7 @@ def test_there_and_back_is_the_identity_where_the_alpha_that_was_folded_would_ro
     assert equal(convert(there.contents, WAN, "comfyui", FILE).tensors, folded)
 
 
-def test_layers_that_shared_a_matrix_are_written_apart(tmp_path: Path) -> None:
+def test_layers_that_shared_a_matrix_are_written_separately(tmp_path: Path) -> None:
     shared = kohya(("lora_unet_double_blocks_0_img_attn_qkv", 6, 18), alpha=4.0)
     there = convert(shared, FLUX, "diffusers", tmp_path / "new" / "out.safetensors")
     write_conversion(there)
@@ -147,9 +149,9 @@ def test_updates_are_those_that_diffusers_converter_of_flux_finds() -> None:
     contents = kohya(*layers, rank=1, alpha=0.5)
     content = diffusers_converters._convert_kohya_flux_lora_to_diffusers(as_tensors(contents))
     assert_updates_alike(content, contents, FLUX)
-    # Trained apart: each layer with a rank of its own in the one that they are.
-    apart = convert(contents, FLUX, "diffusers", FILE)
-    pairs = {key: pair for key, pair in apart.contents.pairs.items() if "attn.to_" in key}
+    # Trained separately: each layer with a rank of its own in the one that they are.
+    separate = convert(contents, FLUX, "diffusers", FILE)
+    pairs = {key: pair for key, pair in separate.contents.pairs.items() if "attn.to_" in key}
     other = {
         key: LoraPair(down=torch.randn_like(pair.down), up=pair.up, alpha=1.0) for key, pair in pairs.items()
     }
@@ -192,7 +194,9 @@ def test_layers_are_those_that_diffusers_converter_of_sdxl_finds() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-def test_a_smaller_dtype_rounds_and_the_greatest_difference_is_told(dtype: torch.dtype, most: float) -> None:
+def test_a_smaller_dtype_rounds_and_the_greatest_difference_is_reported(
+    dtype: torch.dtype, most: float
+) -> None:
     small = convert(OF_FLUX, FLUX, "diffusers", FILE, dtype=dtype)
     assert {tensor.dtype for tensor in small.tensors.values()} == {dtype}
     assert most / 10 < small.difference < most
@@ -202,7 +206,7 @@ def test_a_smaller_dtype_rounds_and_the_greatest_difference_is_told(dtype: torch
     assert kept.tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"].dtype == dtype
 
 
-def test_another_alpha_leaves_the_update_and_is_what_the_file_says() -> None:
+def test_another_alpha_leaves_the_update_and_is_in_the_file() -> None:
     other = convert(OF_WAN, WAN, "kohya", FILE, alpha=16)
     assert other.difference == 0
     assert {float(tensor) for name, tensor in other.tensors.items() if name.endswith(".alpha")} == {16.0}
@@ -230,7 +234,7 @@ def test_a_star_in_a_rename_stands_for_one_part_of_a_name() -> None:
     ]
 
 
-def test_what_a_program_has_no_place_for_is_refused() -> None:
+def test_values_that_a_program_has_no_place_for_are_refused() -> None:
     sana = contents_of(
         FILE,
         {
@@ -245,3 +249,126 @@ def test_what_a_program_has_no_place_for_is_refused() -> None:
         convert(sana, SANA, "kohya", FILE)
     with pytest.raises(UserError, match=r"lora_B.weight: has values .* that torch.float16 cannot hold"):
         convert(sana, SANA, "diffusers", FILE, dtype=torch.float16)
+
+
+QKV = fused("q", "k", "v")
+LINEAR_1 = fused("q", "k", "v", "mlp", rows=(1, 1, 1, 4))
+
+
+def pair(outputs: int, rank: int = 4, alpha: float = 2.0, seed: int = 0) -> LoraPair:
+    generator = torch.Generator().manual_seed(seed)
+    down, up = (torch.randn(shape, generator=generator) for shape in ((rank, 5), (outputs, rank)))
+    return LoraPair(down=down, up=up, alpha=alpha)
+
+
+def delta(one: LoraPair) -> torch.Tensor:
+    return (one.up @ one.down) * (one.alpha / one.rank)
+
+
+def same(one: LoraPair, other: LoraPair) -> bool:
+    return one.alpha == other.alpha and torch.equal(one.down, other.down) and torch.equal(one.up, other.up)
+
+
+@pytest.mark.parametrize("rank", [4, 12])  # 12 is divisible, but the shares overlap
+def test_layers_that_were_trained_as_one_share_the_first_matrix(rank: int) -> None:
+    whole = pair(42, rank)
+    parts = split(whole, LINEAR_1)
+    assert torch.equal(torch.cat([part.up for part in parts.values()]), whole.up)
+    assert [len(part.up) for part in parts.values()] == [6, 6, 6, 24]
+    assert all(torch.equal(part.down, whole.down) and part.alpha == 2 for part in parts.values())
+    assert same(join(parts, LINEAR_1), whole)
+
+
+def test_layers_that_were_trained_separately_keep_their_own_rank() -> None:
+    parts = {name: pair(6, seed=seed) for seed, name in enumerate("qkv")}
+    whole = join(parts, QKV)
+    assert (whole.rank, whole.alpha) == (12, 6.0)
+    assert torch.allclose(delta(whole), torch.cat([delta(part) for part in parts.values()]), atol=1e-6)
+    again = split(whole, QKV)
+    assert all(same(again[name], parts[name]) for name in parts)
+
+
+def test_a_layer_without_a_lora_is_left_out_again() -> None:
+    parts = {"q": pair(6), "mlp": pair(24, seed=1)}
+    whole = join(parts, LINEAR_1)
+    assert whole.up.shape == (42, 16)
+    assert not delta(whole)[6:18].any()
+    again = split(whole, LINEAR_1)
+    assert again.keys() == parts.keys()
+    assert all(same(again[name], parts[name]) for name in parts)
+
+
+def test_layers_of_other_strengths_and_ranks_become_one_of_the_same_update() -> None:
+    parts = {"q": pair(6, alpha=8.0), "k": pair(6, seed=1), "v": pair(6, rank=2, seed=2)}
+    whole = join(parts, QKV)
+    together = torch.cat([delta(part) for part in parts.values()])
+    assert torch.allclose(delta(whole), together, atol=1e-6)
+    again = split(whole, QKV)
+    assert [part.rank for part in again.values()] == [4, 4, 2]
+    assert torch.allclose(torch.cat([delta(one) for one in again.values()]), together, atol=1e-6)
+
+
+def test_a_lora_of_zeros_has_no_shares() -> None:
+    whole = LoraPair(down=torch.ones(12, 5), up=torch.zeros(18, 12), alpha=12.0)
+    assert [part.rank for part in split(whole, QKV).values()] == [12, 12, 12]
+
+
+def test_halves_in_the_other_order_are_swapped_there_and_back() -> None:
+    place, whole = Original(("norm",), halves_swapped=True), pair(10)
+    (part,) = split(whole, place).values()
+    assert torch.equal(part.up, torch.cat([whole.up[5:], whole.up[:5]]))
+    assert same(join({"norm": part}, place), whole)
+    # It has more than scale and shift: those of other blocks of Stable Diffusion 3.
+    (others,) = split(pair(30), place).values()
+    assert same(others, pair(30))
+    assert same(join({"norm": others}, place), pair(30))
+
+
+TABLES = {name: value for name, value in vars(known_names).items() if isinstance(value, LayerNames)}
+WAN_LAYERS, UNET = known_names.WAN["transformer"], known_names.SDXL["unet"]
+
+
+def numbered(pattern: str) -> str:
+    """The pattern with its stars as numbers that no layer has of itself."""
+    numbers = iter(range(70, 80))
+    return re.sub(r"\*", lambda _: str(next(numbers)), pattern)
+
+
+def places(names: LayerNames) -> list[tuple[str, Original]]:
+    plain = [(layer, renamed(layer)) for layer in names.layers]
+    return [*plain, *names.kohya.items(), *names.others.items()]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_each_name_is_found_with_dots_and_without_as_its_own_layers(table: str) -> None:
+    names = TABLES[table]
+    for name, place in places(names):
+        layers = tuple(map(numbered, place.layers))
+        assert [names.find(layer) for layer in layers] == [renamed(layer) for layer in layers]
+        for spelled in (numbered(name), numbered(name).replace(".", "_")):
+            found = names.find(spelled)
+            assert found is not None
+            assert (found.layers, found.rows, found.halves_swapped) == (
+                layers,
+                place.rows,
+                place.halves_swapped,
+            )
+        assert names.find(f"{numbered(name)}.more") is None
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_kohyas_name_of_a_layer_leads_back_to_it(table: str) -> None:
+    names = TABLES[table]
+    for layer in map(numbered, names.layers):
+        name, place = names.in_kohya(layer)
+        assert layer in place.layers
+        assert names.find(name) == place
+
+
+def test_numbers_of_blocks_go_over_and_numbers_of_layers_are_distinguished() -> None:
+    assert WAN_LAYERS.find("blocks_39_ffn_2") == renamed("blocks.39.ffn.net.2")
+    assert WAN_LAYERS.find("blocks_39_ffn_1") is None
+    assert UNET.find("input_blocks_4_1_transformer_blocks_1_attn1_to_out_0") == renamed(
+        "down_blocks.1.attentions.0.transformer_blocks.1.attn1.to_out.0"
+    )
+    assert UNET.find("input_blocks_4_0_transformer_blocks_1_attn1_to_out_0") is None

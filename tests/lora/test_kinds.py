@@ -1,5 +1,6 @@
-"""Kinds of adapters on two layers: against the weights that they stand for, made as a whole in fp64."""
+"""Kinds of adapters and the sizes of their updates: against dense weights in fp64."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -8,9 +9,17 @@ from diffusers.loaders import PeftAdapterMixin
 from peft import LoKrConfig, LoraConfig
 from torch import Tensor, nn
 
-from diffsynth_lite.core.weights import Int8, Quantization
+from diffsynth_lite.core.weights import (
+    FrozenLinear,
+    Int8,
+    Quantization,
+    WeightStream,
+    frozen_linear,
+    weight_format,
+)
 from diffsynth_lite.lora import (
     LoraSize,
+    UpdateSize,
     UpdateSizes,
     adapter_settings,
     adapter_size,
@@ -22,10 +31,10 @@ from diffsynth_lite.lora import (
     load_adapter_tensors,
     set_lora_weights,
 )
-from diffsynth_lite.lora.kinds.kind import AdapterKind, Dora, Lokr, Lora
-from diffsynth_lite.lora.kinds.updates import adapter_of, updates_of
+from diffsynth_lite.lora.finished import add_finished_lora
+from diffsynth_lite.lora.kinds import AdapterKind, Dora, Lokr, Lora
 from diffsynth_lite.lora.spelling import DIFFUSERS
-from diffsynth_lite.lora.weighted import add_finished_lora
+from diffsynth_lite.lora.updates import adapter_of, updates_of
 
 CPU = torch.device("cpu")
 LAYERS = ("first", "second")
@@ -99,7 +108,7 @@ def whole_model(weights: dict[str, Tensor]) -> Model:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_an_adapter_changes_nothing_before_the_first_step_and_is_as_large_as_was_said(
+def test_an_adapter_changes_nothing_before_the_first_step_and_is_as_large_as_counted(
     kind: AdapterKind,
 ) -> None:
     before, model = output_of(frozen()), adapted(kind, is_trained=False)
@@ -116,7 +125,9 @@ def test_an_adapter_changes_nothing_before_the_first_step_and_is_as_large_as_was
 
 @pytest.mark.parametrize("is_quantised", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_layer_computes_with_the_weight_that_its_kind_says(kind: AdapterKind, is_quantised: bool) -> None:
+def test_a_layer_computes_with_the_weight_that_defines_its_kind(
+    kind: AdapterKind, is_quantised: bool
+) -> None:
     base, model = frozen(is_quantised=is_quantised), adapted(kind, is_quantised=is_quantised)
     tensors = adapter_tensors(model)
     weights = weights_of(kind, tensors, base)
@@ -159,7 +170,7 @@ def test_outputs_and_gradients_are_those_of_pefts_own_layers(kind: AdapterKind, 
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_what_a_file_has_does_the_same_again(kind: AdapterKind) -> None:
+def test_a_written_adapter_does_the_same_when_it_is_read(kind: AdapterKind) -> None:
     model = adapted(kind)
     tensors = exported_tensors(model, adapter_tensors(model), CPU)
     updates = updates_of(tensors, adapter_settings(model), "model.")
@@ -172,15 +183,15 @@ def test_what_a_file_has_does_the_same_again(kind: AdapterKind) -> None:
     for layer, update in updates.items():
         assert update.norm > 0
         assert update.distance(read[layer]) <= update.rounding_bound(torch.float32)
-    drawn = frozen()
+    generating = frozen()
     finished, settings = adapter_of({layer.removeprefix("model."): one for layer, one in read.items()})
-    add_finished_lora(drawn, "finished", finished, settings)
-    torch.testing.assert_close(output_of(drawn), output_of(model), rtol=0, atol=2e-6)
+    add_finished_lora(generating, "finished", finished, settings)
+    torch.testing.assert_close(output_of(generating), output_of(model), rtol=0, atol=2e-6)
     resumed = adapted(kind, is_trained=False)
     load_adapter_tensors(resumed, adapter_tensors(model))
     assert torch.equal(output_of(resumed), output_of(model))
     if isinstance(kind, Dora):
-        # What ComfyUI multiplies the rows with: these over the norms of the frozen weight alone.
+        # What ComfyUI multiplies the rows with: these over the norms of only the frozen weight.
         for layer, weight in weights_of(kind, adapter_tensors(model), frozen()).items():
             plain = frozen().get_submodule(layer).weight.detach().double()
             changed = weights_of(Lora(), adapter_tensors(model), frozen())[layer]
@@ -191,7 +202,7 @@ def test_what_a_file_has_does_the_same_again(kind: AdapterKind) -> None:
             )
 
 
-def test_a_dora_is_on_a_model_beside_a_frozen_lora_whose_update_its_norms_do_not_see() -> None:
+def test_a_dora_is_on_a_model_with_a_frozen_lora_whose_update_its_norms_do_not_see() -> None:
     model = adapted(Dora())
     weights = weights_of(Dora(), adapter_tensors(model), frozen())
     frozen_lora = {}
@@ -219,3 +230,78 @@ def test_rounding_of_a_kronecker_product_is_within_its_bound() -> None:
 
 def _whole(factors: tuple[Tensor, ...]) -> Tensor:
     return factors[0] if len(factors) == 1 else factors[0] @ factors[1]
+
+
+CPU = torch.device("cpu")
+CHAIN_LAYERS = ("blocks.0", "blocks.1", "out")
+
+
+class Chain(nn.Module, PeftAdapterMixin):  # type: ignore[misc]
+    """Two blocks and a layer after them, of different shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(24, 200), nn.Linear(200, 24)])
+        self.out = nn.Linear(24, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def chain(kept_as: str) -> Chain:
+    torch.manual_seed(0)
+    model = Chain().to(torch.bfloat16 if kept_as == "bfloat16" else torch.float32)
+    if kept_as == "nf4":
+        pytest.importorskip("bitsandbytes")
+    if kept_as in ("int8", "nf4"):
+        weights = {name: model.get_submodule(name).weight.detach() for name in CHAIN_LAYERS}
+        Quantization(format=weight_format(kept_as), layers=CHAIN_LAYERS, device=CPU).apply_to(model)
+        for name, weight in weights.items():
+            model.get_submodule(name).write(weight, 0)  # type: ignore[operator]
+    add_adapter(model, CHAIN_LAYERS, rank=3, alpha=6, dropout=0, seed=0)
+    return model
+
+
+def dense_sizes(model: Chain) -> dict[str, float]:
+    sizes = {}
+    for name in CHAIN_LAYERS:
+        layer = model.get_submodule(name)
+        base = layer.base_layer
+        weight = base.dense(torch.float32) if isinstance(base, FrozenLinear) else base.weight
+        update = 2 * layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+        sizes[name] = (update.norm() / weight.double().norm()).item()
+    return sizes
+
+
+@pytest.mark.parametrize("kept_as", ["float32", "bfloat16", "int8", "nf4", "streamed"])
+def test_each_update_is_measured_as_if_it_and_the_weight_were_dense(
+    kept_as: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen_linear, "_ROWS_NUMBERS", 24 * 64)  # several parts of a weight
+    model = chain(kept_as)
+    if kept_as == "streamed":
+        stream = WeightStream([list(model.blocks)], CPU, num_slots=1, min_bytes=0)
+        model(torch.randn(2, 24))
+        assert stream.report().weight_copies > 1
+    # Apple's GPUs have no fp64: nothing is computed there.
+    sizes = UpdateSizes(model, torch.device("mps") if kept_as == "float32" else CPU)
+    assert [size.ratio for size in sizes.measure().values()] == [0, 0, 0]  # B starts at zero
+    with torch.no_grad():
+        for name in CHAIN_LAYERS:
+            model.get_submodule(name).lora_B["default"].weight.normal_()
+    found = sizes.measure()
+    assert {name: size.num_inputs for name, size in found.items()} == dict(
+        zip(CHAIN_LAYERS, (24, 200, 24), strict=True)
+    )
+    ratios = {name: size.ratio for name, size in found.items()}
+    assert ratios == pytest.approx(dense_sizes(model), rel=1e-12)
+
+
+def test_an_update_is_lost_in_rounding_where_no_output_can_change_by_as_much_as_bfloat16_rounds() -> None:
+    half_a_step = 2**-9
+    assert UpdateSize(0.0, 64).is_lost_in_rounding
+    assert UpdateSize(half_a_step / 8 * 0.99, 64).is_lost_in_rounding
+    assert not UpdateSize(half_a_step / 8, 64).is_lost_in_rounding
+    assert not UpdateSize(math.inf, 64).is_lost_in_rounding

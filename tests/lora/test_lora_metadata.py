@@ -1,9 +1,15 @@
-"""What a LoRA file says of its run is what the readers of such files look for."""
+"""The metadata of a LoRA file: the names that readers look for, and equal bytes for equal files."""
 
+import hashlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
-from diffsynth_lite.lora.metadata import LoraFacts, SourceFacts, lora_metadata
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from diffsynth_lite.lora.metadata import LoraFacts, SourceFacts, add_metadata, lora_metadata
 from diffsynth_lite.pipelines import releases_of
 from diffsynth_lite.releases import BaseModel
 
@@ -34,7 +40,7 @@ FACTS = LoraFacts(
 )
 
 
-def test_a_file_says_what_programs_look_for_and_nothing_that_is_not_known() -> None:
+def test_a_file_has_the_metadata_that_programs_look_for_and_nothing_unknown() -> None:
     metadata = lora_metadata(FACTS, step=250, thumbnail="data:image/jpeg;base64,/9j/")
     frequency = json.loads(metadata.pop("ss_tag_frequency"))
     assert frequency == {"data.sources[0]": {"ohwx dog": 3, "červená": 1}}
@@ -85,7 +91,7 @@ def test_a_file_says_what_programs_look_for_and_nothing_that_is_not_known() -> N
     }
 
 
-def test_of_a_model_that_is_no_release_and_a_run_without_trigger_less_is_told() -> None:
+def test_a_model_that_is_not_a_release_and_a_run_without_trigger_have_fewer_metadata() -> None:
     facts = replace(
         FACTS,
         name=None,
@@ -115,10 +121,46 @@ def test_of_a_model_that_is_no_release_and_a_run_without_trigger_less_is_told() 
 
 
 def test_a_file_of_an_expert_or_of_a_part_of_the_noise_names_its_timesteps() -> None:
-    def told(noise_range: tuple[float, float], sigma_range: tuple[float, float] = (0.0, 1.0)) -> str:
+    def timesteps(noise_range: tuple[float, float], sigma_range: tuple[float, float] = (0.0, 1.0)) -> str:
         facts = replace(FACTS, sigma_range=sigma_range)
         return lora_metadata(facts, step=1, noise_range=noise_range)["modelspec.timestep_range"]
 
-    assert told((0.875, 1.0)) == "875,999"
-    assert told((0.0, 0.875)) == "0,874"
-    assert told((0.0, 0.9), (0.25, 1.0)) == "250,899"
+    assert timesteps((0.875, 1.0)) == "875,999"
+    assert timesteps((0.0, 0.875)) == "0,874"
+    assert timesteps((0.0, 0.9), (0.25, 1.0)) == "250,899"
+
+
+TENSORS = {
+    "b.lora_A.weight": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+    "a.alpha": torch.tensor(4.0),
+    "c.lora_B.weight": torch.ones(3, 2, dtype=torch.bfloat16),
+}
+
+
+def test_a_file_with_metadata_has_the_same_tensors_and_the_same_bytes_each_time(tmp_path: Path) -> None:
+    own = {f"key{number}": "" for number in range(40)}
+    added = {"modelspec.title": 'Žluťoučký 猫 "x"\n', "key7": "mine", "zz": "{}"}
+    contents = set()
+    for place, order in enumerate((own, dict(reversed(own.items())))):
+        file = tmp_path / f"{place}.safetensors"
+        save_file(TENSORS, file, metadata=order)
+        add_metadata(file, dict(sorted(added.items(), reverse=bool(place))))
+        contents.add(file.read_bytes())
+    (content,) = contents
+    read = load_file(file)
+    assert read.keys() == TENSORS.keys()
+    assert all(
+        torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
+        for name, tensor in TENSORS.items()
+    )
+
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(content[8 : 8 + length])["__metadata__"]
+    digest = hashlib.sha256(content[8 + length :]).hexdigest()
+    hashes = {"modelspec.hash_sha256": f"0x{digest}", "sshs_model_hash": digest}
+    assert header == {**own, **added, **hashes, "diffsynth_lite.dtype": "bfloat16"}
+    assert list(header) == sorted(header)
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == header
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["0.safetensors", "1.safetensors"]

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.layer_names import LayerNames
-from diffsynth_lite.lora.pairs import LoraPair
 from diffsynth_lite.lora.reading import contents_of, known_pairs, read_contents
+from diffsynth_lite.lora.updates import LoraPair
 
 FLUX, SDXL, WAN = known_names.FLUX, known_names.SDXL, known_names.WAN
 DOUBLE, SINGLE = "transformer.transformer_blocks.1", "transformer.single_transformer_blocks.37"
@@ -151,7 +151,7 @@ def test_layers_are_found_by_the_names_that_trainers_give_them(
     assert all(torch.equal(pair.down, down) and pair.alpha == 4 for pair in pairs.values())
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("in_folder", [False, True])
 @pytest.mark.parametrize(
     ("settings", "alphas"),
     [
@@ -161,12 +161,12 @@ def test_layers_are_found_by_the_names_that_trainers_give_them(
     ],
 )
 def test_alpha_is_that_of_pefts_settings(
-    tmp_path: Path, settings: dict[str, object], alphas: tuple[float, float], beside: bool
+    tmp_path: Path, settings: dict[str, object], alphas: tuple[float, float], in_folder: bool
 ) -> None:
-    prefix = "base_model.model." if beside else "transformer."
+    prefix = "base_model.model." if in_folder else "transformer."
     layers = [f"{prefix}transformer_blocks.1.attn.{layer}" for layer in ("to_q", "to_k")]
     header = {"lora_adapter_metadata": json.dumps({f"transformer.{name}": x for name, x in settings.items()})}
-    if beside:
+    if in_folder:
         header = {}
         (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     save_file(
@@ -196,12 +196,12 @@ def test_a_tensor_of_alpha_holds_for_its_own_layer() -> None:
         ("transformer.proj_out.oft_R.weight", "an OFT"),
         ("transformer.proj_out.boft_R", "a BOFT"),
         ("lora_unet_input_blocks_1_0_in_layers_2.lora_mid.weight", "a LoCon whose convolutions"),
-        ("diffusion_model.proj_out.diff_b", "a LoRA beside which whole weights change"),
+        ("diffusion_model.proj_out.diff_b", "a LoRA that also changes whole weights"),
         ("transformer.proj_out.lora_B.bias", "a LoRA with biases"),
         ("bundle_emb.word.clip_l", "a LoRA with embeddings"),
     ],
 )
-def test_what_is_no_plain_lora_is_refused_by_what_it_is(name: str, kind: str) -> None:
+def test_other_kinds_than_a_plain_lora_are_refused_by_name(name: str, kind: str) -> None:
     with pytest.raises(UserError, match=rf"is {kind}.*\(1 tensors such as {name}\)"):
         read(tensors("transformer.proj_out") | {name: torch.zeros(4, 4)}, FLUX)
 
@@ -218,9 +218,9 @@ DORA = tensors("transformer.proj_out") | {"transformer.proj_out.lora_magnitude_v
         (LOKR | DORA, "has layers of different kinds"),
         (
             LOKR | {"transformer.x_embedder.lokr_w1_a": torch.ones(2, 2)},
-            "transformer.x_embedder is no LoKr with ",
+            "transformer.x_embedder is not a LoKr, with ",
         ),
-        ({"transformer.proj_out.lokr_w1": torch.ones(2, 2)}, "is no LoKr with lokr_w1 .2, 2."),
+        ({"transformer.proj_out.lokr_w1": torch.ones(2, 2)}, "is not a LoKr, with lokr_w1 .2, 2."),
         (
             {**tensors("transformer.proj_out"), "transformer.proj_out.dora_scale": torch.ones(4, 1)},
             "another prog",
@@ -306,11 +306,11 @@ def test_metadata_and_files_that_never_end_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"\x08\0\0\0\0\0\0\0{}      "])
-def test_what_is_no_lora_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_lora_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(UserError, match=r"name one file of safetensors; in this folder there is none"):
         read_contents(tmp_path)
     (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"is no file of safetensors that can be read|holds no LoRA"):
+    with pytest.raises(UserError, match=r"is not a readable safetensors file|holds no LoRA"):
         read_contents(tmp_path)
     with pytest.raises(UserError, match=r"there is no such file"):
         read_contents(tmp_path / "b.safetensors")

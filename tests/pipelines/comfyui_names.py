@@ -21,7 +21,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from diffsynth_lite.lora.pairs import LoraPair
+from diffsynth_lite.lora.updates import LoraPair
 
 _ENDINGS = ((".lora_down.weight", ".lora_up.weight"), (".lora_A.weight", ".lora_B.weight"))
 _JOINT_ATTENTION = (

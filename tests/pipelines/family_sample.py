@@ -23,8 +23,8 @@ from PIL import Image
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
-from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind
-from diffsynth_lite.lora.pairs import LoraPair, pairs_of
+from diffsynth_lite.lora.kinds import LORA, AdapterKind
+from diffsynth_lite.lora.updates import LoraPair, pairs_of
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import (
     Conditioning,

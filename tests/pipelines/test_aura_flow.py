@@ -9,7 +9,7 @@ from my_families.aura_flow import AuraFlow, tiny
 from safetensors.torch import load_file, save_file
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.pairs import LoraPair, pairs_of
+from diffsynth_lite.lora.updates import LoraPair, pairs_of
 from diffsynth_lite.pipelines import PipelineFolder
 
 

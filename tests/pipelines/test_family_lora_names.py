@@ -25,9 +25,9 @@ from diffsynth_lite.lora import (
     find_target_layers,
 )
 from diffsynth_lite.lora.conversion import FamilyNames, spelled
-from diffsynth_lite.lora.kinds.kind import Dora, Lokr
-from diffsynth_lite.lora.pairs import LoraPair, pairs_of
+from diffsynth_lite.lora.kinds import Dora, Lokr
 from diffsynth_lite.lora.reading import contents_of, known_pairs
+from diffsynth_lite.lora.updates import LoraPair, pairs_of
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.composite import split_adapter
 from diffsynth_lite.training.lora_file import export_lora

@@ -11,7 +11,7 @@ from diffsynth_lite.config import load_config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.lora import find_target_layers
-from diffsynth_lite.lora.kinds.kind import LORA, Dora, Lokr
+from diffsynth_lite.lora.kinds import LORA, Dora, Lokr
 from diffsynth_lite.training.planning.encoder_count import count_media_encoder, count_prompt_encoder
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings

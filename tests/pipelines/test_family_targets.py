@@ -17,7 +17,7 @@ from family_sample import (
 
 from diffsynth_lite.core.gradient import blocks_of
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
-from diffsynth_lite.lora.pairs import pairs_of
+from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.pipelines import family_names
 
 SETS = ("attention", "all")

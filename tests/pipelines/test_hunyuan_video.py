@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerFast
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors
 from diffsynth_lite.lora.conversion import FamilyNames, convert
-from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.lora.reading import known_pairs, read_contents
+from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer

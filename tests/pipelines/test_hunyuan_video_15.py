@@ -28,8 +28,8 @@ from hunyuan_pipelines import from_pictures
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors
 from diffsynth_lite.lora.conversion import FamilyNames, convert
-from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.lora.reading import known_pairs, read_contents
+from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.hunyuan_video_15 import HunyuanVideo15, model_fn_hunyuan_video_15, tiny

@@ -25,8 +25,8 @@ from diffsynth_lite.core.weights import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
-from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.lora.spelling import DIFFUSERS
+from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite

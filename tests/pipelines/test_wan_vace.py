@@ -25,8 +25,8 @@ from PIL import Image
 
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.lora.conversion import FamilyNames, convert
-from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.lora.reading import known_pairs, read_contents
+from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.wan_vace import WanVACE, model_fn_wan_vace, tiny, tiny_wan_vace_transformer

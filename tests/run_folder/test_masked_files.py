@@ -12,7 +12,7 @@ from PIL import Image
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.files import write_json
-from diffsynth_lite.lora.pairs import pairs_of
+from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.redaction import Redactor, in_force

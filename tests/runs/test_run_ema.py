@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, lora_metadata_of, make_run
 
 from diffsynth_lite.lora import by_peft_names
-from diffsynth_lite.lora.pairs import pairs_of
+from diffsynth_lite.lora.updates import pairs_of
 
 SETTINGS = (
     *("train.ema_decay=0.6", "train.lr_scheduler=cosine", "train.warmup_steps=2"),

@@ -20,7 +20,7 @@ from tiny_run import TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.core.gradient import blocks_in
-from diffsynth_lite.lora.pairs import pairs_of
+from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.media import Drawn, frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite

@@ -8,7 +8,7 @@ from diffusers import QwenImagePipeline
 from family_sample import pairs_on
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
-from diffsynth_lite.lora.pairs import pairs_of
+from diffsynth_lite.lora.updates import pairs_of
 
 GROUPS = (
     "{match: transformer_blocks.0, rank: 2, alpha: 6, learning_rate: %s}, {match: to_q, weight_decay: 0.5}"

@@ -10,7 +10,7 @@ from family_sample import pairs_on
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, lora_metadata_of
 
 from diffsynth_lite.lora import by_peft_names
-from diffsynth_lite.lora.pairs import pairs_of
+from diffsynth_lite.lora.updates import pairs_of
 
 STEPS = ("train.steps=3", "output.checkpoint_every_steps=3")
 

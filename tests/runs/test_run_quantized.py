@@ -8,7 +8,7 @@ from diffusers import QwenImagePipeline
 from family_sample import pairs_on
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, forked
 
-from diffsynth_lite.lora.pairs import pairs_of
+from diffsynth_lite.lora.updates import pairs_of
 
 INT8 = "model.quantize=int8"
 

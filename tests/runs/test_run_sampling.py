@@ -98,7 +98,7 @@ def test_prompts_seeds_scales_and_several_loras_of_a_run_that_has_moved(
         ),
         (
             "--lora {root}/broken --prompt a --config {root}/tiny.yaml",
-            "is no file of safetensors",
+            "is not a readable safetensors",
         ),
         ("--lora {root}/run --prompt a model.path={root}/data", "model_index.json"),
     ],

@@ -7,7 +7,7 @@ import torch
 from diffusers.loaders import PeftAdapterMixin
 from torch import nn
 
-from diffsynth_lite.lora.pairs import LoraFile
+from diffsynth_lite.lora.updates import LoraFile
 
 _Result = TypeVar("_Result")
 

@@ -17,13 +17,21 @@ from torch import nn
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.adapter import example_tensors, peft_pattern
-from diffsynth_lite.lora.kinds.dora import COMFYUI_SCALE, MAGNITUDE
-from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind
-from diffsynth_lite.lora.kinds.updates import DoraUpdate, adapter_of, lokr_updates, updates_of
+from diffsynth_lite.lora.kinds import LORA, AdapterKind
+from diffsynth_lite.lora.layers import COMFYUI_SCALE, MAGNITUDE
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, header_of
-from diffsynth_lite.lora.pairs import LayerUpdate, LoraFile, LoraPair, tensors_of
 from diffsynth_lite.lora.reading import LoraContents, contents_of, known_updates, read_contents
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
+from diffsynth_lite.lora.updates import (
+    DoraUpdate,
+    LayerUpdate,
+    LoraFile,
+    LoraPair,
+    adapter_of,
+    lokr_updates,
+    tensors_of,
+    updates_of,
+)
 from diffsynth_lite.pipelines.base.composite import join_adapter, split_adapter
 from diffsynth_lite.pipelines.base.family import ModelFamily
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.kinds.kind import TrainedTensor
+from diffsynth_lite.lora.kinds import TrainedTensor
 from diffsynth_lite.pipelines.base.discovery import import_named
 from diffsynth_lite.training.layer_groups import LayerGroup, RateGroup, adapter_kind, rate_groups
 from diffsynth_lite.training.optimization.averages import (

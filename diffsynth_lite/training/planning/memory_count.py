@@ -34,8 +34,8 @@ from diffsynth_lite.lora import (
     add_training_adapter,
     layers_ending_in,
 )
-from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind
-from diffsynth_lite.lora.pairs import LoraFile, pairs_of
+from diffsynth_lite.lora.kinds import LORA, AdapterKind
+from diffsynth_lite.lora.updates import LoraFile, pairs_of
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
 from diffsynth_lite.training.optimization.optimizer_state import OptimizerFacts

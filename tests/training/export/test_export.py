@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from diffsynth_lite.errors import RunStoppedError
-from diffsynth_lite.lora.pairs import LoraFile
 from diffsynth_lite.lora.spelling import WAN_NAMES
+from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checkpoint.saver import Saver

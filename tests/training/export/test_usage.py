@@ -17,7 +17,7 @@ from torch import nn
 from diffsynth_lite.data.images import black_or_white, cover
 from diffsynth_lite.data.video import read_frames, write_video
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, exported_tensors
-from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind, Dora, Lokr
+from diffsynth_lite.lora.kinds import LORA, AdapterKind, Dora, Lokr
 from diffsynth_lite.media import Drawn
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.export.usage import usage_code

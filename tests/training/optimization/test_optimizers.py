@@ -14,7 +14,7 @@ from diffsynth_lite.config.model import LoraSettings
 from diffsynth_lite.config.train import TrainSettings
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import LoraSize
-from diffsynth_lite.lora.kinds.kind import TrainedTensor
+from diffsynth_lite.lora.kinds import TrainedTensor
 from diffsynth_lite.training.layer_groups import LayerGroup
 from diffsynth_lite.training.optimization.averages import AverageOfOptimizer, has_modes
 from diffsynth_lite.training.optimization.optimizer_state import OptimizerFacts

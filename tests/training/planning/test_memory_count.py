@@ -15,7 +15,7 @@ from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_in
 from diffsynth_lite.core.planning import count_step
 from diffsynth_lite.core.weights import Int8, Quantization
 from diffsynth_lite.lora import add_adapter, add_training_adapter, find_target_layers
-from diffsynth_lite.lora.pairs import LoraFile
+from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.training.planning import few_blocks, memory_count

@@ -1,4 +1,4 @@
-"""This file says what each kind of adapter is: how peft is asked for it, and which tensors train."""
+"""This file defines each kind of adapter: peft's settings for it, and the tensors that train."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,9 +11,7 @@ from peft import LoKrConfig, LoraConfig, PeftConfig
 from peft.tuners.lokr.layer import factorization
 from torch import Tensor, nn
 
-from diffsynth_lite.lora.kinds.dora import COMFYUI_SCALE, MAGNITUDE, fill_magnitudes
-from diffsynth_lite.lora.kinds.lokr import LokrLinear
-from diffsynth_lite.lora.linear import use_lora_linear
+from diffsynth_lite.lora.layers import COMFYUI_SCALE, MAGNITUDE, LokrLinear, fill_magnitudes, use_lora_linear
 
 _NEAR_SQUARE = -1
 """Of peft: the sides are split into factors that are as near to each other as they can be."""
@@ -23,10 +21,9 @@ _ORTHOGONAL_SIZE = 0.1
 
 @dataclass(frozen=True)
 class TrainedTensor:
-    """One of the tensors that train beside a layer.
+    """One of the tensors that an adapter trains of a layer.
 
     Attributes:
-        shape: of it.
         starts_at_zero: whether all its numbers are zero before the first step.
     """
 
@@ -41,15 +38,13 @@ class TrainedTensor:
 
 @dataclass(frozen=True)
 class AdapterKind(ABC):
-    """What trains beside each frozen layer.
+    """What an adapter trains of each frozen layer.
 
     Attributes:
-        name: as in ``lora.kind``.
-        title: what people call it.
-        matrices: what the names of the parameters that train have behind that of their layer: first matrices,
-            then second ones; kinds without such pairs have one entry.
-        undecayed: the same of those that no weight decay may pull to zero.
-        derived: the same of vectors (outputs,) in fp32 that are computed when a file is written.
+        matrices: the ends of trained parameters' names, after their layer's: first matrices, then second
+            ones; kinds without such pairs have one entry.
+        undecayed: the same for those that no weight decay may pull to zero.
+        derived: the same for vectors (outputs,) in fp32 that are computed when a file is written.
     """
 
     name: ClassVar[str]
@@ -65,13 +60,12 @@ class AdapterKind(ABC):
         """peft's settings of an adapter.
 
         Args:
-            layers: full names.
             patterns: ``rank_pattern`` and ``alpha_pattern``.
         """
 
     @abstractmethod
     def tensors(self, num_outputs: int, num_inputs: int, rank: int) -> dict[str, TrainedTensor]:
-        """What trains beside one layer, by what peft's names have behind the layer's."""
+        """The tensors that train of one layer, by the ends of peft's names, after the layer's."""
 
     @abstractmethod
     def start(
@@ -80,13 +74,11 @@ class AdapterKind(ABC):
         """Finish what peft has put on a model, with fp32 weights, where it should be otherwise.
 
         Args:
-            layers: full names.
-            adapter: peft's name.
             device: to read frozen weights on; None is where they are.
         """
 
     def num_constants(self, num_outputs: int) -> int:
-        """Numbers in fp32 that are kept beside a layer and do not train."""
+        """Numbers in fp32 that are kept with a layer and do not train."""
         return 0
 
 
@@ -133,7 +125,7 @@ class Lora(AdapterKind):
 
 @dataclass(frozen=True)
 class Dora(Lora):
-    """A LoRA, and beside it the norm of each row of the weight (Liu et al. 2024, arXiv:2402.09353)."""
+    """A LoRA and the norm of each row of the weight (Liu et al. 2024, arXiv:2402.09353)."""
 
     name, title = "dora", "DoRA"
     undecayed = (MAGNITUDE,)
@@ -212,7 +204,7 @@ class Lokr(AdapterKind):
 
 
 LORA = Lora()
-"""The kind that there is where nothing is said."""
+"""The default kind."""
 
 
 def _orthogonal_pair(num_outputs: int, rank: int, num_inputs: int) -> tuple[Tensor, Tensor]:

@@ -1,34 +1,178 @@
-"""This file has the updates of a DoRA's and of a LoKr's layers, between adapters of peft and files.
+"""This file has an adapter as the updates of layers, between peft and files: of a LoRA, a DoRA or a LoKr.
 
-Sources of what a file has: ComfyUI's ``comfy/weight_adapter/``, which multiplies a Kronecker product with
-alpha over the rank where the file has a tensor for alpha and one of the two matrices is a product itself, and
-with 1 otherwise; ``_create_lokr_config`` and ``_create_lora_config`` of diffusers.
+Sources for the tensors of a file: ComfyUI's ``comfy/weight_adapter/``, which multiplies a Kronecker product
+with alpha over the rank where the file has a tensor for alpha and one of the two matrices is a product
+itself, and with 1 otherwise; ``_create_lokr_config`` and ``_create_lora_config`` of diffusers.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from diffsynth_lite.lora.kinds.dora import COMFYUI_SCALE, MAGNITUDE
-from diffsynth_lite.lora.kinds.kind import AdapterKind, Dora, Lokr, Lora
-from diffsynth_lite.lora.pairs import (
-    FOLD,
-    LayerUpdate,
-    LoraFile,
-    LoraPair,
-    pairs_of,
-    rounding_of,
-)
+from diffsynth_lite.lora.kinds import AdapterKind, Dora, Lokr, Lora
+from diffsynth_lite.lora.layers import COMFYUI_SCALE, MAGNITUDE
 from diffsynth_lite.lora.spelling import Spelling
+
+LoraFile: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
+"""An adapter of peft: tensors by peft's names, such as ``to_q.lora_A.weight``, and peft's settings."""
+
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+
+class LayerUpdate(Protocol):
+    """What an adapter of some kind does to the weight of one layer."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs of the layer."""
+
+    @property
+    def norm(self) -> float:
+        """Frobenius norm of the update; of a DoRA without the norms of its rows."""
+
+    def distance(self, other: Any) -> float:
+        """Frobenius norm of the difference of two updates of a layer, which is zero where they are equal.
+
+        It is infinite between those of different kinds.
+        """
+
+    def rounding_bound(self, dtype: torch.dtype) -> float:
+        """Largest distance to the update in a file whose matrices are in a dtype."""
+
+    def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What a file has of it, by name.
+
+        Args:
+            layer: component and name.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoraPair:
+    """The update of one layer's weight: ``alpha / rank * up @ down``.
+
+    Attributes:
+        down: (rank, inputs).
+        up: (outputs, rank).
+        alpha: strength, times the rank.
+    """
+
+    down: Tensor
+    up: Tensor
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.down.shape[1], self.up.shape[0]
+
+    def with_alpha(self, alpha: float) -> "LoraPair":
+        """The same update with another alpha, in ``up``; exact where the two are a power of two apart."""
+        if alpha == self.alpha:
+            return self
+        return LoraPair(down=self.down, up=self.up.float() * (self.alpha / alpha), alpha=alpha)
+
+    def _scaled(self) -> tuple[Tensor, Tensor]:
+        """Two matrices in fp32 whose product is the update."""
+        return self.down.float(), self.up.float() * (self.alpha / self.rank)
+
+    @property
+    def norm(self) -> float:
+        """Frobenius norm of the update, without its product."""
+        down, up = self._scaled()
+        return _norm_of_product(up, down)
+
+    def distance(self, other: Any) -> float:
+        """Frobenius norm of the difference of two updates of a layer; zero where the matrices are equal."""
+        if not isinstance(other, LoraPair):
+            return math.inf
+        (down, up), (other_down, other_up) = self._scaled(), other._scaled()
+        if down.shape != other_down.shape:
+            return _norm_of_product(torch.cat([up, -other_up], dim=1), torch.cat([down, other_down]))
+        # Small numbers from the start: the difference of two products would be one of large ones.
+        return _norm_of_product(
+            torch.cat([other_up - up, up], dim=1), torch.cat([other_down, other_down - down])
+        )
+
+    def rounding_bound(self, dtype: torch.dtype) -> float:
+        """``|B' A' - B A| <= |B' - B| |A'| + |B| |A' - A|``; alpha is folded into B in fp32 before."""
+        down, up = self._scaled()
+        norm_down, norm_up = float(down.norm()), float(up.norm())
+        off_down = rounding_of(down, dtype)
+        off_up = rounding_of(up, dtype) + FOLD * norm_up
+        return off_up * (norm_down + off_down) + norm_up * off_down
+
+    def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What a file has of it in a spelling, by name. Alpha, where it is not folded, stays in fp32."""
+        alpha = spelling.alpha(layer)
+        pair = self if alpha else self.with_alpha(self.rank)
+        key, matrices = spelling.key(layer), (pair.down, pair.up)
+        tensors = {} if alpha is None else {alpha: torch.tensor(float(pair.alpha))}
+        for ending, matrix in zip(spelling.endings, matrices, strict=True):
+            tensors[f"{key}{ending}"] = matrix.to(dtype).contiguous()
+        return tensors
+
+
+FOLD = 2 * torch.finfo(torch.float32).eps
+"""Of a matrix that a number was multiplied into in fp32: how far it is off at most, relative to its norm."""
+
+
+def rounding_of(matrix: Tensor, dtype: torch.dtype) -> float:
+    """How far a matrix is off at most in a dtype, as a norm.
+
+    Each number is off by half its last place, or by half the smallest number that there is.
+    """
+    half_ulp = torch.finfo(dtype).eps / 2
+    half_smallest = half_ulp * torch.finfo(dtype).tiny
+    return half_ulp * float(matrix.norm()) + half_smallest * math.sqrt(matrix.numel())
+
+
+def _norm_of_product(left: Tensor, right: Tensor) -> float:
+    """Frobenius norm of ``left @ right``, of which only products as wide as the rank are made."""
+    squared = ((left.T @ left) * (right @ right.T)).sum()
+    return math.sqrt(float(squared.clamp(min=0)))
+
+
+def pairs_of(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], prefix: str = ""
+) -> dict[str, LoraPair]:
+    """The pairs of an adapter, by layer.
+
+    Args:
+        settings: peft's; without ``lora_alpha`` it is the rank. ``alpha_pattern`` is by names of layers, as
+            ``adapter_settings`` has it.
+        prefix: such as ``transformer.``.
+    """
+    pairs = {}
+    for name, down in tensors.items():
+        if name.endswith(_DOWN):
+            layer = name.removesuffix(_DOWN)
+            of_all = settings.get("lora_alpha", down.shape[0])
+            alpha = float(settings.get("alpha_pattern", {}).get(layer, of_all))
+            pairs[f"{prefix}{layer}"] = LoraPair(down=down, up=tensors[f"{layer}{_UP}"], alpha=alpha)
+    return pairs
+
+
+def tensors_of(
+    updates: Mapping[str, LayerUpdate], spelling: Spelling, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """What a file holds in a spelling, by name."""
+    tensors: dict[str, Tensor] = {}
+    for layer, update in updates.items():
+        tensors |= update.file_tensors(layer, spelling, dtype)
+    return tensors
+
 
 LOKR_NAME = re.compile(r"(?P<key>.*)\.lokr_w(?P<side>[12])(?P<part>|_a|_b)")
 """Name of a tensor of a LoKr."""
-_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 Factors: TypeAlias = tuple[Tensor, ...]
 """One matrix, or two whose product it is."""
@@ -39,9 +183,8 @@ class DoraUpdate:
     """A LoRA's update of a weight, whose rows then get new norms.
 
     Attributes:
-        pair: the update.
         magnitude: the norms, (outputs,).
-        comfyui: what stands for them in ComfyUI, (outputs,); None where that is not known.
+        comfyui: ComfyUI's ``dora_scale``, (outputs,); None where it is not known.
     """
 
     pair: LoraPair
@@ -50,7 +193,6 @@ class DoraUpdate:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs of the layer."""
         return self.pair.sizes
 
     @property
@@ -66,8 +208,7 @@ class DoraUpdate:
         return self.pair.distance(other.pair) if is_same else math.inf
 
     def rounding_bound(self, dtype: torch.dtype) -> float:
-        """That of the pair: norms are in fp32 in a file of any dtype, as they are as large as the weight
-        is."""
+        """That of the pair: the norms, as large as the weight's, are in fp32 in a file of any dtype."""
         return self.pair.rounding_bound(dtype)
 
     def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -96,7 +237,6 @@ class LokrUpdate:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs of the layer."""
         return (
             self.left[-1].shape[1] * self.right[-1].shape[1],
             self.left[0].shape[0] * self.right[0].shape[0],
@@ -176,7 +316,7 @@ def lokr_updates(tensors: Mapping[str, Tensor]) -> dict[str, LokrUpdate]:
         sides = [_factors(parts, side) for side in "12"]
         if len(parts) != sum(map(len, sides)) or not all(map(_fits, sides)):
             found = ", ".join(f"lokr_w{name} {tuple(parts[name].shape)}" for name in sorted(parts))
-            raise ValueError(f"{layer} is no LoKr with {found}")
+            raise ValueError(f"{layer} is not a LoKr, with {found}")
         updates[layer] = LokrUpdate(left=sides[0], right=sides[1])
     return updates
 
@@ -193,8 +333,7 @@ def adapter_of(updates: Mapping[str, LayerUpdate]) -> LoraFile:
         if isinstance(update, LokrUpdate):
             tensors |= _named(layer, update.folded, torch.float32)
             continue
-        pair = update.pair if isinstance(update, DoraUpdate) else update
-        assert isinstance(pair, LoraPair)
+        pair = _pair(update)
         settings = settings or {"r": pair.rank, "lora_alpha": pair.alpha}
         tensors |= {f"{layer}{_DOWN}": pair.down, f"{layer}{_UP}": pair.with_alpha(settings["lora_alpha"]).up}
         if isinstance(update, DoraUpdate):
@@ -209,11 +348,13 @@ def kind_of(update: LayerUpdate) -> type[AdapterKind]:
 
 def rank_of(update: LayerUpdate) -> int | None:
     """The rank of an update; None of a Kronecker product of whole matrices."""
-    if isinstance(update, LokrUpdate):
-        return update.inner_rank
+    return update.inner_rank if isinstance(update, LokrUpdate) else _pair(update).rank
+
+
+def _pair(update: LayerUpdate) -> LoraPair:
     pair = update.pair if isinstance(update, DoraUpdate) else update
     assert isinstance(pair, LoraPair)
-    return pair.rank
+    return pair
 
 
 def trained_tensors(update: LayerUpdate, layer: str, *, rank: int, alpha: float) -> dict[str, Tensor]:
@@ -221,9 +362,7 @@ def trained_tensors(update: LayerUpdate, layer: str, *, rank: int, alpha: float)
     if isinstance(update, LokrUpdate):
         (first, *rest), right = update.folded
         return _named(layer, ((first / (alpha / rank), *rest), right), torch.float32)
-    pair = update.pair if isinstance(update, DoraUpdate) else update
-    assert isinstance(pair, LoraPair)
-    scaled = pair.with_alpha(alpha)
+    scaled = _pair(update).with_alpha(alpha)
     tensors = {f"{layer}{_DOWN}": scaled.down.float(), f"{layer}{_UP}": scaled.up.float()}
     return tensors | (
         {f"{layer}{MAGNITUDE}": update.magnitude.float()} if isinstance(update, DoraUpdate) else {}

@@ -1,6 +1,6 @@
-"""This file has the layer of a DoRA: a LoRA beside which the norm of each row of the weight trains.
+"""This file has peft's layers with an adapter, computed in another way: LoRA, DoRA and LoKr.
 
-The row o of the weight that the layer computes with is ``magnitude[o] * (W + s B A)[o] / |(W + s B A)[o]|``
+The row o of the weight that a DoRA computes with is ``magnitude[o] * (W + s B A)[o] / |(W + s B A)[o]|``
 (Liu et al. 2024, arXiv:2402.09353, equation 5), and no gradient flows through the norm (section 4.3).
 """
 
@@ -9,26 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import LoraVariant
+from peft import LoraConfig
+from peft.tuners.lokr import layer as lokr
+from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
-from diffsynth_lite.core.autocast import autocast_dtype
+from diffsynth_lite.core.autocast import autocast_dtype, shared_cast
 from diffsynth_lite.core.weights import FrozenLinear, row_norms, weight_rows
 from diffsynth_lite.errors import UserError
 
 MAGNITUDE = ".lora_magnitude_vector"
-"""What the name of a tensor with magnitudes has behind its layer's."""
+"""End of the name of a tensor with magnitudes, after its layer's name."""
 COMFYUI_SCALE = ".dora_scale"
-"""The same of what is computed of them for ComfyUI when a file is written."""
+"""The same for the tensor that is computed of them for ComfyUI when a file is written."""
 
 
 class Magnitude(nn.Module):
-    """The norms of a layer's rows: those that train, and those of the frozen weight.
-
-    Args:
-        num_outputs: of the layer.
-        device: of the tensors, which :func:`fill_magnitudes` fills.
-    """
+    """The norms of a layer's rows: those that train, and those of the frozen weight."""
 
     row_norms: Tensor
 
@@ -38,7 +35,7 @@ class Magnitude(nn.Module):
         self.register_buffer("row_norms", torch.empty(num_outputs, device=device), persistent=False)
 
 
-class DoraVariant(LoraVariant):  # type: ignore[misc]  # peft has no types
+class DoraVariant(lora.LoraVariant):  # type: ignore[misc]  # peft has no types
     """What peft calls where the LoRA of a layer is a DoRA.
 
     peft's own makes W + s B A as a whole in each forward, and takes what a quantised layer keeps for its
@@ -61,11 +58,7 @@ def fill_magnitudes(
     """Give a new DoRA the norms of the rows of the frozen weights, with which it changes nothing.
 
     Args:
-        layers: full names.
         device: to read the weights on; None is where they are.
-
-    Raises:
-        UserError: a layer is of a class that peft computes otherwise.
     """
     for name in layers:
         layer: Any = model.get_submodule(name)
@@ -87,20 +80,18 @@ def dora_output(layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
     """What a layer with a DoRA gives.
 
     Args:
-        layer: peft's.
         x: (..., inputs), in the dtype that the LoRA computes in.
         result: (..., outputs), what the frozen layer gives.
 
     Returns:
         (..., outputs) in the dtype of ``result``. Where peft's scale for the adapter is not that of its
-        training, the change of the output is multiplied with what they are apart, so that 0 is the frozen
-        layer.
+        training, the change of the output is multiplied with their ratio, so that 0 is the frozen layer.
     """
     down, up = layer.lora_A[adapter], layer.lora_B[adapter].weight
     base, magnitude = layer.get_base_layer(), layer.lora_magnitude_vector[adapter]
     scaling = _scaling(layer, adapter)
     with torch.no_grad():
-        product = _product(base, down.weight)
+        product = _frozen_product(base, down.weight)
         norms = _RowSums.of(magnitude.row_norms, product, down.weight, up, scaling).norms
     ratio = magnitude.weight / norms
     # The rows of B, not the output: nothing of its size is kept for backward.
@@ -116,16 +107,14 @@ def dora_output(layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
 def scales_for_comfyui(
     model: nn.Module, tensors: Mapping[str, Tensor], adapter: str, device: torch.device
 ) -> dict[str, Tensor]:
-    """What stands for the magnitudes of a DoRA in ComfyUI, (outputs,) in fp32 on the CPU, by name.
+    """The ``dora_scale`` that ComfyUI reads for a DoRA, (outputs,) in fp32 on the CPU, by name.
 
-    It multiplies the rows of W + s B A with these over the norms of W alone (``weight_decompose`` in its
-    ``comfy/weight_adapter/base.py``). So that it comes to the same, they are the magnitudes times the norms
-    of W over those of W + s B A.
+    ComfyUI multiplies the rows of W + s B A with it over the norms of W (``weight_decompose`` in its
+    ``comfy/weight_adapter/base.py``). For the same result it is the magnitudes times the norms of W over
+    those of W + s B A.
 
     Args:
-        model: with the adapter.
         tensors: of it, by peft's names; none has magnitudes in a LoRA or LoKr.
-        device: to compute on.
     """
     scales = {}
     for key, trained in tensors.items():
@@ -197,7 +186,7 @@ def _scaling(layer: Any, adapter: str) -> float:
     return scaling
 
 
-def _product(base: nn.Linear, down: Tensor) -> Tensor:
+def _frozen_product(base: nn.Linear, down: Tensor) -> Tensor:
     """A W' as the layer computes, (rank, outputs) in fp32."""
     weight = base.weight
     if isinstance(base, FrozenLinear):
@@ -211,3 +200,120 @@ def _exact_sums(layer: Any, adapter: str, down: Tensor, up: Tensor, device: torc
     rows = weight_rows(layer.get_base_layer(), device)
     product = torch.cat([down.float() @ part.float().T for part in rows], dim=1).double()
     return _RowSums.of(norms, product, down.double(), up.double(), _scaling(layer, adapter))
+
+
+_PARTS = ("", "_a", "_b")
+"""What the names of a matrix have at their ends: of a whole one, or of the two that it is the product of."""
+
+
+class LokrLinear(lokr.Linear):  # type: ignore[misc]  # peft has no types
+    """peft's layer, of which each forward makes the update of the weight as a whole, and keeps it for
+    backward.
+
+    The product with ``kron(left, right)`` is one with each of the two instead: a fraction of the work, and
+    nothing as large as the weight. peft's own also reads the shape of what a quantised layer keeps.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """(..., in_features) to (..., out_features), in the dtype of the frozen layer's output."""
+        lower = autocast_dtype(x.device)
+        x = x if lower is None else shared_cast(x, lower)
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters:
+            return result
+        output = result
+        for adapter in self.active_adapters:
+            if adapter in self._available_adapters:
+                output = output + self._update(adapter, x)
+        return output.to(result.dtype)
+
+    def factors(self, adapter: str) -> tuple[list[Tensor], list[Tensor]]:
+        """What the left and the right matrix of the Kronecker product are the products of: one each, or
+        two."""
+        held = [[getattr(self, f"{side}{part}") for part in _PARTS] for side in ("lokr_w1", "lokr_w2")]
+        left, right = ([one[adapter] for one in side if adapter in one] for side in held)
+        return left, right
+
+    def hold(self, adapter: str, left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
+        """Give an adapter other factors than peft made, of any sizes that fit the layer, in fp32."""
+        device = self.get_base_layer().weight.device
+        for side, matrices in (("lokr_w1", left), ("lokr_w2", right)):
+            parts = dict(zip(("",) if len(matrices) == 1 else ("_a", "_b"), matrices, strict=True))
+            for part in _PARTS:
+                held = getattr(self, f"{side}{part}")
+                if adapter in held:
+                    del held[adapter]
+                if part in parts:
+                    held[adapter] = nn.Parameter(parts[part].to(device, torch.float32))
+
+    def update_norm(self, adapter: str, device: torch.device) -> Tensor:
+        """Frobenius norm of the update, a scalar in fp64: the product of those of its two matrices."""
+        norms = [
+            torch.linalg.matrix_norm(_product([part.detach().to(device).double() for part in parts]))
+            for parts in self.factors(adapter)
+        ]
+        norm: Tensor = abs(self.scaling[adapter]) * norms[0] * norms[1]
+        return norm
+
+    def _update(self, adapter: str, x: Tensor) -> Tensor:
+        left, right = self.factors(adapter)
+        # Of the small matrix, so that no multiplication has the size of the output.
+        outer = _product(left) * self.scaling[adapter]
+        columns = right[-1].shape[1]
+        inner = self._cast_input_dtype(x, outer.dtype).unflatten(-1, (outer.shape[1], columns))
+        for matrix in reversed(right):
+            inner = nn.functional.linear(inner, matrix)
+        across = nn.functional.linear(inner.transpose(-1, -2), outer)
+        return across.transpose(-1, -2).flatten(-2)
+
+
+def _product(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else parts[0] @ parts[1]
+
+
+class LoraLinear(lora.Linear):  # type: ignore[misc]  # peft has no types
+    """peft's layer, with the same bits of values and gradients; a DoRA is computed in another way."""
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        return {(): None, ("use_dora",): DoraVariant}
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """(..., in_features) to (..., out_features), in the dtype of the frozen layer's output."""
+        adapter = self._adapter_alone()
+        if adapter is None or args or kwargs:
+            by_peft: Tensor = super().forward(x, *args, **kwargs)
+            return by_peft
+        down, up, scaling = self.lora_A[adapter], self.lora_B[adapter], self.scaling[adapter]
+        lower = autocast_dtype(x.device)
+        if lower is None:
+            result = self.base_layer(x)
+            inner = self._cast_input_dtype(x, down.weight.dtype)
+        else:
+            result = self.base_layer(shared_cast(x, lower))
+            inner = shared_cast(x, lower)
+        if adapter in self.lora_variant:
+            return dora_output(self, adapter, inner, result)
+        update = up(down(inner))
+        if scaling != 1:
+            update = update * scaling
+        output: Tensor = (result + update).to(result.dtype)
+        return output
+
+    def _adapter_alone(self) -> str | None:
+        """The one adapter of the layer that is active, if it has no dropout."""
+        active: list[str] = [name for name in self.active_adapters if name in self.lora_A]
+        if len(active) != 1 or self.disable_adapters or self.merged:
+            return None
+        (name,) = active
+        return name if isinstance(self.lora_dropout[name], nn.Identity) else None
+
+
+def use_lora_linear(config: LoraConfig) -> None:
+    """Have peft put a :class:`LoraLinear` around plain and frozen layers; others get what peft has."""
+
+    def layer_around(target: nn.Module, adapter_name: str, **kwargs: Any) -> LoraLinear | None:
+        is_known = type(target) in (nn.Linear, FrozenLinear)
+        return LoraLinear(target, adapter_name, **kwargs) if is_known else None
+
+    config._register_custom_module({nn.Linear: layer_around})

@@ -1,7 +1,10 @@
-"""This file puts finished LoRAs on a model to draw with, several at once, each with a weight."""
+"""This file puts finished LoRAs on a model: to generate with, or one that is frozen while another trains."""
 
+import hashlib
+import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +14,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.adapter import peft_pattern
-from diffsynth_lite.lora.kinds.dora import MAGNITUDE
-from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind, Dora, Lokr
-from diffsynth_lite.lora.kinds.updates import LOKR_NAME, LokrUpdate, lokr_updates
+from diffsynth_lite.lora.adapter import OWN_ADAPTER, leaving_out, peft_pattern
+from diffsynth_lite.lora.kinds import LORA, AdapterKind, Dora, Lokr
+from diffsynth_lite.lora.layers import MAGNITUDE
+from diffsynth_lite.lora.updates import LOKR_NAME, lokr_updates, pairs_of
 
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
@@ -24,11 +27,6 @@ def require_fit(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, place:
 
     Args:
         model: may be on the meta device.
-        tensors: by peft's names.
-        place: where the LoRA is, for messages.
-
-    Raises:
-        UserError: naming what does not fit.
     """
     known = (_FIRST, _SECOND, MAGNITUDE)
     others = sorted(name for name in tensors if not name.endswith(known) and not LOKR_NAME.fullmatch(name))
@@ -39,7 +37,11 @@ def require_fit(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, place:
     pairs = {name.partition(".lora_")[0] for name in tensors if name.endswith(known)}
     misfits = sorted(
         [layer for layer in pairs if not _fits(model, layer, tensors)]
-        + [layer for layer, update in products.items() if not _multiplies(model, layer, update)]
+        + [
+            layer
+            for layer, update in products.items()
+            if (weight := _weight(model, layer)) is None or weight.shape != update.sizes[::-1]
+        ]
     )
     if misfits:
         raise UserError(
@@ -62,11 +64,6 @@ def _fits(model: nn.Module, layer: str, tensors: Mapping[str, torch.Tensor]) -> 
     return first.shape == (rank, *weight.shape[1:]) and second.shape[:2] == (len(weight), rank)
 
 
-def _multiplies(model: nn.Module, layer: str, update: LokrUpdate) -> bool:
-    weight = _weight(model, layer)
-    return weight is not None and weight.shape == update.sizes[::-1]
-
-
 def _weight(model: nn.Module, layer: str) -> torch.Tensor | None:
     try:
         weight = model.get_submodule(layer).weight
@@ -76,7 +73,7 @@ def _weight(model: nn.Module, layer: str) -> torch.Tensor | None:
 
 
 def is_drawn_alone(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a LoRA is of a kind that cannot be on a model beside others: a DoRA, or a LoKr.
+    """Whether a LoRA is of a kind that cannot be on a model with others: a DoRA, or a LoKr.
 
     A DoRA's norms are those of the base's weights, and peft puts no LoKr on layers with a LoRA.
     """
@@ -91,11 +88,9 @@ def add_finished_lora(
     *,
     device: torch.device | None = None,
 ) -> None:
-    """Put a LoRA in fp32 on a model, beside those that are there; see :func:`set_lora_weights`.
+    """Put another LoRA in fp32 on a model; see :func:`set_lora_weights`.
 
     Args:
-        model: a diffusers model, with weights.
-        name: peft's, for the adapter.
         tensors: by peft's names, which fit the model.
         settings: peft's. Where they give no alpha, each layer's is its rank.
         device: to read frozen weights on, where a DoRA asks for them; None is where they are.
@@ -129,14 +124,12 @@ def _put_on(
     layers: list[str],
     kind: AdapterKind,
     *,
-    rank: int,
-    alpha: float,
     device: torch.device | None,
-    **patterns: Mapping[str, float],
+    **settings: Any,
 ) -> None:
-    config = kind.config(layers, rank=rank, alpha=alpha, dropout=0.0, **patterns)
+    config = kind.config(layers, dropout=0.0, **settings)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # Several adapters on one model are what is wanted.
+        # Several adapters on one model are intended.
         warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)
         model.add_adapter(config, adapter_name=name)  # type: ignore[operator]  # of every diffusers model
         cast_training_params(model, torch.float32)
@@ -153,3 +146,41 @@ def set_lora_weights(model: nn.Module, weights: Mapping[str, float]) -> None:
             module.set_adapter(list(weights))
             for name, weight in weights.items():
                 module.set_scale(name, weight)
+
+
+_NAME = "training_adapter"
+
+
+def add_training_adapter(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+) -> None:
+    """Put a finished LoRA on a model that has one to train: both are active, and this one is frozen, in fp32.
+
+    Args:
+        tensors: by peft's names, which fit the model; they may be on layers that the other one is not on.
+    """
+    add_finished_lora(model, _NAME, tensors, settings)
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.set_adapter([OWN_ADAPTER, _NAME])
+    for name, parameter in model.named_parameters():
+        if f".{_NAME}." in name:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
+def without_training_adapter(model: nn.Module) -> Iterator[None]:
+    """Scope in which a model computes without what :func:`add_training_adapter` put on it."""
+    with leaving_out(model, _NAME):
+        yield
+
+
+def adapter_digest(tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> str:
+    """Equal for LoRAs with the same numbers on the same layers, however their files spell them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for layer, pair in sorted(pairs_of(tensors, settings).items()):
+        for matrix in (pair.down, pair.up):
+            facts = layer, pair.alpha, str(matrix.dtype), list(matrix.shape)
+            digest.update(json.dumps(facts).encode())
+            digest.update(matrix.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The layer with a LoRA against peft's own: the same bits, with less kept for backward."""
+"""The layers with a LoRA against peft's own: the same bits, with less kept for backward; a frozen one."""
 
 from collections.abc import Callable, Sequence
 from unittest.mock import patch
@@ -14,9 +14,18 @@ from diffsynth_lite.core.autocast import shared_cast
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.planning import CountingMeter
 from diffsynth_lite.core.weights import Int8, Quantization
-from diffsynth_lite.lora import add_adapter, without_adapter
-from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind, Dora, Lokr
-from diffsynth_lite.lora.linear import LoraLinear
+from diffsynth_lite.lora import (
+    UpdateSizes,
+    adapter_digest,
+    adapter_settings,
+    adapter_tensors,
+    add_adapter,
+    add_training_adapter,
+    without_adapter,
+    without_training_adapter,
+)
+from diffsynth_lite.lora.kinds import LORA, AdapterKind, Dora, Lokr
+from diffsynth_lite.lora.layers import LoraLinear
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LAYERS = ("first", "query", "key", "value", "out")
@@ -175,7 +184,7 @@ def disabled(model: Attending) -> Attending:
     [with_two_adapters, merged, disabled, lambda model: adapted(model, dropout=0.5)],
     ids=["two adapters", "merged", "disabled", "dropout"],
 )
-def test_what_is_not_a_plain_lora_is_left_to_peft(change: Callable[[Attending], Attending]) -> None:
+def test_layers_that_are_not_a_plain_lora_are_left_to_peft(change: Callable[[Attending], Attending]) -> None:
     model = change(model_of())
     with patch.object(Linear, "forward", autospec=True, side_effect=Linear.forward) as left:
         ours = step(model, autocast=True)
@@ -183,7 +192,7 @@ def test_what_is_not_a_plain_lora_is_left_to_peft(change: Callable[[Attending], 
     assert_equal(ours, as_peft(lambda: step(model, autocast=True)))
 
 
-def test_layers_of_other_classes_get_what_peft_has_for_them() -> None:
+def test_layers_of_other_classes_get_pefts_own() -> None:
     class Special(nn.Linear): ...
 
     model = model_of()
@@ -231,20 +240,80 @@ def test_without_its_adapter_a_model_has_the_bits_from_before_it_and_trains_on_a
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_without_its_adapter_a_model_keeps_a_frozen_one_also_where_the_scope_ends_by_an_error() -> None:
     other = LoraConfig(r=3, target_modules=["query", "out"])
-    alone = model_of()
-    alone.requires_grad_(False).add_adapter(other, adapter_name="other")
-    filled(alone)
+    other_only = model_of()
+    other_only.requires_grad_(False).add_adapter(other, adapter_name="other")
+    filled(other_only)
     both = model_of()
     add_adapter(both, LAYERS, rank=2, alpha=2, dropout=0, seed=0)
     filled(both).add_adapter(other, adapter_name="other")
     both.set_adapter(["default", "other"])
-    both.load_state_dict(alone.state_dict(), strict=False)
+    both.load_state_dict(other_only.state_dict(), strict=False)
     for name, weight in both.named_parameters():
         weight.requires_grad_(".default." in name)
     with without_adapter(both):
-        assert torch.equal(output_of(both, autocast=True), output_of(alone, autocast=True))
+        assert torch.equal(output_of(both, autocast=True), output_of(other_only, autocast=True))
     with pytest.raises(RuntimeError, match="shapes"), without_adapter(both):
         both(torch.zeros(1))
-    assert not torch.equal(output_of(both, autocast=True), output_of(alone, autocast=True))
+    assert not torch.equal(output_of(both, autocast=True), output_of(other_only, autocast=True))
     assert both.active_adapters() == ["default", "other"]
     assert all(".default." in name for name, weight in both.named_parameters() if weight.requires_grad)
+
+
+SETTINGS = {"lora_alpha": 1.5}
+
+
+def frozen() -> dict[str, torch.Tensor]:
+    """On one layer of those that train, and on the norm's neighbour that does not."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"query": ((3, 12), (16, 3)), "out": ((3, 16), (12, 3))}
+    return {
+        f"{layer}.lora_{half}.weight": torch.randn(shape, generator=generator)
+        for layer, both in shapes.items()
+        for half, shape in zip("AB", both, strict=True)
+    }
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_both_take_part_one_trains_and_either_can_be_left_out(is_quantised: bool) -> None:
+    layers = LAYERS[:-1]  # all but "out", which the frozen one is on
+    other_only = adapted(model_of(is_quantised=is_quantised), layers=layers)
+    both = adapted(model_of(is_quantised=is_quantised), layers=layers)
+    add_training_adapter(both, frozen(), SETTINGS)
+    own = [name for name, weight in both.named_parameters() if weight.requires_grad]
+    assert own == [name for name, weight in other_only.named_parameters() if weight.requires_grad]
+    for autocast in (False, True):
+        with without_training_adapter(both):
+            assert torch.equal(output_of(both, autocast=autocast), output_of(other_only, autocast=autocast))
+        assert not torch.equal(output_of(both, autocast=autocast), output_of(other_only, autocast=autocast))
+    # Only the one that trains is saved, exported and measured.
+    assert adapter_tensors(both).keys() == adapter_tensors(other_only).keys()
+    assert adapter_settings(both) == adapter_settings(other_only)
+    cpu = torch.device("cpu")
+    assert UpdateSizes(both, cpu).measure() == UpdateSizes(other_only, cpu).measure()
+    assert [name for name, weight in both.named_parameters() if weight.requires_grad] == own
+
+
+def test_with_both_a_layer_adds_both_updates_to_its_own() -> None:
+    model, plain, tensors = adapted(model_of()), model_of(), frozen()
+    add_training_adapter(model, tensors, SETTINGS)
+    x = torch.randn(2, 12, generator=torch.Generator().manual_seed(4))
+    layer = model.query
+    assert isinstance(layer, LoraLinear)
+    updates = [
+        layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight,
+        1.5 / 3 * tensors["query.lora_B.weight"] @ tensors["query.lora_A.weight"],
+    ]
+    expected = plain.query(x) + x @ (updates[0] + updates[1]).T
+    torch.testing.assert_close(layer(x), expected)
+    with without_adapter(model):
+        torch.testing.assert_close(layer(x), plain.query(x) + x @ updates[1].T)
+    assert layer.lora_A["training_adapter"].weight.dtype == FP32
+
+
+def test_a_digest_is_of_the_numbers_and_not_of_their_order() -> None:
+    tensors = frozen()
+    digest = adapter_digest(tensors, SETTINGS)
+    assert adapter_digest(dict(reversed(tensors.items())), SETTINGS) == digest
+    tensors["out.lora_B.weight"][0, 0] += 1
+    others = [adapter_digest(tensors, SETTINGS), adapter_digest(frozen(), {"lora_alpha": 3.0})]
+    assert len({digest, *others}) == 3
