@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -28,12 +28,7 @@ from PIL.Image import Image
 from torch.nn.functional import interpolate
 from transformers import Qwen3Model
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import ANIMA_NAMES
@@ -43,6 +38,7 @@ from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, devi
 from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
 from diffsynth_lite.pipelines.base.folder import ComponentFile
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.preview_request import PreviewRequest
 from diffsynth_lite.pipelines.base.single_file import holds, names_in
 from diffsynth_lite.releases.anima import ANIMA
@@ -85,6 +81,7 @@ def _resized(mask_bchw: torch.Tensor, size: Sequence[int], interpolation: str) -
     return resized.to(mask_bchw.dtype)
 
 
+@model_function
 def model_fn_anima(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
@@ -93,9 +90,7 @@ def model_fn_anima(
     *,
     padding_mask: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Anima, each transformer block run by the gradient engine.
 
@@ -108,26 +103,16 @@ def model_fn_anima(
         padding_mask: (1, 1, H', W'), 1 where the picture is none, in any size; None is none of it, as the
             pipeline has it.
         attention_mask: (B, 512), True for a token that is seen; None, as in the pipeline, is all.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, 1, H, W), the predicted velocity ``noise - latents``.
     """
     if padding_mask is None:
         padding_mask = latents_bcfhw.new_zeros(1, 1, *latents_bcfhw.shape[-2:])
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     with (
         without_torchvision(),
-        checkpoint_blocks(
-            transformer,
-            Anima.block_lists,
-            gradient_checkpoint_forward,
-            *switches,
-            policy=policy,
-            unused_matmuls=Anima.unused_matmuls,
-        ),
+        checkpointed(Anima, transformer, gradient_checkpoint_forward, **checkpointing),
     ):
         velocity_bcfhw: torch.Tensor = transformer(
             hidden_states=latents_bcfhw,
@@ -179,6 +164,9 @@ class Anima(DiffusersFamily):
     unused_matmuls = ("attn1.to_out.0", "attn2.to_out.0", "ff.net.2")
     size_divisor = 16
     max_prompt_tokens = 512
+    patch = _PATCH
+    latents_id = "anima/latents/1"
+    prompt_width = "text_embed_dim"
     default_target_modules = (*_ATTENTION, *_FEED_FORWARD)
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
@@ -241,9 +229,6 @@ class Anima(DiffusersFamily):
         )
         return embeds_bld[0, : given["t5_input_ids"].shape[1]].cpu().clone()
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"anima/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_latents(vae, pixels_bchw.unsqueeze(2))
 
@@ -251,13 +236,6 @@ class Anima(DiffusersFamily):
         config = self.folder.component_config("vae")
         scale = 2 ** len(config["temperal_downsample"])
         return config["z_dim"], num_frames, height // scale, width // scale
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        width = self.folder.component_config("transformer")["text_embed_dim"]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
     def predict(
         self,

@@ -5,24 +5,20 @@ Sources: diffusers ``transformer_chroma.py`` and ``pipeline_chroma.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import AutoencoderKL, ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
 from transformers import T5EncoderModel
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.flux import SINGLE_STREAM, Flux, pack_pictures, unpack_picture
 from diffsynth_lite.releases.chroma import CHROMA
 from diffsynth_lite.testing import seeded
@@ -31,16 +27,14 @@ from diffsynth_lite.testing.text_encoders import tiny_t5
 from diffsynth_lite.testing.tokenizers import t5_tokenizer
 
 
+@model_function
 def model_fn_chroma(
     transformer: torch.nn.Module,
     latents_bchw: torch.Tensor,
     timestep: torch.Tensor,
     prompt_embeds_bld: torch.Tensor,
     prompt_embeds_mask: torch.Tensor | None = None,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Chroma, each transformer block run by the gradient engine.
 
@@ -50,9 +44,7 @@ def model_fn_chroma(
         timestep: (B,), noise level in [0, 1].
         prompt_embeds_bld: (B, L, D) prompt embeddings of T5.
         prompt_embeds_mask: (B, L), 1 for a token that the model sees and 0 for others; None when it sees all.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, H, W), the predicted velocity ``noise - latents``.
@@ -64,16 +56,7 @@ def model_fn_chroma(
         # Truth values: torch adds numbers to the attention's scores, which hides nothing.
         of_picture = torch.ones(tokens_bld.shape[:2], dtype=torch.bool, device=tokens_bld.device)
         mask = torch.cat([prompt_embeds_mask.bool(), of_picture], dim=1)
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        Chroma.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=Chroma.unused_matmuls,
-        by_hook=False,  # with it, diffusers 0.42 calls the single-stream blocks without the mask
-    ):
+    with checkpointed(Chroma, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
             timestep=timestep,
@@ -117,6 +100,8 @@ class Chroma(Flux):
     tokenizers = ("tokenizer",)
     prompt_tokenizer = "tokenizer"
     max_prompt_tokens = 512
+    prompt_id = "chroma/prompt/1"
+    blocks_by_hook = False  # with it, diffusers 0.42 calls the single-stream blocks without the mask
     # Made from schnell, with its distillation undone.
     distilled = None
     # Its blocks have no modulation of their own: one network makes that of all.
@@ -124,10 +109,6 @@ class Chroma(Flux):
         "attention": Flux.target_sets["attention"],
         "all": (*Flux.default_target_modules, *SINGLE_STREAM),
     }
-
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        return f"chroma/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device

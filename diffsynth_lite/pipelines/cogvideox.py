@@ -7,7 +7,7 @@ and, for the frames of 1.5, ``pipeline_cogvideox_image2video.py``.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -19,13 +19,7 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import T5EncoderModel
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-    unwrapped,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import COGVIDEOX_NAMES
@@ -34,6 +28,7 @@ from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.cogvideox import COGVIDEOX
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_cogvideox_vae
@@ -46,15 +41,13 @@ _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
 
 
+@model_function
 def model_fn_cogvideox(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
     timestep: torch.Tensor,
     prompt_embeds_bld: torch.Tensor,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of CogVideoX, each transformer block run by the gradient engine.
 
@@ -63,22 +56,12 @@ def model_fn_cogvideox(
         latents_bcfhw: (B, 16, F, H, W), noisy normalised latents, H and W even; F too with CogVideoX 1.5.
         timestep: (B,), whole, in [0, 1000).
         prompt_embeds_bld: (B, 226, D) prompt embeddings of T5, padded; there is no mask.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, F, H, W), the v that the transformer predicts.
     """
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        CogVideoX.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=CogVideoX.unused_matmuls,
-    ):
+    with checkpointed(CogVideoX, transformer, gradient_checkpoint_forward, **checkpointing):
         predicted_bfchw: torch.Tensor = transformer(
             hidden_states=latents_bcfhw.transpose(1, 2),
             encoder_hidden_states=prompt_embeds_bld,
@@ -133,6 +116,8 @@ class CogVideoX(DiffusionFamily):
     size_divisor = 16
     frame_step = 2 * _TEMPORAL
     max_prompt_tokens = 226
+    prompt_id = "cogvideox/prompt/1"
+    prompt_width = "text_embed_dim"
     # Those of diffusers' training script.
     default_target_modules = _ATTENTION
     target_sets: ClassVar[TargetSets] = {
@@ -169,10 +154,6 @@ class CogVideoX(DiffusionFamily):
                 f"{keys}: {width}x{height}; this model knows the places of clips of at most "
                 f"{widest} x {highest} pixels"
             )
-
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        return f"cogvideox/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -222,10 +203,6 @@ class CogVideoX(DiffusionFamily):
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         _, num_frames, height, width = latents_shape
         return num_frames * height * width // (_PATCH**2 * self._frames_of_a_token)
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        width = self.folder.component_config("transformer")["text_embed_dim"]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
     def predict(
         self,

@@ -6,7 +6,7 @@ Sources: diffusers ``transformer_ernie_image.py`` and ``pipeline_ernie_image.py`
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -18,12 +18,7 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import Mistral3Model
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import ERNIE_IMAGE_NAMES
 from diffsynth_lite.media import Prompt
@@ -31,6 +26,7 @@ from diffsynth_lite.pipelines.base.batching import pad_tokens
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_patched_latents, scaled_latents_shape
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.ernie_image import ERNIE_IMAGE
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
@@ -44,16 +40,14 @@ _NORM_EPS = 1e-5
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 
+@model_function
 def model_fn_ernie_image(
     transformer: torch.nn.Module,
     latents_bchw: torch.Tensor,
     timestep: torch.Tensor,
     prompt_embeds_bld: torch.Tensor,
     prompt_embeds_mask: torch.Tensor | None = None,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of ERNIE-Image, each transformer block run by the gradient engine.
 
@@ -64,24 +58,14 @@ def model_fn_ernie_image(
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding, which the transformer masks; None when no
             prompt is padded.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 128, H, W), the predicted velocity ``noise - latents``.
     """
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     if prompt_embeds_mask is None:
         prompt_embeds_mask = prompt_embeds_bld.new_ones(prompt_embeds_bld.shape[:2], dtype=torch.long)
-    with checkpoint_blocks(
-        transformer,
-        ErnieImage.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=ErnieImage.unused_matmuls,
-    ):
+    with checkpointed(ErnieImage, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bchw: torch.Tensor = transformer(
             hidden_states=latents_bchw,
             timestep=timestep,
@@ -122,12 +106,11 @@ class ErnieImage(DiffusersFamily):
     unused_matmuls = ("mlp.linear_fc2",)
     size_divisor = 16
     max_prompt_tokens = 512
+    prompt_id = "ernie_image/prompt/1"
+    latents_id = "ernie_image/latents/1"
+    prompt_width = "text_in_dim"
     default_target_modules = (*_ATTENTION, "gate_proj", "up_proj", "linear_fc2")
     target_sets: ClassVar[TargetSets] = {"attention": _ATTENTION, "all": default_target_modules}
-
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        return f"ernie_image/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -143,22 +126,12 @@ class ErnieImage(DiffusersFamily):
 
         return encode
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"ernie_image/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_patched_latents(vae, pixels_bchw, eps=_NORM_EPS)
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         channels, *sides = scaled_latents_shape(self.folder.component_config("vae"), width, height)
         return channels * _PATCH**2, *(side // _PATCH for side in sides)
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1]
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        width = self.folder.component_config("transformer")["text_in_dim"]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
     def predict(
         self,

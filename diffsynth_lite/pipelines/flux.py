@@ -6,7 +6,7 @@ Sources: diffusers ``transformer_flux.py`` and ``pipeline_flux.py``.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -14,12 +14,7 @@ from PIL.Image import Image
 from transformers import CLIPTextModel, T5EncoderModel
 
 from diffsynth_lite.core.context_parallel import SequenceSplit
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
@@ -29,6 +24,7 @@ from diffsynth_lite.pipelines.base.latents import (
     encode_scaled_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.flux import FLUX
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
@@ -48,6 +44,7 @@ SINGLE_STREAM = ("proj_mlp", "single_transformer_blocks.*.proj_out")
 _MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
 
 
+@model_function
 def model_fn_flux(
     transformer: torch.nn.Module,
     latents_bchw: torch.Tensor,
@@ -58,9 +55,7 @@ def model_fn_flux(
     *,
     input_latents_bchw: torch.Tensor | None = None,
     condition_bld: torch.Tensor | None = None,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of FLUX.1, each transformer block run by the gradient engine.
 
@@ -73,9 +68,7 @@ def model_fn_flux(
         guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
         input_latents_bchw: (B, 16, H_i, W_i), clean normalised latents of the picture to edit.
         condition_bld: (B, H * W / 4, D), further channels of the tokens of the noisy picture.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, H, W), the predicted velocity ``noise - latents``.
@@ -85,15 +78,7 @@ def model_fn_flux(
     tokens_bld, positions = pack_pictures(pictures)
     if condition_bld is not None:
         tokens_bld = torch.cat([tokens_bld, condition_bld], dim=2)
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        Flux.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=Flux.unused_matmuls,
-    ):
+    with checkpointed(Flux, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
             timestep=timestep,
@@ -179,6 +164,8 @@ class Flux(DiffusersFamily):
     unused_matmuls = ("ff.net.2", "ff_context.net.2", "proj_out")
     sequence_split = SequenceSplit(prompts="split")
     size_divisor = 16
+    patch = _PATCH
+    prompt_id = "flux/prompt/1"
     # CLIP, which gives one vector for the whole text, reads the first 77 tokens of its own.
     prompt_tokenizer = "tokenizer_2"
     # Those of diffusers' training script.
@@ -216,10 +203,6 @@ class Flux(DiffusersFamily):
         """Whether the model is told a guidance scale: dev and Kontext are, schnell is not."""
         return bool(self.folder.component_config("transformer").get("guidance_embeds"))
 
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints(*self.text_encoders, *self.tokenizers)
-        return f"flux/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
-
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
@@ -246,9 +229,6 @@ class Flux(DiffusersFamily):
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         return scaled_latents_shape(self.folder.component_config("vae"), width, height)
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         config = self.folder.component_config("transformer")

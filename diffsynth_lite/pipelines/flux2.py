@@ -7,7 +7,7 @@ Sources: diffusers ``transformer_flux2.py``, ``pipeline_flux2.py`` and ``pipelin
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -22,12 +22,7 @@ from PIL.Image import Image
 from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
 from diffsynth_lite.core.context_parallel import SequenceSplit
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
@@ -39,6 +34,7 @@ from diffsynth_lite.pipelines.base.latents import (
     encode_patched_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases.flux2 import FLUX2
@@ -62,6 +58,7 @@ _LARGEST_INPUT = 1024 * 1024
 _SHORTEST_SIDE, _LONGEST_RATIO = 64, 8
 
 
+@model_function
 def model_fn_flux2(
     transformer: torch.nn.Module,
     latents_bchw: torch.Tensor,
@@ -70,9 +67,7 @@ def model_fn_flux2(
     guidance: torch.Tensor | None = None,
     *,
     input_latents_bchw: Sequence[torch.Tensor] = (),
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of FLUX.2, each transformer block run by the gradient engine.
 
@@ -83,9 +78,7 @@ def model_fn_flux2(
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded; there is no mask.
         guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
         input_latents_bchw: each (B, 128, H_i, W_i), clean normalised latents of the pictures to start from.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 128, H, W), the predicted velocity ``noise - latents``.
@@ -96,15 +89,7 @@ def model_fn_flux2(
     if input_latents_bchw:
         of_inputs = Flux2Pipeline._prepare_image_ids([latents[:1] for latents in input_latents_bchw])
         positions = torch.cat([positions, of_inputs], dim=1)
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        Flux2.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=Flux2.unused_matmuls,
-    ):
+    with checkpointed(Flux2, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=torch.cat([Flux2Pipeline._pack_latents(picture) for picture in pictures], dim=1),
             timestep=timestep,
@@ -147,6 +132,8 @@ class Flux2(DiffusersFamily):
     sequence_split = SequenceSplit(prompts="split")
     size_divisor = 16
     max_prompt_tokens = 512
+    latents_id = "flux2/latents/1"
+    prompt_width = "joint_attention_dim"
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
         "all": (*_ATTENTION, "linear_in", "linear_out"),
@@ -207,9 +194,6 @@ class Flux2(DiffusersFamily):
             encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, enable_thinking=False)
         return [len(tokens) for tokens in encoded["input_ids"]]
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"flux2/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_patched_latents(vae, pixels_bchw)
 
@@ -225,9 +209,6 @@ class Flux2(DiffusersFamily):
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         channels, *sides = scaled_latents_shape(self.folder.component_config("vae"), width, height)
         return channels * _PATCH**2, *(side // _PATCH for side in sides)
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1]
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """``exp(mu)`` of the formula in the pipelines, which reads no settings, for 50 steps.
@@ -250,10 +231,6 @@ class Flux2(DiffusersFamily):
 
     def earlier_shift(self, latents_shape: Sequence[int]) -> float:
         return super().family_shift(latents_shape)
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        width = self.folder.component_config("transformer")["joint_attention_dim"]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
     def predict(
         self,

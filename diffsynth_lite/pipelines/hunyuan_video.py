@@ -7,7 +7,7 @@ Sources: diffusers ``transformer_hunyuan_video.py`` and ``pipeline_hunyuan_video
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -20,12 +20,7 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PRO
 from PIL.Image import Image
 from transformers import CLIPTextModel, LlamaModel
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import hunyuan_names
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import Media, Prompt, RecordKind
@@ -33,6 +28,7 @@ from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.hunyuan_video import HUNYUAN_VIDEO
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_hunyuan_video_vae
@@ -61,6 +57,7 @@ _FEED_FORWARD = (
 _MODULATION = (f"{_DOUBLE}.norm1.linear", f"{_DOUBLE}.norm1_context.linear", f"{_SINGLE}.norm.linear")
 
 
+@model_function
 def model_fn_hunyuan_video(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
@@ -69,10 +66,7 @@ def model_fn_hunyuan_video(
     prompt_embeds_mask: torch.Tensor | None,
     pooled_prompt_embeds_bd: torch.Tensor,
     guidance: torch.Tensor | None = None,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of HunyuanVideo, each transformer block run by the gradient engine.
 
@@ -86,24 +80,14 @@ def model_fn_hunyuan_video(
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
         pooled_prompt_embeds_bd: (B, 768) prompt embeddings of CLIP.
         guidance: (B,), guidance scale times 1000; None for models without ``guidance_embeds``.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, F, H, W), the predicted velocity ``noise - latents``.
     """
     if prompt_embeds_mask is None:
         prompt_embeds_mask = prompt_embeds_bld.new_ones(prompt_embeds_bld.shape[:2], dtype=torch.long)
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        HunyuanVideo.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=HunyuanVideo.unused_matmuls,
-    ):
+    with checkpointed(HunyuanVideo, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bcfhw: torch.Tensor = transformer(
             hidden_states=latents_bcfhw,
             timestep=timestep,
@@ -161,6 +145,7 @@ class HunyuanVideo(DiffusersFamily):
     default_fps = 24.0
     # The pipeline's own limit. CLIP, which gives one vector for the whole text, reads 77 tokens of its own.
     max_prompt_tokens = 256
+    latents_id = "hunyuan_video/latents/1"
     default_target_modules = _ATTENTION
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
@@ -200,9 +185,6 @@ class HunyuanVideo(DiffusersFamily):
         tokenizer = self.load_tokenizer()
         rows = tokenizer([TEMPLATE.format(text) for text in texts])["input_ids"]
         return [len(row) - _NUM_CUT for row in rows]
-
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"hunyuan_video/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device

@@ -8,7 +8,7 @@ Sources: diffusers ``transformer_ideogram4.py`` and ``pipeline_ideogram4.py``.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -22,18 +22,14 @@ from PIL.Image import Image
 from torch.nn.functional import pad
 from transformers import BatchEncoding, Qwen3VLModel
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_patched_latents, scaled_latents_shape
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.ideogram4 import IDEOGRAM4
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
@@ -46,15 +42,13 @@ _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _UNSHIFTED_SIDE = 512  # pixels; a literal in the pipeline
 
 
+@model_function
 def model_fn_ideogram4(
     transformer: torch.nn.Module,
     latents_bchw: torch.Tensor,
     timestep: torch.Tensor,
     prompt_embeds_ld: Sequence[torch.Tensor],
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Ideogram 4, each transformer block run by the gradient engine.
 
@@ -64,9 +58,7 @@ def model_fn_ideogram4(
         timestep: (B,), in [0, 1] and reversed: 0 is pure noise, 1 is none.
         prompt_embeds_ld: of each sample (L_i, D), prompt embeddings without padding, on any device. Shorter
             ones are padded on the left, and what a batch adds is masked.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 128, H, W), what the model predicts, which is ``latents - noise``.
@@ -84,10 +76,7 @@ def model_fn_ideogram4(
             for row_ld in prompt_embeds_ld
         ]
     )
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer, Ideogram4.block_lists, gradient_checkpoint_forward, *switches, policy=policy
-    ):
+    with checkpointed(Ideogram4, transformer, gradient_checkpoint_forward, **checkpointing):
         predicted_bld = transformer(
             hidden_states=pad(latents_bchw.flatten(2).transpose(1, 2), (0, 0, longest, 0)),
             timestep=timestep,
@@ -141,6 +130,8 @@ class Ideogram4(DiffusersFamily):
     block_lists = ("layers",)
     size_divisor = 16
     max_prompt_tokens = 2048
+    latents_id = "ideogram4/latents/1"
+    prompt_width = "llm_features_dim"
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
         # That of ``final_layer``, which ends alike, is in no block.
@@ -180,18 +171,12 @@ class Ideogram4(DiffusersFamily):
         """With the chat around each text, which counts too."""
         return _Cutting(self.load_tokenizer(), self.max_prompt_tokens).lengths(texts)
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"ideogram4/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_patched_latents(vae, pixels_bchw, _place_first)
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         channels, *sides = scaled_latents_shape(self.folder.component_config("vae"), width, height)
         return channels * _PATCH**2, *(side // _PATCH for side in sides)
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1]
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the pipeline, which reads no settings: the side of a square of as many pixels, over 512."""
@@ -200,10 +185,6 @@ class Ideogram4(DiffusersFamily):
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the pipeline, 2 at 1024 x 1024 pixels."""
         return self.resolution_shift(latents_shape)
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        width = self.folder.component_config("transformer")["llm_features_dim"]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
     def predict(
         self,

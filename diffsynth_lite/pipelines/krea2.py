@@ -6,7 +6,7 @@ Sources: diffusers ``transformer_krea2.py`` and ``pipeline_krea2.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -19,12 +19,7 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import Qwen3VLModel
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
@@ -32,6 +27,7 @@ from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases.krea2 import KREA2
 from diffsynth_lite.testing import seeded
@@ -44,16 +40,14 @@ _MU_OF_TURBO = 1.15  # a literal in the pipeline
 _ATTENTION = ("to_q", "to_k", "to_v", "to_gate", "to_out.0")
 
 
+@model_function
 def model_fn_krea2(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
     timestep: torch.Tensor,
     prompt_embeds_blkd: torch.Tensor,
     prompt_embeds_mask: torch.Tensor | None = None,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Krea 2, each transformer block run by the gradient engine.
 
@@ -63,9 +57,7 @@ def model_fn_krea2(
         timestep: (B,), noise level in [0, 1].
         prompt_embeds_blkd: (B, L, K, D), of each token what K layers of the text encoder gave.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, 1, H, W), the predicted velocity ``noise - latents``.
@@ -76,16 +68,7 @@ def model_fn_krea2(
     positions = Krea2Pipeline.prepare_position_ids(
         prompt_embeds_blkd.shape[1], height // _PATCH, width // _PATCH, latents_bcfhw.device
     )
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        Krea2.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=Krea2.unused_matmuls,
-        by_hook=False,  # diffusers has none for the blocks that read the prompt
-    ):
+    with checkpointed(Krea2, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
             encoder_hidden_states=prompt_embeds_blkd,
@@ -141,6 +124,9 @@ class Krea2(DiffusersFamily):
     unused_matmuls = ("attn.to_out.0", "ff.down")
     size_divisor = 16
     max_prompt_tokens = 512
+    patch = _PATCH
+    latents_id = "krea2/latents/1"
+    blocks_by_hook = False  # diffusers has none for the blocks that read the prompt
     default_target_modules = (*_ATTENTION, "ff.up", "ff.down")
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
@@ -192,9 +178,6 @@ class Krea2(DiffusersFamily):
         behind = assemble(self.pipeline).prompt_template_encode_num_suffix_tokens
         return [length + behind for length in super().prompt_lengths(texts)]
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"krea2/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_latents(vae, pixels_bchw.unsqueeze(2))
 
@@ -202,9 +185,6 @@ class Krea2(DiffusersFamily):
         config = self.folder.component_config("vae")
         scale = 2 ** len(config["temperal_downsample"])
         return config["z_dim"], num_frames, height // scale, width // scale
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which grows with the picture; Turbo's pipeline has one for all."""

@@ -8,7 +8,7 @@ Sources: diffusers ``transformer_ltx.py``, ``pipeline_ltx.py``, ``pipeline_ltx_i
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -23,12 +23,7 @@ from PIL.Image import Image
 from transformers import T5EncoderModel
 
 from diffsynth_lite.core.context_parallel import SequenceSplit
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import LTX_VIDEO_NAMES
@@ -42,6 +37,7 @@ from diffsynth_lite.pipelines.base.first_frame import (
     start_code,
     with_first_frames,
 )
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.preview_request import Code
 from diffsynth_lite.releases.ltx_video import LTX_VIDEO
 from diffsynth_lite.testing import seeded
@@ -59,6 +55,7 @@ _START_NOISE = 0.15
 """Default of ``image_cond_noise_scale`` of ``LTXConditionPipeline``."""
 
 
+@model_function
 def model_fn_ltx_video(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
@@ -68,9 +65,7 @@ def model_fn_ltx_video(
     *,
     frame_rate: torch.Tensor,
     causal_positions: bool = False,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of LTX-Video, each transformer block run by the gradient engine.
 
@@ -83,24 +78,14 @@ def model_fn_ltx_video(
         frame_rate: (B,), frames per second of the clips: positions in time are in seconds.
         causal_positions: the first latent frame, which is of one frame of the clip, is as near to the next as
             that: as of 0.9.5. Before, all latent frames are 8 frames apart.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 128, F, H, W), the predicted velocity ``noise - latents``.
     """
     num_frames, height, width = latents_bcfhw.shape[2:]
     positions = (_causal_positions if causal_positions else _even_positions)(latents_bcfhw.shape, frame_rate)
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        LTXVideo.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=LTXVideo.unused_matmuls,
-    ):
+    with checkpointed(LTXVideo, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=LTXPipeline._pack_latents(latents_bcfhw),
             timestep=timestep,
@@ -179,6 +164,7 @@ class LTXVideo(DiffusersFamily):
     )
     record_kinds = ("video", "image", "image_to_video")
     size_divisor = _SPATIAL
+    latents_id = "ltx_video/latents/2"
     frame_step = _TEMPORAL
     default_num_frames = 161
     default_fps = 25.0
@@ -234,9 +220,6 @@ class LTXVideo(DiffusersFamily):
             return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
 
         return encode
-
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"ltx_video/latents/2 {self.folder.fingerprint('vae')} {dtype}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device

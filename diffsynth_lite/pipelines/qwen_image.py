@@ -6,7 +6,7 @@ Sources: diffusers ``transformer_qwenimage.py`` and ``pipeline_qwenimage.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -19,12 +19,7 @@ from PIL.Image import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.core.context_parallel import SequenceSplit
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
@@ -32,6 +27,7 @@ from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.qwen_image import QWEN_IMAGE
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
@@ -50,6 +46,7 @@ _ATTENTION = (
 )
 
 
+@model_function
 def model_fn_qwen_image(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
@@ -59,9 +56,7 @@ def model_fn_qwen_image(
     *,
     input_latents_bcfhw: Sequence[torch.Tensor] = (),
     additional_t_cond: torch.Tensor | None = None,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Qwen-Image, each transformer block run by the gradient engine.
 
@@ -74,9 +69,7 @@ def model_fn_qwen_image(
         input_latents_bcfhw: each (B, 16, 1, H_i, W_i), clean normalised latents of the pictures that an edit
             starts from.
         additional_t_cond: (B,), 0 or 1, of a model with an embedding beside that of the noise level.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, F, H, W), the predicted velocity ``noise - latents``.
@@ -85,15 +78,7 @@ def model_fn_qwen_image(
     pictures = (*latents_bcfhw.chunk(num_pictures, dim=2), *input_latents_bcfhw)
     tokens_bld = torch.cat([_pack(picture_bcfhw) for picture_bcfhw in pictures], dim=1)
     picture_shapes = [(1, picture.shape[-2] // _PATCH, picture.shape[-1] // _PATCH) for picture in pictures]
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        QwenImage.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=QwenImage.unused_matmuls,
-    ):
+    with checkpointed(QwenImage, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
             timestep=timestep,
@@ -147,6 +132,9 @@ class QwenImage(DiffusersFamily):
     sequence_split = SequenceSplit(prompts="padded")
     size_divisor = 16
     max_prompt_tokens = 512
+    patch = _PATCH
+    latents_id = "qwen_image/latents/1"
+    prompt_width = "joint_attention_dim"
     default_target_modules = (*_ATTENTION, "img_mod.1", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.2")
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
@@ -182,9 +170,6 @@ class QwenImage(DiffusersFamily):
         tokens = self.load_tokenizer()(chats)["input_ids"]
         return [len(row) - pipeline.prompt_template_encode_start_idx for row in tokens]
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"qwen_image/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_latents(vae, pixels_bchw.unsqueeze(2))
 
@@ -192,13 +177,6 @@ class QwenImage(DiffusersFamily):
         config = self.folder.component_config("vae")
         scale = 2 ** len(config["temperal_downsample"])
         return config["z_dim"], num_frames, height // scale, width // scale
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        width = self.folder.component_config("transformer")["joint_attention_dim"]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
     def predict(
         self,

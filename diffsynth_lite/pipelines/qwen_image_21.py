@@ -5,7 +5,7 @@ Sources: diffusers ``transformer_qwenimage21.py`` and ``pipeline_qwenimage21.py`
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -23,18 +23,14 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.qwen_image import IMAGE_TOKEN, PLACEHOLDERS
 from diffsynth_lite.releases.qwen_image_21 import QWEN_IMAGE_21
 from diffsynth_lite.testing import seeded
@@ -46,16 +42,14 @@ _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _SLOT = 4  # places of the latents to one of the mask; a literal in the pipeline
 
 
+@model_function
 def model_fn_qwen_image_21(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
     timestep: torch.Tensor,
     prompt_embeds_bld: torch.Tensor,
     prompt_embeds_mask: torch.Tensor | None = None,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Qwen-Image 2.1, each transformer block run by the gradient engine.
 
@@ -66,9 +60,7 @@ def model_fn_qwen_image_21(
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right. Where the picture stands depends
             on L, padding included.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 64, 1, H, W), the predicted velocity ``noise - latents``.
@@ -78,15 +70,7 @@ def model_fn_qwen_image_21(
     # The model reads the mask's numbers back, and meta has none: there they stay on the CPU.
     device = torch.device("cpu") if latents_bcfhw.is_meta else latents_bcfhw.device
     of_text = torch.zeros(prompt_embeds_bld.shape[:2], dtype=torch.bool, device=device)
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        QwenImage21.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=QwenImage21.unused_matmuls,
-    ):
+    with checkpointed(QwenImage21, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=QwenImage21Pipeline._pack_latents(latents_bcfhw, batch, channels, height, width),
             encoder_hidden_states=prompt_embeds_bld,
@@ -139,6 +123,8 @@ class QwenImage21(DiffusersFamily):
     unused_matmuls = ("attn.to_out.0", "img_mlp.out")
     size_divisor = 32
     max_prompt_tokens = 1024
+    latents_id = "qwen_image_21/latents/1"
+    prompt_width = "context_in_dim"
     refused_in_prompts = PLACEHOLDERS
     splits_batches = True
     target_sets: ClassVar[TargetSets] = {
@@ -193,9 +179,6 @@ class QwenImage21(DiffusersFamily):
         chats = [pipeline.prompt_template_t2i.format(text or " ") for text in texts]
         return [len(tokens) - pipeline._drop_idx for tokens in texts_of.tokenizer(chats)["input_ids"]]
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"qwen_image_21/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         opaque_bchw = pad(pixels_bchw, (0, 0, 0, 0, 0, 1), value=1.0)
         return encode_latents(vae, opaque_bchw.unsqueeze(2))
@@ -204,13 +187,6 @@ class QwenImage21(DiffusersFamily):
         config = self.folder.component_config("vae")
         scale = config["scale_factor_spatial"]
         return config["z_dim"], num_frames, height // scale, width // scale
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1]
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        width = self.folder.component_config("transformer")["context_in_dim"]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
     def predict(
         self,

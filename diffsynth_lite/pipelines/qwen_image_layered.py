@@ -62,6 +62,7 @@ class QwenImageLayered(qwen_image.QwenImage):
 
     pipelines: ClassVar[tuple[Any, ...]] = (QwenImageLayeredPipeline,)
     releases = QWEN_IMAGE_LAYERED
+    latents_id = "qwen_image_layered/latents/1"
     record_kinds = ("layers",)
     default_num_layers = 4
 
@@ -74,9 +75,6 @@ class QwenImageLayered(qwen_image.QwenImage):
                 f"channels, and that of Qwen-Image-Layered takes {_CHANNELS}, the last one of transparency; "
                 "get the folder's own autoencoder again"
             )
-
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"qwen_image_layered/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -129,7 +127,7 @@ class QwenImageLayered(qwen_image.QwenImage):
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         picture = torch.ones(tuple(_of_one_picture(latents_shape)))
-        return super().example_conditioning(latents_shape) | {_PICTURE: picture}
+        return (super().example_conditioning(latents_shape) or {}) | {_PICTURE: picture}
 
     def predict(
         self,

@@ -7,25 +7,21 @@ Sources: diffusers ``sana_transformer.py`` and ``pipeline_sana.py``; Sana 1.0 is
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 from PIL.Image import Image
 from transformers import Gemma2Model
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.sana import SANA
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_dc_vae
@@ -35,16 +31,14 @@ from diffsynth_lite.testing.tokenizers import gemma_tokenizer
 _NUM_TIMESTEPS = 1000
 
 
+@model_function
 def model_fn_sana(
     transformer: torch.nn.Module,
     latents_bchw: torch.Tensor,
     timestep: torch.Tensor,
     prompt_embeds_bld: torch.Tensor,
     prompt_embeds_mask: torch.Tensor | None = None,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Sana, each transformer block run by the gradient engine.
 
@@ -54,22 +48,12 @@ def model_fn_sana(
         timestep: (B,), in [0, 1000 * ``timestep_scale``] of the transformer's settings.
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 32, H, W), the predicted velocity ``noise - latents``.
     """
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        Sana.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=Sana.unused_matmuls,
-    ):
+    with checkpointed(Sana, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bchw: torch.Tensor = transformer(
             hidden_states=latents_bchw,
             timestep=timestep,
@@ -105,6 +89,8 @@ class Sana(DiffusersFamily):
     unused_matmuls = ("ff.conv_point",)
     size_divisor = 32
     max_prompt_tokens = 300
+    latents_id = "sana/latents/1"
+    prompt_width = "caption_channels"
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
     # What follows attention in its blocks are convolutions.
     target_sets: ClassVar[TargetSets] = dict.fromkeys(("attention", "all"), default_target_modules)
@@ -144,9 +130,6 @@ class Sana(DiffusersFamily):
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         return super().prompt_lengths(assemble(self.pipeline)._text_preprocessing(list(texts)))
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"sana/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         # One latent for a picture, not a distribution, and no mean to take off.
         latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent.float().cpu()
@@ -158,17 +141,10 @@ class Sana(DiffusersFamily):
         scale = 2 ** (len(config["encoder_block_out_channels"]) - 1)
         return config["latent_channels"], height // scale, width // scale
 
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1]
-
     @cached_property
     def _timestep_scale(self) -> float:
         # A folder saved by an older diffusers lacks it.
         return float(self.folder.component_config("transformer").get("timestep_scale", 1.0))
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        width = self.folder.component_config("transformer")["caption_channels"]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
     def predict(
         self,

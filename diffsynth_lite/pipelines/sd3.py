@@ -6,7 +6,7 @@ Sources: diffusers ``transformer_sd3.py``, ``pipeline_stable_diffusion_3.py`` an
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -18,12 +18,7 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
@@ -31,6 +26,7 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.stable_diffusion import SD3_RELEASES
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_kl
@@ -49,16 +45,14 @@ _ATTENTION = (
 _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
 
+@model_function
 def model_fn_sd3(
     transformer: torch.nn.Module,
     latents_bchw: torch.Tensor,
     timestep: torch.Tensor,
     prompt_embeds_bld: torch.Tensor,
     pooled_prompt_embeds_bd: torch.Tensor,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Stable Diffusion 3, each transformer block run by the gradient engine.
 
@@ -69,22 +63,12 @@ def model_fn_sd3(
         prompt_embeds_bld: (B, 77 + 256, D), prompt embeddings of both CLIPs, side by side, and behind them
             those of T5.
         pooled_prompt_embeds_bd: (B, D_pooled), one vector of each CLIP, side by side.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, H, W), the predicted velocity ``noise - latents``.
     """
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        SD3.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=SD3.unused_matmuls,
-    ):
+    with checkpointed(SD3, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bchw: torch.Tensor = transformer(
             hidden_states=latents_bchw,
             timestep=timestep,
@@ -133,6 +117,9 @@ class SD3(DiffusersFamily):
     unused_matmuls = ("ff.net.2", "ff_context.net.2")
     size_divisor = 16
     max_prompt_tokens = 256
+    patch = _PATCH
+    prompt_id = "sd3/prompt/1"
+    latents_id = "sd3/latents/1"
     # Those of diffusers' training script, and of the second attention in 3.5 medium.
     default_target_modules = _ATTENTION
     target_sets: ClassVar[TargetSets] = {
@@ -149,10 +136,6 @@ class SD3(DiffusersFamily):
                 f"{keys}: {width}x{height}; this model knows the places of pictures of at most "
                 f"{places * self.size_divisor} pixels on each side"
             )
-
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints(*self.text_encoders, *self.tokenizers)
-        return f"sd3/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -175,17 +158,11 @@ class SD3(DiffusersFamily):
 
         return encode
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"sd3/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_scaled_latents(vae, pixels_bchw)
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         return scaled_latents_shape(self.folder.component_config("vae"), width, height)
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         config = self.folder.component_config("transformer")

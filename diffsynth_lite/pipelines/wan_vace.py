@@ -7,20 +7,14 @@ its ``single_file_utils.py`` and ``comfy/ldm/wan/model.py`` of ComfyUI.
 
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import WanVACEPipeline, WanVACETransformer3DModel
 from PIL import Image, ImageOps
 from PIL.Image import Image as Picture
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-    unwrapped,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
 from diffsynth_lite.lora.known_names import WAN, LoraLayers
 from diffsynth_lite.lora.layer_names import LayerNames, renamed
 from diffsynth_lite.lora.spelling import WAN_VACE_IN_COMFYUI, WAN_VACE_NAMES
@@ -29,6 +23,7 @@ from diffsynth_lite.pipelines import wan
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, LANCZOS, Code
 from diffsynth_lite.releases.wan import WAN_VACE
 from diffsynth_lite.testing import seeded
@@ -48,6 +43,7 @@ _IN_COMFYUI = {
 _LORA_LAYERS: LoraLayers = MappingProxyType({"transformer": LayerNames(layers=_LAYERS, kohya=_IN_COMFYUI)})
 
 
+@model_function
 def model_fn_wan_vace(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
@@ -55,10 +51,7 @@ def model_fn_wan_vace(
     prompt_embeds_bld: torch.Tensor,
     control_bcfhw: torch.Tensor,
     control_scale: torch.Tensor | None = None,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Wan VACE, each transformer block run by the gradient engine.
 
@@ -70,9 +63,7 @@ def model_fn_wan_vace(
         control_bcfhw: (B, 96, F, H, W): normalised latents of what stays (16), of what is painted anew (16),
             and which pixels those are (64, the 8 x 8 of each latent).
         control_scale: (number of the further blocks,), how much each of them counts; None is 1.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, F, H, W), the predicted velocity ``noise - latents``.
@@ -81,15 +72,7 @@ def model_fn_wan_vace(
         # As the pipeline has it: always given, in the dtype of the model.
         config: Any = unwrapped(transformer).config
         control_scale = control_bcfhw.new_ones(len(config.vace_layers))
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        WanVACE.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=WanVACE.unused_matmuls,
-    ):
+    with checkpointed(WanVACE, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bcfhw: torch.Tensor = transformer(
             hidden_states=latents_bcfhw,
             timestep=timestep,
@@ -133,6 +116,7 @@ class WanVACE(wan.Wan):
     # What a further block gives waits for the one that it is added to.
     is_counted_by_few_blocks = False
     size_divisor = 16
+    latents_id = "wan_vace/latents/1"
     default_num_frames = 81
     default_fps = 16.0
     kinds: ClassVar[tuple[RecordKind, ...]] = ("control", "inpaint", "video", "image")
@@ -147,9 +131,6 @@ class WanVACE(wan.Wan):
         """As in family ``wan``, of all blocks; ``all`` adds the further ones' ``proj_in, proj_out``."""
         sets = super().target_sets
         return {**sets, "all": (*sets["all"], "vace_blocks.*.proj_in", "vace_blocks.*.proj_out")}
-
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"wan_vace/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device

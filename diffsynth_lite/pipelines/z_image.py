@@ -5,7 +5,7 @@ Sources: diffusers ``transformer_z_image.py`` and ``pipeline_z_image.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -17,12 +17,7 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import Qwen3Model
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
@@ -30,6 +25,7 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.z_image import Z_IMAGE
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
@@ -42,15 +38,13 @@ _SHIFT_OF_TURBO = 3.0
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 
+@model_function
 def model_fn_z_image(
     transformer: torch.nn.Module,
     latents_bchw: torch.Tensor,
     timestep: torch.Tensor,
     prompt_embeds_ld: Sequence[torch.Tensor],
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Z-Image, each transformer block run by the gradient engine.
 
@@ -60,17 +54,12 @@ def model_fn_z_image(
         timestep: (B,), in [0, 1] and reversed: 0 is pure noise, 1 is none.
         prompt_embeds_ld: of each sample (L_i, D), prompt embeddings without padding. The transformer fills
             each up to a multiple of 32 tokens with an embedding of its own, and masks what a batch adds.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, H, W), what the model predicts, which is ``latents - noise``.
     """
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer, ZImage.block_lists, gradient_checkpoint_forward, *switches, policy=policy
-    ):
+    with checkpointed(ZImage, transformer, gradient_checkpoint_forward, **checkpointing):
         predicted_cfhw = transformer(
             x=list(latents_bchw.unsqueeze(2).unbind()),
             t=timestep,
@@ -135,6 +124,10 @@ class ZImage(DiffusersFamily):
     block_lists = ("noise_refiner", "context_refiner", "layers")
     size_divisor = 16
     max_prompt_tokens = 512
+    patch = _PATCH
+    prompt_id = "z_image/prompt/1"
+    latents_id = "z_image/latents/1"
+    prompt_width = "cap_feat_dim"
     default_target_modules = (*_ATTENTION, "w1", "w2", "w3")
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
@@ -158,10 +151,6 @@ class ZImage(DiffusersFamily):
             f"its sampler has a shift of {_SHIFT_OF_TURBO:g}, as Z-Image-Turbo's (the base model's is 6); "
             "better train the base model, Z-Image"
         )
-
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        return f"z_image/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -187,21 +176,11 @@ class ZImage(DiffusersFamily):
         encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, enable_thinking=True)
         return [len(tokens) for tokens in encoded["input_ids"]]
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"z_image/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_scaled_latents(vae, pixels_bchw)
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         return scaled_latents_shape(self.folder.component_config("vae"), width, height)
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        width = self.folder.component_config("transformer")["cap_feat_dim"]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
     def predict(
         self,

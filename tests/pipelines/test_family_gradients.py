@@ -1,6 +1,7 @@
 """What the two gradient switches do to the blocks of every family; a new file is tested here too."""
 
 import importlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -148,6 +149,15 @@ def module_of_model_fn(sample: Sample) -> ModuleType:
         if name.startswith("model_fn_")
     )
     return importlib.import_module(model_fn.__module__)
+
+
+def test_the_two_flags_are_named_in_the_signature_and_no_other_is_taken(sample: Sample) -> None:
+    (model_fn,) = (value for name, value in vars(module_of_model_fn(sample)).items() if "model_fn_" in name)
+    flags = ["use_gradient_checkpointing", "use_gradient_checkpointing_offload"]
+    defaults = [inspect.signature(model_fn).parameters[flag].default for flag in flags]
+    assert defaults == [False, False]
+    with pytest.raises(TypeError, match="use_checkpointing"):
+        inspect.signature(model_fn).bind_partial(use_checkpointing=True)
 
 
 def is_idle(gradient: torch.Tensor | None) -> bool:

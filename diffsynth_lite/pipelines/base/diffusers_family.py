@@ -22,7 +22,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
 from diffsynth_lite.media import Drawn, Media
 from diffsynth_lite.pipelines.base.composite import Composite
-from diffsynth_lite.pipelines.base.family import EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.lora_files import DiffusersLora
 from diffsynth_lite.pipelines.base.model_settings import (
     ModelSettings,
@@ -58,10 +58,18 @@ class DiffusersFamily(DiffusersLora):
     Attributes:
         pipelines: the pipeline's class, or several where releases of one model differ in it.
         transformer_class: of ``trainable`` components that ``encoder_classes`` does not name.
+        prompt_id: name and version of how prompts are encoded: part of the keys of the cache.
+        latents_id: the same of media.
+        patch: latents on each side of what becomes one token.
+        prompt_width: the setting of the transformer with the width of its prompts.
     """
 
     pipelines: ClassVar[tuple[Any, ...]]
     transformer_class: ClassVar[Any]
+    prompt_id: ClassVar[str]
+    latents_id: ClassVar[str]
+    patch: ClassVar[int] = 1
+    prompt_width: ClassVar[str | None] = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -218,6 +226,22 @@ class DiffusersFamily(DiffusersLora):
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         tokenizer = self.load_tokenizer(self.prompt_tokenizer)
         return [len(tokens) for tokens in tokenizer(list(texts))["input_ids"]]
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = self.folder.fingerprints(*self.text_encoders, *self.tokenizers)
+        return f"{self.prompt_id} {parts} {dtype} {self.max_prompt_tokens}"
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"{self.latents_id} {self.folder.fingerprint('vae')} {dtype}"
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1] // self.patch**2
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning | None:
+        if self.prompt_width is None:
+            return None
+        width = self.folder.component_config("transformer")[self.prompt_width]
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
     @property
     def min_inference_steps(self) -> int:

@@ -42,6 +42,7 @@ class ModelFamily(LoraFormat):
         tokenizers: folders of all tokenizers.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
         unused_in_last_block: endings of names in the last block whose output nobody uses.
+        blocks_by_hook: whether diffusers' hook for gradient checkpointing runs the blocks.
         unused_matmuls: names of layers in the blocks whose results no gradient needs as long as the gate that
             they are multiplied with does not train; the recompute then leaves their products out.
         refused_in_prompts: texts that its pipeline takes in no prompt, as they stand for an image or a video.
@@ -67,6 +68,7 @@ class ModelFamily(LoraFormat):
     unused_in_last_block: ClassVar[tuple[str, ...]] = ()
     unused_matmuls: ClassVar[tuple[str, ...]] = ()
     refused_in_prompts: ClassVar[tuple[str, ...]] = ()
+    blocks_by_hook: ClassVar[bool] = True
     prompt_sees_images: ClassVar[bool] = False
     splits_batches: ClassVar[bool] = False
     is_counted_by_few_blocks: ClassVar[bool] = True

@@ -8,7 +8,7 @@ Sources: diffusers ``transformer_hunyuan_video15.py``, ``pipeline_hunyuan_video1
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -28,13 +28,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-    unwrapped,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import hunyuan_names
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
@@ -43,6 +37,7 @@ from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, asse
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import preview_start, require_later_frames, start_code
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.hunyuan_video_15.prompts import (
     SYSTEM_MESSAGE,
     encode_prompts,
@@ -68,6 +63,7 @@ _ATTENTION = (
 _FEED_FORWARD = tuple(f"{_BLOCKS}.{ff}.net.{end}" for ff in ("ff", "ff_context") for end in ("0.proj", "2"))
 
 
+@model_function
 def model_fn_hunyuan_video_15(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
@@ -79,9 +75,7 @@ def model_fn_hunyuan_video_15(
     image_embeds_bld: torch.Tensor | None = None,
     *,
     first_frame_bcfhw: torch.Tensor | None = None,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of HunyuanVideo 1.5, each transformer block run by the gradient engine.
 
@@ -95,9 +89,7 @@ def model_fn_hunyuan_video_15(
         glyph_embeds_mask: (B, L), as that of the prompts.
         image_embeds_bld: (B, 729, 1152), of the picture that clips start from; None for clips from text.
         first_frame_bcfhw: (B, 32, 1, H, W), clean normalised latents of that picture.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 32, F, H, W), the predicted velocity ``noise - latents``.
@@ -108,15 +100,7 @@ def model_fn_hunyuan_video_15(
     if image_embeds_bld is None:
         # What diffusers takes for clips from text: all that is there is zero. It would be masked.
         image_embeds_bld = prompt_embeds_bld.new_zeros(len(prompt_embeds_bld), 0, config.image_embed_dim)
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        HunyuanVideo15.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=HunyuanVideo15.unused_matmuls,
-    ):
+    with checkpointed(HunyuanVideo15, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bcfhw: torch.Tensor = transformer(
             hidden_states=_with_first_frame(latents_bcfhw, first_frame_bcfhw),
             timestep=timestep,

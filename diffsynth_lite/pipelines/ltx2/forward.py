@@ -6,23 +6,20 @@ bins of the mel spectrogram. Source: diffusers ``transformer_ltx2.py``.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from diffusers import LTX2Pipeline
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    unwrapped,
-)
+from diffsynth_lite.core.gradient import checkpoint_blocks, gradient_checkpoint_forward, unwrapped
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, model_function
 from diffsynth_lite.pipelines.ltx2.sound import unpacked
 
 BLOCK_LISTS = ("transformer_blocks",)
 UNUSED_MATMULS = ("ff.net.2",)
 
 
+@model_function
 def model_fn_ltx2(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
@@ -35,9 +32,7 @@ def model_fn_ltx2(
     audio_latents_bclm: torch.Tensor | None = None,
     audio_prompt_embeds_bld: torch.Tensor | None = None,
     audio_sigma: torch.Tensor | None = None,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward of LTX-2, each transformer block run by the gradient engine.
 
@@ -56,9 +51,7 @@ def model_fn_ltx2(
         audio_sigma: (B,), as ``sigma``, that of these; None where it is the same.
         audio_prompt_embeds_bld: (B, L, D), what the connectors make of prompts for the stream of sound; with
             the mask of the others.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 128, F, H, W), and that of the audio, (B, 8, L, 16), of no use without audio: each the predicted
@@ -68,16 +61,14 @@ def model_fn_ltx2(
     hears = audio_latents_bclm is not None
     if audio_latents_bclm is None or audio_prompt_embeds_bld is None:
         audio_latents_bclm, audio_prompt_embeds_bld = _without_audio(transformer, latents_bcfhw)
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     with (
         nullcontext() if audio_sigma is None else _gates_of_the_other(transformer, sigma, audio_sigma),
         checkpoint_blocks(
             transformer,
             BLOCK_LISTS,
             gradient_checkpoint_forward,
-            *switches,
-            policy=policy,
             unused_matmuls=(*UNUSED_MATMULS, *(["audio_ff.net.2"] if hears else [])),
+            **checkpointing,
         ),
     ):
         velocity_bld, audio_velocity_bld = transformer(

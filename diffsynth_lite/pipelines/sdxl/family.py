@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
@@ -18,7 +18,6 @@ from PIL.Image import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from diffsynth_lite.core.gradient import (
-    BlockPolicy,
     checkpoint_blocks,
     count_blocks,
     gradient_checkpoint_forward,
@@ -37,6 +36,7 @@ from diffsynth_lite.pipelines.base.latents import (
     encode_scaled_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, model_function
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.base.single_file import holds, names_in
 from diffsynth_lite.pipelines.sdxl.text_encoders import (
@@ -56,6 +56,7 @@ _OF_EDM = frozenset({"edm_mean", "edm_std", "edm_vpred.sigma_max"})
 _TEXT_ENCODERS = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
 
 
+@model_function
 def model_fn_sdxl(
     unet: torch.nn.Module,
     latents_bchw: torch.Tensor,
@@ -63,10 +64,7 @@ def model_fn_sdxl(
     prompt_embeds_bld: torch.Tensor,
     pooled_prompt_embeds_bd: torch.Tensor,
     time_ids: torch.Tensor,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of SDXL's UNet, each ResNet and transformer block run by the gradient engine.
 
@@ -78,22 +76,18 @@ def model_fn_sdxl(
         pooled_prompt_embeds_bd: (B, D_pooled) prompt embeddings of the second one.
         time_ids: (B, 6), in pixels: the original's height and width, the crop's top and left, and the
             picture's height and width.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 4, H, W), the noise or the v that the UNet predicts.
     """
     block_lists = tuple(unet_block_lists(unwrapped(unet).config))
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     with checkpoint_blocks(
         unet,
         block_lists,
         gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
         unused_matmuls=SDXL.unused_matmuls,
+        **checkpointing,
     ):
         predicted_bchw: torch.Tensor = unet(
             latents_bchw,
@@ -162,6 +156,7 @@ class SDXL(DiffusionFamily):
     encoder_classes: ClassVar[Mapping[str, Any]] = {**_TEXT_ENCODERS, "vae": AutoencoderKL}
     tokenizers = ("tokenizer", "tokenizer_2")
     max_prompt_tokens = 77
+    latents_id = "sdxl/latents/2"
     unused_matmuls = ("conv2",)
     trainable = ("unet", *_TEXT_ENCODERS)
 
@@ -291,9 +286,6 @@ class SDXL(DiffusionFamily):
                 f"model.vae_dtype: float16 is too narrow for the VAE in {self.folder.path / 'vae'} "
                 "(force_upcast in its config): pictures turn black; use float32"
             )
-
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"sdxl/latents/2 {self.folder.fingerprint('vae')} {dtype}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device

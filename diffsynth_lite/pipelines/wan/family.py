@@ -6,7 +6,7 @@ Sources: diffusers ``transformer_wan.py``, ``pipeline_wan.py`` and ``pipeline_wa
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import (
@@ -22,12 +22,7 @@ from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
 from diffsynth_lite.core.context_parallel import SequenceSplit
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-)
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import WAN_NAMES
@@ -41,6 +36,7 @@ from diffsynth_lite.pipelines.base.first_frame import (
     with_first_frames,
 )
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.wan.experts import ExpertFamily
 from diffsynth_lite.releases.wan import WAN
@@ -53,16 +49,14 @@ _PATCH = 2
 _NUM_TIMESTEPS = 1000
 
 
+@model_function
 def model_fn_wan(
     transformer: torch.nn.Module,
     latents_bcfhw: torch.Tensor,
     timestep: torch.Tensor,
     prompt_embeds_bld: torch.Tensor,
     image_embeds_bld: torch.Tensor | None = None,
-    *,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
+    **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Wan, each transformer block run by the gradient engine.
 
@@ -73,22 +67,12 @@ def model_fn_wan(
             sample have the same, (B,) spares a modulation tensor for each token, which is large.
         prompt_embeds_bld: (B, 512, D) prompt embeddings, filled up with zeros; there is no mask.
         image_embeds_bld: (B, L, D_image), for models that see a picture.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, C, F, H, W), the predicted velocity ``noise - latents``.
     """
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        Wan.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=Wan.unused_matmuls,
-    ):
+    with checkpointed(Wan, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bcfhw: torch.Tensor = transformer(
             hidden_states=latents_bcfhw,
             timestep=timestep,
@@ -127,6 +111,8 @@ class Wan(ExpertFamily):
     sequence_split: ClassVar[SequenceSplit | None] = SequenceSplit(whole_attention=("attn2",))
     frame_step = 4
     max_prompt_tokens = 512
+    prompt_id = "wan/prompt/2"
+    latents_id = "wan/latents/1"
 
     @property
     def default_target_modules(self) -> tuple[str, ...]:
@@ -177,10 +163,6 @@ class Wan(ExpertFamily):
             )
         super().check_folder(with_weights=with_weights)
 
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        return f"wan/prompt/2 {parts} {dtype} {self.max_prompt_tokens}"
-
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
@@ -206,9 +188,6 @@ class Wan(ExpertFamily):
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         return _num_tokens(self.load_tokenizer(), texts)
-
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"wan/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
