@@ -33,12 +33,16 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import ANIMA_NAMES
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines.base.batching import pad_tokens
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
 from diffsynth_lite.pipelines.base.folder import ComponentFile
 from diffsynth_lite.pipelines.base.latents import encode_latents
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.base.model_function import (
+    Checkpointing,
+    checkpointed,
+    model_function,
+    pad_tokens,
+)
 from diffsynth_lite.pipelines.base.preview_request import PreviewRequest
 from diffsynth_lite.pipelines.base.single_file import holds, names_in
 from diffsynth_lite.releases.anima import ANIMA

@@ -14,9 +14,9 @@ from PIL.Image import Image
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux
-from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.releases.flux import FLUX_KONTEXT
 

@@ -28,7 +28,6 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import LTX_VIDEO_NAMES
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
@@ -37,7 +36,13 @@ from diffsynth_lite.pipelines.base.first_frame import (
     start_code,
     with_first_frames,
 )
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.base.model_function import (
+    Checkpointing,
+    checkpointed,
+    model_function,
+    pad_tokens,
+    without_padding,
+)
 from diffsynth_lite.pipelines.base.preview_request import Code
 from diffsynth_lite.releases.ltx_video import LTX_VIDEO
 from diffsynth_lite.testing import seeded

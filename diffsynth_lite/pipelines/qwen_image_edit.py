@@ -19,10 +19,10 @@ from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import qwen_image
-from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.releases.qwen_image import QWEN_IMAGE_EDIT
 

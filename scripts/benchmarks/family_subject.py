@@ -16,8 +16,8 @@ from trained_model import TrainedModel
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.lora.layers import use_lora_linear
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family
-from diffsynth_lite.pipelines.base.batching import INPUT
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.model_function import INPUT
 from diffsynth_lite.pipelines.base.release_folder import full_config, write_release
 from diffsynth_lite.releases.release import Pixels
 

@@ -7,7 +7,7 @@ from family_sample import CPU, PROMPTS, assert_equal_under_all_flags, picture
 
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import PipelineFolder
-from diffsynth_lite.pipelines.base.batching import pad_tokens
+from diffsynth_lite.pipelines.base.model_function import pad_tokens
 from diffsynth_lite.pipelines.ernie_image import ErnieImage, model_fn_ernie_image, tiny
 
 

@@ -27,7 +27,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
-from diffsynth_lite.pipelines.base.batching import INPUT
+from diffsynth_lite.pipelines.base.model_function import INPUT
 
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
 

@@ -12,9 +12,9 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
-from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning
+from diffsynth_lite.pipelines.base.model_function import pad_tokens, without_padding
 
 _DEFAULTS = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
 SYSTEM_MESSAGE: str = _DEFAULTS["system_message"].default

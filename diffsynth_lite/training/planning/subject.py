@@ -13,7 +13,7 @@ from diffsynth_lite.data import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_shapes
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family
-from diffsynth_lite.pipelines.base.batching import INPUT
+from diffsynth_lite.pipelines.base.model_function import INPUT
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.checks import bind_family, block_policy, select_blocks
 from diffsynth_lite.training.data_settings import (
