@@ -1,4 +1,4 @@
-"""This file has what the model functions of all families share: the run of their blocks, and batches of prompts."""
+"""This file has what all model functions share: the run of their blocks, and batches of their inputs."""
 
 import inspect
 from collections.abc import Callable, Sequence
