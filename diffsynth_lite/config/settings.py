@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 _Entry = TypeVar("_Entry")
 
@@ -15,6 +23,10 @@ def _require_distinct(entries: list[_Entry]) -> list[_Entry]:
     if len(set(entries)) < len(entries):
         raise ValueError("has an entry twice; give each once")
     return entries
+
+
+def _as_text(path: object) -> object:
+    return str(path) if isinstance(path, Path) else path
 
 
 def _require_possible_path(path: str) -> str:
@@ -37,8 +49,10 @@ MOST_PIXELS = 16_384
 
 NonEmptyStr: TypeAlias = Annotated[str, Field(pattern=r"\S")]
 """Text with something in it that is not white space."""
-FilePath: TypeAlias = Annotated[NonEmptyStr, AfterValidator(_require_possible_path)]
-"""Where something is; ``~`` is a home folder."""
+FilePath: TypeAlias = Annotated[
+    NonEmptyStr, AfterValidator(_require_possible_path), BeforeValidator(_as_text)
+]
+"""Where something is; ``~`` is a home folder. In Python a ``Path`` will do, too."""
 Count: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_COUNT)]
 """How many of something, such as steps."""
 CountOrNone: TypeAlias = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]

@@ -160,7 +160,7 @@ class PairFolders:
             return _PairFolder(list_folder(path, allow_outside=source.allow_outside))
 
         self._folders = {role: [opened(path) for path in source.dirs_of(role)] for role in ROLES}
-        self._inside = tuple(_names_below(source.path, path) for path in source.pair_dirs)
+        self._inside = tuple(_names_below(source.folder, path) for path in source.pair_dirs)
 
     def hold(self, name: str) -> bool:
         """Whether a file of the targets' folder stands in one of the folders, and so is no target."""

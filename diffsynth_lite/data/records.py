@@ -8,11 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from diffsynth_lite.config import SourceSettings
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
-from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import RecordKind
-
-CaptionRule = Literal["required", "optional", "none"]
 
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 
@@ -232,99 +230,26 @@ class Record(Companions):
         return (self.target, *chain(*self.by_role.values()))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """Where records come from: a folder of files, or a dataset that `datasets` reads.
+class Source(SourceSettings):
+    """Where records come from: a folder of files, or a dataset that `datasets` reads."""
 
-    Attributes:
-        path: folder of the media, or None.
-        dataset: hub id or local folder of a dataset, or None.
-        split: of the dataset.
-        revision: of the dataset on the hub; None takes the newest.
-        metadata: .jsonl, .csv or .parquet file with one row an item, its paths relative to ``path``. None
-            takes the folder's own ``metadata.*``, and without one the captions in text files.
-        media_column: of the metadata or dataset, with the pictures or clips.
-        caption_columns: each with a text or a list of texts.
-        input_columns: each with a picture that an edit starts from, or a list of them.
-        first_frame_column: with the picture that a clip starts with.
-        last_frame_column: with the picture that a clip ends with.
-        mask_column: with the picture of what counts in the loss.
-        control_column: with the picture or clip that guides a target of its kind.
-        inpaint_mask_column: with the picture, or of clips also clip, of what is painted anew.
-        layer_columns: each with a layer of the picture, or a list of them, from the bottom up.
-        input_dirs: in place of ``input_columns``, folders with a file of each target's name; the suffix may
-            differ.
-        first_frame_dir: such a folder in place of ``first_frame_column``.
-        last_frame_dir: such a folder in place of ``last_frame_column``.
-        mask_dir: such a folder in place of ``mask_column``.
-        control_dir: such a folder in place of ``control_column``.
-        inpaint_mask_dir: such a folder in place of ``inpaint_mask_column``.
-        random_masks: in place of both, so many masks are drawn for each item, >= 0.
-        layer_dirs: such folders in place of ``layer_columns``.
-        repeats: how often each item occurs in a pass, >= 1.
-        weight: factor on ``repeats``, > 0.
-        trigger: word or words that each caption must hold; None for none.
-        loss_weight: multiplies the losses of its samples, > 0.
-        preserve: its items are not learned: on them the model is to stay what it is without its LoRA.
-        captions: "required", "optional": the trigger alone where there is none, or "none": it alone for all,
-            and of what is preserved an empty caption where there is no trigger.
-        allow_outside: follow links, absolute paths and ``..`` that leave the folder.
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the media; None for a dataset."""
+        return None if self.path is None else Path(self.path).expanduser()
 
-    Raises:
-        UserError: the settings contradict each other.
-    """
-
-    path: Path | None = None
-    dataset: str | None = None
-    split: str = "train"
-    revision: str | None = None
-    metadata: Path | None = None
-    media_column: str = "file_name"
-    caption_columns: tuple[str, ...] = ("text",)
-    input_columns: tuple[str, ...] = ()
-    first_frame_column: str | None = None
-    last_frame_column: str | None = None
-    mask_column: str | None = None
-    control_column: str | None = None
-    inpaint_mask_column: str | None = None
-    layer_columns: tuple[str, ...] = ()
-    input_dirs: tuple[Path, ...] = ()
-    first_frame_dir: Path | None = None
-    last_frame_dir: Path | None = None
-    mask_dir: Path | None = None
-    control_dir: Path | None = None
-    inpaint_mask_dir: Path | None = None
-    random_masks: int = 0
-    layer_dirs: tuple[Path, ...] = ()
-    repeats: int = 1
-    weight: float = 1.0
-    loss_weight: float = 1.0
-    preserve: bool = False
-    trigger: str | None = None
-    captions: CaptionRule = "required"
-    allow_outside: bool = False
+    @property
+    def metadata_file(self) -> Path | None:
+        """The file with one row an item; None takes the folder's own, or captions in text files."""
+        if self.folder is None or self.metadata is None:
+            return None
+        inside = self.folder / self.metadata
+        return inside if inside.is_file() else Path(self.metadata).expanduser()
 
     @property
     def passes(self) -> Fraction:
         """How often each item occurs in a pass: ``repeats`` x ``weight`` without rounding."""
         return self.repeats * Fraction(str(self.weight))
-
-    def __post_init__(self) -> None:
-        if (self.path is None) == (self.dataset is None):
-            raise UserError(
-                f"path {self.path} and dataset {self.dataset}: a source needs exactly one of them"
-            )
-        if self.captions == "none" and not self.trigger and not self.preserve:
-            raise UserError(f"captions {self.captions} of {self.where} needs a trigger")
-        if self.dataset is not None and (self.metadata or self.pair_dirs):
-            raise UserError(
-                f"dataset {self.dataset!r}: metadata and *_dir settings go with path; name columns"
-            )
-        both = [role.setting for role in ROLES if self.columns_of(role) and self.dirs_of(role)]
-        if both:
-            raise UserError(
-                f"{self.where}: {', '.join(both)} has both a column and a folder; give one of them"
-            )
 
     def columns_of(self, role: Role) -> tuple[str, ...]:
         """Columns with the files of a role."""
@@ -332,12 +257,12 @@ class Source:
 
     def dirs_of(self, role: Role) -> tuple[Path, ...]:
         """Folders with the files of a role."""
-        return unpacked(getattr(self, role.folder))
+        return tuple(Path(folder).expanduser() for folder in unpacked(getattr(self, role.folder)))
 
     @property
     def where(self) -> str:
         """The source, for messages."""
-        return str(self.path) if self.path is not None else f"dataset {self.dataset!r}"
+        return str(self.folder) if self.folder is not None else f"dataset {self.dataset!r}"
 
     @property
     def pair_columns(self) -> tuple[str, ...]:
@@ -352,7 +277,7 @@ class Source:
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns that a metadata file or dataset must have."""
-        captions = () if self.captions == "none" else self.caption_columns
+        captions = () if self.captions == "none" else tuple(self.caption_columns)
         return tuple(dict.fromkeys((self.media_column, *captions, *self.pair_columns)))
 
 

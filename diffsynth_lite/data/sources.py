@@ -1,6 +1,5 @@
 """This file reads all sources of training data into one list of records, or says all that is wrong."""
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -163,13 +162,13 @@ class _Reader:
 
     def read_folder(self) -> list[Record]:
         source = self._source
-        assert source.path is not None
-        folder = list_folder(source.path, allow_outside=source.allow_outside)
+        assert source.folder is not None
+        folder = list_folder(source.folder, allow_outside=source.allow_outside)
         pairs = PairFolders(source)
         media = [name for name in folder.files if (is_image(name) or is_video(name)) and not pairs.hold(name)]
         _tell_what_is_not_read(folder, pairs)
-        if source.metadata is not None:
-            return self._read_rows(folder, media, pairs, read_table(source.metadata, source.columns))
+        if source.metadata_file is not None:
+            return self._read_rows(folder, media, pairs, read_table(source.metadata_file, source.columns))
         texts, reads_texts = CaptionFiles(folder, media), source.captions != "none"
         if (metadata := self._metadata_in(folder, has_texts=reads_texts and bool(texts))) is not None:
             return self._read_rows(folder, media, pairs, read_table(metadata, source.columns))
@@ -347,10 +346,8 @@ def _tell_what_is_not_read(folder: Folder, pairs: PairFolders) -> None:
 
 def _warn_of_unused_columns(source: Source) -> None:
     """Say which columns were named although nothing has columns."""
-    keys = ("media_column", "caption_columns")
-    defaults = {field.name: field.default for field in dataclasses.fields(source)}
-    if unused := [key for key in keys if getattr(source, key) != defaults[key]]:
-        logger.warning("%s: no metadata file, so nothing is read by %s", source.path, " and ".join(unused))
+    if unused := [key for key in ("media_column", "caption_columns") if not source.is_default(key)]:
+        logger.warning("%s: no metadata file, so nothing is read by %s", source.folder, " and ".join(unused))
 
 
 def _row_label(table: Table) -> Callable[[int], str]:

@@ -167,9 +167,14 @@ def look_at(
         UserError: it holds neither pictures nor clips, or names none that they come from, or their layers.
     """
     data = load_config(recipe).config.data
-    inputs = {"input_dirs": tuple(input_dirs)} if input_dirs else {"input_columns": tuple(data.input_columns)}
-    layers = {"layer_dirs": tuple(layer_dirs)} if layer_dirs else {"layer_columns": tuple(data.layer_columns)}
-    source = Source(path=path, **inputs, **layers, inpaint_mask_dir=mask_dir)
+    source = Source(
+        path=str(path),
+        input_columns=[] if input_dirs else data.input_columns,
+        input_dirs=list(map(str, input_dirs)),
+        layer_columns=[] if layer_dirs else data.layer_columns,
+        layer_dirs=list(map(str, layer_dirs)),
+        inpaint_mask_dir=None if mask_dir is None else str(mask_dir),
+    )
     found = find_records([source], media_store=path)
     pictures, clips = list(filter(is_image, found.names)), list(filter(is_video, found.names))
     if not pictures and not clips:

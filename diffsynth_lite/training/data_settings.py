@@ -3,10 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import ImageColor
 
-from diffsynth_lite.config import Config, SourceSettings
+from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
     ROLES,
     WHOLE,
@@ -22,7 +23,6 @@ from diffsynth_lite.data import (
     find_records,
     refuse_other_kinds,
     tag_variants,
-    unpacked,
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
@@ -190,7 +190,7 @@ def shifts_by_size(
 
 def data_sources(config: Config) -> list[Source]:
     """The sources of the training data."""
-    return [_source(settings) for settings in config.data.sources_by_key.values()]
+    return [Source(**dict(settings)) for settings in config.data.sources_by_key.values()]
 
 
 def learned_sources(config: Config) -> set[int]:
@@ -221,23 +221,18 @@ def find_held_out_records(config: Config) -> FoundRecords | None:
 
 
 def _held_out_source(config: Config, path: str) -> Source:
-    first = config.data.sources_by_key[config.data.held_out_key]
-    held_out = {"path": path, "dataset": None, "metadata": None, "repeats": 1, "weight": 1.0}
+    first = Source(**dict(config.data.sources_by_key[config.data.held_out_key]))
+    held_out: dict[str, Any] = {"path": path, "dataset": None, "metadata": None, "repeats": 1, "weight": 1.0}
     held_out["random_masks"] = min(1, first.random_masks)
-    source = _source(first.model_copy(update=held_out))
-
-    def moved(place: Path) -> Path:
-        return _moved(place, first, Path(path).expanduser())
-
-    return dataclasses.replace(
-        source,
-        **{role.folder: role.packed([moved(place) for place in source.dirs_of(role)]) for role in ROLES},
-    )
+    for role in ROLES:
+        folders = [str(_moved(folder, first, Path(path).expanduser())) for folder in first.dirs_of(role)]
+        held_out[role.folder] = folders if role.is_several else next(iter(folders), None)
+    return first.model_copy(update=held_out)
 
 
-def _moved(place: Path, first: SourceSettings, held_out: Path) -> Path:
-    """Where a folder inside the first source is in the folder of what is held out."""
-    root = Path(first.path or "").expanduser().resolve()
+def _moved(place: Path, first: Source, held_out: Path) -> Path:
+    """Where a folder inside the first source is in the held-out folder."""
+    root = (first.folder or Path()).resolve()
     if not place.resolve().is_relative_to(root):
         raise UserError(
             f"validation.data: {place} belongs to the training items; move it into {first.path}, and that of "
@@ -315,42 +310,10 @@ def _captions(record: Record, config: Config) -> tuple[str, ...]:
 def _find(key: str, sources: Sequence[Source], config: Config, part: Part) -> FoundRecords:
     store = cache_folder(config) / "media"
     found = find_records(sources, media_store=store, on_bad_item=config.data.on_bad_item, part=part)
-    tables = tuple(f"{source.metadata}: " for source in sources if source.metadata is not None)
+    tables = tuple(f"{source.metadata_file}: " for source in sources if source.metadata is not None)
     # Several sources have one key, and so has what is held out.
     table_key = "data.metadata" if key == "data.path" else key
     problems = [
         f"{table_key if problem.startswith(tables) else key}: {problem}" for problem in found.problems
     ]
     return dataclasses.replace(found, problems=problems)
-
-
-def _source(settings: SourceSettings) -> Source:
-    def folder(path: str | None) -> Path | None:
-        return None if path is None else Path(path).expanduser()
-
-    root = folder(settings.path)
-    metadata = folder(settings.metadata)
-    if root is not None and settings.metadata and (root / settings.metadata).is_file():
-        metadata = root / settings.metadata
-    return Source(
-        path=root,
-        dataset=settings.dataset,
-        split=settings.split,
-        revision=settings.revision,
-        metadata=metadata,
-        media_column=settings.media_column,
-        caption_columns=tuple(settings.caption_columns),
-        **{role.column: role.packed(unpacked(getattr(settings, role.column))) for role in ROLES},
-        **{
-            role.folder: role.packed(list(map(folder, unpacked(getattr(settings, role.folder)))))
-            for role in ROLES
-        },
-        random_masks=settings.random_masks,
-        repeats=settings.repeats,
-        weight=settings.weight,
-        loss_weight=settings.loss_weight,
-        preserve=settings.preserve,
-        trigger=settings.trigger,
-        captions=settings.captions,
-        allow_outside=settings.allow_outside,
-    )

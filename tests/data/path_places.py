@@ -92,7 +92,7 @@ def _in_dataset(feature: Any, *, in_list: bool = False, below_folder: bool = Fal
                 | ({"input": List(feature)} if in_list else {})
             ),
         )
-        columns = {"input_columns": ("input",)} if in_list else {}
+        columns = {"input_columns": ["input"]} if in_list else {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
             patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "hub")
@@ -106,8 +106,8 @@ ROWS: dict[str, Read] = {
     "file_name in the folder's own metadata": _in_the_folders_own_rows,
     "file_name in csv": _in_csv,
     "file_name in parquet": _in_parquet,
-    "input": _in_jsonl(_PICTURE, "input", input_columns=("input",)),
-    "list of inputs": _in_jsonl(_PICTURE, "input", in_list=True, input_columns=("input",)),
+    "input": _in_jsonl(_PICTURE, "input", input_columns=["input"]),
+    "list of inputs": _in_jsonl(_PICTURE, "input", in_list=True, input_columns=["input"]),
     "mask": _in_jsonl(_PICTURE, "mask", mask_column="mask"),
     "control clip": _in_jsonl(_CLIP, "guide", control_column="guide"),
     "inpaint mask": _in_jsonl(_PICTURE, "hole", inpaint_mask_column="hole"),

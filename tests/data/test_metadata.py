@@ -76,7 +76,7 @@ def test_blank_lines_between_rows_are_skipped(read):
 
 def test_columns_have_the_names_that_were_given(read):
     content = "image,caption,text\na.png,right,wrong\n"
-    assert read("m.csv", content, media_column="image", caption_columns=("caption",)) == {"a.png": "right"}
+    assert read("m.csv", content, media_column="image", caption_columns=["caption"]) == {"a.png": "right"}
 
 
 @pytest.mark.parametrize(

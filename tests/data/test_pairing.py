@@ -29,7 +29,7 @@ def read(tmp_path, folder):
 def test_inputs_have_the_names_of_their_targets(read, tmp_path):
     names = ["data/a.png", "data/sub/b.c.png", "in/a.jpg", "in/sub/b.c.png", "in/extra.png", "in/a.txt"]
     first, second = read(
-        *names, "two/a.webp", "two/sub/b.c.bmp", input_dirs=(tmp_path / "in", tmp_path / "two")
+        *names, "two/a.webp", "two/sub/b.c.bmp", input_dirs=[tmp_path / "in", tmp_path / "two"]
     )
     assert first.inputs == (tmp_path / "in/a.jpg", tmp_path / "two/a.webp")
     assert second.inputs == (tmp_path / "in/sub/b.c.png", tmp_path / "two/sub/b.c.bmp")
@@ -48,11 +48,11 @@ def test_frames_and_masks_have_the_names_of_their_clips(read, tmp_path):
 
 def test_layers_have_the_names_of_their_pictures(read, tmp_path):
     names = ["data/a.png", "back/a.png", "front/a.webp", "in/a.png"]
-    folders = (tmp_path / "back", tmp_path / "front")
+    folders = [tmp_path / "back", tmp_path / "front"]
     [record] = read(*names, layer_dirs=folders)
     assert record.layers == (tmp_path / "back/a.png", tmp_path / "front/a.webp")
     assert record.kind == "layers"
-    [edit] = read(*names, layer_dirs=folders, input_dirs=(tmp_path / "in",))
+    [edit] = read(*names, layer_dirs=folders, input_dirs=[tmp_path / "in"])
     assert edit.kinds == ("edit", "layers")  # which no family takes together
     with pytest.raises(UserError, match=r"b\.mp4: is a clip, and only pictures have layers"):
         read("data/b.mp4", "back/b.png", layer_dirs=folders[:1])
@@ -69,14 +69,14 @@ def test_a_folder_whose_name_begins_alike_still_holds_targets(read, folder):
     (folder / "in").mkdir(parents=True)
     (folder / "in/inner").mkdir()
     (folder / "in/inner/a.png").write_bytes(b"")
-    [record] = read("data/inner/a.png", input_dirs=(folder / "in",))
+    [record] = read("data/inner/a.png", input_dirs=[folder / "in"])
     assert record.name == "inner/a.png"
 
 
 def test_files_beside_metadata_rows_are_found_as_well(read, folder, tmp_path):
     folder.mkdir()
     (tmp_path / "rows.csv").write_text("file_name,text\na.png,x\n")
-    [record] = read("data/a.png", "in/a.png", input_dirs=(tmp_path / "in",), metadata=tmp_path / "rows.csv")
+    [record] = read("data/a.png", "in/a.png", input_dirs=[tmp_path / "in"], metadata=tmp_path / "rows.csv")
     assert record.inputs == (tmp_path / "in/a.png",)
 
 
@@ -89,7 +89,7 @@ def test_all_items_without_their_file_are_named(read, tmp_path):
             "in/b.png",
             "in/c.png",
             "in/c.jpg",
-            input_dirs=(tmp_path / "in",),
+            input_dirs=[tmp_path / "in"],
         )
     message = str(error.value)
     assert "2 of 3 items" in message
@@ -103,7 +103,7 @@ def test_pictures_and_clips_mix_only_where_nothing_is_paired(read, tmp_path):
     assert [record.kind for record in read(*names)] == ["image", "video"]
     assert [record.kind for record in read(*names, mask_dir=tmp_path / "in")] == ["image", "video"]
     with pytest.raises(UserError, match=r"1 of 2 .*: b\.mp4: is a clip, and only pictures have inputs"):
-        read(*names, input_dirs=(tmp_path / "in",))
+        read(*names, input_dirs=[tmp_path / "in"])
     with pytest.raises(UserError, match=r"1 of 2 .*: a\.png: is a picture, and only clips have first"):
         read(*names, first_frame_dir=tmp_path / "in")
 
@@ -130,18 +130,18 @@ def test_links_out_of_a_folder_of_files_are_refused(read, tmp_path):
     (tmp_path / "secret.png").write_bytes(b"")
     (tmp_path / "in/a.png").symlink_to(tmp_path / "secret.png")
     with pytest.raises(UserError, match=r"a\.png is a link that leaves the folder"):
-        read("data/a.png", input_dirs=(tmp_path / "in",))
-    [record] = read("data/a.png", input_dirs=(tmp_path / "in",), allow_outside=True)
+        read("data/a.png", input_dirs=[tmp_path / "in"])
+    [record] = read("data/a.png", input_dirs=[tmp_path / "in"], allow_outside=True)
     assert record.inputs == (tmp_path / "in/a.png",)
 
 
 def test_the_folder_of_the_targets_is_not_that_of_their_inputs(read, folder):
     with pytest.raises(UserError, match="holds the targets themselves"):
-        read("data/a.png", input_dirs=(folder,))
+        read("data/a.png", input_dirs=[folder])
 
 
 def test_columns_need_a_metadata_file(read, caplog):
     with pytest.raises(UserError, match="data: no metadata file for before, mask"):
-        read("data/a.png", input_columns=("before",), mask_column="mask")
-    read("data/a.png", caption_columns=("note",))
+        read("data/a.png", input_columns=["before"], mask_column="mask")
+    read("data/a.png", caption_columns=["note"])
     assert "data: no metadata file, so nothing is read by caption_columns" in caplog.text

@@ -40,7 +40,7 @@ def read(tmp_path):
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-@pytest.mark.parametrize("settings", [{}, {"input_columns": ("input",)}, {"mask_column": "input"}])
+@pytest.mark.parametrize("settings", [{}, {"input_columns": ["input"]}, {"mask_column": "input"}])
 def test_a_row_names_pictures_by_their_names(read, name, settings):
     row = {"file_name": "b.png", "input": name} if settings else {"file_name": name, "input": "b.png"}
     if name == ["a.png"] and "input_columns" in settings:
@@ -80,7 +80,7 @@ def test_several_columns_and_lists_give_several_captions(read):
         {"file_name": "a.png", "text": ["one", "two"], "short": "three"},
         {"file_name": "b.png", "text": None, "short": "four"},
     ]
-    records = read(*rows, caption_columns=("text", "short"), trigger="sks")
+    records = read(*rows, caption_columns=["text", "short"], trigger="sks")
     assert [record.captions for record in records] == [("sks, one", "sks, two", "sks, three"), ("sks, four",)]
 
 
@@ -89,7 +89,7 @@ def test_inputs_stand_in_columns_and_in_lists(read, tmp_path):
         {"file_name": "a.png", "first": "in/1.png", "more": ["in/2.png", "b.png"]},
         {"file_name": "sub/e.png", "first": "in/2.png", "more": ""},
     ]
-    first, second = read(*rows, input_columns=("first", "more"))
+    first, second = read(*rows, input_columns=["first", "more"])
     folder = tmp_path / "data"
     assert first.inputs == (folder / "in/1.png", folder / "in/2.png", folder / "b.png")
     assert second.inputs == (folder / "in/2.png",)
@@ -108,16 +108,16 @@ def test_frames_and_masks_stand_in_columns(read, tmp_path):
 @pytest.mark.parametrize(
     ("row", "settings", "reason"),
     [
-        ({"file_name": "b.png", "x": None}, {"input_columns": ("x",)}, "no input in 'x'"),
-        ({"file_name": "b.png", "x": []}, {"input_columns": ("x",)}, "no input in 'x'"),
+        ({"file_name": "b.png", "x": None}, {"input_columns": ["x"]}, "no input in 'x'"),
+        ({"file_name": "b.png", "x": []}, {"input_columns": ["x"]}, "no input in 'x'"),
         (
             {"file_name": "b.png", "x": ["a.png", None]},
-            {"input_columns": ("x",)},
+            {"input_columns": ["x"]},
             "'x': None is not the name",
         ),
-        ({"file_name": "b.png", "x": "c.mp4"}, {"input_columns": ("x",)}, r"'x': c\.mp4 is no picture"),
+        ({"file_name": "b.png", "x": "c.mp4"}, {"input_columns": ["x"]}, r"'x': c\.mp4 is no picture"),
         ({"file_name": "b.png", "x": None}, {"mask_column": "x"}, "'x': None is not the name of a file"),
-        ({"file_name": "d.mp4", "x": "a.png"}, {"input_columns": ("x",)}, "is a clip, and only pictures"),
+        ({"file_name": "d.mp4", "x": "a.png"}, {"input_columns": ["x"]}, "is a clip, and only pictures"),
         ({"file_name": "b.png", "x": "a.png"}, {"first_frame_column": "x"}, "is a picture, and only clips"),
         ({"file_name": "b.png", "x": "a.png"}, {"last_frame_column": "x"}, "is a picture, and only clips"),
         ({"file_name": "b.png", "x": "c.mp4"}, {"control_column": "x"}, r"'x': c\.mp4 is no picture; \.png"),
@@ -137,16 +137,16 @@ def test_all_that_is_wrong_with_a_row_is_said_at_once(read):
     with pytest.raises(
         UserError, match=r"row 1: no text in 'text' but '', and 'x': 'gone\.png' is not among"
     ):
-        read(row, input_columns=("x",))
+        read(row, input_columns=["x"])
 
 
 def test_wrong_columns_are_named_with_those_that_are_there(read):
     with pytest.raises(UserError, match="has no column image and input; it has text, file_name"):
-        read({"file_name": "a.png"}, media_column="image", input_columns=("input",))
+        read({"file_name": "a.png"}, media_column="image", input_columns=["input"])
 
 
 def test_files_that_other_rows_use_are_not_called_left_out(read, caplog):
     row = {"file_name": "a.png", "x": ["in/1.png", "in/2.png"]}
     with caplog.at_level(logging.WARNING):
-        read(row, input_columns=("x",))
+        read(row, input_columns=["x"])
     assert "4 of 7 files have no row and are left out: b.png; c.mp4; d.mp4; sub/e.png" in caplog.text

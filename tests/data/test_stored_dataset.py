@@ -80,7 +80,7 @@ def test_inputs_masks_and_several_captions_come_out_of_columns(save, read):
     kinds = {"after": Image(), "before": List(Image()), "mask": Image(), "text": List(Value("string"))}
     settings = {
         "media_column": "after",
-        "input_columns": ("before",),
+        "input_columns": ["before"],
         "mask_column": "mask",
         "trigger": "sks",
     }
@@ -224,7 +224,7 @@ def test_wrong_columns_are_named_with_those_that_are_there(save, read):
     with pytest.raises(UserError, match="has no column file_name; it has image, text"):
         read(folder, media_column="file_name")
     with pytest.raises(UserError, match=r"the column text holds Value.*, not pictures or clips"):
-        read(folder, media_column="text", caption_columns=("text",))
+        read(folder, media_column="text", caption_columns=["text"])
 
 
 def test_a_dataset_without_rows_is_refused(monkeypatch, read):
