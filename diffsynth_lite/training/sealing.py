@@ -7,8 +7,14 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import UsableData
-from diffsynth_lite.data.sealed import Seal, SealContent, SealDocument, SealFolder, write_seal
-from diffsynth_lite.data.sealed.folder import LANCE_ERRORS, first_line
+from diffsynth_lite.data.sealed import (
+    LANCE_ERRORS,
+    Seal,
+    SealDocument,
+    SealFolder,
+    first_line,
+    write_seal,
+)
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.data_settings import open_memory, sealed_folder
@@ -60,18 +66,21 @@ def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, 
     if there is not None:
         _require_same_items(there, trained_on, validation)
         return Sealed(document=there.document, was_there=True)
-    content = SealContent(
-        settings=seal_settings(config),
-        data=trained_on,
-        validation=validation,
-        more_keys=[key for keys in job.preview_keys for key in keys],
-        texts={key: prompt.text for key, prompt in job.prompts.items()},
-        thumbnails=_thumbnails(config, job, trained_on),
-    )
+    thumbnails = _thumbnails(config, job, trained_on)
     assert config.data.sealed is not None
     folder = SealFolder(config.data.sealed)
     try:
-        document = write_seal(folder, content, job.cache, progress)
+        document = write_seal(
+            folder,
+            job.cache,
+            progress,
+            data=trained_on,
+            validation=validation,
+            settings=seal_settings(config),
+            more_keys=[key for keys in job.preview_keys for key in keys],
+            texts={key: prompt.text for key, prompt in job.prompts.items()},
+            thumbnails=thumbnails,
+        )
     except (UserError, RunStoppedError):
         raise
     except LANCE_ERRORS as error:

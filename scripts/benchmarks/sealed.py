@@ -33,8 +33,8 @@ from diffsynth_lite.data import (
 from diffsynth_lite.data.cache import entry_content
 from diffsynth_lite.data.item_table import KEY_BYTES, Indices, ItemColumns
 from diffsynth_lite.data.schedule import Numbers, Orders
-from diffsynth_lite.data.sealed import SealContent, SealFolder, StoredOrders, open_seal, write_seal
-from diffsynth_lite.data.sealed.folder import import_lance
+from diffsynth_lite.data.sealed import SealFolder, StoredOrders, open_seal, write_seal
+from diffsynth_lite.data.sealed.entries import import_lance
 
 ITEMS_OF_AN_ENTRY = 10
 ITEMS_OF_A_CAPTION = 1000
@@ -225,9 +225,9 @@ def seal(folder: Path, arguments: argparse.Namespace) -> None:
     cache.folder.mkdir()
     table = synthetic_table(arguments.rows[0], arguments.buckets)
     data = UsableData(items=table, identity=IDENTITY, tag_counts={})
-    content = SealContent(settings={}, data=data, validation=None, more_keys=[], texts={}, thumbnails={})
+
     began_at = time.process_time()
-    write_seal(SealFolder(str(folder / "sealed")), content, cache, lambda done, total: None)
+    write_seal(SealFolder(str(folder / "sealed")), cache, lambda done, total: None, data=data, settings={})
     told({"cpu_s": time.process_time() - began_at, "peak_mib": peak_mib()}, Memory.now())
 
 

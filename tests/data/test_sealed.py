@@ -1,4 +1,4 @@
-"""A sealed cache gives back what was sealed, or says which row of which file is not what it was."""
+"""A sealed cache gives back the data that were sealed, or names the damaged row and file."""
 
 import hashlib
 import os
@@ -17,7 +17,6 @@ import torch
 from diffsynth_lite.data import Bucket, DataIdentity, ItemRow, ItemTable, TagCounts, TensorCache, UsableData
 from diffsynth_lite.data.sealed import (
     DamagedSealError,
-    SealContent,
     SealFolder,
     StoredOrders,
     open_seal,
@@ -45,14 +44,14 @@ DATA = UsableData(
     items=ItemTable.build(ROWS), identity=IDENTITY, tag_counts={1: TagCounts(3, {"b": 2, "a": 1})}
 )
 HELD_OUT = UsableData(items=ItemTable.build(ROWS[:3]), identity=IDENTITY, tag_counts={})
-CONTENT = SealContent(
-    settings={"data.width": 64},
-    data=DATA,
-    validation=HELD_OUT,
-    more_keys=[KEYS[0]],
-    texts={KEYS[1]: "a red circle"},
-    thumbnails={3: "data:image/jpeg;base64,"},
-)
+CONTENT = {
+    "settings": {"data.width": 64},
+    "data": DATA,
+    "validation": HELD_OUT,
+    "more_keys": [KEYS[0]],
+    "texts": {KEYS[1]: "a red circle"},
+    "thumbnails": {3: "data:image/jpeg;base64,"},
+}
 
 
 def nothing(done: int, total: int) -> None:
@@ -73,11 +72,11 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> SealFolder:
     return SealFolder(request.param.format(tmp_path / "sealed"))
 
 
-def test_what_was_sealed_comes_back_by_path_and_by_uri_also_in_another_process(
+def test_sealed_data_come_back_by_path_and_by_uri_also_in_another_process(
     folder: SealFolder, cache: TensorCache, tmp_path: Path
 ) -> None:
     assert open_seal(folder) is None
-    document = write_seal(folder, CONTENT, cache, nothing)
+    document = write_seal(folder, cache, nothing, **CONTENT)
     seal = open_seal(folder)
     assert seal is not None
     assert seal.document == document
@@ -114,16 +113,16 @@ def test_a_sealing_that_was_killed_leaves_no_seal_and_is_done_again(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_seal(folder, CONTENT, cache, killed)
+        write_seal(folder, cache, killed, **CONTENT)
     assert open_seal(folder) is None
     folder.upload(cache.path(KEYS[0]), "entries.lance/data/left.lance")
     folder.upload(cache.path(KEYS[0]), "items.table")
-    first = write_seal(folder, CONTENT, cache, nothing)
+    first = write_seal(folder, cache, nothing, **CONTENT)
     assert "entries.lance/data/left.lance" not in folder.names()
-    other = write_seal(SealFolder(f"{folder}-other"), CONTENT, cache, nothing)
+    other = write_seal(SealFolder(f"{folder}-other"), cache, nothing, **CONTENT)
     assert (first.data, first.keys, first.table_bytes) == (other.data, other.keys, other.table_bytes)
-    with pytest.raises(UserError, match="holds SEALED and is no sealed cache"):
-        write_seal(folder, CONTENT, cache, nothing)
+    with pytest.raises(UserError, match="holds SEALED and is not a sealed cache"):
+        write_seal(folder, cache, nothing, **CONTENT)
 
 
 def test_ctrl_c_stops_a_sealing_and_the_thread_that_reads_for_it(cache: TensorCache, tmp_path: Path) -> None:
@@ -138,7 +137,7 @@ def test_ctrl_c_stops_a_sealing_and_the_thread_that_reads_for_it(cache: TensorCa
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells start jobs that ignore it.
     try:
         with pytest.raises(KeyboardInterrupt):
-            write_seal(SealFolder(str(tmp_path / "sealed")), CONTENT, cache, interrupted)
+            write_seal(SealFolder(str(tmp_path / "sealed")), cache, interrupted, **CONTENT)
     finally:
         signal.signal(signal.SIGINT, before)
     assert 2 <= read[-1] < len(KEYS)
@@ -147,7 +146,7 @@ def test_ctrl_c_stops_a_sealing_and_the_thread_that_reads_for_it(cache: TensorCa
 
 def test_damage_is_found_and_named(cache: TensorCache, tmp_path: Path) -> None:
     root = tmp_path / "sealed"
-    write_seal(SealFolder(str(root)), CONTENT, cache, nothing)
+    write_seal(SealFolder(str(root)), cache, nothing, **CONTENT)
     seal = open_seal(SealFolder(str(root)))
     [shard] = (root / "entries.lance/data").iterdir()
     whole = {path: path.read_bytes() for path in (shard, root / "items.table", root / "SEALED")}
@@ -196,11 +195,11 @@ class PanicException(BaseException):
     """As Lance raises it; its own class can only be had by a panic."""
 
 
-def test_a_panic_of_lance_and_rows_that_are_gone_are_told_as_damage(
+def test_a_panic_of_lance_and_rows_that_are_gone_are_reported_as_damage(
     cache: TensorCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "sealed"
-    write_seal(SealFolder(str(root)), CONTENT, cache, nothing)
+    write_seal(SealFolder(str(root)), cache, nothing, **CONTENT)
     seal = open_seal(SealFolder(str(root)))
     lance.dataset(str(root / "entries.lance")).delete(f"key = X'{KEYS[3]}'")
     entries = seal.entries(seal.map_table(tmp_path))
@@ -223,11 +222,11 @@ def test_an_entry_that_is_gone_or_damaged_is_not_sealed(cache: TensorCache, tmp_
     for key in KEYS[1:]:
         own.write(key, cache.read(key))
     with pytest.raises(UserError, match="is not there; fill the cache"):
-        write_seal(SealFolder(str(tmp_path / "one")), CONTENT, own, nothing)
+        write_seal(SealFolder(str(tmp_path / "one")), own, nothing, **CONTENT)
     own.path(KEYS[0]).parent.mkdir(exist_ok=True)
     own.path(KEYS[0]).write_bytes(own.path(KEYS[1]).read_bytes())
     with pytest.raises(UserError, match="is damaged: its hash does not fit; `diffsynth-lite cache verify`"):
-        write_seal(SealFolder(str(tmp_path / "two")), CONTENT, own, nothing)
+        write_seal(SealFolder(str(tmp_path / "two")), own, nothing, **CONTENT)
 
 
 def test_without_lance_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -241,7 +240,7 @@ def make_old(folder: Path) -> None:
         os.utime(path, (time.time() - 90_000,) * 2)
 
 
-def test_tables_of_other_seals_and_what_was_never_finished_are_pruned_and_nothing_else(
+def test_tables_of_other_seals_and_unfinished_files_are_pruned_and_nothing_else(
     tmp_path: Path,
 ) -> None:
     digests = ["a" * 32, "b" * 32]

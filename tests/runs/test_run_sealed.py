@@ -100,7 +100,7 @@ def test_a_seal_is_compared_with_data_and_settings_and_says_what_is_wrong(
     assert "holds no sealed cache; `diffsynth-lite cache seal`" in refused(sealed, task="train")
     assert "has no effect with data.cache: false" in refused(sealed, "data.cache=false", task="train")
     assert cache(run, "fill", sealed) == 0
-    assert "and is no sealed cache; name an empty or a new folder" in refused(
+    assert "and is not a sealed cache; name an empty or a new folder" in refused(
         f"data.sealed={run.root / 'data'}"
     )
     assert cache(run, "seal", sealed) == 0

@@ -1,13 +1,18 @@
-"""This file keeps the entries of a cache as rows of one Lance dataset, in a few large files, its shards.
+"""This file keeps the entries of a sealed cache in a folder, on a disk or on object storage, through Lance.
 
-A row is a key, the text where the entry is of a caption, and the bytes of the file that the entry was. Rows
-are in the order of their keys, which the mapped table has as well: a key is found there by bisection.
+A row of the Lance dataset is a key, the text where the entry is of a caption, and the bytes of the file that
+the entry was. Rows are in the order of their keys, which the mapped table has as well: a key is found there
+by bisection. The dataset is in a few large files, its shards.
 """
 
+import tempfile
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -17,8 +22,132 @@ from torch import Tensor
 from diffsynth_lite.data.batches import EntryReader
 from diffsynth_lite.data.cache import parse_entry
 from diffsynth_lite.data.item_table import KEY_BYTES, Column
-from diffsynth_lite.data.sealed.folder import LANCE_ERRORS, first_line, import_lance, panics_as_errors
-from diffsynth_lite.data.sealed.mapped_file import DamagedSealError
+from diffsynth_lite.data.sealed.mapped import DamagedSealError
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import replacing, sync
+
+LANCE_ERRORS = (OSError, ValueError, RuntimeError)
+"""What Lance raises for a file that is gone, damaged or out of reach."""
+
+
+def import_lance() -> Any:
+    """The package of Lance, imported where a sealed cache is used: it takes a second or two."""
+    try:
+        import lance
+        import lance.file
+    except ImportError as error:
+        raise UserError(
+            f"data.sealed: needs the package pylance, which cannot be imported ({error}): "
+            "pip install 'diffsynth_lite[lance]'"
+        ) from None
+    return lance
+
+
+class SealFolder:
+    """A folder by its path, or by its URI on object storage that Lance has a connector for.
+
+    Args:
+        location: the value of ``data.sealed``.
+    """
+
+    def __init__(self, location: str) -> None:
+        self.is_local = "://" not in location
+        self.location = str(Path(location).expanduser().absolute()) if self.is_local else location.rstrip("/")
+
+    def __str__(self) -> str:
+        return self.location
+
+    def uri(self, name: str) -> str:
+        """Where a file or dataset in it is, for Lance."""
+        return f"{self.location}/{name}"
+
+    @cached_property
+    def _session(self) -> Any:
+        lance = import_lance()
+        try:
+            return lance.file.LanceFileSession(self.location)
+        except LANCE_ERRORS as error:
+            raise UserError(f"data.sealed: {self} cannot be used: {first_line(error)}") from error
+
+    def names(self) -> list[str]:
+        """All files in it and below, relative to it; none where it does not exist."""
+        if self.is_local and not Path(self.location).exists():
+            return []
+        session = self._session
+        try:
+            return sorted(session.list())
+        except LANCE_ERRORS as error:
+            raise UserError(f"data.sealed: {self} cannot be read: {first_line(error)}") from error
+
+    def read(self, name: str) -> bytes | None:
+        """Content of a file, or None where there is none."""
+        if self.is_local and not Path(self.location).exists():
+            return None
+        session = self._session
+        try:
+            if not session.contains(name):
+                return None
+            with tempfile.TemporaryDirectory() as folder:
+                copy = Path(folder) / "copy"
+                session.download_file(name, str(copy))
+                return copy.read_bytes()
+        except LANCE_ERRORS as error:
+            raise UserError(f"data.sealed: {self.uri(name)} cannot be read: {first_line(error)}") from error
+
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file to ``path``, which appears whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with replacing(path) as temporary:
+                self._session.download_file(name, str(temporary))
+                sync(temporary)
+        except LANCE_ERRORS as error:
+            raise UserError(
+                f"data.sealed: {self.uri(name)} cannot be copied to {path}: {first_line(error)}"
+            ) from error
+
+    def make(self) -> None:
+        """Make it, where it is on a disk."""
+        try:
+            if self.is_local:
+                Path(self.location).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"data.sealed: {self} cannot be made: {error.strerror}") from error
+
+    def upload(self, path: Path, name: str) -> None:
+        """Copy a file into it."""
+        self._session.upload_file(str(path), name)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove files."""
+        for name in names:
+            self._session.delete_file(name)
+
+    def sync(self) -> None:
+        """Wait until all files of a folder on a disk are written to it."""
+        if self.is_local:
+            root = Path(self.location)
+            for name in self.names():
+                sync(root / name)
+            for folder in (*(path for path in root.rglob("*") if path.is_dir()), root, root.parent):
+                sync(folder)
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Scope in which a panic of Lance, not an ``Exception``, is an OSError: damaged files cause some."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a module that cannot be imported
+            raise
+        raise OSError(f"Lance: {error}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Lance's message, without the place in its own sources."""
+    return str(error).splitlines()[0].partition(", /")[0] if str(error) else type(error).__name__
+
 
 _SHARD_BYTES = 4 * 2**30
 """Of an object that a store takes in one upload of few parts; 50 TB are 12,000 of them."""
@@ -58,10 +187,6 @@ def write_entries(
         uri: of the dataset, which must not exist.
         keys: of all entries, ascending.
         texts: key to the text of a caption.
-        content_of: reads an entry's file.
-
-    Raises:
-        OSError: it cannot be written.
     """
     lance = import_lance()
     failures: list[BaseException] = []
@@ -132,12 +257,7 @@ def _batch(rows: Iterable[tuple[bytes, str | None, bytes]]) -> pa.RecordBatch:
 class SealedEntries:
     """Reads the entries of a sealed cache, each by its row.
 
-    A process that is sent one opens the dataset anew: Lance has threads, which no fork may copy.
-
-    Args:
-        uri: of the dataset.
-        keys: of its rows, ascending.
-        shards: its files, in the order of their rows.
+    A process that is sent one opens the dataset itself: Lance has threads, which no fork may copy.
     """
 
     def __init__(self, uri: str, keys: Column, shards: tuple[EntryShard, ...]) -> None:
@@ -154,11 +274,7 @@ class SealedEntries:
         return self._row(key) is not None
 
     def read(self, key: str) -> dict[str, Tensor]:
-        """Tensors of an entry on the CPU.
-
-        Raises:
-            DamagedSealError: it is not what was sealed, or cannot be read, or there is none of that key.
-        """
+        """Tensors of an entry on the CPU."""
         row = self._require_row(key)
         try:
             return parse_entry(key, self._cell(row, "entry"))
@@ -168,15 +284,11 @@ class SealedEntries:
             ) from error
 
     def before(self, other: EntryReader) -> EntryReader:
-        """Reads what the seal does not hold from another place."""
+        """Reads entries that the seal does not hold from another place."""
         return _FirstOf(self, other)
 
     def text(self, key: str) -> str:
-        """The caption of an entry.
-
-        Raises:
-            DamagedSealError: it cannot be read.
-        """
+        """The caption of an entry."""
         return str(self._cell(self._require_row(key), "text"))
 
     def where(self, row: int) -> str:
@@ -189,10 +301,10 @@ class SealedEntries:
         return f"row {row} of {self.uri}"
 
     def problems(self, progress: Callable[[int, int], None]) -> Iterator[str]:
-        """What is damaged, one line each; reads everything.
+        """All damage, one line each; reads everything.
 
         Args:
-            progress: called with the number of rows that were looked at, and of all.
+            progress: called with the number of rows that were read, and of all.
         """
         row = 0
         for number, shard in enumerate(self._shards):

@@ -1,25 +1,28 @@
-"""This file is a sealed cache: what a run needs of its data, in three parts that are never changed.
+"""This file writes and opens a sealed cache: all data that a run reads, in three parts that never change.
 
 ``entries.lance`` holds the tensors, ``items.table`` the items and the keys of all entries, and ``SEALED`` all
-that does not grow with their number: what the data are, and where in the table each column is. ``SEALED`` is
-written last, and its second line is the sha256 of its first: a seal is there whole or not at all.
+that does not grow with their number: the identity of the data, and the place of each column in the table.
+``SEALED`` is written last, and its second line is the sha256 of its first: a seal is whole or not there.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, BinaryIO, Literal
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.cache import TensorCache, parse_entry
 from diffsynth_lite.data.captions import TagCounts
-from diffsynth_lite.data.item_table import KEY_BYTES, ItemColumns, ItemTable
-from diffsynth_lite.data.items import DataIdentity
-from diffsynth_lite.data.sealed.entries import EntryShard, SealedEntries
-from diffsynth_lite.data.sealed.folder import SealFolder
-from diffsynth_lite.data.sealed.mapped_file import MappedColumn, MappedFile
+from diffsynth_lite.data.item_table import KEY_BYTES, Column, ItemColumns, ItemTable
+from diffsynth_lite.data.items import DataIdentity, UsableData
+from diffsynth_lite.data.sealed.entries import EntryShard, SealedEntries, SealFolder, write_entries
+from diffsynth_lite.data.sealed.mapped import MappedColumn, MappedFile, append_hashes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import signed_line
 
@@ -31,12 +34,11 @@ _REMEDY = "restore it from a copy, or seal again into another folder"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SealedItems:
-    """What ``SEALED`` says of a data set; but for ``columns`` see :class:`ItemTable`.
+    """A data set in ``SEALED``; but for ``columns`` see :class:`ItemTable`.
 
     Attributes:
         group_counts: bucket, source and number of items of each group.
         columns: start and length in bytes of each column in the table.
-        identity: what the items hold.
         tag_counts: by the index of a source.
     """
 
@@ -51,17 +53,14 @@ class SealedItems:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SealDocument:
-    """What ``SEALED`` says.
+    """The content of ``SEALED``.
 
     Attributes:
         schema: of all three parts.
         settings: those that the items depend on, by dotted key.
-        data: what is trained on.
-        validation: what is held out; None where nothing is.
         keys: start and length in bytes of the keys of all entries in the table.
-        shards: files of the entries.
         table_bytes: content of the table.
-        thumbnails: data URL of a small picture by the number of a training item, for those that are shown.
+        thumbnails: data URL of a small image by the number of a training item, for those that are shown.
     """
 
     schema: Literal[1]
@@ -91,13 +90,7 @@ _DOCUMENT = TypeAdapter(SealDocument)
 
 
 class Seal:
-    """A sealed cache that is there.
-
-    Args:
-        folder: holds it.
-        document: what its ``SEALED`` says.
-        digest: of that, in hexadecimal.
-    """
+    """A sealed cache that is there; ``digest`` is that of its ``SEALED``, in hexadecimal."""
 
     def __init__(self, folder: SealFolder, document: SealDocument, digest: str) -> None:
         self.folder, self.document, self.digest = folder, document, digest
@@ -107,10 +100,6 @@ class Seal:
 
         Args:
             copies: folder of this machine or of several; the table of a seal elsewhere is copied to it once.
-
-        Raises:
-            DamagedSealError: it is not what was written.
-            UserError: it cannot be copied.
         """
         if self.folder.is_local:
             path = Path(self.folder.location) / TABLE_NAME
@@ -137,12 +126,7 @@ class Seal:
         return SealedEntries(self.folder.uri(ENTRIES_NAME), keys, self.document.shards)
 
     def problems(self, copies: Path, progress: Callable[[int, int], None]) -> Iterator[str]:
-        """What of it is damaged, one line each; reads everything.
-
-        Args:
-            copies: as for :meth:`map_table`.
-            progress: called with the number of entries that were looked at, and of all.
-        """
+        """All damage, one line each; reads everything. For ``copies`` see :meth:`map_table`."""
         table = self.map_table(copies)
         for start, end in table.damaged_parts():
             where = self._columns_at(start, end)
@@ -159,11 +143,7 @@ class Seal:
 
 
 def open_seal(folder: SealFolder) -> Seal | None:
-    """The seal in a folder, or None where there is none.
-
-    Raises:
-        UserError: it is damaged, of another version, or out of reach, or lacks files.
-    """
+    """The seal in a folder, or None where there is none."""
     content = folder.read(SEAL_NAME)
     if content is None:
         return None
@@ -180,12 +160,7 @@ def open_seal(folder: SealFolder) -> Seal | None:
             f"data.sealed: {folder.uri(SEAL_NAME)} is not of this version of diffsynth_lite "
             f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}); seal again into another folder"
         ) from None
-    _require_files(folder, document)
-    return Seal(folder, document, hashlib.sha256(line).hexdigest()[:32])
-
-
-def _require_files(folder: SealFolder, document: SealDocument) -> None:
-    """Check that table and shards are there, so that no run finds out at the first row of one that is not."""
+    # Now, so that no run finds out at the first row of a shard that is gone.
     written = [TABLE_NAME, *(f"{ENTRIES_NAME}/data/{shard.file}" for shard in document.shards)]
     there = set(folder.names())
     if missing := [name for name in written if name not in there]:
@@ -193,3 +168,129 @@ def _require_files(folder: SealFolder, document: SealDocument) -> None:
             f"data.sealed: {folder} lacks {len(missing)} of its {len(written)} files, such as {missing[0]}; "
             f"{_REMEDY}"
         )
+    return Seal(folder, document, hashlib.sha256(line).hexdigest()[:32])
+
+
+_COPIED_AT_ONCE = 16 * 2**20
+_MAX_NAMED = 3
+
+
+def write_seal(
+    folder: SealFolder,
+    cache: TensorCache,
+    progress: Callable[[int, int], None],
+    *,
+    data: UsableData,
+    validation: UsableData | None = None,
+    settings: Mapping[str, Any],
+    more_keys: Iterable[str] = (),
+    texts: Mapping[str, str] = MappingProxyType({}),
+    thumbnails: Mapping[int, str] = MappingProxyType({}),
+) -> SealDocument:
+    """Write a seal; files that a killed one has left in the folder are removed first.
+
+    Args:
+        folder: must hold nothing else.
+        cache: holds the entries, which are checked on the way.
+        progress: called after each entry with the number of those written, and of all.
+        settings: those that the items depend on, by dotted key.
+        more_keys: of entries besides those of the items.
+        texts: key to the text of a caption.
+        thumbnails: see :class:`SealDocument`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _clear(folder)
+    datasets = [each for each in (data, validation) if each is not None]
+    keys = _sorted_keys([each.items for each in datasets], more_keys)
+    done = 0
+
+    def entry(key: str) -> bytes:
+        nonlocal done
+        done += 1
+        progress(done, len(keys) // KEY_BYTES)
+        return _entry(cache, key)
+
+    shards = write_entries(folder.uri(ENTRIES_NAME), keys, texts, entry)
+    with tempfile.TemporaryDirectory(dir=cache.folder) as scratch:
+        table = Path(scratch) / TABLE_NAME
+        with table.open("wb") as file:
+            sealed = [_write_items(file, each) for each in datasets]
+            keys_at = _write_column(file, keys)
+        table_bytes = append_hashes(table)
+        folder.upload(table, TABLE_NAME)
+        document = SealDocument(
+            schema=1,
+            settings=dict(settings),
+            data=sealed[0],
+            validation=sealed[1] if validation is not None else None,
+            keys=keys_at,
+            shards=tuple(shards),
+            table_bytes=table_bytes,
+            thumbnails=dict(thumbnails),
+        )
+        folder.sync()
+        last = Path(scratch) / SEAL_NAME
+        last.write_bytes(document.encode())
+        folder.upload(last, SEAL_NAME)
+        folder.sync()
+    return document
+
+
+def _clear(folder: SealFolder) -> None:
+    """Remove the files of a killed sealing; refuse to work in a folder that holds something else."""
+    names = folder.names()
+    ours = [name for name in names if name == TABLE_NAME or name.startswith(f"{ENTRIES_NAME}/")]
+    if others := sorted({*names} - {*ours}):
+        raise UserError(
+            f"data.sealed: {folder} holds {', '.join(others[:_MAX_NAMED])} and is not a sealed cache; name "
+            "an empty or a new folder"
+        )
+    folder.delete(ours)
+    folder.make()
+
+
+def _sorted_keys(tables: Iterable[ItemTable], more: Iterable[str]) -> bytes:
+    """Each key once, ascending."""
+    columns = [
+        column for table in tables for column in (table.columns.media_keys, table.columns.caption_keys)
+    ]
+    together = b"".join([*(column[:] for column in columns), *map(bytes.fromhex, more)])
+    return np.unique(np.frombuffer(together, f"S{KEY_BYTES}")).tobytes()
+
+
+def _entry(cache: TensorCache, key: str) -> bytes:
+    path = cache.path(key)
+    try:
+        content = path.read_bytes()
+        parse_entry(key, content)
+    except FileNotFoundError:
+        raise UserError(f"data.cache_dir: {path} is not there; fill the cache, then seal it") from None
+    except ValueError as error:
+        raise UserError(
+            f"data.cache_dir: {path} is damaged: {error}; `diffsynth-lite cache verify` sets it aside, and "
+            "`cache fill` makes it again"
+        ) from None
+    return content
+
+
+def _write_items(file: BinaryIO, data: UsableData) -> SealedItems:
+    table = data.items
+    return SealedItems(
+        buckets=table.buckets,
+        has_unconditional=table.has_unconditional,
+        group_counts=tuple((*group, count) for group, count in table.group_counts.items()),
+        facts=dict(table.facts()),
+        columns={name: _write_column(file, column) for name, column in table.columns.by_name().items()},
+        identity=data.identity,
+        tag_counts=dict(data.tag_counts),
+    )
+
+
+def _write_column(file: BinaryIO, column: Column) -> tuple[int, int]:
+    """Write a column; where it starts, and its length."""
+    start = file.tell()
+    for place in range(0, len(column), _COPIED_AT_ONCE):
+        file.write(column[place : place + _COPIED_AT_ONCE])
+    return start, len(column)
