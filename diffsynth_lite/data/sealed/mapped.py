@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -71,9 +72,7 @@ class MappedFile:
         self._checked = bytearray(num_parts)
         try:
             with path.open("rb") as file:
-                if sys.platform != "win32":  # for as long as the map, which has the lock with it
-                    with suppress(OSError):  # of a file system without locks
-                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                _share(file)
                 size = file.seek(0, 2)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
         except OSError as error:
@@ -120,6 +119,13 @@ class MappedFile:
         self._checked[part] = True
 
 
+def _share(file: BinaryIO) -> None:
+    """Lock a file as one that is read, for as long as its map is there, which has the lock with it."""
+    if sys.platform != "win32":
+        with suppress(OSError):  # of a file system without locks
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
 class MappedColumn:
     """A part of a mapped file, as a column of an item table; ``start`` and ``length`` are in bytes."""
 
@@ -156,10 +162,7 @@ class StoredOrders:
         try:
             with _locked(self._folder):
                 if not path.is_file():
-                    with replacing(path) as temporary:
-                        draw().astype(_NUMBER).tofile(temporary)
-                        append_hashes(temporary)
-                        sync(temporary)  # else it may be empty after a power cut, and stop the run
+                    self._write(path, draw())
                     self._path(name, number - 2).unlink(missing_ok=True)
                 file = MappedFile(path, length * _NUMBER.itemsize, remedy=f"remove {path}")
         except OSError as error:
@@ -173,6 +176,12 @@ class StoredOrders:
     def _path(self, name: str, number: int) -> Path:
         digest = hashlib.blake2b(f"{self._identity} {name} {number}".encode(), digest_size=16)
         return self._folder / f"{digest.hexdigest()}.order"
+
+    def _write(self, path: Path, order: Indices) -> None:
+        with replacing(path) as temporary:
+            order.astype(_NUMBER).tofile(temporary)
+            append_hashes(temporary)
+            sync(temporary)  # else it may be empty after a power cut, and stop the run
 
 
 class _StoredNumbers:
