@@ -21,7 +21,7 @@ from diffsynth_lite.data import (
 )
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import audio_shape
-from diffsynth_lite.training.distributed.folder_groups import FolderGroup
+from diffsynth_lite.training.distributed.agreement import FolderGroup
 from diffsynth_lite.training.encoding.job import EncodingJob
 
 MUCH_CROPPED = 0.3

@@ -39,11 +39,7 @@ class Layers:
         blocks: names of the map's columns, in the order of the model.
         cells: of each kind of layer, one a block; None where that block has no such layer. Empty where there
             are too many for a map.
-        largest: the layers that changed most.
-        smallest: those that changed least.
         unchanged: names of those that did not change at all.
-        num_layers: of the model.
-        median: of the updates.
     """
 
     step: int

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.report.charts import NO_TABLE, Column, Table, as_number
-from diffsynth_lite.run_folder.items import MeasuredItem
-from diffsynth_lite.run_folder.metrics import LOSS_BY_NOISE, NOISE_TENTHS, SAMPLES_BY_NOISE
+from diffsynth_lite.run_folder.metrics import LOSS_BY_NOISE, NOISE_TENTHS, SAMPLES_BY_NOISE, MeasuredItem
 
 _PARTS = 5
 """The run is cut into so many parts: the first loss is that of the first one, the loss half-way that of the
@@ -129,8 +128,6 @@ class ItemLoss:
     """A training item and how its loss on fixed noise changed.
 
     Attributes:
-        before: its first loss.
-        after: its last one.
         losses: all of them in order, those in between thinned.
         by_level: the last loss at each of the item's noise levels; empty where these were not kept.
     """
@@ -161,7 +158,6 @@ class ItemProgress:
         noise_levels: of the losses by level; empty where these were not kept.
         shown: the items with the highest and the lowest losses, the highest first.
         num_measured: of the shown ones and those in the middle, which are left out.
-        num_better: items whose loss fell.
         median: of the last losses of all measured items.
         median_change: of all measured items.
     """

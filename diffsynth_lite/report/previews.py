@@ -63,7 +63,6 @@ def find_previews(
     Where a prompt changed, or how it is generated, those of its latest form are shown.
 
     Args:
-        folder: of the run.
         prompts: by place, as far as they are known.
         generated_on: name of the model, where that is not the one that was trained.
     """

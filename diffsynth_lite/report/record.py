@@ -72,8 +72,6 @@ class RunState:
         step: optimizer steps done, or tried where the run diverged; where it ended early otherwise and could
             write so, those of its last checkpoint.
         total_steps: None where it is not known.
-        samples_per_s: while it runs.
-        seconds_left: while it runs.
         seconds_taken: from start to last sign, without the time between starts; None where it is not known.
         seen_at: last sign of the trainer, seconds since 1970.
     """
@@ -114,10 +112,6 @@ def read_state(
     """The state of a run.
 
     Args:
-        status: of ``status.json``.
-        rows: of ``metrics.jsonl``.
-        lineage: of ``lineage.json``.
-        is_abandoned: whether the process that took the folder's lock last is gone.
         total_steps: ``train.steps``, for a status without it.
     """
     name = str(status.get("state"))
@@ -278,9 +272,6 @@ def memory_use(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What was quantised, recomputed, offloaded, streamed and compiled, as the run's latest start reported.
 
     The summary compares the plan of a step with its measurement, where the run had a plan.
-
-    Args:
-        rows: of ``metrics.jsonl``.
     """
     reports = [row for row in rows if "blocks_run" in row or "graphs_compiled" in row]
     starts = [place for place, row in enumerate(reports) if "blocks_run" in row]

@@ -25,7 +25,7 @@ from diffsynth_lite.report.record import (
     starts,
 )
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.items import MeasuredItem, read_items
+from diffsynth_lite.run_folder.metrics import MeasuredItem, read_items
 from diffsynth_lite.run_folder.reading import TolerantReader
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ class RunReport:
     """The content of the page of one run; texts have their secrets masked.
 
     Attributes:
-        name: of the folder.
         base: put before the names of files in the folder to link them from the page.
         series: lines of charts, by metric.
         has_audio: whether clips are learned, and generated, with their audio.
@@ -66,11 +65,7 @@ class RunReport:
 
 
 def read_run(path: Path, *, base: str = "") -> RunReport:
-    """Read a run folder: of any version, finished, running or killed, with files missing or half-written.
-
-    Args:
-        base: see :class:`RunReport`; empty for a page in the folder itself.
-    """
+    """Read a run folder: of any version, finished, running or killed, with files missing or half-written."""
     folder, reader = RunFolder(path), TolerantReader(path)
     settings = reader.mapping(folder.resolved_file.name)
     lineage = reader.sequence(folder.lineage_file.name)

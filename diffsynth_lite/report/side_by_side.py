@@ -34,7 +34,6 @@ class SharedPrompt:
 
     Attributes:
         steps: at which any of them has a preview.
-        previews: for each run its preview at each of the steps, or None.
     """
 
     prompt: str

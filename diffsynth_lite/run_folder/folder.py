@@ -34,10 +34,20 @@ RunState = Literal["running", "finished", "interrupted", "stopped", "diverged", 
 _LOCK_NAME = ".lock"
 _LOCK_HOLDER = r"process (?P<process>\d+) on (?P<host>.+)"
 _REMOVAL_S = 2.0
-"""Within which whoever removes a run folder, its lock first, has most likely done so."""
+"""Time in which whoever removes a run folder, its lock first, has most likely finished."""
 _QUARANTINE_NAME = "quarantine.jsonl"
 _MANIFESTS = "step-*/COMPLETE"
 """Of checkpoints, below their folder."""
+
+
+class _Place:
+    """A file or folder of a run folder, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunFolder", owner: type) -> Path:
+        return run.path / self._name
 
 
 @dataclass(frozen=True)
@@ -47,100 +57,47 @@ class RunFolder:
     path: Path
     _locked: list[IO[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    @property
-    def config_file(self) -> Path:
-        """The yaml as given."""
-        return self.path / "config.yaml"
-
-    @property
-    def resolved_file(self) -> Path:
-        """The configuration with its defaults."""
-        return self.path / "resolved.yaml"
-
-    @property
-    def fingerprint_file(self) -> Path:
-        """The run's fingerprint, which a start compares with its own before there is a checkpoint."""
-        return self.path / "contract.json"
-
-    @property
-    def lineage_file(self) -> Path:
-        """Each start of the run, and what was changed then."""
-        return self.path / "lineage.json"
-
-    @property
-    def status_file(self) -> Path:
-        """State, exit code, step and, while it runs, speed: for whoever started or watches the run."""
-        return self.path / "status.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        """One row for each logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def items_file(self) -> Path:
-        """The training items whose losses are measured one by one."""
-        return self.path / "items.jsonl"
-
-    @property
-    def item_losses_file(self) -> Path:
-        """One row for each evaluation, with the losses of these items."""
-        return self.path / "item_losses.jsonl"
-
-    @property
-    def sample_losses_file(self) -> Path:
-        """One row for each logged step, with the losses of samples."""
-        return self.path / "sample_losses.jsonl"
-
-    @property
-    def layers_file(self) -> Path:
-        """One row for each evaluation, with the size of the update to each layer."""
-        return self.path / "layers.jsonl"
+    config_file = _Place("config.yaml")
+    """The yaml as given."""
+    resolved_file = _Place("resolved.yaml")
+    """The configuration with its defaults."""
+    fingerprint_file = _Place("contract.json")
+    """The run's fingerprint, which a start compares with its own before there is a checkpoint."""
+    lineage_file = _Place("lineage.json")
+    """Each start of the run, and what was changed then."""
+    status_file = _Place("status.json")
+    """State, exit code, step and, while it runs, speed: for whoever started or watches the run."""
+    metrics_file = _Place("metrics.jsonl")
+    """One row for each logged step."""
+    items_file = _Place("items.jsonl")
+    """The training items whose losses are measured one by one."""
+    item_losses_file = _Place("item_losses.jsonl")
+    """One row for each evaluation, with the losses of these items."""
+    sample_losses_file = _Place("sample_losses.jsonl")
+    """One row for each logged step, with the losses of samples."""
+    layers_file = _Place("layers.jsonl")
+    """One row for each evaluation, with the size of the update to each layer."""
+    report_file = _Place("report.html")
+    """The page of the run."""
+    quarantine_file = _Place(_QUARANTINE_NAME)
+    """Items that cannot be used, and why."""
+    checkpoints_folder = _Place("checkpoints")
+    """Where the run can be continued from."""
+    previews_folder = _Place("previews")
+    """Previews, and their grid."""
+    samples_folder = _Place("samples")
+    """Images and videos generated on demand, a folder for each time."""
+    best_lora_folder = _Place("lora_best")
+    """The export with the lowest loss on held-out data."""
+    ema_lora_folder = _Place("lora_ema")
+    """The latest export of the averaged weights."""
+    lora_folder = _Place("lora")
+    """The latest export."""
 
     @property
     def row_files(self) -> tuple[Path, ...]:
-        """Files of rows by step, which a run that goes on takes up where it does."""
+        """Files of rows by step, which a resumed run continues."""
         return self.metrics_file, self.item_losses_file, self.sample_losses_file, self.layers_file
-
-    @property
-    def report_file(self) -> Path:
-        """The page of the run."""
-        return self.path / "report.html"
-
-    @property
-    def quarantine_file(self) -> Path:
-        """Items that cannot be used, and why."""
-        return self.path / _QUARANTINE_NAME
-
-    @property
-    def checkpoints_folder(self) -> Path:
-        """Where the run can be continued from."""
-        return self.path / "checkpoints"
-
-    @property
-    def previews_folder(self) -> Path:
-        """Sampled pictures, and their grid."""
-        return self.path / "previews"
-
-    @property
-    def samples_folder(self) -> Path:
-        """Pictures drawn on demand, a folder for each time."""
-        return self.path / "samples"
-
-    @property
-    def best_lora_folder(self) -> Path:
-        """The export with the lowest loss on held-out data."""
-        return self.path / "lora_best"
-
-    @property
-    def ema_lora_folder(self) -> Path:
-        """The latest export of the averaged weights."""
-        return self.path / "lora_ema"
-
-    @property
-    def lora_folder(self) -> Path:
-        """The latest export."""
-        return self.path / "lora"
 
     def holds_run(self) -> bool:
         """Whether a run has been started here, as far as the folder can be read.
@@ -163,9 +120,6 @@ class RunFolder:
         """Make the folder if need be, and keep other trainers out of it while the ``with`` block runs.
 
         The lock ends with the process that holds it, however it ends.
-
-        Raises:
-            UserError: the folder holds something other than a run, cannot be made, or is in use.
         """
         self._prepare()
         try:
@@ -188,11 +142,8 @@ class RunFolder:
 
         Args:
             exit_code: None while the trainer runs.
-            message: one line for a person.
-            progress: numbers by name, while the trainer runs.
 
         Raises:
-            RunStoppedError: the folder is not the one any more that this process has locked.
             OSError: the disk is full, or fails.
         """
         self.require_held()
@@ -234,29 +185,25 @@ class RunFolder:
         return status if isinstance(status, dict) else None
 
     def has_lost_status(self) -> bool:
-        """Whether a run has been started here of which no status tells any more."""
+        """Whether a run has been started here whose status is lost."""
         return self.read_status() is None and (self.holds_run() or self._was_begun())
 
     def require_held(self) -> None:
         """Check that the folder is still the one that this process has locked.
 
-        Somebody may have renamed or removed it, and then begun another run under its name. A lock that was
-        removed alone is taken again.
-
-        Raises:
-            RunStoppedError: it is not.
-            UserError: another process took the lock meanwhile, or it cannot be made.
+        Somebody may have renamed or removed it, and then begun another run under its name. Where only the
+        lock was removed, it is taken again.
         """
         lacks_lock = self._locked and not (self.path / _LOCK_NAME).exists()
         if lacks_lock and self.path.is_dir():
             time.sleep(_REMOVAL_S)  # Who removes the folder may have begun with this file.
-        if not self.path.is_dir() or (lacks_lock and self._is_elsewhere()):
+        if not self.path.is_dir() or (lacks_lock and self._is_of_others()):
             raise RunStoppedError(folder_is_gone(self.path))
         if lacks_lock:
             logger.warning("%s was removed; it is made again.", self.path / _LOCK_NAME)
             self._take_lock()
         holder = self._holder()
-        # By its number alone: the name of a host may change while a run goes on.
+        # Only by its number: the name of a host may change during a run.
         if holder is not None and int(holder["process"]) != os.getpid():
             raise RunStoppedError(
                 f"output.dir: {self.path} was renamed or removed, and {holder[0]} has begun a run under its "
@@ -264,7 +211,7 @@ class RunFolder:
             )
 
     def is_abandoned(self) -> bool:
-        """Whether the trainer that took the lock last is gone, as far as this machine can tell.
+        """Whether the trainer that took the lock last is gone, as far as this machine knows.
 
         Nothing is locked for that: whoever only looks must not keep a trainer out.
         """
@@ -278,9 +225,9 @@ class RunFolder:
         return False
 
     def changes(self) -> object:
-        """A value that is another one after anything has changed here that a page of the run shows.
+        """A value that differs after anything has changed here that a page of the run shows.
 
-        What cannot be reached counts as not there.
+        Files that cannot be reached count as not there.
         """
         found = []
         with suppress(OSError):
@@ -305,8 +252,8 @@ class RunFolder:
         except (OSError, ValueError):
             return None
 
-    def _is_elsewhere(self) -> bool:
-        """Whether a folder without our lock is none of ours: a library made it again, in the midst of a save.
+    def _is_of_others(self) -> bool:
+        """Whether a folder without our lock is not ours: a library made it again, in the midst of a save.
 
         Then our lock has a name in a folder that was renamed, or the status, too, was removed.
         """
@@ -318,7 +265,7 @@ class RunFolder:
         return self._holder() is not None and any(file.exists() for file in left)
 
     def _require_kinds(self) -> None:
-        """Check that nothing is in the place of what a run writes: a file for a folder, a dead link."""
+        """Check that nothing is in the place of the run's files: a file for a folder, a dead link."""
         folders = (
             *(self.checkpoints_folder, self.previews_folder, self.samples_folder),
             *(self.lora_folder, self.ema_lora_folder, self.best_lora_folder),
@@ -327,8 +274,8 @@ class RunFolder:
             *(self.config_file, self.resolved_file, self.fingerprint_file, self.lineage_file),
             *(self.status_file, self.items_file, self.quarantine_file, *self.row_files),
         )
-        wrong = [f"{path} is no folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
-        wrong += [f"{path} is no file" for path in files if os.path.lexists(path) and not path.is_file()]
+        wrong = [f"{path} is not a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
+        wrong += [f"{path} is not a file" for path in files if os.path.lexists(path) and not path.is_file()]
         lock = self.path / _LOCK_NAME
         if lock.is_symlink() or (lock.exists() and not lock.is_file()):
             wrong.append(f"{lock} is not a regular file")  # the target of a link would be emptied
@@ -360,13 +307,15 @@ class RunFolder:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        if is_locked:
-            self._remove_unfinished()
+        if is_locked:  # Nobody else writes: unfinished files are those that killed writers left.
+            for entry in (*self.path.glob("*"), *self.previews_folder.glob("*")):
+                if is_unfinished(entry.name) and entry.is_file():
+                    entry.unlink(missing_ok=True)
 
     def _lock_file(self, file: IO[str]) -> bool:
-        """Whether it could be locked; where that cannot be done a warning says so."""
+        """Whether it could be locked; where that cannot be done a warning is logged."""
         if sys.platform == "win32":
-            logger.warning("Folders cannot be locked on Windows: start no second run in %s", self.path)
+            logger.warning("Folders cannot be locked on Windows: do not start a second run in %s", self.path)
             return False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -374,21 +323,17 @@ class RunFolder:
             file.seek(0)
             raise UserError(f"output folder {self.path} is in use by {file.read().strip()}") from None
         except OSError as error:
-            logger.warning("%s cannot be locked (%s): start no second run there", self.path, error.strerror)
+            logger.warning(
+                "%s cannot be locked (%s): do not start a second run there", self.path, error.strerror
+            )
             return False
         return True
-
-    def _remove_unfinished(self) -> None:
-        """Remove the files that killed writers left; nobody else writes while the lock is held."""
-        for entry in (*self.path.glob("*"), *self.previews_folder.glob("*")):
-            if is_unfinished(entry.name) and entry.is_file():
-                entry.unlink(missing_ok=True)
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:
     """The run folders among some places and directly in them, in this order, each by a name of its own.
 
-    The name is the folder's, with as many of those above it as it takes to tell all runs apart.
+    The name is the folder's, with as many of those above it as make all names different.
     """
     found: dict[Path, Path] = {}
     for place in places:
@@ -404,11 +349,10 @@ def find_runs(places: Sequence[Path]) -> dict[str, Path]:
 def outcome_recorded(
     folder: RunFolder, saved_step: Callable[[], int], *, start_step: int, total_steps: int
 ) -> Iterator[list[str]]:
-    """Scope of a run: ``status.json`` says that it is running, and afterwards how it ended.
+    """Scope of a run: ``status.json`` shows that it is running, and afterwards how it ended.
 
-    Remarks that are put into the list are part of the message of a run that finished.
-
-    A run that turns out to be a different one leaves the status as it was.
+    Remarks in the list become part of the message of a run that finished. A run that turns out to be a
+    different one leaves the status as it was.
 
     Args:
         saved_step: the step of the newest checkpoint, which the status names when the run ends early.
@@ -428,7 +372,7 @@ def outcome_recorded(
                 state, code = _state(error), exit_code(error)
                 folder.write_last_status(state, exit_code=code, step=step, message=message)
         except (OSError, RunStoppedError, UserError) as failure:
-            # A full disk, or a folder that is gone, takes no status; what ended the run matters more.
+            # A full disk, or a folder that is gone, takes no status; the cause of the end matters more.
             if str(failure) != str(error):
                 logger.warning("%s could not be written: %s", folder.status_file, failure)
         raise
@@ -437,7 +381,7 @@ def outcome_recorded(
 
 
 def folder_is_gone(path: Path) -> str:
-    """What to say of a run folder that is not there any more."""
+    """The message about a run folder that is not there any more."""
     return (
         f"output.dir: {path} was renamed or removed while the run wrote to it. Where it was renamed, its "
         "checkpoints are in it: put it back, and the same command continues the run from the last one"

@@ -1,4 +1,4 @@
-"""This file writes the numbers of a run: to files of rows by step, and to the trackers asked for."""
+"""This file writes the numbers of a run, to files of rows by step and to trackers, and its measured items."""
 
 import importlib.util
 import json
@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,13 @@ NOISE_TENTHS = tuple(f"{tenth / 10:.1f}-{(tenth + 1) / 10:.1f}" for tenth in ran
 
 LOSS_BY_NOISE = "loss_by_noise/"
 SAMPLES_BY_NOISE = "samples_by_noise/"
-"""Before the name of a tenth: mean loss, and number, of the samples since the row before that had it. A tenth
-without samples has neither."""
+"""Prefixes of a tenth: mean loss, and number, of its samples since the last row with any."""
 
 RATE_OF_GROUP = "learning_rate/"
-"""Before the name of a group of layers."""
+"""Prefix of the name of a group of layers."""
 
 Value = float | Sequence["Value"] | Mapping[str, "Value"]
-"""What a row holds under a name: a number, or some in order or by name."""
+"""A value of a row: a number, or several in order or by name."""
 
 
 class MetricsFile:
@@ -46,11 +46,8 @@ class MetricsFile:
     def append(self, step: int, values: Mapping[str, Value]) -> None:
         """Add the row of one step; it outlives this process as soon as the call returns.
 
-        json has neither NaN nor infinity: such a value is written as ``null``, so that a loss that was not
-        finite stands in the file as one that was logged and has no number.
-
-        Args:
-            values: by metric name; ``step`` and ``time`` are ours.
+        json has neither NaN nor infinity: such a value is written as ``null``, so that the file shows a loss
+        that was logged and was not finite.
         """
         row = {"step": step, "time": round(time.time(), 3)}
         reserved = row.keys() & values.keys()
@@ -60,11 +57,7 @@ class MetricsFile:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows in the order they were written, without a torn last line; none when there is no file.
-
-        Raises:
-            UserError: another line is not a row, or the file is not one that a run writes.
-        """
+        """All rows in the order they were written, without a torn last line; none when there is no file."""
         if not self.path.exists():
             return []
         # What follows the last line break is empty, or torn.
@@ -72,26 +65,18 @@ class MetricsFile:
         return [self._parse(line, number) for number, line in enumerate(lines, start=1)]
 
     def warn_of_lost_rows(self, step: int) -> None:
-        """Warn where the row of a step is missing that was logged: a power cut, or somebody, cut the file.
-
-        Raises:
-            UserError: a line is not a row.
-        """
+        """Warn where the row of a step is missing that was logged: a power cut, or somebody, cut the file."""
         logged = [row["step"] for row in self.rows() if "grad_norm" in row]
         if step not in logged:
             logger.warning(
-                "%s ends at step %d, and step %d was logged: rows are lost. Training goes on exactly.",
+                "%s ends at step %d, and step %d was logged: some rows were lost; training is not affected",
                 self.path,
                 max(logged, default=0),
                 step,
             )
 
     def cut_back_to(self, step: int) -> None:
-        """Remove the rows of later steps, which a run resumed at ``step`` is going to take again.
-
-        Raises:
-            UserError: a line is not a row.
-        """
+        """Remove the rows of later steps, which a run resumed at ``step`` is going to take again."""
         if self.path.exists():
             kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
             write_text(self.path, "".join(kept))
@@ -109,7 +94,7 @@ class MetricsFile:
 
 
 def _as_json(value: Value) -> Any:
-    """The value with null for each number that json has no way to write."""
+    """The value with null for each number that json cannot hold."""
     if isinstance(value, Mapping):
         return {name: _as_json(held) for name, held in value.items()}
     if isinstance(value, Sequence):
@@ -118,11 +103,7 @@ def _as_json(value: Value) -> Any:
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Check that the packages of the trackers are there.
-
-    Raises:
-        UserError: naming the missing package and how to install it.
-    """
+    """Check that the packages of the trackers are there."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -143,14 +124,12 @@ def start_trackers(
 ) -> None:
     """Start the accelerator's trackers; a resumed run continues its wandb run.
 
-    They get numbers, and the settings with secrets masked. wandb would send more on its own: the command
-    line, what the terminal shows, the changes in the git repository that it is started in. All that is off.
+    They get numbers, and the settings with secrets masked. The rest that wandb would send is off: the command
+    line, the terminal's output, and changes in the git repository.
 
     Args:
-        accelerator: was made with ``log_with=names``.
         folder: where offline files go.
         run_name: None lets the tracker choose.
-        run_id: identifies the run across resumes.
     """
     if not names:
         return
@@ -206,7 +185,7 @@ class MetricsLog:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
-    """Nested settings with dotted keys; what a tracker cannot show (lists, None) as text."""
+    """Nested settings with dotted keys; values that a tracker cannot show (lists, None) as text."""
     flat: dict[str, str | int | float | bool] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -214,3 +193,51 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str | int 
         else:
             flat[f"{prefix}{name}"] = value if isinstance(value, str | int | float | bool) else str(value)
     return flat
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredItem:
+    """A training item, and how its losses in ``item_losses.jsonl`` are measured.
+
+    Attributes:
+        name: unique in the run, without the folder of the data.
+        size: name of its bucket, as in 512x768 or 512x768x49.
+        measured_by: equal where losses compare: a hash of the item's tensors, its noise, and whether the
+            averaged weights are measured.
+        thumbnail: data URL of a small JPEG, of a clip some of its frames side by side; None where none could
+            be made of its file.
+    """
+
+    name: str
+    caption: str
+    size: str
+    noise_levels: Sequence[float]
+    measured_by: str
+    thumbnail: str | None
+
+
+def write_items(path: Path, items: Sequence[MeasuredItem]) -> None:
+    """Write the file, or replace it, with secrets in names and captions masked."""
+    rows = [{**asdict(item), "noise_levels": list(item.noise_levels)} for item in items]
+    for row in rows:
+        row |= redacted({key: row[key] for key in ("name", "caption")})
+    write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+
+
+def read_items(path: Path) -> list[MeasuredItem]:
+    """The items in the order of the losses; none where there is no file."""
+    try:
+        lines = read_run_file(path).splitlines()
+    except FileNotFoundError:
+        return []
+    return [_parse_item(path, line, number) for number, line in enumerate(lines, start=1)]
+
+
+def _parse_item(path: Path, line: bytes, number: int) -> MeasuredItem:
+    try:
+        row = parse_json(line)
+        return MeasuredItem(**{field.name: row[field.name] for field in fields(MeasuredItem)})
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} line {number} is not a row of an item: repair it or remove the file"
+        ) from error

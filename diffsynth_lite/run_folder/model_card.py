@@ -1,4 +1,4 @@
-"""This file writes the model card beside a LoRA, with sample pictures, unless somebody edited it.
+"""This file writes the model card of a LoRA, with sample images, unless somebody edited it.
 
 A card is ``README.md`` as the hub of Hugging Face reads it: a header in yaml, and Markdown.
 """
@@ -25,13 +25,13 @@ from diffsynth_lite.run_folder.reading import read_run_file
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
-PICTURES = "pictures"
-"""Folder of the card's pictures, beside it."""
+IMAGES = "pictures"
+"""Folder of the card's images, next to it."""
 LORA_FOLDER = "path/to/this/folder"
 """Where the code in a card loads the LoRA from, until it is published somewhere."""
 
 _MARK = re.compile(r"<!-- Written by diffsynth_lite, ([0-9a-f]{16})\.[^>]*-->\s*\Z")
-# A backslash is no escape of itself here: the hub takes one before a bracket, written twice, for mathematics.
+# A backslash does not escape itself here: the hub takes one before a bracket, written twice, for mathematics.
 _ESCAPES = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\\": "&#92;", "$": "&#36;"}
     | {character: f"\\{character}" for character in "`*_[]|~"}
@@ -43,11 +43,9 @@ class Sample:
     """A preview that the card shows.
 
     Attributes:
-        prompt: that it was drawn from.
-        negative_prompt: that it was steered away from; None where there was none.
-        before: file of the picture of the same prompt and noise before training; None where there is none.
-        after: file of the picture with the LoRA. Beside each picture of a clip, which shows some of its
-            frames, is the clip, an MP4 of the same name.
+        before: image of the same prompt and noise before training; None where there is none.
+        after: image with the LoRA. The image of a video shows some of its frames; the video, an MP4 of the
+            same name, is next to it.
     """
 
     prompt: str
@@ -58,19 +56,15 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """What a card says. All texts are plain, and none holds a path.
+    """The content of a card. All texts are plain, and none holds a path.
 
     Attributes:
         header: keys and values that the hub knows, but for ``widget``; None leaves a key out.
-        title: the heading.
-        summary: what it is, in a sentence or two.
-        triggers: words that prompts should hold.
-        samples: a few previews.
-        sample_caption: what they show.
-        code: Python that draws with it in diffusers; None where diffusers has no pipeline for it.
-        comfy_files: files that ComfyUI loads, and what each is for; None where it has no place for them.
-        settings: how it was trained, and what came of it, by name.
-        caveats: what is not known, or is not as one might think.
+        summary: a sentence or two.
+        code: Python that generates with it in diffusers; None where diffusers has no pipeline for it.
+        comfy_files: files that ComfyUI loads, and the component of each; None where it cannot load them.
+        settings: how it was trained, and its losses, by name.
+        caveats: unknown or unexpected facts.
     """
 
     header: Mapping[str, Any]
@@ -86,26 +80,20 @@ class ModelCard:
 
 
 def write_model_card(folder: Path, card: ModelCard) -> None:
-    """Write the card, and copies of its pictures, in place of one that was written so.
+    """Write the card, and copies of its images, in place of one that was written so.
 
-    A card that somebody edited, or that is of somebody else, stays as it is, and so do its pictures.
-
-    Args:
-        folder: of the LoRA.
-
-    Raises:
-        OSError: something could not be written.
+    A card that somebody edited, or wrote, stays as it is, and so do its images.
     """
     path = folder / CARD
     if path.exists() and not _is_ours(path):
-        logger.info("%s was edited; it and its pictures stay as they are.", path)
+        logger.info("%s was edited; it and its images stay as they are.", path)
         return
-    pictures = _pictures(card.samples)
-    for name, source in pictures.items():
-        (folder / PICTURES).mkdir(exist_ok=True)
-        with replacing(folder / PICTURES / name) as temporary:
+    images = _images(card.samples)
+    for name, source in images.items():
+        (folder / IMAGES).mkdir(exist_ok=True)
+        with replacing(folder / IMAGES / name) as temporary:
             shutil.copyfile(source, temporary)
-    write_text(path, _rendered(card, set(pictures)))
+    write_text(path, _rendered(card, set(images)))
 
 
 def _is_ours(path: Path) -> bool:
@@ -137,29 +125,29 @@ def _digest(text: str) -> str:
 
 
 def _stems(place: int) -> tuple[str, str]:
-    """Names of a sample's pictures, before and after; they stay the same while a run goes on."""
+    """Names of a sample's images, before and after; they stay the same during a run."""
     return f"prompt-{place:02d}-before", f"prompt-{place:02d}"
 
 
-def _pictures(samples: Sequence[Sample]) -> dict[str, Path]:
-    """What the pictures beside the card are copied from, by name."""
-    pictures = {
-        stem: picture
+def _images(samples: Sequence[Sample]) -> dict[str, Path]:
+    """The sources of the card's images, by name."""
+    images = {
+        stem: image
         for place, sample in enumerate(samples)
-        for stem, picture in zip(_stems(place), (sample.before, sample.after), strict=True)
-        if picture is not None
+        for stem, image in zip(_stems(place), (sample.before, sample.after), strict=True)
+        if image is not None
     }
     return {
         f"{stem}{suffix}": file
-        for stem, picture in pictures.items()
+        for stem, image in images.items()
         for suffix in (".png", ".mp4")
-        if (file := picture.with_suffix(suffix)).is_file()
+        if (file := image.with_suffix(suffix)).is_file()
     }
 
 
-def _rendered(card: ModelCard, pictures: set[str]) -> str:
+def _rendered(card: ModelCard, images: set[str]) -> str:
     """The card; secrets are masked before anything is escaped or wrapped, and once more after that."""
-    rows = [_row(sample, place, pictures) for place, sample in enumerate(card.samples)]
+    rows = [_row(sample, place, images) for place, sample in enumerate(card.samples)]
     header = ModelCardData(**redacted(card.header), widget=[row["widget"] for row in rows] or None)
     text = (
         _environment()
@@ -175,7 +163,7 @@ def _rendered(card: ModelCard, pictures: set[str]) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Keeps the template as it was compiled, which takes most of the time of a card; a run writes several."""
+    """Cached with its compiled template, which takes most of the time of a card; a run writes several."""
     return Environment(
         loader=PackageLoader("diffsynth_lite.run_folder", ""),
         autoescape=True,
@@ -186,10 +174,10 @@ def _environment() -> Environment:
     )
 
 
-def _row(sample: Sample, place: int, pictures: set[str]) -> dict[str, Any]:
+def _row(sample: Sample, place: int, images: set[str]) -> dict[str, Any]:
     """A sample as the template shows it, and as an entry of the hub's widget."""
     files = [
-        {suffix: f"{PICTURES}/{stem}.{suffix}" for suffix in ("png", "mp4") if f"{stem}.{suffix}" in pictures}
+        {suffix: f"{IMAGES}/{stem}.{suffix}" for suffix in ("png", "mp4") if f"{stem}.{suffix}" in images}
         for stem in _stems(place)
     ]
     prompt, negative_prompt = redacted((sample.prompt, sample.negative_prompt))

@@ -30,25 +30,23 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one optimizer step did.
+    """The result of one optimizer step.
 
     Attributes:
-        step: number of optimizer steps done, this one included.
         loss: mean over the samples of all devices that are learned; None where all are preserved.
         preservation_loss: mean over the samples that are preserved; None where none is.
-        video_loss: of those that are learned, the part of ``loss`` that is of their pictures; None where no
-            sound is learned beside them.
-        audio_loss: mean over those of them that have sound, before its weight; None where none has.
+        video_loss: of the learned samples, the part of ``loss`` that is of their images; None where no
+            audio is learned with them.
+        audio_loss: mean over the learned samples with audio, before its weight; None where none has any.
         grad_norm: before clipping.
-        learning_rate: used in this step.
-        group_rates: likewise, by the name of each group of layers; none where there is one.
-        learned_rate: the one that the optimizer found by itself, the given one included, after the step;
-            None where it finds none.
-        num_samples: that it took, on all devices.
+        group_rates: learning rate by the name of each group of layers; empty where there is only one group.
+        learned_rate: found by the optimizer itself, the given one included, after the step; None where it
+            finds none.
+        num_samples: on all devices.
         seconds: from asking for the data to the changed weights.
         num_skipped: steps of the run that were skipped up to now, this one included.
-        totals_by_noise: of each tenth of the noise levels the sum of the losses of its samples, then of each
-            their number, on all devices since the last step that is logged; empty for one that is not.
+        totals_by_noise: for each tenth of the noise levels the sum of its samples' losses, then for each
+            their number, on all devices since the last logged step; empty for a step that is not logged.
     """
 
     step: int
@@ -76,7 +74,7 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB
     if sys.platform == "win32":
-        return math.nan  # The standard library cannot tell.
+        return math.nan  # The standard library does not know.
     bytes_per_unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / _GIB
 
@@ -121,10 +119,7 @@ class StepReport:
     Args:
         folder: its status is written after the first step, then at most every 5 seconds.
         metrics: get a row for the first step and for every so many.
-        device: whose peak memory is shown.
         is_main: the other processes show nothing in a terminal and write nothing.
-        start_step: optimizer steps done before.
-        total_steps: optimizer steps of the whole run.
         every_steps: interval of rows, and of log lines where no terminal shows a live line.
         clock: seconds, from any beginning on.
     """
@@ -159,7 +154,7 @@ class StepReport:
     def shown(self, console: Console) -> Iterator[None]:
         """Scope of the progress line, which is live where the console is a terminal.
 
-        Where the run diverges in it, its last steps get rows, whatever the interval: they show how it did.
+        Where the run diverges in it, its last steps get rows, whatever the interval: they show how.
         """
         with ExitStack() as open_line:
             if self._is_main and console.is_terminal:
@@ -176,7 +171,7 @@ class StepReport:
                 raise
 
     def after_step(self, result: StepResult) -> None:
-        """Show one more step; that the folder is still the run's is for the caller to know."""
+        """Show one more step; the caller checks that the folder is still the run's."""
         self._throughput.update(result)
         self._show_line(result)
         if self._is_main:
@@ -217,10 +212,9 @@ class StepReport:
         progress.update(task, completed=result.step, description=line)
 
     def _write_status(self, result: StepResult) -> None:
-        """Write where the run is, unless that was done just now.
+        """Write the status, unless that was done just now.
 
-        What the disk does not take is left out, with one warning: a checkpoint that it does not take ends
-        the run soon enough.
+        Where the disk is full it is left out, with one warning: a checkpoint ends the run soon enough.
         """
         now = self._clock()
         if now - self._status_written_at < _STATUS_EVERY_S:

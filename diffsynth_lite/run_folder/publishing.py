@@ -1,4 +1,4 @@
-"""This file puts a run's LoRA on the hub of Hugging Face: with its card and the pictures in that, no more.
+"""This file puts a run's LoRA on the hub of Hugging Face: with its card and the card's images, no more.
 
 All of it goes in one commit, so that the repository has all of the files or is as it was before.
 """
@@ -18,25 +18,24 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.model_card import CARD, LORA_FOLDER, PICTURES, is_as_written, marked
+from diffsynth_lite.run_folder.model_card import CARD, IMAGES, LORA_FOLDER, is_as_written, marked
 from diffsynth_lite.run_folder.reading import read_run_file
 
 logger = logging.getLogger(__name__)
 
-_NAMED_PICTURE = re.compile(rf"(?<![\w/-])(?:\./)?({PICTURES}/[\w-]+\.\w+)")
-"""A picture beside the card; the same in an address is somewhere else."""
+_NAMED_IMAGE = re.compile(rf"(?<![\w/-])(?:\./)?({IMAGES}/[\w-]+\.\w+)")
+"""An image next to the card; the same in an address is somewhere else."""
 _NO_RIGHTS = "log in with `hf auth login` and a token that may write there, or publish to a name of your own"
 _REMEDIES = {401: _NO_RIGHTS, 403: _NO_RIGHTS, 404: _NO_RIGHTS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """What goes to a repository.
+    """The content of a repository.
 
     Attributes:
         repository: such as ``ann/my-lora``.
-        card: the text of its ``README.md``.
-        files: the LoRA and the pictures that the card names, by their path there.
+        files: the LoRA and the images that the card names, by their path there.
     """
 
     repository: str
@@ -52,15 +51,7 @@ class Publication:
 
     @classmethod
     def of_run(cls, run: RunFolder, lora_folder: Path, repository: str) -> "Publication":
-        """A LoRA of a run, with its card, which then loads the LoRA from the repository.
-
-        Args:
-            lora_folder: one of those of the run.
-
-        Raises:
-            UserError: there is no run, it has no such LoRA, or its card is missing or names what must not be
-                published or is not there.
-        """
+        """A LoRA of a run, with its card, which then loads the LoRA from the repository."""
         _require_repository_name(repository, "--to")
         if not run.holds_run():
             raise UserError(f"{run.path}: holds no run; give the output.dir of one")
@@ -72,7 +63,7 @@ class Publication:
             )
         card = _read_card(lora_folder / CARD)
         _require_public_base(card, lora_folder / CARD)
-        for name in sorted(set(_NAMED_PICTURE.findall(card))):
+        for name in sorted(set(_NAMED_IMAGE.findall(card))):
             files[name] = lora_folder / name
             if not files[name].is_file():
                 raise UserError(f"{lora_folder / CARD}: names {name}, which is not there")
@@ -90,10 +81,6 @@ class Publication:
 
         Returns:
             Address of the commit.
-
-        Raises:
-            UserError: the hub cannot be reached or refuses. The repository then has none of the files, but
-                may be new.
         """
         if get_token() is None:
             raise UserError("no token for the hub: log in with `hf auth login`, or set HF_TOKEN")
@@ -145,15 +132,13 @@ def _require_repository_name(name: str, key: str) -> None:
     except HFValidationError:
         is_valid = False
     if not is_valid:
-        raise UserError(f"{key}: {name!r} is no name of a repository on the hub; give one such as user/name")
+        raise UserError(
+            f"{key}: {name!r} is not the name of a repository on the hub; give one such as user/name"
+        )
 
 
 def _require_public_base(card: str, path: Path) -> None:
-    """The hub refuses a card whose base model is a path, and a path is nobody's business.
-
-    Raises:
-        UserError: it is one, or the card's header cannot be read.
-    """
+    """The hub refuses a card whose base model is a path, and a path is private."""
     try:
         found = ModelCard(card, ignore_metadata_errors=True).data.get("base_model")
     except (ValueError, yaml.YAMLError) as error:
@@ -172,10 +157,10 @@ def _explained(repository: str) -> Iterator[None]:
         raise
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", 0)
-        # What an upload's error says further is an address that lets anybody write for a while.
-        said = getattr(error, "server_message", None) or str(error)
+        # The rest of an upload's error is an address that lets anybody write for a while.
+        message = getattr(error, "server_message", None) or str(error)
         remedy = _REMEDIES.get(status, "correct what it names, or check the connection (and HF_HUB_OFFLINE)")
         raise UserError(
-            f"publish: {repository}: {type(error).__name__}: {' '.join(said.split())}; {remedy}. All "
+            f"publish: {repository}: {type(error).__name__}: {' '.join(message.split())}; {remedy}. All "
             "files go in one commit, so that either all of them are there or none"
         ) from error

@@ -1,4 +1,4 @@
-"""This file reads what a run left, also half of it: while it writes, or after it was killed."""
+"""This file reads the files of a run, also half of them: while it writes, or after it was killed."""
 
 import sys
 from collections.abc import Mapping
@@ -32,13 +32,13 @@ _MOST_ROWS = {
     "item_losses.jsonl": 40_000,
     ".jsonl": 2_000_000,
 }
-"""Likewise, ten times the number of rows above: rows of a few bytes take far more memory than their file."""
+"""Ten times the number of rows above, too: rows of a few bytes take far more memory than their file."""
 
 _Read = TypeVar("_Read")
 
 
 def read_run_file(path: Path) -> bytes:
-    """Content of a file in a run folder, which may be that of somebody else.
+    """Content of a file in a run folder, which may be somebody else's.
 
     Raises:
         UserError: it is not a regular file, or larger than any that a run writes.
@@ -48,7 +48,7 @@ def read_run_file(path: Path) -> bytes:
 
 
 def require_run_file(path: Path) -> None:
-    """Check the same of a file that something else reads, such as a config."""
+    """Check the same of a file that other code reads, such as a config."""
     require_file(path, most_bytes=_most(_MOST_BYTES, path))
 
 
@@ -59,8 +59,8 @@ def _most(limits: Mapping[str, int], path: Path) -> int:
 class TolerantReader:
     """Reads files of a run folder for people to look at, with secrets masked.
 
-    A file that is not there is empty. What cannot be read is left out and said in ``problems``, where whoever
-    continues the run would get an error.
+    A file that is not there is empty. Content that cannot be read is left out and listed in ``problems``,
+    where a resumed run would get an error.
 
     Attributes:
         problems: a line for each file of which something is left out.
@@ -71,11 +71,11 @@ class TolerantReader:
         self.problems: list[str] = []
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """What a json or yaml file says by name; empty where it says anything else."""
+        """The mapping in a json or yaml file; empty where it holds anything else."""
         return self._document(name, dict)
 
     def sequence(self, name: str) -> list[Any]:
-        """The list that a json or yaml file is; empty where it is anything else."""
+        """The list in a json or yaml file; empty where it holds anything else."""
         return self._document(name, list)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -121,8 +121,8 @@ class TolerantReader:
 
 
 def _masked(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without secrets. Numbers hold none, nor do names of columns: to mask these, too, took five times
-    as long as all else that reading 20,000 rows takes."""
+    """A row without secrets. Numbers and names of columns hold none: to mask these, too, took five times as
+    long as everything else in reading 20,000 rows."""
     return {
         sys.intern(name): value if isinstance(value, int | float | None) else redacted(value)
         for name, value in row.items()

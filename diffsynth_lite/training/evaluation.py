@@ -24,8 +24,7 @@ from diffsynth_lite.media import STRIP_FRAMES, frame_strip, jpeg_url
 from diffsynth_lite.pipelines import Conditioning
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.items import MeasuredItem, read_items, write_items
-from diffsynth_lite.run_folder.metrics import MetricsFile
+from diffsynth_lite.run_folder.metrics import MeasuredItem, MetricsFile, read_items, write_items
 from diffsynth_lite.run_folder.progress import is_logged
 from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.objective import DenoisingObjective, SampleErrors

@@ -20,8 +20,7 @@ from diffsynth_lite.errors import ON_EACH_MACHINE, RunInterrupted
 from diffsynth_lite.files import write_json, write_text
 from diffsynth_lite.report.page import ReportWriter
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
-from diffsynth_lite.run_folder.items import read_items
-from diffsynth_lite.run_folder.metrics import MetricsFile, start_trackers
+from diffsynth_lite.run_folder.metrics import MetricsFile, read_items, start_trackers
 from diffsynth_lite.run_folder.progress import is_logged
 from diffsynth_lite.training.builder import (
     TrainingObjects,

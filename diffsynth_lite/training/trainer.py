@@ -25,7 +25,7 @@ from diffsynth_lite.run_folder.progress import StepReport, StepResult
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.distributed.agreement import on_all_processes, on_main_process
-from diffsynth_lite.training.distributed.gradients import mean_gradients
+from diffsynth_lite.training.distributed.devices import mean_gradients
 from diffsynth_lite.training.distributed.watchdog import Watchdog
 from diffsynth_lite.training.memory_report import report_graphs, report_memory
 from diffsynth_lite.training.optimization.optimizers import learned_rate
@@ -102,7 +102,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     if step < total_steps or step == start_step:
         built.sample_losses.write(step)
         saver.save(step)
-    saver.tell_rounding()
+    saver.log_rounding_error()
     return step
 
 

@@ -155,7 +155,7 @@ def test_what_the_hub_refuses_commits_nothing_and_a_public_repository_is_not_tak
     assert "is there already, and all can see it" in caplog.messages[-1]
     for name in ("name", "a/b/c", "../x", "owner/na me", ""):
         assert publish(run, to=name) == 2
-        assert f"--to: {name!r} is no name of a repository" in caplog.messages[-1]
+        assert f"--to: {name!r} is not the name of a repository" in caplog.messages[-1]
     assert (hub.files, hub.commits) == ({}, [])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.items import MeasuredItem, write_items
+from diffsynth_lite.run_folder.metrics import MeasuredItem, write_items
 
 ATTACK = "</script><script>document.title = 'attacked'</script><b> & \" ' {{ 7 * 7 }}"
 PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="

@@ -20,8 +20,7 @@ from diffsynth_lite.report.charts import Series, read_series
 from diffsynth_lite.report.run_report import read_run
 from diffsynth_lite.report.server import RunPages
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.items import read_items
-from diffsynth_lite.run_folder.metrics import MetricsFile
+from diffsynth_lite.run_folder.metrics import MetricsFile, read_items
 from diffsynth_lite.training.checkpoint.resume import ResumePolicy
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 

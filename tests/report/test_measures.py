@@ -8,7 +8,7 @@ import pytest
 from diffsynth_lite.report.charts import Series, as_number, charts_of, read_series, update_series
 from diffsynth_lite.report.layers import read_layers
 from diffsynth_lite.report.losses import hard_items, item_progress, noise_levels
-from diffsynth_lite.run_folder.items import MeasuredItem
+from diffsynth_lite.run_folder.metrics import MeasuredItem
 
 NAMES = (
     "transformer_blocks.0.attn.to_q",

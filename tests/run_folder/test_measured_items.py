@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.run_folder.items import MeasuredItem, read_items, write_items
+from diffsynth_lite.run_folder.metrics import MeasuredItem, read_items, write_items
 
 ITEM = MeasuredItem(
     name="cats/tabby ü.png",

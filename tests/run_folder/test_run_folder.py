@@ -292,9 +292,7 @@ def test_what_is_in_the_place_of_files_and_folders_is_named_at_once(folder: RunF
     folder.previews_folder.touch()
     folder.metrics_file.mkdir()
     folder.lineage_file.symlink_to(folder.lineage_file)
-    named = (
-        r"previews is no folder; .*lora is no folder; .*lineage\.json is no file; .*metrics\.jsonl is no file"
-    )
+    named = r"previews is not a folder; .*lora is not a f.*lineage\.json is not a file; .*metrics\.jsonl is"
     with pytest.raises(UserError, match=named), folder.lock():
         pytest.fail("the folder was taken")
 

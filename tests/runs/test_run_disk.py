@@ -146,7 +146,7 @@ def test_a_run_goes_on_exactly_from_its_checkpoints_when_all_else_was_lost(
     (begun_run.folder / "metrics.jsonl").write_bytes(rows[: rows.index(b'"step": 2') + 20])
     assert begun_run.train("logging.every_steps=${oc.env:INTERVAL}") == 0
     assert "status.json is missing or damaged" in caplog.text
-    assert "metrics.jsonl ends at step 1, and step 2 was logged: rows are lost" in caplog.text
+    assert "metrics.jsonl ends at step 1, and step 2 was logged: some rows were lost" in caplog.text
     for name in ("contract.json", "lineage.json"):
         assert json.loads((begun_run.folder / name).read_text())
     assert begun_run.status()["state"] == "finished"

@@ -71,7 +71,7 @@ def test_another_base_model_is_refused_whatever_is_allowed(
     weights.write_bytes(content)
     assert begun_run.train(f"model.path={copy}", "resume.allow=[data]") == 2
     assert "model.weights was" in caplog.text
-    assert "(model.weights is what is in the files of model.path, or in" in caplog.text
+    assert "(model.weights is the content of model.path's files, or of" in caplog.text
     assert "set resume.allow" not in caplog.text
 
 

@@ -24,7 +24,7 @@ from tiny_run import (
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.pipelines.wan import tiny, tiny_wan_transformer
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.items import read_items
+from diffsynth_lite.run_folder.metrics import read_items
 
 HIGH, LOW = "transformer", "transformer_2"
 STEPS = 6

@@ -13,7 +13,6 @@ _EXCHANGES = (
     "agreement.gather_object",
     "agreement.broadcast_object_list",
     "agreement.broadcast",
-    "folder_groups.gather_object",
 )
 _LIMIT_S = 120.0
 """Only to end a test in which a process waits for one that has ended."""

@@ -19,8 +19,7 @@ from diffsynth_lite.data import Bucket, ItemRow
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import UpdateSize
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.items import read_items
-from diffsynth_lite.run_folder.metrics import MetricsFile
+from diffsynth_lite.run_folder.metrics import MetricsFile, read_items
 from diffsynth_lite.training.evaluation import (
     FixedNoiseErrors,
     FixedNoiseLoss,

@@ -18,7 +18,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.training.checks import check_run
-from diffsynth_lite.training.distributed.folder_groups import FolderGroup
+from diffsynth_lite.training.distributed.agreement import FolderGroup
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 
@@ -239,7 +239,7 @@ def test_each_item_is_encoded_once_a_cache_by_the_processes_that_share_it(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared: bool
 ) -> None:
     """Each machine has data of its own, too."""
-    monkeypatch.setattr("diffsynth_lite.training.distributed.folder_groups._WAIT_S", 0.0)
+    monkeypatch.setattr("diffsynth_lite.training.distributed.agreement._WAIT_S", 0.0)
     write, written = TensorCache.write, []
 
     def noted(cache: TensorCache, key: str, tensors: Any) -> None:

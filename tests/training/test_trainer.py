@@ -283,7 +283,7 @@ class Life:
         self._folder, self._asked, self._saved = folder, asked, 0
         self._stop = SimpleNamespace(asked=False, let_steps_finish=lambda: None)
         self._saver = SimpleNamespace(
-            num_bytes=0, repair_best=lambda: None, save=self._save, tell_rounding=lambda: None
+            num_bytes=0, repair_best=lambda: None, save=self._save, log_rounding_error=lambda: None
         )
         monkeypatch.setattr(trainer, "train_step", lambda _built, step: self._step(step))
         monkeypatch.setattr(
@@ -380,7 +380,9 @@ def test_steps_that_are_not_finite_are_skipped_until_too_many_follow_each_other(
     for step in range(6, 11):
         built.divergence.require_few_in_a_row(step - 1)
         train_step(built, step)
-    told = r"step 10: .* not finite in 5 steps in a row; last on 0.png.* go on from checkpoints/step-00000004"
+    told = (
+        r"step 10: .* not finite in 5 steps in a row; last on 0.png.* resume from checkpoints/step-00000004"
+    )
     with pytest.raises(RunDivergedError, match=told):
         built.divergence.require_few_in_a_row(10)
 

@@ -1,4 +1,5 @@
-"""This file keeps what was not finite in a run: skipped steps, and which checkpoint is known to be sound."""
+"""This file tracks losses and gradients that are not finite: skipped steps, and the newest sound
+checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ _MAX_SKIPPED_IN_A_ROW = 5
 
 @dataclass(kw_only=True)
 class Divergence:
-    """What was not finite in a run, over all of its starts; checkpoints keep it.
+    """Skipped steps and the newest sound checkpoint of a run, over all of its starts; checkpoints keep it.
 
     Weights that a step has just changed may be ruined although its loss was finite. So a checkpoint is sound
     only once its weights have given a finite loss: in a step after it, or in an evaluation of them.
@@ -22,10 +23,10 @@ class Divergence:
         num_skipped: steps that were skipped, as their loss or gradients were not finite.
         num_skipped_in_a_row: those of them after the last step that was taken.
         is_loss_finite: whether the last loss on fixed noise was; True where none was measured since the last
-            step that was taken.
+            step that was not skipped.
         saved_step: that of the newest checkpoint; None before the first.
         sound_step: that of the newest sound checkpoint; None where there is none.
-        rate_setting: what makes the steps of the run smaller: a setting, or a value of one.
+        rate_setting: setting, or a value of one, that makes the steps of the run smaller.
     """
 
     num_skipped: int = 0
@@ -39,13 +40,13 @@ class Divergence:
 
     @classmethod
     def of_checkpoint(cls, state: Mapping[str, Any]) -> Self:
-        """What a checkpoint's state says; one of an earlier version says nothing, and counts as sound."""
+        """From a checkpoint's state; one of an earlier version has no entry, and counts as sound."""
         return cls(
             **{"sound_step": state["step"], **state.get("divergence", {}), "saved_step": state["step"]}
         )
 
     def document(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The entry of a checkpoint."""
         return {
             "num_skipped": self.num_skipped,
             "num_skipped_in_a_row": self.num_skipped_in_a_row,
@@ -60,21 +61,13 @@ class Divergence:
         self.sound_step = self.saved_step
 
     def note_skipped(self, where: str) -> None:
-        """A step was skipped.
-
-        Args:
-            where: what it was trained on.
-        """
+        """A step was skipped."""
         self.num_skipped += 1
         self.num_skipped_in_a_row += 1
         self._skipped_on = where
 
     def require_few_in_a_row(self, step: int) -> None:
-        """Check, after a step, that not too many up to it were skipped.
-
-        Raises:
-            RunDivergedError: they were.
-        """
+        """Check, after a step, that not too many up to it were skipped."""
         if self.num_skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW:
             raise RunDivergedError(
                 f"step {step}: loss and gradients were not finite in {self.num_skipped_in_a_row} steps in a "
@@ -94,11 +87,7 @@ class Divergence:
             self.sound_step = step
 
     def require_none(self, step: int, total_steps: int) -> None:
-        """Check, where the run has taken its last step, that this and the last loss were finite.
-
-        Raises:
-            RunDivergedError: one was not.
-        """
+        """Check, where the run has taken its last step, that this and the last loss were finite."""
         if step < total_steps:
             return
         if self.num_skipped_in_a_row:
@@ -113,14 +102,14 @@ class Divergence:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Scope of a save, in which weights that are not finite also say from where the run can go on."""
+        """Scope of a save, in which an error about weights also names the checkpoint to resume from."""
         try:
             yield
         except RunDivergedError as error:
             raise RunDivergedError(f"{error}; {self._way_out()}") from error
 
     def remarks(self) -> list[str]:
-        """What a run that ends well is to say of it."""
+        """Remarks for the final message of a run."""
         if not self.num_skipped:
             return []
         return [f"skipped steps, as loss or gradients were not finite: {self.num_skipped}"]
@@ -132,7 +121,7 @@ class Divergence:
                 "train.mixed_precision=no: no checkpoint of this one has given a finite loss"
             )
         return (
-            f"go on from checkpoints/{folder_name(self.sound_step)}, the newest one whose weights have given "
-            f"a finite loss, with --resume and its path, a lower {self.rate_setting} and "
+            f"resume from checkpoints/{folder_name(self.sound_step)}, the newest one whose weights gave a "
+            f"finite loss, with --resume and its path, a lower {self.rate_setting} and "
             f"resume.allow: [{self.rate_setting.rpartition(' of ')[2]}]"
         )

@@ -1,4 +1,4 @@
-"""What a complete checkpoint is: a folder whose manifest lists every file with its size and hash.
+"""This file reads checkpoints: complete is a folder whose manifest lists every file with its size and hash.
 
 The manifest, ``COMPLETE``, is written last. Its first line is json, its second the sha256 of the first; so a
 folder that is torn, altered or half copied cannot be taken for a checkpoint. Nothing in it is pickled.
@@ -29,13 +29,7 @@ _FOLDER_NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint whose every file has been verified.
-
-    Attributes:
-        path: its folder.
-        step: optimizer steps taken.
-        documents: content of the json files by name without suffix.
-    """
+    """A checkpoint whose every file has been verified."""
 
     path: Path
     step: int
@@ -103,21 +97,13 @@ def step_of(name: str) -> int | None:
 
 
 def require_file_name(name: str) -> None:
-    """Check that a name is a plain ``.safetensors`` or ``.json`` one, which cannot leave the folder.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that a name is a plain ``.safetensors`` or ``.json`` one, which cannot leave the folder."""
     if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name for a file of a checkpoint")
+        raise ValueError(f"{name!r} is not a name for a file of a checkpoint")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint and verify every byte of it.
-
-    Raises:
-        CheckpointError: says what is wrong with which file.
-    """
+    """Read a checkpoint and verify every byte of it."""
     try:
         return _read(path)
     except OSError as error:
@@ -141,7 +127,12 @@ def read_manifest(path: Path) -> Manifest:
         difference = sorted(present ^ manifest.files.keys())
         raise CheckpointError(f"{path} has files missing or added since it was written: {difference}")
     for name, entry in manifest.files.items():
-        _check_size(path / name, entry.num_bytes)
+        if not _is_plain_file(path / name):
+            raise CheckpointError(f"{path / name} is not a plain file")
+        if (size := (path / name).stat().st_size) != entry.num_bytes:
+            raise CheckpointError(
+                f"{path / name} is damaged: {size} bytes where {entry.num_bytes} were written"
+            )
     return manifest
 
 
@@ -191,13 +182,6 @@ def _parse(path: Path) -> Manifest:
     if schema != SCHEMA:
         raise CheckpointError(f"{path} has schema {schema}; this version of diffsynth_lite reads {SCHEMA}")
     return manifest
-
-
-def _check_size(path: Path, expected: int) -> None:
-    if not _is_plain_file(path):
-        raise CheckpointError(f"{path} is not a plain file")
-    if path.stat().st_size != expected:
-        raise CheckpointError(f"{path} is damaged: {path.stat().st_size} bytes where {expected} were written")
 
 
 def _is_plain_file(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a run continues from, which settings must then be as they were, and the history of its starts.
+"""This file finds the checkpoint to resume from, compares settings with it, and keeps the history of starts.
 
 The settings and data that decide a run's numbers are its fingerprint. The run folder and each checkpoint hold
 it as ``contract.json``: the format keeps its first name.
@@ -26,9 +26,12 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.reading import read_run_file
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.distributed.agreement import from_main_process, on_all_processes
+from diffsynth_lite.training.distributed.agreement import (
+    find_folder_group,
+    from_main_process,
+    on_all_processes,
+)
 from diffsynth_lite.training.distributed.devices import device_name
-from diffsynth_lite.training.distributed.folder_groups import find_folder_group
 from diffsynth_lite.training.distributed.same_run import package_versions
 from diffsynth_lite.training.layer_groups import OF_GROUP, group_fingerprint
 
@@ -36,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _FIXED_SECTIONS = ("lora", "objective")
 _FREE_FIELDS = ("lora.init_from",)
-"""Of these sections: a run that goes on does not look at it any more."""
+"""Of these sections: not used by a resumed run."""
 _FIXED_FIELDS = {
     "model": (
         *("family", "dtype", "quantize", "quantize_skip"),
@@ -55,8 +58,8 @@ _FIXED_FIELDS = {
     ),
 }
 _OF_SOURCES = ("data.repeats", "data.weight", "data.trigger", "data.loss_weight", "data.preserve")
-"""Lists of a value for each source. What else a source says is where its items are; what they are is in
-:func:`data_fingerprint`."""
+"""Lists of a value for each source. The other settings of a source are paths of its items, whose content is
+in :func:`data_fingerprint`."""
 _CONDITIONAL = ("train.steps", "train.micro_batch_size")
 """Part of the fingerprint where other settings make them matter."""
 _SHIFT_AT = "objective.shift at "
@@ -64,13 +67,13 @@ _SHIFT_AT = "objective.shift at "
 _SHIFT_SETTINGS = ("objective.shift", "objective.shift_value")
 """Free to change where the shifts stay the same."""
 _SAME_SHIFT = 1e-9
-"""Relative; the last digits of an exponential are not the same on all machines."""
+"""Relative; the last digits of an exponential differ between machines."""
 _WEIGHTS = "model.weights"
 _ADAPTER = "model.training_adapter.weights"
 _WAYS = {
-    _ADAPTER: "model.training_adapter.weights is what that file holds, wherever it is, and None without one",
+    _ADAPTER: "model.training_adapter.weights is the content of that file, wherever it is; None without one",
     _WEIGHTS: (
-        "model.weights is what is in the files of model.path, or in model.transformer_file, wherever they are"
+        "model.weights is the content of model.path's files, or of model.transformer_file, wherever they are"
     ),
     "train.warmup_steps": "train.warmup_steps counts as shortened to less than train.steps",
     _SHIFT_AT: (
@@ -78,12 +81,12 @@ _WAYS = {
         "value"
     ),
 }
-"""How what no setting of its own decides is restored, by how its keys begin."""
+"""How to restore values that are not settings, by the beginning of their keys."""
 _MAX_NAMED = 5
 _Document = TypeVar("_Document", list[Any], dict[str, Any])
 
 RunFingerprint = dict[str, Any]
-"""What decides a run's numbers, by dotted key."""
+"""Settings and facts that decide a run's numbers, by dotted key."""
 
 Lineage = list[dict[str, Any]]
 """The starts of a run, the first one first."""
@@ -91,7 +94,7 @@ Lineage = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A setting that is not what it was when the run was started."""
+    """A setting that differs from the one that the run was started with."""
 
     key: str
     old: Any
@@ -99,7 +102,7 @@ class Change:
 
     @property
     def permission(self) -> str | None:
-        """What ``resume.allow`` must name for it; None where nothing can."""
+        """The entry of ``resume.allow`` that permits it; None where there is none."""
         if self.key.startswith("data."):
             return "data"
         setting = self.key.partition(OF_GROUP)[0]
@@ -124,8 +127,7 @@ def settings_fingerprint(
     see :func:`data_fingerprint`.
 
     Args:
-        model_fingerprint: of the weights; ``training_adapter`` is that of its own.
-        shifts: what ``objective.shift`` gives, by the name of a size.
+        shifts: by ``objective.shift``, for each size's name.
     """
     values = config.model_dump()
     fingerprint: RunFingerprint = {_WEIGHTS: model_fingerprint, _ADAPTER: training_adapter}
@@ -152,7 +154,7 @@ def _shift_fingerprint(shifts: Mapping[str, float]) -> RunFingerprint:
 
 
 def data_fingerprint(identity: DataIdentity, *, micro_batch_size: int) -> RunFingerprint:
-    """What decides the samples of a run: its items in order, and what makes tensors of them.
+    """The facts that decide the samples of a run: its items in order, and their decoder and encoders.
 
     With several buckets also the micro-batch size: the samples of one bucket are drawn that many in a row.
     """
@@ -179,19 +181,20 @@ def require_same(
 
     Args:
         fingerprint: of this start; only its keys are compared.
-        saved: of the earlier start. A setting that is not in it did not matter then, or did not exist: it
-            counts as left at its default.
-        where: the checkpoint, for the message.
+        saved: of the earlier start. A setting that it lacks did not matter then, or did not exist: it counts
+            as left at its default.
         allow: settings that may differ, or ``data`` for all of the data; see ``resume.allow``.
-        earlier_shifts: what ``objective.shift: family`` gave before shifts were saved, by the name of a size.
+        earlier_shifts: of ``objective.shift: family`` before shifts were saved, for each size's name.
 
     Returns:
-        What differs and is allowed to.
+        The allowed changes.
 
     Raises:
-        DifferentRunError: naming what differs and is not, with the old and the new value, and the ways out.
+        DifferentRunError: with the other changes, old and new values, and remedies.
     """
-    changes = _differences(fingerprint, _with_shifts(saved, earlier_shifts))
+    if saved.get("objective.shift") == "family" and not _shift_keys(saved):
+        saved = {**_shift_fingerprint(earlier_shifts), **saved}  # of a version that did not keep them
+    changes = _differences(fingerprint, saved)
     refused = [change for change in changes if change.permission not in allow]
     if not refused:
         return changes
@@ -207,18 +210,11 @@ def require_same(
     raise DifferentRunError(f"output.dir: {where} belongs to a different run: {named}{more}. {way}")
 
 
-def _with_shifts(saved: Mapping[str, Any], earlier: Mapping[str, float]) -> Mapping[str, Any]:
-    """A saved fingerprint, with the family's shifts of versions that did not keep them."""
-    if saved.get("objective.shift") != "family" or _shift_keys(saved):
-        return saved
-    return {**_shift_fingerprint(earlier), **saved}
-
-
 def _differences(fingerprint: RunFingerprint, saved: Mapping[str, Any]) -> list[Change]:
     changes = [
         Change(key=key, old=old, new=value)
         for key, value in fingerprint.items()
-        if (old := saved.get(key, value if _is_conditional(key) else _default(key, value))) != value
+        if (old := saved.get(key, _value_if_missing(key, value))) != value
     ]
     compared = _shift_keys(fingerprint) & _shift_keys(saved)
     if compared and compared.isdisjoint(change.key for change in changes):
@@ -237,12 +233,11 @@ def _shift_keys(fingerprint: Mapping[str, Any]) -> set[str]:
     return {key for key in fingerprint if key.startswith(_SHIFT_AT)}
 
 
-def _is_conditional(key: str) -> bool:
-    return key in _CONDITIONAL or key.startswith(_SHIFT_AT)
-
-
-def _default(key: str, value: Any) -> Any:
-    """The default of a setting, by its dotted key, or None; of a source's, a list as ``value`` is."""
+def _value_if_missing(key: str, value: Any) -> Any:
+    """The new value where the key is conditional, else its default or None; of sources a list like
+    ``value``."""
+    if key in _CONDITIONAL or key.startswith(_SHIFT_AT):
+        return value
     section, _, name = key.partition(".")
     default = section_types()[section].defaults().get(name)
     return [default] * len(value) if key in _OF_SOURCES else default
@@ -261,7 +256,7 @@ def _checkpoint_folder(source: str) -> Path:
 
 
 def _document(path: Path, kind: type[_Document]) -> _Document:
-    """What a file of a run without a checkpoint says."""
+    """Content of a file of a run without a checkpoint."""
     try:
         document = parse_json(read_run_file(path))
     except ValueError:
@@ -277,13 +272,11 @@ def _document(path: Path, kind: type[_Document]) -> _Document:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePolicy:
-    """What a run may continue from.
+    """The checkpoint and settings that a run may continue from.
 
     Attributes:
         source: ``auto`` continues the newest checkpoint if there is one, ``must`` insists on one, ``none``
             insists on a new run, and anything else is the folder of a checkpoint.
-        allow: settings that may differ; see ``require_same``.
-        earlier_shifts: see there.
     """
 
     source: str
@@ -293,11 +286,7 @@ class ResumePolicy:
     earlier_shifts: Mapping[str, float]
 
     def find_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to continue from, or None to start a new run.
-
-        Raises:
-            UserError: there is no such checkpoint, or ``none`` would write over a run.
-        """
+        """The checkpoint to continue from, or None to start a new run."""
         if self.source == "none":
             if self.folder.holds_run():
                 raise UserError(
@@ -316,12 +305,7 @@ class ResumePolicy:
         return checkpoint
 
     def earlier_choices(self) -> dict[str, Any] | None:
-        """What ``memory.auto`` chose when the run that is continued was started, by dotted key; None of a new
-        one.
-
-        Raises:
-            UserError: see ``find_checkpoint``.
-        """
+        """Settings that ``memory.auto`` chose when a resumed run was started, by key; None for a new run."""
         checkpoint = self.find_checkpoint()
         if checkpoint is not None:
             lineage = checkpoint.lineage
@@ -340,18 +324,14 @@ class ResumePolicy:
             known = _document(self.folder.lineage_file, list)
         except UserError:
             logger.warning(
-                "%s is damaged; it is written anew, without starts that saved nothing.",
+                "%s is damaged; it is written again, without starts that saved nothing.",
                 self.folder.lineage_file,
             )
             return saved
         return known if known[: len(saved)] == redacted(saved) else saved
 
     def changed_settings(self, fingerprint: RunFingerprint, checkpoint: Checkpoint | None) -> list[Change]:
-        """What is allowed to differ and does, from the checkpoint, or from a run that has none yet.
-
-        Raises:
-            DifferentRunError: something else differs.
-        """
+        """The allowed changes since the checkpoint, or since the start of a run that has none yet."""
         if checkpoint is not None:
             saved, where = checkpoint.documents["contract"], checkpoint.path
         elif self.folder.fingerprint_file.is_file():
@@ -372,7 +352,6 @@ def resolve_checkpoint(
     are removed from the store.
 
     Raises:
-        UserError: see ``ResumePolicy.find_checkpoint``; or another machine has more of the run.
         DifferentRunError: the run was started with other settings.
     """
     require_newest_run(accelerator, policy)
@@ -393,9 +372,6 @@ def require_newest_run(accelerator: Accelerator, policy: ResumePolicy) -> None:
     """Check that no machine with a run folder of its own is further than that of the main process.
 
     The launcher may have put the main process on another machine than before.
-
-    Raises:
-        UserError: one is, and no checkpoint is named to continue from.
     """
     folder = policy.folder.path
     group = find_folder_group(accelerator, folder, on_each_machine=False)
@@ -415,7 +391,7 @@ def require_newest_run(accelerator: Accelerator, policy: ResumePolicy) -> None:
 
 
 def choices_in(lineage: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What ``memory.auto`` chose in a history, by dotted key."""
+    """Settings that ``memory.auto`` chose in a history, by dotted key."""
     chosen = [entry.get("chosen") for entry in lineage]
     return {key: value for each in chosen if isinstance(each, dict) for key, value in each.items()}
 
@@ -431,9 +407,7 @@ def extended_lineage(
     """The history of a run, and this start; warns of each change.
 
     Args:
-        earlier: see ``ResumePolicy.earlier_starts``.
-        checkpoint: that this start continues.
-        chosen: what ``earlier_choices`` is to give.
+        chosen: returned by ``earlier_choices`` later.
     """
     entry: dict[str, Any] = {
         "step": checkpoint.step if checkpoint else 0,

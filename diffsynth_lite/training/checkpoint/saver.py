@@ -45,24 +45,11 @@ class Saver:
     """Writes checkpoints of a run, and the LoRA for inference with each.
 
     Attributes:
-        family: decides the LoRA's format.
         transformer: with its adapter, not wrapped.
-        optimizer: over the adapter.
-        averaged: of the adapter; None where no average is kept.
-        optimizer_bytes: of the optimizer's state.
-        accelerator: the main process writes, the others wait.
-        fingerprint: what a resumed run must agree with.
-        facts: what the LoRA's files say of the run.
         thumbnail: of the last previews up to a step, as a data URL; None where there is none.
-        write_card: writes the model card of one of the run's folders with a LoRA, of a step.
-        run_id: identifies the run across resumes.
-        resolved_yaml: the run's settings, kept beside each checkpoint.
-        lora_dtype: of the LoRA's files.
         keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
-        protocol: what that loss is measured by.
-        divergence: what was not finite up to now, and which checkpoint is sound.
-        best: step and loss of that checkpoint, and what the loss was measured by; None before the first, and
-            where it was measured by something else.
+        best: step, loss and validation protocol of that checkpoint; None before the first, and where the
+            protocol was another one.
     """
 
     folder: RunFolder
@@ -92,8 +79,8 @@ class Saver:
         changed = self.protocol.changed_settings(self.best.get("measured_by")) if self.best else []
         if self.best and self.keeps_best and changed:
             logger.warning(
-                "The loss of the best checkpoint (step %d, loss %.4f) cannot be compared with those from "
-                "here on: it differs in, or does not say, its %s. The best is sought anew.",
+                "The loss of the best checkpoint (step %d, loss %.4f) cannot be compared with later ones "
+                "(changed or unknown: %s). Tracking of the best checkpoint starts over.",
                 self.best["step"],
                 self.best["loss"],
                 ", ".join(changed),
@@ -108,7 +95,7 @@ class Saver:
 
     @property
     def num_bytes(self) -> int:
-        """What a save writes."""
+        """Size of a save."""
         trained = [weight for weight in self.transformer.parameters() if weight.requires_grad]
         saved = SavedBytes.of(
             sum(weight.numel() for weight in trained),
@@ -123,13 +110,12 @@ class Saver:
         """Save the run after ``step`` optimizer steps, once for each of them; call it on all processes.
 
         Raises:
-            RunStoppedError: the disk is full.
             RunDivergedError: the weights or the LoRA's update are not finite.
         """
         on_main_process(self.accelerator, lambda: self._write(step))
 
-    def tell_rounding(self) -> None:
-        """Log what the last LoRA file lost to its dtype; nothing where it lost nothing."""
+    def log_rounding_error(self) -> None:
+        """Log how much the dtype of the last LoRA file changed its update, if at all."""
         if self._rounding == 0:
             return
         name = str(self.lora_dtype).removeprefix("torch.")
@@ -145,20 +131,19 @@ class Saver:
             )
 
     def update_best(self, step: int, loss: float) -> None:
-        """Keep the checkpoint of ``step``, and its LoRA apart, if none had a lower loss; on all processes.
+        """Keep the checkpoint of ``step`` and its LoRA if none had a lower loss; call it on all processes.
 
         Args:
-            step: optimizer steps done.
-            loss: on held-out data; on the other processes than the main one it may be anything.
+            loss: on held-out data; only the main process's counts.
         """
         if self.keeps_best:
             on_main_process(self.accelerator, lambda: self._update_best(step, loss))
 
     def repair_best(self) -> None:
-        """Make the LoRA apart that of the best checkpoint again; at a start, on all processes.
+        """Export the best checkpoint's LoRA again; call it at a start, on all processes.
 
-        It is another one's where a trainer was killed between the two, or goes on from before the best. Where
-        there is no best checkpoint, or not any more, the LoRA is set aside and the best is sought anew.
+        The exported one is of another checkpoint where a trainer was killed between the two, or resumes from
+        before the best. Without a best checkpoint it is set aside, and tracking starts over.
         """
         if self.keeps_best:
             on_main_process(self.accelerator, self._repair_best)
@@ -173,17 +158,18 @@ class Saver:
             self.write_card(folder, self.best["step"])
         elif folder.exists():
             aside = set_aside(folder, "left")
-            logger.warning("%s is of no checkpoint that this run goes on from; moved to %s.", folder, aside)
+            logger.warning("%s is not of a checkpoint of this run; moved to %s.", folder, aside)
 
     def _best_tensors(self) -> dict[str, torch.Tensor] | None:
-        """The best checkpoint's adapter or average; None where that cannot be read, and it is forgotten."""
+        """The best checkpoint's adapter or average; None, and no best, where that cannot be read."""
         assert self.best is not None
         try:
             best = read_checkpoint(self.store.folder / folder_name(self.best["step"]))
             return by_peft_names(best.tensors("ema")) if self.measures_average else best.tensors("adapter")
         except CheckpointError as error:
             logger.warning(
-                "The best checkpoint (step %d, loss %.4f) cannot be used: %s. The best is sought anew.",
+                "The best checkpoint (step %d, loss %.4f) cannot be used: %s. Tracking of the best "
+                "checkpoint starts over.",
                 self.best["step"],
                 self.best["loss"],
                 error,
@@ -229,7 +215,7 @@ class Saver:
             self._export(self.folder.lora_folder, step, average=is_result)
             if self.averaged is not None and not is_result:
                 self._export(self.folder.ema_lora_folder, step, average=True)
-        # Last: a checkpoint of an earlier start, whose export failed, is still to be exported.
+        # Last: where the export fails, the next attempt must export again.
         self._saved_step = step
 
     def _export(self, folder: Path, step: int, *, average: bool) -> None:
@@ -244,7 +230,7 @@ class Saver:
         tensors: dict[str, torch.Tensor],
         describe: Callable[[NoiseRange], Mapping[str, str]],
     ) -> None:
-        # Before and after, as diffusers makes the run folder, too, where that is gone.
+        # Before and after, as diffusers makes a run folder again that is gone.
         self.folder.require_held()
         exported = export_lora(
             self.family,
@@ -258,7 +244,7 @@ class Saver:
         self._rounding = exported.rounding
 
     def _description(self, step: int, *, is_average: bool) -> Callable[[NoiseRange], Mapping[str, str]]:
-        """What a file with the weights of a step says, by the noise levels that it is for."""
+        """Metadata of a file with the weights of a step, by the noise levels that it is for."""
         thumbnail = self.thumbnail(step)
 
         def describe(noise_range: NoiseRange) -> dict[str, str]:
@@ -283,9 +269,6 @@ def restore(
 
     Args:
         accelerator: its main process reads the checkpoint, which the others may not have; call this on all.
-
-    Raises:
-        UserError: the checkpoint does not fit the model.
     """
 
     def read(name: str) -> dict[str, torch.Tensor]:

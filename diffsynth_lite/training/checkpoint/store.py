@@ -1,8 +1,8 @@
 """The checkpoints of a run on disk: each folder appears whole, and is dropped only after a newer one has.
 
-Writing: aside in a ``.tmp-`` folder, every file synced, the manifest last, the folder synced, renamed to its
-name, the parent synced. Then the oldest go. A process killed, or a machine switched off, at any moment leaves
-the newest checkpoint that ``save`` returned for loadable.
+Writing: in a ``.tmp-`` folder, every file synced, the manifest last, the folder synced, renamed to its name,
+the parent synced. Then the oldest are removed. Whenever a process is killed or a machine switched off, the
+newest checkpoint for which ``save`` returned can be loaded.
 """
 
 import json
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBytes:
-    """What one save writes: a checkpoint, and the LoRA files."""
+    """Sizes of a save: a checkpoint, and the LoRA files."""
 
     checkpoint: int
     lora: int
@@ -55,9 +55,7 @@ class SavedBytes:
         """Of an adapter of so many weights.
 
         Args:
-            optimizer_bytes: of the optimizer's state.
             lora_dtype: of the LoRA files; a checkpoint is in fp32.
-            has_average: whether a moving average is kept, and exported, too.
             num_in_vectors: those that are magnitudes of a DoRA, which files have twice, in fp32.
         """
         adapters = 2 if has_average else 1
@@ -71,17 +69,16 @@ class SavedBytes:
 class CheckpointStore:
     """The checkpoints of one run, ``step-00000200`` and so on, in one folder.
 
-    One process writes, and it is the one that asks for ``latest``, because that moves damaged checkpoints
-    aside. Files and folders with other names are left alone.
+    One process writes, and only it calls ``latest``, because that moves damaged checkpoints aside. Files and
+    folders with other names are not touched.
 
     Args:
-        folder: made by the first save.
         keep: newest complete checkpoints to keep, at least 1.
         keep_every: those of steps that are multiples of it stay for good.
 
     Attributes:
         pinned: a step whose checkpoint stays too, such as the best one's.
-        sound: likewise, the newest one whose weights are known to be good.
+        sound: the step of the newest checkpoint whose weights are known to be good, which stays too.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int | None = None) -> None:
@@ -113,7 +110,6 @@ class CheckpointStore:
         Raises:
             ValueError: a document holds NaN or infinity.
             RunDivergedError: a tensor does; the earlier ones are intact.
-            RunStoppedError: it could not be written (disk full, quota, ...); the earlier ones are intact.
         """
         _check_finite(tensors, step)
         path = self.folder / folder_name(step)
@@ -154,19 +150,19 @@ class CheckpointStore:
         return None
 
     def cut_back_to(self, step: int) -> None:
-        """Rename the checkpoints of later steps to ``.left-<name>-<n>``: the run goes on from ``step``.
+        """Rename the checkpoints of later steps to ``.left-<name>-<n>``: the run resumes from ``step``.
 
-        Otherwise they would pass for this run's newest.
+        Otherwise they would count as this run's newest.
         """
         for later in self.steps():
             if later > step:
                 aside = set_aside(self.folder / folder_name(later), "left")
                 logger.warning(
-                    "The run goes on from step %d: checkpoint of step %d moved to %s", step, later, aside
+                    "The run resumes from step %d: checkpoint of step %d moved to %s", step, later, aside
                 )
 
     def clean(self) -> None:
-        """Remove what killed writers left; only for the process that holds the run folder's lock."""
+        """Remove leftovers of killed writers; only for the process that holds the run folder's lock."""
         for entry in self._entries():
             if is_unfinished(entry.name):
                 _remove(entry)
@@ -189,7 +185,7 @@ class CheckpointStore:
             temporary.rename(path)
             sync(self.folder)
         except BaseException:
-            # Whatever this cannot remove, clean() will.
+            # Where this fails, clean() removes it later.
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
@@ -205,7 +201,8 @@ class CheckpointStore:
         return True
 
     def _rotate(self) -> None:
-        """Keep the newest complete ones and those that stay; incomplete ones neither count nor go."""
+        """Keep the newest complete ones and those that stay; incomplete ones neither count nor are
+        removed."""
         complete = [step for step in self.steps() if _is_complete(self.folder / folder_name(step))]
         for step in complete[: -self.keep]:
             if step in (self.pinned, self.sound) or (self.keep_every and step % self.keep_every == 0):
@@ -231,13 +228,14 @@ def _contents(
         require_file_name(f"{name}.json")
     for name, named in tensors.items():
         plain = {key: tensor.detach().cpu().contiguous() for key, tensor in named.items()}
-        yield f"{name}.safetensors", safetensors.torch.save(_apart(plain))
+        yield f"{name}.safetensors", safetensors.torch.save(_without_shared_memory(plain))
     for name, document in documents.items():
         yield f"{name}.json", json.dumps(document, allow_nan=False).encode()
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, with copies of those that share memory, as state of bitsandbytes does: files take none."""
+def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, with copies of those that share memory, as in bitsandbytes' state, which files cannot
+    hold."""
     seen: set[int] = set()
     own = {}
     for name, tensor in tensors.items():

@@ -1,10 +1,16 @@
-"""This file makes what several processes do one decision.
+"""This file lets several processes act as one, and finds out which of them have the same folder under a path.
 
-What goes wrong on another machine is told with that machine's name: its paths may be there on this one.
+An error on one process is raised on all: a UserError with the same text, any other as a RunStoppedError. An
+error of another machine names that machine: its paths may exist on this one.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from socket import gethostname
 from typing import NamedTuple, TypeVar
 
@@ -14,9 +20,16 @@ from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import Tensor
 
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
+from diffsynth_lite.files import temporary_path
+
+logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _Gathered = TypeVar("_Gathered")
+
+_WAIT_S = 1.0
+"""For a file that another machine has just written: a network file system may show it late."""
+_POLL_S = 0.05
 
 
 def on_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result | None:
@@ -24,10 +37,6 @@ def on_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _R
 
     Returns:
         The result on the main process, None on the others.
-
-    Raises:
-        UserError: the main process raised it; on the others with the same text.
-        RunStoppedError: the same; on the others also when the main process failed in any other way.
     """
     if accelerator.num_processes == 1:
         return work()
@@ -44,12 +53,7 @@ def on_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _R
 
 
 def from_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result:
-    """What something comes to on the main process, given to all; when it fails, every process raises.
-
-    Raises:
-        UserError: as :func:`on_main_process`.
-        RunStoppedError: likewise.
-    """
+    """The main process's result, given to all; when it fails, every process raises."""
     if accelerator.num_processes == 1:
         return work()
     found: list[_Result] = broadcast_object_list([on_main_process(accelerator, work)])
@@ -59,12 +63,7 @@ def from_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> 
 def tensors_from_main_process(
     accelerator: Accelerator, read: Callable[[], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Tensors that the main process has read, on the CPU of all processes, bit for bit.
-
-    Raises:
-        UserError: as :func:`on_main_process`.
-        RunStoppedError: likewise.
-    """
+    """Tensors that the main process has read, on the CPU of all processes, bit for bit."""
     read_here = on_main_process(accelerator, read) or {}
     if accelerator.num_processes == 1:
         return dict(read_here)
@@ -83,10 +82,6 @@ def on_all_processes(accelerator: Accelerator, work: Callable[[], _Result]) -> l
 
     Returns:
         The results of all processes, the same list on each.
-
-    Raises:
-        UserError: some process raised it; on the others with the same text.
-        RunStoppedError: the same; on the others also when a process failed in any other way.
     """
     if accelerator.num_processes == 1:
         return [work()]
@@ -102,13 +97,10 @@ def on_all_processes(accelerator: Accelerator, work: Callable[[], _Result]) -> l
 
 
 def ranks_by_machine(accelerator: Accelerator, *, key: str) -> list[range]:
-    """The processes of each machine, which all of them call this together to find out.
+    """The processes of each machine; call it on all.
 
     Args:
-        key: of the setting that asks.
-
-    Raises:
-        UserError: the launcher has not numbered them machine by machine.
+        key: setting that needs them, for the error.
     """
     local = on_all_processes(accelerator, lambda: accelerator.local_process_index)
     starts = [*(rank for rank, place in enumerate(local) if place == 0), len(local)]
@@ -145,17 +137,11 @@ def some_processes_first(
     """Do something on some processes and then on the others, which find its files on the disk.
 
     Args:
-        accelerator: knows the processes.
-        work: to do.
-        gather: gives the part of a process's result that all of them get.
-        is_first: whether this process is one of those that begin: of those that share a folder, one.
+        gather: returns the part of a process's result that all of them get.
+        is_first: whether this process is one of those that begin: one of each group that shares a folder.
 
     Returns:
         The result of this process, and the gathered parts of all, the same list on each.
-
-    Raises:
-        UserError: some process raised it; on the others with the same text.
-        RunStoppedError: the same; on the others also when a process failed in any other way.
     """
     results: list[_Result] = []
 
@@ -171,6 +157,92 @@ def some_processes_first(
     on_all_processes(accelerator, begin)
     gathered = on_all_processes(accelerator, finish)
     return results[0], gathered
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderGroup:
+    """The processes that have the same folder under a path as this one.
+
+    Attributes:
+        ranks: of these processes, with this one's.
+        num_folders: how many different folders all processes have under that path.
+    """
+
+    ranks: Sequence[int] = (0,)
+    place: int = 0
+    num_folders: int = 1
+    num_machines: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first one of the group."""
+        return self.place == 0
+
+    def log(self, key: str, folder: Path, *, own: str) -> None:
+        """Log whether machines share a folder; nothing where there is one machine.
+
+        Args:
+            key: setting that names the folder.
+            own: consequence where they do not.
+        """
+        if self.num_folders > 1:
+            logger.info("%s: %s is not shared by the %d machines: %s.", key, folder, self.num_machines, own)
+        elif self.num_machines > 1:
+            logger.info("%s: %s is shared by the %d machines.", key, folder, self.num_machines)
+
+
+def find_folder_group(accelerator: Accelerator, folder: Path, *, on_each_machine: bool) -> FolderGroup:
+    """Find out which processes have the same folder; call it on all.
+
+    Some processes leave a file with a random name, and all look which of these they see. A file that is seen
+    too late only makes a folder count as not shared.
+
+    Args:
+        folder: of this process; made where a file is left.
+        on_each_machine: whether the first process of each leaves one; else only the main process does.
+    """
+    if accelerator.num_processes == 1:
+        return FolderGroup()
+    leaves_one = accelerator.is_local_main_process if on_each_machine else accelerator.is_main_process
+    marker = _left_in(folder) if leaves_one else None
+    try:
+        # The others look when all are there: file systems remember a name that was once missed.
+        name = None if marker is None else marker.name
+        left = gather_object([(name, bool(accelerator.is_local_main_process))])
+        names = frozenset(name for name, _ in left if name is not None)
+        seen_by = gather_object([_seen(folder, names)])
+    finally:
+        if marker is not None:
+            marker.unlink(missing_ok=True)
+    own = accelerator.process_index
+    ranks = [rank for rank, seen in enumerate(seen_by) if seen == seen_by[own]]
+    return FolderGroup(
+        ranks=ranks,
+        place=ranks.index(own),
+        num_folders=len(set(seen_by)),
+        num_machines=sum(is_local_main for _, is_local_main in left),
+    )
+
+
+def _left_in(folder: Path) -> Path | None:
+    """An empty file in a folder; None where it cannot be written to."""
+    marker = temporary_path(folder / "shared")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    except OSError:
+        return None
+    return marker
+
+
+def _seen(folder: Path, names: frozenset[str]) -> frozenset[str]:
+    """The names that are there, or will be in a moment."""
+    end = time.monotonic() + _WAIT_S
+    while True:
+        seen = frozenset(name for name in names if os.path.lexists(folder / name))
+        if seen == names or time.monotonic() > end:
+            return seen
+        time.sleep(_POLL_S)
 
 
 class _Failure(NamedTuple):

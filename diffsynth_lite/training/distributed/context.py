@@ -1,6 +1,6 @@
 """This file decides which processes share the tokens of a sample, and checks that they can.
 
-``train.context_parallel`` neighbours share each sample, and what they compute of it is added up.
+``train.context_parallel`` neighbours share each sample, and their parts of its gradient are added up.
 """
 
 import logging
@@ -30,15 +30,11 @@ from diffsynth_lite.training.distributed.watchdog import limit_waits
 _MOST_DEVICES = 64
 """Larger numbers are not offered."""
 _RING_DEVICES = ("cuda",)
-"""Where torch has a flash attention that tells its log-sum-exp as diffusers asks for it."""
+"""Devices with a flash attention in torch that returns its log-sum-exp, which diffusers needs."""
 
 
 def check_context(config: Config, accelerator: Accelerator) -> None:
-    """Check that there are processes to split sequences over; all of them call this together.
-
-    Raises:
-        UserError: naming what would do.
-    """
+    """Check that there are processes to split sequences over; all of them call this together."""
     wanted, kind = config.train.context_parallel, config.train.context_parallel_kind
     if wanted == 1:
         return
@@ -69,7 +65,7 @@ def _check_ring(config: Config, device: torch.device) -> None:
     key = "train.context_parallel_kind: ring"
     if device.type not in _RING_DEVICES:
         raise UserError(
-            f"{key} needs an attention that tells its log-sum-exp, which torch has for CUDA alone, and this "
+            f"{key} needs an attention that returns its log-sum-exp, which torch has only for CUDA, and this "
             f"run is on {device.type}; set ulysses"
         )
     if device.type == "cuda" and config.model.dtype == "float32":
@@ -84,16 +80,13 @@ def check_split(config: Config, family: ModelFamily, transformer: torch.nn.Modul
 
     Args:
         transformer: what is trained, on the meta device.
-
-    Raises:
-        UserError: naming what cannot be split, and what would do.
     """
     wanted, kind = config.train.context_parallel, config.train.context_parallel_kind
     if wanted == 1:
         return
     if family.with_audio:
         raise UserError(
-            f"train.context_parallel: {wanted}: clips with their sound are not split over processes; set 1, "
+            f"train.context_parallel: {wanted}: clips with audio are not split over processes; set 1, "
             "or data.audio: false"
         )
     model: Any = family.parts_of(transformer)[family.trained[0]]
@@ -130,15 +123,7 @@ def _split_of(config: Config, family: ModelFamily, model: torch.nn.Module) -> Se
 def check_tokens(
     config: Config, family: ModelFamily, sizes: Iterable[Bucket], *, owner: str = "the data"
 ) -> None:
-    """Check that the tokens of sizes can be split, so that no step and no preview finds out.
-
-    Args:
-        sizes: with those of the pictures that an item starts from.
-        owner: of these sizes.
-
-    Raises:
-        UserError: naming the sizes whose tokens do not divide, and what would do for all.
-    """
+    """Check before the first step and preview that the tokens of sizes can be split."""
     wanted = config.train.context_parallel
     if wanted == 1:
         return
@@ -153,34 +138,22 @@ def check_tokens(
 
 
 def check_tokens_of_previews(config: Config, family: ModelFamily, width: int, height: int) -> None:
-    """Check that the tokens of the previews can be split.
-
-    Args:
-        width: of a preview in pixels, as is ``height``.
-
-    Raises:
-        UserError: as ``check_tokens``.
-    """
+    """Check that the tokens of the previews can be split."""
     if config.train.context_parallel == 1 or not config.validation.prompts:
         return
     num_frames, num_layers = num_preview_frames(config, family), num_preview_layers(config, family)
     size = Bucket(width=width, height=height, num_frames=num_frames, num_layers=num_layers)
     inputs = config.validation.inputs if "edit" in family.record_kinds else []
-    pictures = (Path(path).expanduser() for path in inputs)
-    sizes = [replace(size, inputs=(_size_as_input(path, family),)) for path in pictures if path.is_file()]
+    sizes = []
+    for path in (Path(each).expanduser() for each in inputs):
+        if path.is_file():
+            with Image.open(path) as image:
+                sizes.append(replace(size, inputs=(family.input_size(*image.size),)))
     check_tokens(config, family, sizes or [size], owner="the previews")
 
 
-def _size_as_input(path: Path, family: ModelFamily) -> tuple[int, int]:
-    with Image.open(path) as picture:
-        return family.input_size(*picture.size)
-
-
 def context_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> ContextParallel | None:
-    """What splits the sequences of a family's models; None where each process computes whole ones.
-
-    All processes call this together.
-    """
+    """The split of a family's sequences, called on all processes; None where each computes whole ones."""
     wanted, kind = config.train.context_parallel, config.train.context_parallel_kind
     if wanted == 1:
         return None
@@ -190,8 +163,8 @@ def context_of(config: Config, family: ModelFamily, accelerator: Accelerator) ->
     shape = (num_data_ranks(config, accelerator.num_processes), *groups)
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=MESH_DIMENSIONS)
     group = mesh[kind].get_group()
-    # Nobody waits for a process that hangs. Torch gives the group of all where it is the same: that one has
-    # caches to wait for until steps begin, and its limit then.
+    # Torch returns the group of all processes where it is the same: that one waits for caches until steps
+    # begin, and has its limit then.
     if group is not torch.distributed.group.WORLD:
         limit_waits(timedelta(minutes=config.train.step_timeout_minutes), group)
     split = family.sequence_split
@@ -200,11 +173,7 @@ def context_of(config: Config, family: ModelFamily, accelerator: Accelerator) ->
 
 
 def split_model(family: ModelFamily, context: ContextParallel, model: torch.nn.Module) -> None:
-    """Split the sequences of what a family trains, once its adapter is on it.
-
-    Raises:
-        UserError: diffusers cannot, for a reason that it names.
-    """
+    """Split the sequences of a family's trained models, after their adapters are added."""
     # diffusers warns of timesteps that all tokens share, which need not be split; torch of diffusers' calls.
     logging.getLogger("diffusers.hooks.context_parallel").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", ".*all_gather_tensor. is deprecated", FutureWarning)
@@ -220,6 +189,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """The numbers that would do."""
+    """The numbers that would do, as text."""
     *few, last = [str(number) for number in numbers if number <= _MOST_DEVICES]
     return f"{', '.join(few)} or {last}" if few else last

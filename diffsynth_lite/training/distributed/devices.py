@@ -1,4 +1,4 @@
-"""This file says what a run runs on, and how a batch is shared out."""
+"""This file describes the devices of a run, divides a batch among them, and averages their gradients."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,21 +12,18 @@ from diffsynth_lite.data import BatchLayout
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a graphics card; of other devices their kind."""
+    """The name of a GPU, or the kind of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
 def num_data_ranks(config: Config, num_processes: int) -> int:
-    """Groups of processes that each compute samples of their own; who fills a cache may be less than one."""
+    """Groups of processes that each compute samples of their own; fewer processes than one may fill a
+    cache."""
     return max(1, num_processes // config.train.context_parallel)
 
 
 def batch_layout(config: Config, num_processes: int, process_index: int = 0) -> BatchLayout:
-    """How the samples of an optimizer step are shared out: processes of one group have the same.
-
-    Raises:
-        UserError: the global batch is not a whole number of micro-batches for each group.
-    """
+    """How the samples of an optimizer step are divided: processes of one group have the same."""
     return BatchLayout(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
@@ -56,6 +53,31 @@ def describe_run(config: Config, accelerator: Accelerator) -> str:
         f"micro-batch {layout.micro_batch_size} x accumulation {layout.num_micro_steps} x {groups}"
         f"{'' if tokens is None else f' (micro-batches of up to {tokens} tokens)'}"
     )
+
+
+def mean_gradients(
+    parameters: Iterable[torch.nn.Parameter], accelerator: Accelerator, *, context_parallel: int = 1
+) -> None:
+    """Give each parameter the mean of its gradients over all samples, which all processes call together.
+
+    All gradients go through one exchange, in their own dtype. The numbers are those of torch's
+    ``DistributedDataParallel``: divided first, and then added.
+
+    Args:
+        context_parallel: processes that share each sample: their parts of its gradient are added up.
+        parameters: the same on all processes. A missing gradient counts as zero where another process has
+            one, as for the expert of another noise level; where none has, it stays missing.
+    """
+    if accelerator.num_processes == 1:
+        return
+    trained = list(parameters)
+    is_used = torch.tensor([one.grad is not None for one in trained], device=trained[0].device)
+    gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
+    flat = torch.cat([*(one.flatten() for one in gradients), is_used.to(gradients[0].dtype)])
+    torch.distributed.all_reduce(flat.mul_(context_parallel / accelerator.num_processes))
+    *parts, uses = torch.split(flat, [*(one.numel() for one in trained), len(trained)])
+    for parameter, part, use in zip(trained, parts, uses.tolist(), strict=True):
+        parameter.grad = part.view_as(parameter) if use else None
 
 
 def _counted(names: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """This file checks that all processes were started for one run: with its settings, programs, model and data.
 
-Machines may have folders of their own, so that paths may differ; what is in them may not.
+Machines may have folders of their own, so that paths may differ; their content may not.
 """
 
 import hashlib
@@ -25,46 +25,24 @@ from diffsynth_lite.training.distributed.agreement import on_all_processes
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 _OWN_TO_A_MACHINE = frozenset(
     [
-        *(
-            "path",
-            "transformer_file",
-            "transformer_2_file",
-            "init_from",
-            "training_adapter",
-            "model_path",
-            "dir",
-            "cache_dir",
-            "sealed",
-            "source",
-        ),
-        *("metadata", *(role.folder for role in ROLES)),
-        *(
-            "validation.data",
-            "inputs",
-            "last_frames",
-            "control",
-            "inpaint_masks",
-            "num_workers",
-            "cpu_threads",
-        ),
+        *("path", "transformer_file", "transformer_2_file", "init_from", "training_adapter", "model_path"),
+        *("dir", "cache_dir", "sealed", "source", "metadata", *(role.folder for role in ROLES)),
+        *("validation.data", "inputs", "last_frames", "control", "inpaint_masks"),
+        *("num_workers", "cpu_threads"),
     ]
 )
-"""Settings that need not be equal, by the last part of their keys: where something is, and how many help."""
+"""Settings that need not be equal, by the last part of their keys: paths, and numbers of workers."""
 _MAX_SHOWN = 60
 """Letters of a value in a message."""
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of the packages that decide the numbers of a run, this one first."""
+    """The versions of the packages that decide the numbers of a run, this package first."""
     return {"diffsynth_lite": __version__} | {name: version(name) for name in _PACKAGES}
 
 
 def require_same_settings(accelerator: Accelerator, config: Config) -> None:
-    """Check that all processes have the same settings, and the same versions of what computes with them.
-
-    Raises:
-        UserError: naming what differs, with its values and on which processes.
-    """
+    """Check that all processes have the same settings and the same versions of packages."""
 
     def facts() -> dict[str, Any]:
         versions = package_versions()
@@ -75,11 +53,7 @@ def require_same_settings(accelerator: Accelerator, config: Config) -> None:
 
 
 def require_same_model(accelerator: Accelerator, family: ModelFamily) -> None:
-    """Check that all processes have the same base model.
-
-    Raises:
-        UserError: naming the parts of it that differ, and on which processes.
-    """
+    """Check that all processes have the same base model."""
 
     def facts() -> dict[str, Any]:
         parts = (*family.components, "scheduler")
@@ -89,15 +63,7 @@ def require_same_model(accelerator: Accelerator, family: ModelFamily) -> None:
 
 
 def require_same_items(accelerator: Accelerator, trained: ItemTable, measured: ItemTable) -> None:
-    """Check that all processes have the same items.
-
-    Args:
-        trained: those of ``data``.
-        measured: those of ``validation.data``.
-
-    Raises:
-        UserError: saying what of them differs, and on which processes.
-    """
+    """Check that all processes have the same items."""
 
     def facts() -> dict[str, Any]:
         tables = {"data": trained, "validation.data": measured}
@@ -127,11 +93,7 @@ def _require_same(accelerator: Accelerator, facts: Callable[[], Mapping[str, Any
 
 
 def _differences(everywhere: Sequence[tuple[str, Mapping[str, str]]]) -> str:
-    """What differs, in one line.
-
-    Args:
-        everywhere: of each process its machine, and its facts as JSON.
-    """
+    """The differing facts (as JSON, by machine) in one line."""
     keys = dict.fromkeys(key for _, facts in everywhere for key in facts)
     found = []
     for key in keys:
@@ -139,12 +101,12 @@ def _differences(everywhere: Sequence[tuple[str, Mapping[str, str]]]) -> str:
         for rank, (_, facts) in enumerate(everywhere):
             ranks_by_value.setdefault(facts.get(key, "missing"), []).append(rank)
         if len(ranks_by_value) > 1:
-            values = (f"{_shown(value)} on {_places(everywhere, at)}" for value, at in ranks_by_value.items())
+            values = (f"{_short(value)} on {_places(everywhere, at)}" for value, at in ranks_by_value.items())
             found.append(f"{key} is {', '.join(values)}")
     return join_names(found)
 
 
-def _shown(value: str) -> str:
+def _short(value: str) -> str:
     return value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}..."
 
 

@@ -1,4 +1,4 @@
-"""This file decides which processes share the frozen base, and checks that sharding it parts anything."""
+"""This file decides which processes share the frozen base, and checks that sharding has an effect."""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -20,11 +20,7 @@ _BY_NODE = "memory.shard_base: node"
 
 
 def check_sharding(config: Config, accelerator: Accelerator) -> None:
-    """Check that there are processes to shard the base over; all of them call this together.
-
-    Raises:
-        UserError: naming what would do.
-    """
+    """Check that there are processes to shard the base over; all of them call this together."""
     wanted = config.memory.shard_base
     if wanted == "no":
         return
@@ -49,15 +45,12 @@ def check_sharding(config: Config, accelerator: Accelerator) -> None:
 
 
 def shards_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> BaseShards | None:
-    """What shards the models of a family that remove noise; None where each process keeps all of them.
-
-    All processes call this together.
-    """
+    """Shards for a family's denoising models, called on all processes; None where each keeps whole models."""
     if config.memory.shard_base == "no":
         return None
     group = torch.distributed.group.WORLD
     if config.memory.shard_base == "node":
-        # As Watchdog has it for the group of all: nobody waits for a process that hangs.
+        # As Watchdog sets it for the group of all processes.
         limit = timedelta(minutes=config.train.step_timeout_minutes)
         ranks = [list(machine) for machine in ranks_by_machine(accelerator, key=_BY_NODE)]
         by_enumeration: Any = torch.distributed.new_subgroups_by_enumeration  # torch has no types for it
@@ -70,12 +63,6 @@ def require_same_expert(config: Config, family: ModelFamily, shifts: Iterable[fl
     """Check that all processes run the same expert in a step, whatever the sizes of their samples.
 
     They gather each block together, and would take each other's weights for their own.
-
-    Args:
-        shifts: of the noise levels, at each size that the run may train.
-
-    Raises:
-        UserError: the expert of a step depends on the size.
     """
     if family.shards is not None and len(family.noise_ranges) > 1 and len(set(shifts)) > 1:
         raise UserError(
@@ -90,9 +77,6 @@ def require_as_many_passes(config: Config, family: ModelFamily) -> None:
     """Check that all processes run the model as often as each other, whatever their samples.
 
     They gather each block together, and one that runs it once more would wait for ever.
-
-    Raises:
-        UserError: the number of passes depends on what is in a micro-batch.
     """
     train = config.train
     takes_one = train.micro_batch_size == 1 and train.micro_batch_tokens is None
@@ -105,11 +89,7 @@ def require_as_many_passes(config: Config, family: ModelFamily) -> None:
 
 
 def require_sharded(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> None:
-    """Check that a model that was loaded is sharded where that is asked for.
-
-    Raises:
-        UserError: this process holds all of it.
-    """
+    """Check that a model that was loaded is sharded where that is asked for."""
     report = ShardReport.of(transformer)
     if family.shards is not None and not report.is_sharded:
         raise UserError(

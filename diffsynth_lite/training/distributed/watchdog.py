@@ -1,4 +1,4 @@
-"""This file bounds how long processes wait for one another, says where one hangs, and knows a lost one."""
+"""This file bounds how long processes wait for one another, shows where one hangs, and detects lost ones."""
 
 import faulthandler
 import logging
@@ -15,23 +15,19 @@ from accelerate import Accelerator
 logger = logging.getLogger(__name__)
 
 LONG_WAIT = timedelta(hours=6)
-"""For what one process does while the others wait: its part of the cache, previews, a checkpoint."""
+"""For the work of one process while the others wait: its part of the cache, previews, a checkpoint."""
 _DUMP_AT = 0.8
-"""Part of the limit after which every process writes down where it is: before the limit ends them."""
+"""Part of the limit after which every process writes its stacks: before the limit ends them."""
 _RESET_AFTER = 0.05
-"""Part of the limit: a reset that follows the last one sooner is left out, as each starts a thread."""
+"""Part of the limit: a reset sooner after the last one is left out, as each starts a thread."""
 
 
 class Watchdog:
-    """Finds a process that hangs in a step, and says where it hangs.
+    """Finds a process that hangs in a step, and shows where.
 
     In a step that takes longer than the limit, each process first writes the stacks of its threads to the
     standard error; then torch gives up waiting, so that the run ends with an error instead of hanging for
-    ever. A single process waits for nobody and only writes its stacks.
-
-    Args:
-        accelerator: knows how many processes there are.
-        limit: of one optimizer step.
+    ever. A single process only writes its stacks.
     """
 
     def __init__(self, accelerator: Accelerator, limit: timedelta) -> None:
@@ -52,7 +48,7 @@ class Watchdog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Scope of what may take longer than a step: a save, an evaluation."""
+        """Scope of work that may take longer than a step: a save, an evaluation."""
         faulthandler.cancel_dump_traceback_later()
         self._set_timeout(LONG_WAIT)
         try:
@@ -91,7 +87,6 @@ def limit_waits(limit: timedelta, group: torch.distributed.ProcessGroup | None =
 def is_lost_process(error: RuntimeError) -> bool:
     """Whether an exchange between processes failed: one has ended or hangs, or cannot be reached.
 
-    NCCL and the store where processes meet have a class for it; gloo raises what torch raises for anything,
-    with the place in its own sources.
+    NCCL and torch's store have a class for it; gloo raises a plain RuntimeError that names its own sources.
     """
     return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)

@@ -44,11 +44,12 @@ from diffsynth_lite.training.data_settings import (
     open_memory,
 )
 from diffsynth_lite.training.distributed.agreement import (
+    FolderGroup,
+    find_folder_group,
     on_main_process,
     problems_of_all,
     some_processes_first,
 )
-from diffsynth_lite.training.distributed.folder_groups import FolderGroup, find_folder_group
 from diffsynth_lite.training.encoding.seals import require_seal
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,6 @@ class ReadRecords:
     """What could be read of a data set, the same on all processes.
 
     Attributes:
-        records: in their order.
         unread: name of an item that is left out to the reason; it has no record.
     """
 
@@ -78,7 +78,6 @@ def read_records(
     is read by all at once. Bad items are listed in the run's ``quarantine.jsonl``.
 
     Args:
-        config: names the data.
         problems: what is wrong with either is added; its records are then empty.
         part: whose training records are read, and whose files are looked at. The held-out records are all
             there: which of them are measured depends on how many there are.
@@ -201,11 +200,7 @@ def bad_records(plan: DatasetPlan, table: ItemTable, bad_keys: Mapping[str, str]
 
 
 def say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
-    """Log how many items the autoencoder takes apart.
-
-    Raises:
-        UserError: none is large enough.
-    """
+    """Log how many items the autoencoder takes apart."""
 
     def is_split(bucket: Bucket) -> bool:
         sizes = [(bucket.width, bucket.height, bucket.num_frames), *bucket.inputs]
@@ -221,11 +216,7 @@ def say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
 
 
 def require_sound(config: Config, plan: DatasetPlan) -> None:
-    """Check that there is sound to learn where clips are learned with it; log how many have some.
-
-    Raises:
-        UserError: there are no clips; or none has a track of sound, and silence is not learned.
-    """
+    """Check that there is sound to learn where clips are learned with it; log how many have some."""
     clips = {item.record.name for item in plan.items if item.audio is not None}
     heard = [name for name in plan.audio if name in clips]
     if plan.items and not clips:
@@ -269,10 +260,6 @@ class Quarantine:
     def leave_out(self, names: Sequence[str], bad: Mapping[str, str]) -> None:
         """Note what is bad, and warn that it is left out.
 
-        Args:
-            names: of all items.
-            bad: name of an item to the reason why it cannot be used.
-
         Raises:
             BadItemsError: none is to be left out, or too many would be.
         """
@@ -282,22 +269,14 @@ class Quarantine:
             logger.warning("%s. They are left out", summary_of_bad(names, bad))
 
     def refuse(self, names: Sequence[str], bad: Mapping[str, str]) -> None:
-        """Stop where the run would; how many are too many to leave out, only all parts together tell.
-
-        Raises:
-            BadItemsError: as :meth:`leave_out`.
-        """
+        """Stop where the run would; how many are too many to leave out, only all parts together tell."""
         data = self._data
         if self._part.is_whole or data.on_bad_item == "error":
             refuse_bad_items(names, bad, on_bad_item=data.on_bad_item, max_bad_ratio=data.max_bad_ratio)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Scope in which an error about bad items also says where all of them are listed.
-
-        Raises:
-            UserError: instead of the BadItemsError.
-        """
+        """Scope in which an error about bad items also says where all of them are listed."""
         try:
             yield
         except BadItemsError as error:

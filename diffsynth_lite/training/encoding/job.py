@@ -25,17 +25,14 @@ from diffsynth_lite.data.sealed import SealedEntries
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder
-from diffsynth_lite.training.distributed.folder_groups import FolderGroup
+from diffsynth_lite.training.distributed.agreement import FolderGroup
 
 
 class EncodingJob:
     """What a run encodes: media and prompts, each once, by the key of its tensors.
 
     Args:
-        config: names the cache and the precision of the encoders.
         family: its encoders are loaded when they are first needed.
-        device: for the encoders.
-        group: the processes that share the cache.
 
     Attributes:
         media: key to the item whose files are encoded.

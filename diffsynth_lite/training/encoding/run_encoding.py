@@ -74,14 +74,10 @@ class TrainingData:
         items: what is trained on, in order, with the keys of its tensors.
         identity: what these items hold, wherever their tensors are.
         tag_counts: by the index of a source.
-        tensors: reads the tensors of a key.
-        orders: keeps the orders in which samples are drawn.
         is_live: tensors are encoded when they are read, in the process that holds the encoders.
         validation_items: what the fixed-noise loss is measured on: the first held-out items, or the first of
             ``items`` where nothing is held out.
         validation_identity: what the whole data set holds that they are the first ones of.
-        tracked_items: those of ``items`` whose losses are measured one by one.
-        prompts: what previews are made of.
     """
 
     items: ItemTable
@@ -122,15 +118,6 @@ def plan_encoding(
     """All that a run encodes with the encoders of its model: data, what is held out, prompts of previews.
 
     No pixel is decoded but the first frames of clips that are new.
-
-    Args:
-        config: its data, validation and precisions are read.
-        accelerator: device and processes.
-        memory: of files.
-        part: which of the held-out items and previews are encoded, too.
-
-    Raises:
-        UserError: settings or sizes that the family cannot do; or processes have different items.
     """
     family, training, held_out = checked.family, checked.training, checked.held_out
     rules, group = plan_rules(config, family), find_cache_group(config, accelerator)
@@ -179,13 +166,6 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
 
     Where machines have caches of their own, each of these gets everything: the processes that share one share
     the work. The encoders are freed on return, unless the run encodes while it trains.
-
-    Args:
-        config: its data, validation and precisions are read.
-        accelerator: device and processes.
-
-    Raises:
-        UserError: bad items, all of them listed in the run's ``quarantine.jsonl``; the same on all processes.
     """
     with open_memory(config) as memory:
         job, held_out = plan_encoding(config, checked, accelerator, memory), checked.held_out
@@ -220,9 +200,6 @@ def encode_part(config: Config, checked: CheckedData, accelerator: Accelerator, 
 
     Returns:
         What the run will train on in this part.
-
-    Raises:
-        UserError: bad items that the run would not leave out.
     """
     with open_memory(config, part) as memory:
         job = plan_encoding(config, checked, accelerator, memory, part)
@@ -240,13 +217,7 @@ def encode_previews(
     """Encode the prompts of the previews alone, those that the cache does not hold; the encoder is freed.
 
     Args:
-        config: its previews and precisions are read.
-        family: bound to its folder.
-        accelerator: device and processes.
         sealed: entries that are taken before those of the cache.
-
-    Raises:
-        UserError: a picture that a preview starts from cannot be used.
     """
     with open_memory(config) as memory:
         job = plan_previews(config, family, accelerator, memory)
@@ -400,11 +371,7 @@ def measured_items(
 
 
 def read_item(tensors: EntryReader, row: ItemRow) -> ValidationItem:
-    """An item with its first caption.
-
-    Raises:
-        RunStoppedError: an entry of it cannot be read.
-    """
+    """An item with its first caption."""
     media, empty = _require(tensors, row.media_key), row.unconditional_key
     extra = {name: tensor for name, tensor in media.items() if name not in NOT_CONDITIONING}
     return ValidationItem(

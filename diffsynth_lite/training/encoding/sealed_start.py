@@ -34,16 +34,6 @@ def sealed_data(config: Config, checked: CheckedData, accelerator: Accelerator) 
 
     What does not depend on the number of items is compared: settings, encoders, and what several processes
     have. Items and entries are checked when they are read.
-
-    Args:
-        config: its data and validation are read.
-        checked: its families are read.
-        accelerator: device and processes.
-
-    Raises:
-        UserError: the seal was made with other settings or encoders, or processes have different ones; or
-            the tokens of its sizes cannot be split as the config asks.
-        RunStoppedError: it is damaged.
     """
     family, group = checked.family, find_cache_group(config, accelerator)
     job = EncodingJob(config, family, accelerator.device, group)

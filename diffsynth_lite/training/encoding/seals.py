@@ -53,11 +53,7 @@ def unsealed(config: Config) -> Config:
 
 
 def open_config_seal(config: Config) -> Seal | None:
-    """The seal that a config names, or None where none is there.
-
-    Raises:
-        UserError: it is damaged or out of reach, or was made with other settings.
-    """
+    """The seal that a config names, or None where none is there."""
     assert config.data.sealed is not None
     seal = open_seal(SealFolder(config.data.sealed))
     if seal is not None:
@@ -66,11 +62,7 @@ def open_config_seal(config: Config) -> Seal | None:
 
 
 def require_seal(config: Config) -> Seal:
-    """The seal that a run trains from.
-
-    Raises:
-        UserError: there is none, or as :func:`open_config_seal`.
-    """
+    """The seal that a run trains from."""
     seal = open_config_seal(config)
     if seal is None:
         raise UserError(

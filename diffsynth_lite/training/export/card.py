@@ -40,11 +40,7 @@ class CardWriter:
     """Writes the model card of a run's LoRA, each time that this is exported. Equal runs get equal cards.
 
     Attributes:
-        facts: of the run, as its LoRA files have them.
-        previews: of which the card shows some.
-        loss_name: metric of the loss on fixed noise.
         measures_average: whether that, and the previews, are of the moving average.
-        folder: of the run.
         layers: full names of those that have the LoRA.
     """
 
@@ -58,12 +54,7 @@ class CardWriter:
     layers: Sequence[str]
 
     def write(self, lora_folder: Path, step: int) -> None:
-        """Write the card beside a LoRA; a card that cannot be written is a warning, and the run goes on.
-
-        Args:
-            lora_folder: one of those of the run.
-            step: optimizer steps that the LoRA there has had.
-        """
+        """Write the card beside a LoRA; a card that cannot be written is a warning, and the run goes on."""
         try:
             write_model_card(lora_folder, self._card(lora_folder, step))
         except Exception as error:  # a card is never worth the run: a full disk, a family that says less

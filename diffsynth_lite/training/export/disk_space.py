@@ -24,15 +24,7 @@ _BYTES_PER_PIXEL = 3
 
 
 def require_room(config: Config, checked: CheckedRun, store: CheckpointStore, start_step: int) -> None:
-    """Check that the disk holds the checkpoints and LoRA files of a run.
-
-    Args:
-        store: of the run's checkpoints.
-        start_step: optimizer steps done.
-
-    Raises:
-        UserError: it does not, and one of the saves would end the run.
-    """
+    """Check that the disk holds the checkpoints and LoRA files of a run."""
     needed, free = _needed_bytes(config, checked, store, start_step), free_disk_bytes(store.folder)
     if free < needed:
         raise UserError(
@@ -43,12 +35,7 @@ def require_room(config: Config, checked: CheckedRun, store: CheckpointStore, st
 
 
 def warn_of_previews(config: Config, checked: CheckedRun, store: CheckpointStore, start_step: int) -> None:
-    """Warn where the previews to come may fill the disk, so that it does not hold the checkpoints.
-
-    Args:
-        store: of the run's checkpoints.
-        start_step: optimizer steps done.
-    """
+    """Warn where the previews to come may fill the disk, so that it does not hold the checkpoints."""
     needed, free = _needed_bytes(config, checked, store, start_step), free_disk_bytes(store.folder)
     previews = preview_bytes(config, checked.family, start_step)
     if previews and free < needed + previews:

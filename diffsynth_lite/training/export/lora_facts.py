@@ -22,13 +22,7 @@ from diffsynth_lite.training.optimization.optimizers import shown_arguments
 def gather_lora_facts(
     config: Config, family: ModelFamily, encoded: TrainingData, fingerprint: RunFingerprint
 ) -> LoraFacts:
-    """What is known of a run, with secrets masked; of settings the name, and those that change numbers.
-
-    Args:
-        family: bound to the folder of the base model.
-        encoded: what is trained on.
-        fingerprint: what decides the run's numbers, its data included.
-    """
+    """What is known of a run, with secrets masked; of settings the name, and those that change numbers."""
     data, squares = config.data, [(edge, edge) for edge in config.data.resolutions]
     return LoraFacts(
         version=__version__,

@@ -47,13 +47,9 @@ def usage_code(
     """A program that generates a preview from its prompt, with a GPU.
 
     Args:
-        family: bound to a folder.
-        request: of the preview; its prompt is not read.
         base: hub id or folder of the pipeline.
-        dtype: of its weights, as torch calls it.
         lora: repository or folder of the LoRA.
         negative_prompt: steered away from where the guidance runs the model twice.
-        fps: frames per second of the clip's file.
 
     Returns:
         Its lines; None where the family's pipeline is not one of diffusers, or nothing of diffusers loads the

@@ -19,7 +19,7 @@ class AveragedWeights(ABC):
         model: with its adapter, not wrapped.
 
     Attributes:
-        is_result: whether it is what the run is for, and exported, rather than the trained values.
+        is_result: whether the average is exported as the result of the run, rather than the trained values.
     """
 
     is_result = False
@@ -30,12 +30,12 @@ class AveragedWeights(ABC):
         }
 
     def update(self) -> None:
-        """Take the parameters' present values into the average."""
-        return  # where nothing else does
+        """Include the parameters' present values in the average."""
+        return  # an optimizer averages by itself
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The average by parameter name; not to be changed."""
+        """The average by parameter name, read-only."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -55,7 +55,7 @@ class AveragedWeights(ABC):
         """Give the parameters the averaged values."""
 
     def _put_back(self) -> None:
-        """Told before the parameters get their own values again."""
+        """Called before the parameters get their own values again."""
         return
 
 
@@ -66,7 +66,6 @@ class MovingAverage(AveragedWeights):
     closely: with ``decay`` 0.9999 it is 0.917 at update 100.
 
     Args:
-        model: with its adapter, not wrapped.
         decay: part of the average that an update keeps, in (0, 1).
     """
 
@@ -86,13 +85,13 @@ class MovingAverage(AveragedWeights):
         return dict(zip(self._parameters, self._average.shadow_params, strict=True))
 
     def restart(self) -> None:
-        """Begin anew at the parameters' present values."""
+        """Start again from the parameters' present values."""
         self._average.optimization_step = 0
         for shadow, parameter in zip(self._average.shadow_params, self._parameters.values(), strict=True):
             shadow.copy_(parameter.detach())
 
     def load(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
-        """Continue from what ``tensors`` and ``num_updates`` gave.
+        """Continue from the values of ``tensors`` and ``num_updates``.
 
         Raises:
             CheckpointError: the names or shapes are not those of the parameters.
@@ -122,10 +121,7 @@ class OptimizerWithModes(Protocol):
 class AverageOfOptimizer(AveragedWeights):
     """The average of a schedule-free optimizer (Defazio et al. 2024, arXiv:2405.15682).
 
-    It follows from the parameters and the optimizer's state: nothing of it is to be updated, or loaded.
-
-    Args:
-        optimizer: in training mode but within :meth:`applied`.
+    It follows from the parameters and the optimizer's state: there is nothing to update or load.
     """
 
     is_result = True

@@ -2,8 +2,8 @@
 
 torch's own ``state_dict`` numbers the parameters: after a change in which layers are trained, moments would
 silently land on other weights. Settings (learning rate, betas, weight decay) are not part of the state: they
-come from the configuration with which the optimizer was built. What an optimizer counts or estimates in a
-group of parameters as it goes, as Prodigy its distance, is: it is not as it was at the beginning any more.
+come from the configuration with which the optimizer was built. Values that an optimizer counts or estimates
+in a group of parameters as it runs, such as Prodigy's distance, are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,21 +19,20 @@ from diffsynth_lite.errors import CheckpointError
 _SEPARATOR = "::"
 """Between parameter and state in a tensor's name; a Python identifier, so a parameter's name, has none."""
 _SETTINGS = frozenset(["params", "lr", "weight_decay"])
-"""Of a group: what the configuration may set for it alone."""
+"""Of a group: set by the configuration."""
 _STATE_OF_OPTIONS = MappingProxyType({"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"})
 """Options of torch's optimizers, and the state that each of them begins with the first step."""
 
 _Plain: TypeAlias = bool | int | float | str | None
-"""What json keeps exactly."""
+"""Values that json keeps exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """What the optimizer of a run keeps.
+    """The state that the optimizer of a run keeps.
 
     Attributes:
-        state_bytes: of the state of all that is trained.
-        has_average: whether it averages the weights, and the average is what is exported.
+        has_average: whether it averages the weights, and the average is exported.
     """
 
     state_bytes: int
@@ -59,14 +58,14 @@ def optimizer_tensors(
     tensors: dict[str, Tensor] = {}
     parameters: dict[str, dict[str, Any]] = {}
     for name, parameter in _named_in_order(optimizer, named_parameters).items():
-        own, plain = _apart(optimizer.state.get(parameter, {}), name, optimizer)
+        own, plain = _split(optimizer.state.get(parameter, {}), name, optimizer)
         tensors |= own
         parameters[name] = {"shape": list(parameter.shape), "state": _keys(own)}
         parameters[name] |= {"plain": plain} if plain else {}
     document = {"optimizer": type(optimizer).__name__, "parameters": parameters}
     groups = []
     for place, group in enumerate(optimizer.param_groups):
-        own, plain = _apart(_changed_in(group, optimizer), _group_name(place), optimizer)
+        own, plain = _split(_changed_in(group, optimizer), _group_name(place), optimizer)
         tensors |= own
         groups.append({"state": _keys(own), "plain": plain})
     return tensors, document | ({"groups": groups} if any(map(any, map(dict.values, groups))) else {})
@@ -83,16 +82,16 @@ def load_optimizer(
     Args:
         optimizer: of the same class, over the same parameters in any order and grouping; in the same groups
             where it keeps state for them.
-        named_parameters: at least every parameter of the optimizer.
-        tensors: from ``optimizer_tensors``, with its document.
 
     Raises:
         CheckpointError: class, names, shapes or tensors do not fit; the optimizer is unchanged.
-        ValueError: a parameter of the optimizer has no name.
     """
     parameters = _named_in_order(optimizer, named_parameters)
     saved, groups = document["parameters"], document.get("groups", [])
-    _check_class(optimizer, document["optimizer"])
+    if type(optimizer).__name__ != document["optimizer"]:
+        raise CheckpointError(
+            f"optimizer state is of {document['optimizer']}, this run uses {type(optimizer).__name__}"
+        )
     _check_same_names("trained parameter", expected=set(parameters), found=set(saved))
     for name, parameter in parameters.items():
         if list(parameter.shape) != saved[name]["shape"]:
@@ -130,12 +129,12 @@ def _check_options(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[st
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What the tensors of an optimizer's state take, counters left out."""
+    """Bytes of the tensors of an optimizer's state, without counters."""
     values: Iterable[Any] = (value for entry in optimizer.state.values() for value in entry.values())
     return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.ndim)
 
 
-def _apart(
+def _split(
     state: Mapping[str, Any], name: str, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, _Plain]]:
     """The tensors of a state by their full names, and its numbers and text."""
@@ -152,7 +151,7 @@ def _apart(
 
 
 def _changed_in(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is not as it was when the optimizer was made: the rest comes from the configuration."""
+    """The values that have changed since the optimizer was made: the rest comes from the configuration."""
     defaults = optimizer.defaults
     return {
         key: value
@@ -179,11 +178,6 @@ def _named_in_order(
     if nameless:
         raise ValueError(f"the optimizer holds parameters without a name, of shapes {nameless[:3]}")
     return {names[id(parameter)]: parameter for parameter in parameters}
-
-
-def _check_class(optimizer: torch.optim.Optimizer, saved: str) -> None:
-    if type(optimizer).__name__ != saved:
-        raise CheckpointError(f"optimizer state is of {saved}, this run uses {type(optimizer).__name__}")
 
 
 def _check_same_names(what: str, *, expected: set[str], found: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""This file makes the optimizer of a run by its name, and tries whether a run can go on exactly with it."""
+"""This file makes a run's optimizer and learning rates, and tries whether the run can resume exactly."""
 
 import inspect
 import io
@@ -10,10 +10,11 @@ from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
+from diffusers.optimization import get_scheduler
 from torch import Tensor, nn
 
 from diffsynth_lite.config import Config
@@ -27,13 +28,14 @@ from diffsynth_lite.training.optimization.averages import (
     MovingAverage,
     has_modes,
 )
-from diffsynth_lite.training.optimization.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.optimization.optimizer_state import (
     OptimizerFacts,
     load_optimizer,
     optimizer_tensors,
     state_bytes,
 )
+
+LearningRateScheduler = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"]
 
 _CLASSES = {
     "adamw": "torch.optim.AdamW",
@@ -43,27 +45,20 @@ _CLASSES = {
     "prodigy": "prodigyopt.Prodigy",
     "schedule_free": "schedulefree.AdamWScheduleFree",
 }
-"""What the short names stand for."""
+"""By short name."""
 _TRIED = {"first": (8, 512), "second": (512, 8), "idle": (8, 512)}
-"""Shapes that an optimizer is tried on: a pair of a LoRA, of as many numbers as bitsandbytes asks for before
-it keeps 8 bits of them, and a matrix without gradients, as those of an expert that a step does not run."""
+"""Shapes that an optimizer is tried on: a pair of a LoRA, with as many numbers as bitsandbytes needs before
+it keeps 8 bits of them, and a matrix without gradients, as of an expert that a step does not run."""
 _VECTOR = {"vector": (512,)}
-"""The same of what trains as a vector, such as the magnitudes of a DoRA."""
+"""The same for vectors, such as the magnitudes of a DoRA."""
 _LAYER_END = re.compile(r"\.(?:lora|lokr)_")
-"""What follows a layer in the names of what trains beside it."""
+"""Follows the layer in the names of its adapter."""
 _STEPS_BEFORE = 2
 """Steps before the state is saved and loaded, when an optimizer is tried."""
 
 
 def build_learning_rate(config: Config, group: RateGroup | None = None) -> Callable[[int], float]:
-    """The learning rate of each 0-based optimizer step.
-
-    Args:
-        group: whose it is; that of ``train.learning_rate`` where it is None.
-
-    Raises:
-        UserError: the settings of the schedule do not fit together.
-    """
+    """The learning rate of each 0-based optimizer step."""
     schedule = partial(
         learning_rate_schedule,
         config.train.lr_scheduler,
@@ -76,29 +71,69 @@ def build_learning_rate(config: Config, group: RateGroup | None = None) -> Calla
 
 
 def build_group_rates(config: Config, groups: Sequence[LayerGroup]) -> dict[str, Callable[[int], float]]:
-    """The learning rate of each 0-based step for each group of the optimizer, by what it is called.
+    """The learning rate of each 0-based step for each group of the optimizer, by its label.
 
-    None where there is one, with the learning rate of the run.
-
-    Raises:
-        UserError: a group's does not fit the settings of the schedule.
+    Empty where there is only one group, with the learning rate of the run.
     """
     if not config.lora.groups and config.lora.loraplus_ratio == 1:
         return {}
     return {group.label: build_learning_rate(config, group) for group in rate_groups(config, groups)}
 
 
+def learning_rate_schedule(
+    name: LearningRateScheduler,
+    *,
+    base: float,
+    warmup_steps: int,
+    total_steps: int,
+    setting: str = "train.learning_rate",
+) -> Callable[[int], float]:
+    """Learning rate of each optimizer step, counted from 0.
+
+    The first step of a warm-up takes ``base / warmup_steps``, its last one ``base``. From ``total_steps`` on
+    the rate stays at that of the last step.
+
+    Args:
+        name: shape after the warm-up; ``cosine_with_restarts`` has one cycle, ``polynomial`` has power 1.
+    """
+    if not 0 <= warmup_steps < total_steps:
+        raise UserError(f"train.warmup_steps {warmup_steps} must be less than train.steps {total_steps}")
+    try:
+        factor = _diffusers_factor(name, base=base, warmup_steps=warmup_steps, total_steps=total_steps)
+    except ValueError as error:
+        raise UserError(f"{setting} {base:g} with train.lr_scheduler {name}: {error}") from error
+
+    def learning_rate(step: int) -> float:
+        if step < warmup_steps:
+            return base * factor(step + 1)
+        return base * factor(min(step, total_steps - 1))
+
+    return learning_rate
+
+
+def _diffusers_factor(
+    name: str, *, base: float, warmup_steps: int, total_steps: int
+) -> Callable[[int], float]:
+    """diffusers' factor of the base learning rate, from a scheduler that is never stepped.
+
+    A stateful scheduler counts its own steps, which on resume ignores a changed setting (torch's cosine) or
+    jumps (diffusers' lambdas over a new total); a function of the step has nothing to save or restore.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=base)
+    scheduler = get_scheduler(
+        "constant_with_warmup" if name == "constant" else name,
+        optimizer,
+        num_warmup_steps=warmup_steps,
+        num_training_steps=total_steps,
+    )
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return factor
+
+
 def build_optimizer(
     config: Config, transformer: nn.Module, groups: Sequence[LayerGroup]
 ) -> torch.optim.Optimizer:
-    """The optimizer over the adapter's parameters; learning rates are set before each step.
-
-    Args:
-        groups: of layers, as many as there are with a LoRA.
-
-    Raises:
-        UserError: there is no such class, or it does not take these settings.
-    """
+    """The optimizer over the adapter's parameters; learning rates are set before each step."""
     trained = {name: weight for name, weight in transformer.named_parameters() if weight.requires_grad}
     rated = rate_groups(config, groups)
     if len(rated) == 1:
@@ -126,22 +161,22 @@ def build_average(
 
 
 def measures_average(config: Config, averaged: AveragedWeights | None) -> bool:
-    """Whether losses and previews are of the average."""
+    """Whether losses and previews are of the averaged weights."""
     return averaged is not None and (averaged.is_result or config.validation.use_ema)
 
 
 def learned_rate(optimizer: torch.optim.Optimizer) -> float | None:
     """The learning rate that an optimizer found by itself, where it does.
 
-    Prodigy and those made after it keep their estimate as ``d`` of a group, which multiplies the given rate,
-    and begin it at ``d0``. In others ``d`` is something else.
+    Prodigy and its successors keep their estimate as ``d`` of a group, which multiplies the given rate, and
+    begin it at ``d0``. In others ``d`` is something else.
     """
     group = optimizer.param_groups[0]
     return float(group["d"] * group["lr"]) if {"d", "d0"} <= group.keys() else None
 
 
 def shown_name(config: Config) -> str:
-    """What people call the config's optimizer: the name of its class."""
+    """The name of the class of the config's optimizer."""
     return _CLASSES.get(config.train.optimizer, config.train.optimizer).rpartition(".")[2]
 
 
@@ -159,15 +194,10 @@ def examine_optimizer(
     shapes: Mapping[TrainedTensor, int],
     device: torch.device,
 ) -> OptimizerFacts:
-    """What the optimizer of a config keeps, after it was tried; by a step on a matrix of each shape.
+    """The state of a config's optimizer, after it was tried; by a step on a matrix of each shape.
 
     Args:
-        groups: of layers, whose learning rates it must take.
-        shapes: of all that is trained, and how many there are of each.
-        device: to try it on.
-
-    Raises:
-        UserError: as :func:`check_optimizer`.
+        shapes: of all trained tensors, and how many there are of each.
     """
     rated = rate_groups(config, groups)
     check_optimizer(config, rated, device)
@@ -204,16 +234,10 @@ def check_optimizer(
     *,
     tried: Mapping[str, tuple[int, ...]] = MappingProxyType(_TRIED),
 ) -> None:
-    """Try whether a run with the config's optimizer can be stopped and go on exactly, on small matrices.
+    """Try whether a run with the config's optimizer can be stopped and resumed exactly, on small matrices.
 
-    Two steps; its state through the form that checkpoints have into a new one; a third step of both must be
-    the same, bit for bit, and so must be the state after it.
-
-    Args:
-        tried: shapes, by names.
-
-    Raises:
-        UserError: there is no such class, it does not take these settings, or it does not go on exactly.
+    After two steps its state is saved as in checkpoints and loaded into a new optimizer; a third step of both
+    must be the same, bit for bit, and so must the state after it.
     """
     generator = torch.Generator().manual_seed(0)
     values = {
@@ -234,21 +258,23 @@ def check_optimizer(
         copies = _parameters(parameters, device)
         fresh = _make(config, _by_group(copies, len(tried)), rated)
         tensors, document = optimizer_tensors(optimizer, parameters)
-        load_optimizer(fresh, copies, *_as_saved(tensors, document))
+        host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        saved = safetensors.torch.load(safetensors.torch.save(host))
+        load_optimizer(fresh, copies, saved, json.loads(json.dumps(document)))
         for one, matrices in ((optimizer, parameters), (fresh, copies)):
             _step(one, matrices, _STEPS_BEFORE)
         differing = _differing(optimizer_tensors(optimizer, parameters), optimizer_tensors(fresh, copies))
         differing += [name for name in parameters if not torch.equal(parameters[name], copies[name])]
     if differing:
         raise UserError(
-            f"train.optimizer: {config.train.optimizer} does not go on as before after its state was saved "
+            f"train.optimizer: {config.train.optimizer} does not continue exactly after its state was saved "
             f"and loaded (in {differing[0]}): a run with it could not be resumed exactly; take another one"
         )
 
 
 @contextmanager
 def _explained(config: Config) -> Iterator[None]:
-    """Scope in which what goes wrong in an optimizer's class is told as a problem of the setting."""
+    """Scope in which an error of an optimizer's class becomes one about the setting."""
     try:
         yield
     except UserError:
@@ -292,11 +318,7 @@ def _make(
 
 
 def _arguments(config: Config, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What a class of optimizers is made with.
-
-    Raises:
-        UserError: it does not take one of them.
-    """
+    """The arguments of an optimizer's class."""
     train = config.train
     arguments = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **_own_options(config)}
     taken = inspect.signature(kind).parameters
@@ -315,7 +337,7 @@ def _arguments(config: Config, kind: type[torch.optim.Optimizer]) -> dict[str, A
 
 
 def _own_options(config: Config) -> dict[str, Any]:
-    """The arguments of a class that settings of ours or its short name decide, and those that are given.
+    """The arguments that our settings or the short name decide, and those of ``train.optimizer_options``.
 
     Fused, as torch's default AdamW took 7 times as long on the CPU: 4.8 ms a step for 144 small tensors.
     """
@@ -337,11 +359,7 @@ def _own_options(config: Config) -> dict[str, Any]:
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of a short or dotted name.
-
-    Raises:
-        UserError: it, or its package, is not there.
-    """
+    """The class of a short or dotted name."""
     path = _CLASSES.get(name, name)
     module, _, class_name = path.rpartition(".")
     package = module.partition(".")[0]
@@ -359,7 +377,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
             "a later one"
         )
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise UserError(f"train.optimizer: {path} is no class of optimizers of torch; name one that is")
+        raise UserError(f"train.optimizer: {path} is not a class of optimizers of torch; name one that is")
     return found
 
 
@@ -368,7 +386,7 @@ def _parameters(values: Mapping[str, Tensor], device: torch.device) -> dict[str,
 
 
 def _by_group(parameters: Mapping[str, nn.Parameter], number: int) -> list[list[nn.Parameter]]:
-    """So many in each."""
+    """The parameters in groups of ``number``."""
     weights = list(parameters.values())
     return [weights[first : first + number] for first in range(0, len(weights), number)]
 
@@ -382,18 +400,10 @@ def _step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Paramete
     optimizer.zero_grad()
 
 
-def _as_saved(
-    tensors: Mapping[str, Tensor], document: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As they are read from a checkpoint."""
-    on_host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    return safetensors.torch.load(safetensors.torch.save(on_host)), json.loads(json.dumps(document))
-
-
 def _differing(
     one: tuple[dict[str, Tensor], dict[str, Any]], other: tuple[dict[str, Tensor], dict[str, Any]]
 ) -> list[str]:
-    """What is not the same in two states."""
+    """The names of differing entries of two states."""
     (tensors, document), (others, other_document) = one, other
     names = [name for name in tensors if not torch.equal(tensors[name], others.get(name, Tensor()))]
     return names + [key for key in document if document[key] != other_document.get(key)]

@@ -110,7 +110,7 @@ def test_models_that_cannot_be_split_are_refused_with_what_would_do(config_with:
 
     check_split(config_with(), *split_family(sequence_split=None))
     check_split(config_with(), *split_family(with_audio=True))
-    refuse("2: clips with their sound are not split", "train.context_parallel=2", with_audio=True)
+    refuse("2: clips with audio are not split", "train.context_parallel=2", with_audio=True)
     check_split(config_with("train.context_parallel=3"), *split_family())
     refuse("4 does not divide the 6 attention heads .*; 1, 2, 3 or 6 would", "train.context_parallel=4")
     ring = ("train.context_parallel=4", "train.context_parallel_kind=ring")

@@ -37,7 +37,7 @@ from diffsynth_lite.pipelines import (
     wan,
 )
 from diffsynth_lite.training.distributed.context import context_of
-from diffsynth_lite.training.distributed.gradients import mean_gradients
+from diffsynth_lite.training.distributed.devices import mean_gradients
 
 LENGTHS = (5, 7, 3)
 """Of the prompts of a batch, where they have a mask: none can be split as it is."""

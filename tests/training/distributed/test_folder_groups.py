@@ -13,14 +13,18 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.manifest import folder_name
 from diffsynth_lite.training.checkpoint.resume import ResumePolicy, require_newest_run
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.distributed import folder_groups
-from diffsynth_lite.training.distributed.agreement import from_main_process, tensors_from_main_process
-from diffsynth_lite.training.distributed.folder_groups import FolderGroup, find_folder_group
+from diffsynth_lite.training.distributed import agreement
+from diffsynth_lite.training.distributed.agreement import (
+    FolderGroup,
+    find_folder_group,
+    from_main_process,
+    tensors_from_main_process,
+)
 
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> PretendedProcesses:
-    monkeypatch.setattr(folder_groups, "_WAIT_S", 0.0)
+    monkeypatch.setattr(agreement, "_WAIT_S", 0.0)
     return PretendedProcesses(monkeypatch, num_machines=2, num_local=2)
 
 
@@ -68,7 +72,7 @@ def test_a_file_that_another_machine_shows_late_is_waited_for(
         asked.add(path)
         return not is_first_time and lexists(path)
 
-    monkeypatch.setattr(folder_groups, "_WAIT_S", 60.0)
+    monkeypatch.setattr(agreement, "_WAIT_S", 60.0)
     monkeypatch.setattr(os.path, "lexists", shown_late)
     assert {group.num_folders for group in groups(processes, tmp_path, tmp_path)} == {1}
     assert asked

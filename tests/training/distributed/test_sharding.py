@@ -30,7 +30,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.distributed import agreement, sharding
 from diffsynth_lite.training.distributed.agreement import ranks_by_machine
 from diffsynth_lite.training.distributed.context import context_of
-from diffsynth_lite.training.distributed.gradients import mean_gradients
+from diffsynth_lite.training.distributed.devices import mean_gradients
 from diffsynth_lite.training.distributed.sharding import (
     check_sharding,
     require_as_many_passes,

@@ -122,9 +122,9 @@ def test_a_family_that_writes_files_of_its_own_reads_them_itself(family: QwenIma
 
 def test_it_is_told_when_float16_loses_more_than_bfloat16_would(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        Saver.tell_rounding(SimpleNamespace(_rounding=0.002, lora_dtype=torch.bfloat16))
+        Saver.log_rounding_error(SimpleNamespace(_rounding=0.002, lora_dtype=torch.bfloat16))
         assert [record.levelname for record in caplog.records] == ["INFO"]
-        Saver.tell_rounding(SimpleNamespace(_rounding=0.02, lora_dtype=torch.float16))
+        Saver.log_rounding_error(SimpleNamespace(_rounding=0.02, lora_dtype=torch.float16))
     assert "is in float16: its update is that of the checkpoint to 2 %." in caplog.text
     assert "bfloat16 would lose less (output.lora_dtype)" in caplog.text
 

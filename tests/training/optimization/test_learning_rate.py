@@ -7,7 +7,7 @@ import torch
 from diffusers.optimization import get_scheduler
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.optimization.learning_rate import learning_rate_schedule
+from diffsynth_lite.training.optimization.optimizers import learning_rate_schedule
 
 NAMES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial")
 BASE = 3e-4

@@ -89,12 +89,12 @@ class Forgetful(torch.optim.SGD):
     [
         (
             {"optimizer": f"{__name__}.Forgetful"},
-            f"train.optimizer: {__name__}.Forgetful does not go on as before after its state was saved and",
+            f"train.optimizer: {__name__}.Forgetful does not continue exactly after its state was saved and",
         ),
         ({"optimizer": "torch.optim.LBFGS"}, "torch.optim.LBFGS cannot train a LoRA that is to be resumed"),
         ({"optimizer": "torch.optim.SparseAdam"}, "SparseAdam does not support dense gradients"),
-        ({"optimizer": "torch.nn.Linear"}, "torch.nn.Linear is no class of optimizers of torch"),
-        ({"optimizer": "torch.optim.Adan"}, "torch.optim.Adan is no class of optimizers of torch"),
+        ({"optimizer": "torch.nn.Linear"}, "torch.nn.Linear is not a class of optimizers of torch"),
+        ({"optimizer": "torch.optim.Adan"}, "torch.optim.Adan is not a class of optimizers of torch"),
         ({"optimizer": "no_package.Adan"}, "no_package.Adan needs no_package, which is not installed$"),
         (
             {"optimizer_options": {"amsgrd": True}},
