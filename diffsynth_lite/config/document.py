@@ -33,15 +33,17 @@ class YamlError(UserError):
         self.line = line
 
 
-def read_yaml(text: str) -> yaml.Node:
-    """The one document in a text; of an empty text a scalar that is.
+def read_yaml(text: str, source: str = "") -> yaml.Node:
+    """The one document in a text, whose nodes are marked with ``source``; an empty scalar of an empty text.
 
     Raises:
         YamlError: a syntax error, a second document, an anchor, alias or tag, nesting too deep, or a key
             that is not plain text.
     """
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        loader = _Loader(text)
+        loader.name = source
+        node = loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(f"character {error.character:#x} is not allowed in yaml; remove it", line) from None
@@ -57,7 +59,7 @@ def read_yaml(text: str) -> yaml.Node:
         line = text.count("\n", 0, match.start()) + 1 if match else 1
         raise YamlError("an escape \\U stands for no character; the last one is \\U0010FFFF", line) from None
     if node is None:
-        return scalar("")
+        return scalar("", source=source)
     _require_plain_keys(node)
     return node
 
@@ -77,9 +79,10 @@ def load_yaml(text: str) -> Any:
         raise YamlError(f"a value cannot be read: {shortened(str(error))}", line_of(root)) from None
 
 
-def scalar(text: str, *, quoted: bool = False) -> yaml.ScalarNode:
-    """A value as if it had been read; ``quoted`` says that it is text, whatever it looks like."""
-    return yaml.ScalarNode("", text, style='"' if quoted else None)
+def scalar(text: str, *, quoted: bool = False, source: str = "") -> yaml.ScalarNode:
+    """A value as if read on line 1 of ``source``; ``quoted`` makes it text, whatever it looks like."""
+    mark = yaml.Mark(source, 0, 0, 0, None, 0)
+    return yaml.ScalarNode("", text, start_mark=mark, style='"' if quoted else None)
 
 
 def is_nothing(node: yaml.Node) -> bool:

@@ -223,7 +223,7 @@ def _require_sections(path: Path, text: str) -> None:
 def _top_level(path: Path, text: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
     """The keys of a file, and what was written for them."""
     try:
-        root = read_yaml(text)
+        root = read_yaml(text, str(path))
     except YamlError as error:
         raise UserError(f"{path}:{error.line}: {error}") from None
     if is_nothing(root):

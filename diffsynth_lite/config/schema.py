@@ -37,7 +37,7 @@ class Config(Settings):
         return self.objective.guidance_target is not None or self.model.training_adapter is not None
 
     def without_effect(self) -> Iterator[Problem]:
-        """The settings that were changed but do nothing, because what they belong to is off."""
+        """Settings that were changed but do nothing, as their part is off, or less than was asked for."""
         train, data, validation, trackers = self.train, self.data, self.validation, self.logging.trackers
         is_auto = self.memory.auto
         offload = train.use_gradient_checkpointing_offload or self.memory.save_attention == "park" or is_auto
@@ -86,6 +86,11 @@ class Config(Settings):
             for key in keys.split() if not is_on else ():
                 if not getattr(self, section).is_default(key):
                     yield Problem((f"{section}.{key}",), f"has no effect {reason}")
+        if train.warmup_in_run < train.warmup_steps:
+            message = (
+                f"{train.warmup_steps} is shortened to {train.warmup_in_run}, as train.steps is {train.steps}"
+            )
+            yield Problem(("train.warmup_steps",), message)
 
     def conflicts(self) -> Iterator[Problem]:
         if not self.train.use_gradient_checkpointing:

@@ -12,9 +12,6 @@ from diffsynth_lite.config.document import NULLS, scalar, shortened
 from diffsynth_lite.config.messages import Schema, takes_null, without_null
 from diffsynth_lite.errors import UserError
 
-REFUSED: dict[str, Any] = {"": None}
-"""Takes the place of a value that is known to be wrong: pydantic refuses it for a setting of any type."""
-
 # YAML 1.1's words for true and false, as people know them from other yaml files.
 _SWITCHES = dict.fromkeys(["true", "yes", "on"], True) | dict.fromkeys(["false", "no", "off"], False)
 # At most 18 digits, to fit in 64 bits. No leading zero: 010 is 8 to some readers of yaml, 10 to others.
@@ -24,7 +21,7 @@ _REFERENCE = re.compile(r"\$\{(oc\.env:[A-Za-z_][A-Za-z0-9_]*(?:,[^${}]+)?|[a-z_
 
 
 def read_value(node: yaml.Node, schema: Schema) -> Any:
-    """What was typed as a value of the setting's type, or, for pydantic to refuse, nearest to it.
+    """What was typed as a value of the setting's type; else as text or node, for pydantic to refuse.
 
     Text with a reference (``${oc.env:NAME}``, ``${section.key}``) stays text.
 
@@ -32,7 +29,7 @@ def read_value(node: yaml.Node, schema: Schema) -> Any:
         UserError: a ``${...}`` of another form, or Python's None in place of null.
     """
     if isinstance(node, yaml.MappingNode):
-        return _mapping(node) if without_null(schema).get("type") == "object" else REFUSED
+        return _mapping(node) if without_null(schema).get("type") == "object" else node
     if isinstance(node, yaml.SequenceNode):
         entry = without_null(schema).get("items", schema)
         return [read_value(part, entry) for part in node.value]
@@ -93,7 +90,7 @@ def _mapping(node: yaml.MappingNode) -> dict[str, Any]:
 
 def _untyped(node: yaml.Node) -> Any:
     if isinstance(node, yaml.MappingNode):
-        return REFUSED
+        return node
     if isinstance(node, yaml.SequenceNode):
         return [_untyped(part) for part in node.value]
     if "${" in node.value:
