@@ -53,11 +53,7 @@ class Problems(list[str]):
             return None
 
     def require_none(self) -> None:
-        """Check that there is no problem.
-
-        Raises:
-            UserError: all of them, each once, a line each; of very many the first.
-        """
+        """Check that there is no problem."""
         if self:
             raise UserError(join_lines(list(dict.fromkeys(self))))
 

@@ -66,12 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Fill, verify, seal or prune the cache of the configs.
-
-    Raises:
-        UserError: wrong settings or data, caches that differ, a seal that is damaged or of other data, or a
-            prune that nobody agreed to.
-    """
+    """Fill, verify, seal or prune the cache of the configs."""
     loaded = [load_config(path, parsed.overrides, presets=parsed.presets) for path in parsed.configs]
     if off := [str(one.path) for one in loaded if not one.config.data.cache]:
         raise UserError(
@@ -255,9 +250,6 @@ def caching_accelerator(config: Config) -> "Accelerator":
 
     A process can have one accelerator, and runs may differ in their mixed precision, which nothing that is
     encoded depends on.
-
-    Raises:
-        UserError: what a launcher started is of a kind that is not supported.
     """
     from diffsynth_lite.training.builder import build_accelerator
 
@@ -271,9 +263,6 @@ def fill_cache(config: Config, accelerator: "Accelerator", part: "Part | None" =
 
     Returns:
         The number of items that the run will train on, of the part.
-
-    Raises:
-        UserError: what would stop the run.
     """
     from diffsynth_lite.data import WHOLE
     from diffsynth_lite.training.checks import check_run
@@ -290,11 +279,7 @@ def fill_cache(config: Config, accelerator: "Accelerator", part: "Part | None" =
 
 
 def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
-    """Keys of all entries that a run reads; those of its previews alone where its data are sealed.
-
-    Raises:
-        UserError: what would stop the run.
-    """
+    """Keys of all entries that a run reads; those of its previews alone where its data are sealed."""
     from diffsynth_lite.training.checks import check_run
     from diffsynth_lite.training.data_settings import open_memory, sealed_folder
     from diffsynth_lite.training.encoding.run_encoding import plan_encoding, plan_previews

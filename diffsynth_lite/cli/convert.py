@@ -58,11 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Convert, and say what came of it.
-
-    Raises:
-        UserError: IN cannot be read or converted in full, or OUT cannot be written.
-    """
+    """Convert, and say what came of it."""
     source, target = (path.expanduser() for path in (parsed.source, parsed.target))
     if target.suffix != ".safetensors":
         raise UserError(f"{target}: is the file to write; name one that ends in .safetensors")
@@ -104,11 +100,7 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _family_of(contents: "LoraContents", asked: str | None, to: "Target") -> tuple[str, "FamilyNames"]:
-    """The families that a file may be of, by its metadata or its layers, and their names of layers.
-
-    Raises:
-        UserError: it is of none that is known, or of several that would be written differently.
-    """
+    """The families that a file may be of, by its metadata or its layers, and their names of layers."""
     from diffsynth_lite.lora.conversion import FamilyNames
     from diffsynth_lite.lora.reading import likeliest, unknown_layers
     from diffsynth_lite.pipelines import family_names, load_family

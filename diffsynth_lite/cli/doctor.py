@@ -43,11 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Examine, print, write the page.
-
-    Raises:
-        UserError: what would stop the run; the findings are printed and written before that.
-    """
+    """Examine, print, write the page."""
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
     from diffsynth_lite.doctor.examination import examine

@@ -52,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Look, write, say what comes next.
-
-    Raises:
-        UserError: a folder without media, a family or a preset that is not for them, or a file that is there.
-    """
+    """Look, write, say what comes next."""
     presets = [read_preset(name) for name in parsed.presets]
     name = parsed.folder.resolve().name  # that of "." too; "/" has none
     out: Path = parsed.out or Path(f"{name}_lora.yaml" if name else "lora.yaml")

@@ -65,12 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Count, and print.
-
-    Raises:
-        UserError: the card is not known, the model's settings are not at hand, its steps cannot be counted,
-            or there are no processes to share the base or samples.
-    """
+    """Count, and print."""
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
     from diffsynth_lite.training.data_settings import plan_rules

@@ -70,9 +70,6 @@ def join_processes(environment: MutableMapping[str, str], command: Sequence[str]
     Args:
         environment: of this process; it is changed.
         command: of this process, to name the one that would be right.
-
-    Raises:
-        UserError: they would be several runs, or one process where several were asked for, or share a GPU.
     """
     for name in _SHARDED_BY:
         if _is_on(environment, f"ACCELERATE_USE_{name}"):
@@ -100,9 +97,6 @@ def refuse_group(environment: Mapping[str, str], task: str) -> None:
 
     Args:
         task: what one process does alone, for the message.
-
-    Raises:
-        UserError: it is one of several.
     """
     numbering = _numbering(environment)
     count = 1 if numbering is _SRUN else _count(environment, numbering.num_processes)

@@ -31,11 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Say what is published, and publish it.
-
-    Raises:
-        UserError: there is nothing to publish, or the hub cannot be reached or refuses.
-    """
+    """Say what is published, and publish it."""
     from diffsynth_lite.run_folder.publishing import Publication  # takes a second to import
 
     folder = RunFolder(parsed.folder.expanduser())

@@ -43,11 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Write or show the pages.
-
-    Raises:
-        UserError: there is no run, a page cannot be written, or the port cannot be had.
-    """
+    """Write or show the pages."""
     for place in parsed.places:
         if not place.is_dir():
             raise UserError(f"{place}: no such folder; give the output.dir of a run, or a folder of such")

@@ -115,11 +115,7 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _request(parsed: argparse.Namespace) -> SampleRequest:
-    """What the arguments ask for.
-
-    Raises:
-        UserError: a file or folder that is not there, or settings that are wrong.
-    """
+    """What the arguments ask for."""
     if parsed.presets and parsed.config is None:
         raise UserError(f"--preset {parsed.presets[0]}: lies on top of a --config; give one, or leave it out")
     loras = [find_lora(given) for given in parsed.lora]

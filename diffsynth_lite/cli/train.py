@@ -136,11 +136,7 @@ def _launcher_warnings(mixed_precision: str) -> list[str]:
 
 
 def make_cublas_repeatable() -> None:
-    """Have cuBLAS, which reads it when it is first used, take workspaces of a fixed size.
-
-    Raises:
-        UserError: the environment asks for others, with which it is not repeatable.
-    """
+    """Have cuBLAS, which reads it when it is first used, take workspaces of a fixed size."""
     value = os.environ.setdefault(_WORKSPACE, _REPEATABLE_WORKSPACES[0])
     if value not in _REPEATABLE_WORKSPACES:
         raise UserError(

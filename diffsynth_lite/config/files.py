@@ -57,11 +57,7 @@ class Preset(ConfigFile):
     families: tuple[str, ...]
 
     def require_fit(self, family: str) -> None:
-        """Check that it is for a model family; nothing is known of somebody else's, the path of a module.
-
-        Raises:
-            UserError: it is for others.
-        """
+        """Check that it is for a model family; nothing is known of somebody else's, the path of a module."""
         if self.families and family not in self.families and "." not in family:
             raise UserError(
                 f"--preset {self.name}: is for {', '.join(self.families)}, and model.family is {family}; "
@@ -70,11 +66,7 @@ class Preset(ConfigFile):
 
 
 def read_preset(name: str) -> Preset:
-    """The preset of that name.
-
-    Raises:
-        UserError: there is none; the message lists those that there are.
-    """
+    """The preset of that name."""
     found = {path.stem: path for path in (_recipe_folder() / PRESETS).glob("*.yaml")}
     if name not in found:
         raise UserError(f"--preset {name}: {_suggested(name, found)}There are {', '.join(sorted(found))}")
@@ -91,12 +83,7 @@ def read_preset(name: str) -> Preset:
 
 
 def read_config_files(path: Path) -> list[ConfigFile]:
-    """A file and those that it extends: the one that extends none comes first.
-
-    Raises:
-        UserError: a file cannot be read or is not the yaml of a config; or ``extends`` names no file, one
-            that has no section, or one that extends this one.
-    """
+    """A file and those that it extends: the one that extends none comes first."""
     files: list[ConfigFile] = []
     seen: list[Path] = []
     next_path: Path | None = path
@@ -211,11 +198,7 @@ def _extended(path: Path, written: list[tuple[yaml.ScalarNode, yaml.Node]], seen
 
 
 def _require_sections(path: Path, text: str) -> None:
-    """Check that a file that a config names is one, before anything that is in it is part of a message.
-
-    Raises:
-        UserError: no line of it begins with a section.
-    """
+    """Check that a file that a config names is one, before anything that is in it is part of a message."""
     if not any(key == EXTENDS or key in section_types() for key in _FIRST_KEY.findall(text)):
         raise UserError(f"{path}:1: is not a config: no line of it begins a section, such as 'train:'")
 

@@ -24,9 +24,6 @@ def read_value(node: yaml.Node, schema: Schema) -> Any:
     """What was typed as a value of the setting's type; else as text or node, for pydantic to refuse.
 
     Text with a reference (``${oc.env:NAME}``, ``${section.key}``) stays text.
-
-    Raises:
-        UserError: a ``${...}`` of another form, or Python's None in place of null.
     """
     if isinstance(node, yaml.MappingNode):
         return _mapping(node) if without_null(schema).get("type") == "object" else node
@@ -52,10 +49,6 @@ def resolve(settings: DictConfig, name: str, reference: str | list[str]) -> yaml
         settings: all settings, unresolved, by section and key.
         name: the setting, as ``section.key`` or ``section.key[0].key``.
         reference: its value in ``settings``.
-
-    Raises:
-        UserError: a variable that is not set, a setting that does not exist, has no value or holds sections,
-            a circle. The message does not show the value of a variable, which may be a secret.
     """
     try:
         value = OmegaConf.select(settings, name)

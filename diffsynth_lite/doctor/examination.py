@@ -73,11 +73,7 @@ class Examination:
     data: Sequence[ExaminedData]
 
     def require_usable(self) -> None:
-        """Check that the run would start with these data.
-
-        Raises:
-            UserError: as the run would.
-        """
+        """Check that the run would start with these data."""
         problems = Problems(self.findings.problems)
         for data in self.data:
             settings = data.config.data
@@ -98,9 +94,6 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
 
     Args:
         sheet_size: items on the contact sheet, and on that of the held-out data.
-
-    Raises:
-        UserError: what is wrong with the settings or the model's folder.
     """
     family = bind_family(config, with_weights=False)
     rules = plan_rules(config, family)

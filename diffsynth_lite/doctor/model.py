@@ -29,12 +29,7 @@ _MAX_LETTERS = 60
 
 
 def model_table(config: Config, family: ModelFamily) -> dict[str, str]:
-    """Facts by name, in words: the release, what its files say otherwise, each component, the LoRA.
-
-    Raises:
-        UserError: a file of the model's folder cannot be read, or the settings name no layers for the LoRA,
-            or have no effect on the text encoders.
-    """
+    """Facts by name, in words: the release, what its files say otherwise, each component, the LoRA."""
     transformer = family.empty_transformer()
     layers = find_targets(family, transformer, config)
     groups = layer_groups(config, family, layers)

@@ -38,9 +38,6 @@ def noise_table(
         levels: of the run.
         samples: of each bucket in a pass over the data, at least one above 0.
         audio_shape: of the latents of the audio of so many frames, where it has levels of its own.
-
-    Raises:
-        UserError: as :meth:`NoiseLevels.shares` does.
     """
 
     def shape_of(bucket: Bucket) -> Sequence[int]:

@@ -125,9 +125,6 @@ def recipe_for(
         has_inputs: its pictures come from others, which are known.
         has_layers: they have layers, which are known.
         has_masks: masks say what of them is painted anew.
-
-    Raises:
-        UserError: the folder cannot be read, or the family learns something else.
     """
     if any(map(is_video, list_folder(path, allow_outside=False).files)):
         learned, recipes = "clips", RECIPES_OF_CLIPS | RECIPES_OF_STARTED_CLIPS
@@ -161,11 +158,7 @@ def look_at(
     layer_dirs: Sequence[Path] = (),
     mask_dir: Path | None = None,
 ) -> FolderFindings:
-    """What is in a folder, as the data of a recipe.
-
-    Raises:
-        UserError: it holds neither pictures nor clips, or names none that they come from, or their layers.
-    """
+    """What is in a folder, as the data of a recipe."""
     data = load_config(recipe).config.data
     source = Source(
         path=str(path),
@@ -208,9 +201,6 @@ def write_start(found: FolderFindings, recipe: str, out: Path) -> Path | None:
 
     Returns:
         Its file, or None where there is no need of one.
-
-    Raises:
-        UserError: the first clip cannot be used, or the file is there or cannot be written.
     """
     path = _start_file(found, recipe, out)
     if path is None:
@@ -257,9 +247,6 @@ def starting_config(found: FolderFindings, recipe: str, *, out: Path, presets: S
     Args:
         out: the file that it is for.
         presets: whose settings it gets; a later one wins.
-
-    Raises:
-        UserError: a preset is not for the recipe's model family.
     """
     config = load_config(recipe).config
     lines: dict[str, dict[str, str]] = defaultdict(dict)
