@@ -1,8 +1,10 @@
 """Settings that every test runs under: no network, one thread, no trackers that phone home."""
 
+import faulthandler
 import gc
 import os
 import sys
+import time
 from collections.abc import Generator
 
 os.environ.update(
@@ -15,7 +17,10 @@ os.environ.update(
 
 import hypothesis
 import pytest
+import torch
 from browser import browser  # noqa: F401
+
+pytest_plugins = ["forked_workers"]
 
 # A change is judged by the same examples each time; elsewhere new ones are tried.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -29,7 +34,8 @@ os.fsync = lambda _descriptor: None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the tests of all families run on families kept elsewhere."""
+    """Add the options that choose tests."""
+    parser.addoption("--all", action="store_true", help="run the tests marked nightly, too")
     parser.addoption(
         "--family",
         action="append",
@@ -38,13 +44,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with files that have a test marked ``slow``; without a CUDA device skip those marked ``gpu``."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked ``nightly``; begin with files that have one marked ``slow``; look for a GPU."""
+    if not config.option.all and (nightly := [item for item in items if item.get_closest_marker("nightly")]):
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     # At the end of the tests one process would else be left alone with minutes of work.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-    import torch  # not above: the process of pytest-xdist that hands out the tests needs none of it
 
     # Two OpenMP threads on a busy two-core machine made tiny models up to 60 times slower.
     torch.set_num_threads(1)
@@ -64,14 +71,6 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
-@pytest.hookimpl(tryfirst=True, wrapper=True)
-def pytest_runtestloop() -> Generator[None, object, object]:
-    """Fork the server of the processes that tests start, while no test and no other hook has left a trace."""
-    if "processes" in sys.modules:
-        sys.modules["processes"].start_fork_server()
-    return (yield)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Forget what a test has imported, too: the libraries import most models when they are first used."""
@@ -84,11 +83,40 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     return result
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Escape characters that are none: pytest-xdist cannot send what a test of wrong texts has printed."""
-    report = yield
-    report.sections = [
-        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
-    ]
-    return report
+class Alarm:
+    """The clock, and the stacks that `faulthandler` would write as it moves.
+
+    Attributes:
+        num_dumps: how often the time that was set has come.
+        limits_s: times that were set, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.num_dumps, self.limits_s = 0, []
+        self._now, self._due_at = 100.0, None
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def set(self, after_s: float, **_: object) -> None:
+        self.limits_s.append(after_s)
+        self._due_at = self._now + after_s
+
+    def cancel(self) -> None:
+        self._due_at = None
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        if self._due_at is not None and self._due_at < self._now:
+            self.num_dumps += 1
+            self._due_at = None
+
+
+@pytest.fixture
+def alarm(monkeypatch: pytest.MonkeyPatch) -> Alarm:
+    """A clock that moves when a test says so, for code that asks `time` and `faulthandler`."""
+    alarm = Alarm()
+    monkeypatch.setattr(time, "monotonic", alarm.monotonic)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", alarm.set)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", alarm.cancel)
+    return alarm

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from family_inputs import CountedRelease
 from peft import LoraConfig
+from subjects import TrainedModel
 from torch import Tensor, nn
-from trained_model import TrainedModel
 
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.lora.layers import use_lora_linear

@@ -29,8 +29,7 @@ from diffsynth_lite.core.gradient import (
 from diffsynth_lite.core.planning import CountingMeter, HostBackend
 
 if TYPE_CHECKING:  # benchmarks of data need no models
-    from subjects import Subject
-    from trained_model import TrainedModel
+    from subjects import Subject, TrainedModel
 
 STRATEGIES = {
     "none": KEEP,

@@ -333,7 +333,7 @@ def num_passed(*tests: str) -> int:
     Args:
         tests: files below ``tests``, or tests in one, as pytest names them.
     """
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0")
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     done = subprocess.run(
         [*command, *(f"tests/{test}" for test in tests)],
         cwd=REPOSITORY,

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,7 +125,7 @@ def test_a_worker_that_hangs_says_where_and_in_reading_what_and_is_killed_when_i
 
 
 def test_the_time_of_a_worker_runs_from_its_first_read_to_the_end_of_the_batch(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, alarm
 ) -> None:
     watch = WorkerWatch(num_workers=1, limit_s=0.5)
     monkeypatch.setattr("diffsynth_lite.data.workers.get_worker_info", lambda: SimpleNamespace(id=0))
@@ -135,31 +134,28 @@ def test_the_time_of_a_worker_runs_from_its_first_read_to_the_end_of_the_batch(
             watch.reads(name)
             assert watch.being_read() == [name]
         assert watch.being_read() == []
-    time.sleep(1.0)  # a long step of the trainer
+    alarm.sleep(1.0)  # a long step of the trainer
     with watch.batch():
-        time.sleep(1.0)  # what is in memory takes as long as it takes
-    assert "Timeout (" not in capfd.readouterr().err
+        alarm.sleep(1.0)  # data that is in memory takes as long as it takes
+    assert alarm.num_dumps == 0
     with watch.batch():
         watch.reads("c")
-        time.sleep(1.0)
-    assert "Timeout (" in capfd.readouterr().err
+        alarm.sleep(1.0)
+    assert alarm.num_dumps == 1
 
 
 def test_the_time_that_a_worker_takes_to_start_is_part_of_that_for_its_first_batch(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, alarm
 ) -> None:
-    begun, clock = [], [100.0]
-    monkeypatch.setattr("diffsynth_lite.data.workers.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("diffsynth_lite.data.workers.get_worker_info", lambda: SimpleNamespace(id=0))
-    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda after_s, **_: begun.append(after_s))
     for started_after_s in (40.0, 290.0):
         watch = WorkerWatch(num_workers=1, limit_s=300.0)
-        clock[0] += started_after_s
+        alarm.sleep(started_after_s)
         for _ in range(2):
             with watch.batch():
                 watch.reads("a")
                 watch.reads("b")
-    assert begun == [200.0, 240.0, 15.0, 240.0]
+    assert alarm.limits_s == [200.0, 240.0, 15.0, 240.0]
 
 
 def test_reads_in_the_trainer_itself_leave_its_own_time_limit_alone(

@@ -1,7 +1,7 @@
 """The main jobs on the embedded mini models really teach what they say.
 
-What the models draw before is in test_mini_qwen_image.py and test_mini_wan.py, and what the scores make of
-both in test_quickstart_score.py and test_video_quickstart_score.py.
+What the models generate before is in test_mini_pipelines.py, and what the scores make of both in
+test_quickstart_score.py.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def teach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[
     return train
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_quickstart_teaches_the_new_colours_and_keeps_the_known_ones(
     teach: Callable[..., set[str]], tmp_path: Path, quickstart: Path
 ) -> None:
@@ -70,7 +70,7 @@ def test_the_quickstart_teaches_the_new_colours_and_keeps_the_known_ones(
     assert kept.accuracy == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_video_quickstart_teaches_the_new_motion_and_keeps_the_known_ones(
     teach: Callable[..., set[str]], tmp_path: Path, quickstart: Path
 ) -> None:

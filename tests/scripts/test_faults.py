@@ -1,18 +1,29 @@
-"""The fault script at its smallest scale, and that it reports what is not survived."""
+"""The fault program at its smallest scale, what it reports, and the verdict on each setting changed alone."""
 
 import re
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from faults.bench import Bench, Fault
 from faults.driver import all_faults, main, tried
+from faults.settings import BASE, NEEDED, TABLES, Change, Verdict
 from processes import LIMIT_S, Program
-from tiny_run import REPOSITORY
+from tiny_run import REPOSITORY, write_config
+
+from diffsynth_lite.config import AllowedChange, load_config, section_types
+from diffsynth_lite.errors import DifferentRunError
+from diffsynth_lite.training.checkpoint.resume import (
+    RunFingerprint,
+    require_same,
+    settings_fingerprint,
+)
 
 FAULTS = all_faults()
+CASES = [(verdict, key, change) for verdict, table in TABLES.items() for key, change in table.items()]
 IN_CI = ("R1", "R6", "R7", "K1", "D3")
 """What no other test proves, in little time; tests/training and tests/runs have parts of the others."""
 
@@ -71,3 +82,47 @@ def test_the_faults_are_those_of_the_page_about_them() -> None:
 def test_an_unknown_item_is_refused() -> None:
     with pytest.raises(SystemExit, match="Z9"):
         main(FAULTS, ["--only", "Z9"])
+
+
+def fingerprint(root: Path, change: Change) -> RunFingerprint:
+    config = load_config(root / "tiny.yaml", [*BASE, *change]).config
+    return settings_fingerprint(config, model_fingerprint="weights")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drift")
+    (folder / "data").mkdir()
+    write_config(folder, folder / "model", folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(root: Path) -> RunFingerprint:
+    return fingerprint(root, ())
+
+
+def test_every_setting_is_tried_once() -> None:
+    sections = {name: kind for name, kind in section_types().items() if name != "resume"}
+    settings = [f"{name}.{key}" for name, section in sections.items() for key in section.model_fields]
+    assert sorted(key for _, key, _ in CASES) == sorted(settings)
+
+
+@pytest.mark.parametrize(("verdict", "key", "change"), CASES, ids=[key for _, key, _ in CASES])
+def test_a_change_of_one_setting_is_refused_or_allowed_by_name_or_free(
+    verdict: Verdict, key: str, change: Change, root: Path, saved: RunFingerprint
+) -> None:
+    needed = NEEDED.get(key, ())
+    changed = fingerprint(root, (*needed, *change))
+    if verdict == "free":
+        assert changed == (fingerprint(root, needed) if needed else saved)
+        return
+    with pytest.raises(DifferentRunError, match=rf"{key} was .*, is "):
+        require_same(changed, saved, where="runs/a")
+    permission = "data" if verdict == "data" else key
+    allow = get_args(AllowedChange) if verdict == "never" else (permission,)
+    if verdict == "never":
+        with pytest.raises(DifferentRunError, match=rf"{key} was "):
+            require_same(changed, saved, where="runs/a", allow=allow)
+    else:
+        assert key in [found.key for found in require_same(changed, saved, where="runs/a", allow=allow)]

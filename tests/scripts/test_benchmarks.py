@@ -1,0 +1,330 @@
+"""Every benchmark starts, and with --all runs at its least size and measures what arithmetic says."""
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import checkpointing
+import families
+import loading
+import offload
+import peers
+import pytest
+import quantization
+import sealed
+import taught_colours
+import torch
+from families import Kept
+from family_inputs import COUNTED, CountedRelease
+from family_sample import build_sample
+from family_subject import FamilySubject, family_of
+from meters import STRATEGIES, Figures, measure, mebibytes, meter_for
+from PIL import Image
+from subjects import Size, build_subject
+from torch import Tensor, nn
+
+from diffsynth_lite.core.gradient import KEEP
+from diffsynth_lite.core.weights import QuantizationReport
+from diffsynth_lite.pipelines import family_names, releases_of
+
+BENCHMARKS = Path(__file__).parents[2] / "scripts" / "benchmarks"
+PROGRAMS = [path.stem for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
+META = torch.device("meta")
+BF16 = 2
+LTX = Size(num_blocks=8, num_heads=1, height=256, width=512, num_frames=9)
+HIDDEN = 2 * 8 * 16 * 64 * 4
+"""Bytes of a block's input: tokens x width x 4 bytes."""
+ATTENTION = 2 * 256 * (64 + 1) * 4
+"""Of what attention gives: it is called twice, and keeps a number for each head and token."""
+
+Print = Callable[..., list[list[str]]]
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Print:
+    """Runs a benchmark; gives the cells of all rows that it prints."""
+
+    def run(program: str, *arguments: str) -> list[list[str]]:
+        monkeypatch.setattr("sys.argv", [program, *arguments])
+        import_module(program).main()
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+    return run
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_benchmark_says_what_it_is_for(program: str, printed: Print, capsys) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        printed(program, "--help")
+    assert "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("program", "numbers", "words"),
+    [(checkpointing, "4", "at least 8 are needed"), (offload, "4 4", "two different numbers are needed")],
+)
+def test_numbers_of_blocks_that_show_nothing_are_refused(program, numbers: str, words: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        program.parse_arguments(["--num-blocks", *numbers.split()])
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rows_by_policy_keep_what_arithmetic_says(device: str) -> None:
+    subject = build_subject(
+        checkpointing.parse_arguments(["--device", device, "--dtype", "float32", "--train", "lora"]), LTX
+    )
+    meter = meter_for(subject.device)
+    figures = measure(subject, checkpointing.rows(subject, meter), meter, [4, 8], num_warmup=0, num_rounds=1)
+    block = {name: row.block_bytes for name, row in figures.items()}
+    host = {name: row.most.host for name, row in figures.items()}
+    peak = {name: row.most.peak for name, row in figures.items()}
+    assert block["none"] > 5 * HIDDEN
+    assert block["every block"] == block["every block, dead ops run"] == HIDDEN
+    assert block["every 2nd"] == block["first half"] == (block["none"] + HIDDEN) / 2
+    assert block["every 4th"] == (3 * block["none"] + HIDDEN) / 4
+    assert block["every block, save attention"] == HIDDEN + ATTENTION
+    assert block["offload every block, save attention"] == ATTENTION
+    assert block["offload first half"] == block["none"] / 2
+    assert host["none"] == host["every block"] == host["every block, save attention"] == 0
+    assert host["offload every block"] == host["offload every block, save attention"] == 8 * HIDDEN
+    assert host["offload first half"] == 4 * HIDDEN
+    if device == "cpu":  # on meta there is a least size for what is offloaded, and no time
+        assert block["every block, offload attention"] == HIDDEN
+        assert block["offload every block"] == block["offload every block and attention"] == 0
+        assert host["every block, offload attention"] == 8 * ATTENTION
+        assert host["offload every block and attention"] == 8 * (HIDDEN + ATTENTION)
+    assert all(bool(row.seconds) == (device == "cpu") for row in figures.values())
+    assert peak["none"] > peak["every 4th"] > peak["every 2nd"] >= peak["first half"] > peak["every block"]
+
+
+@pytest.fixture(scope="module")
+def offloaded() -> dict[str, Figures]:
+    size = Size(num_blocks=6, num_heads=1, height=64, width=64, num_frames=9)
+    subject = build_subject(offload.parse_arguments(["--device", "cpu"]), size)
+    return offload.measured(subject, [2, 4, 6], num_warmup=0, num_rounds=1)
+
+
+@pytest.mark.nightly
+def test_save_on_cpu_copies_no_keyword_and_shared_positions_once_a_block(
+    offloaded: dict[str, Figures],
+) -> None:
+    hidden = 2 * 2 * 2 * 64 * 4
+    rows = {name: row.memory for name, row in offloaded.items()}
+    assert [rows["offload"][count].host for count in (2, 4, 6)] == [2 * hidden, 4 * hidden, 6 * hidden]
+    assert len({memory.after_forward for memory in rows["offload"].values()}) == 1
+    assert rows["checkpoint"][6].after_forward - rows["checkpoint"][2].after_forward == 4 * hidden
+    keywords, positions = (rows[f"save_on_cpu, {how}"] for how in ("keywords", "positions"))
+    assert {memory.host for memory in (*keywords.values(), *rows["checkpoint"].values())} == {0}
+    # Hidden states, text, modulation and mask: the last three are the same for every block.
+    text, modulation, mask = 128 * 64 * 4, 6 * 64 * 4, 128 * 4
+    assert positions[6].host == 6 * (hidden + text + modulation + mask)
+    assert positions[6].after_forward == positions[2].after_forward
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_copies_run_at_the_same_time_as_kernels() -> None:
+    size = Size(num_blocks=8, num_heads=32, height=512, width=768, num_frames=81)
+    subject = build_subject(offload.parse_arguments(["--device", "cuda"]), size)
+    rows = offload.measured(subject, [4, 8], num_warmup=2, num_rounds=1)
+    torch.cuda.empty_cache()
+    assert rows["offload"].overlap is not None
+    assert rows["offload"].overlap > 0.5
+    assert rows["checkpoint"].overlap is None
+    growth = rows["offload"].memory[8].after_forward - rows["offload"].memory[4].after_forward
+    assert growth < 11 * 16 * 24 * 2048 * 2
+
+
+@pytest.mark.parametrize(
+    ("spans", "covers", "ratio"),
+    [
+        ([(0, 10)], [(0, 10)], 1),
+        ([(0, 10)], [], 0),
+        ([(0, 10), (20, 30)], [(5, 25)], 0.5),
+        ([(0, 10)], [(2, 4), (3, 6), (3, 5), (8, 20)], 0.6),
+        ([(2, 4), (2, 6)], [(5, 9), (0, 3)], 0.5),
+        ([], [(0, 1)], None),
+    ],
+)
+def test_the_covered_ratio_is_the_share_of_the_spans_that_lies_in_covers(spans, covers, ratio) -> None:
+    assert offload.covered_ratio(spans, covers) == ratio
+
+
+@pytest.mark.nightly
+def test_families_print_a_row_for_each_kind_of_block(printed: Print) -> None:
+    heading, _, row = printed("families", "--family", "ltx_video", "--small")
+    assert row[1:4] == ["LTX-Video 0.9", "transformer_blocks", "576"]
+    hidden = 12 * 8 * 6 * 256 * BF16
+    cells = dict(zip(heading, row, strict=True))
+    assert cells["every"] == mebibytes(hidden)
+    assert cells["offload"] == f"0.0 ({mebibytes(hidden)})"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("release", COUNTED, ids=lambda release: release.name)
+def test_a_release_has_the_blocks_and_takes_the_inputs_that_its_data_name(release: CountedRelease) -> None:
+    with family_of(release, dict.fromkeys(release.depths, 2)) as family:
+        subject = FamilySubject(family, release, release.pixels, META, torch.bfloat16)
+        assert set(subject.counted) <= set(family.block_lists)
+        subject.backward(families.method_of("none", KEEP, subject, meter_for(META)).loss(subject))
+    lora = [weight for name, weight in subject.model.named_parameters() if "lora_A" in name]
+    assert lora
+    assert all(weight.grad is not None for weight in lora)
+
+
+def test_every_family_with_releases_is_counted() -> None:
+    assert {release.family for release in COUNTED} == {name for name in family_names() if releases_of(name)}
+
+
+@pytest.mark.nightly
+def test_a_resnet_block_of_a_unet_keeps_its_input_too() -> None:
+    sdxl = next(release for release in COUNTED if release.family == "sdxl")
+    small = replace(sdxl, counted=("up_blocks.2.resnets.0",))
+    changes = {**small.small, "layers_per_block": 1, "transformer_layers_per_block": 1}
+    with family_of(small, changes) as family:
+        subject = FamilySubject(family, small, small.small_pixels, META, torch.bfloat16)
+        name = "offload every block"
+        (counts,) = families.count_bytes(subject, {name: STRATEGIES[name]}).values()
+    # 32 x 32 latents at the first level, of 128 channels from below and 64 that skipped the levels.
+    assert counts == {name: Kept(device=0, host=32**2 * (128 + 64) * BF16)}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("component", "num_layers"), [("transformer", 28), ("text_encoder", 19)])
+def test_a_model_is_written_in_several_files_and_loaded_in_a_format(
+    tmp_path: Path, component: str, num_layers: int
+) -> None:
+    loading.write_model(tmp_path, component, 2, 128, torch.float32)
+    assert 1 < len(list((tmp_path / component).glob("*.safetensors"))) <= loading.NUM_FILES
+    for name, number in (("none", 0), ("int8", num_layers)):
+        assert QuantizationReport.of(loading.load(tmp_path, component, name)).num_layers == number
+
+
+@pytest.mark.nightly
+def test_memory_that_is_held_for_a_moment_is_seen() -> None:
+    def run() -> nn.Module:
+        for _ in range(5):
+            held = torch.ones(64 * 2**20, dtype=torch.uint8)
+            held.add_(1)
+            del held
+        return nn.Linear(512, 1024, bias=False)
+
+    loaded = loading.measure(run)
+    assert loaded.kept == 2 * 2**20
+    assert loaded.peak > 32 * 2**20  # one of them at a time, or most of one: it is looked at each millisecond
+    (row,) = loading.rows_of({("int8", "float32"): loaded})
+    assert row["kept, MiB"] == "2.0"
+
+
+@pytest.mark.nightly
+def test_loops_of_others_learn_the_same_and_are_timed(tmp_path: Path, printed: Print, capsys) -> None:
+    peers.compare(peers.parse_arguments(["--quick", "--modes", "plain"]), tmp_path)
+    numbers, times = capsys.readouterr().out.split("CPU time of a step")
+    names = (peers.TRAINER, peers.BASE, peers.IN_MEMORY, peers.DIFFUSERS, peers.DIFFUSERS + peers.FUSED)
+    for name in names:
+        assert re.search(rf"^\| {re.escape(name)} .*0e\+00, 0e\+00", numbers, re.M)
+    assert times.count("[") >= len(names) - 1  # the bare loop is what the others are over
+
+
+def test_a_loop_that_does_other_work_is_not_timed() -> None:
+    class Linear:
+        def __init__(self, scale: float) -> None:
+            self.model = nn.Linear(2, 1)
+            self._scale = scale
+
+        def loss(self, _batch: object, sigma: Tensor) -> Tensor:
+            return self._scale * self.model(sigma.expand(1, 2)).square().sum()
+
+    batch = SimpleNamespace(uniform=torch.tensor([0.5]))
+    with pytest.raises(SystemExit, match="trainer: loss and gradients are"):
+        peers.differences_of({peers.TRAINER: Linear(1.01), peers.BASE: Linear(1.0)}, batch)
+    off = peers.differences_of({peers.DIFFSYNTH: Linear(1.01), peers.BASE: Linear(1.0)}, batch)
+    assert off[peers.DIFFSYNTH] == pytest.approx((0.01, 0.01), rel=1e-3)
+    assert peers.ratio_of([2.0, 4.0, 9.0], [2.0, 2.0, 3.0]) == "2.000 [1.000, 3.000]"
+
+
+@pytest.mark.nightly
+def test_weights_in_a_format_are_compared_with_float32(tmp_path: Path) -> None:
+    rows = [make("qwen_image", ["int8"]) for make in (quantization.family_row, quantization.encoding_row)]
+    assert [rows[0]["layers"], rows[1]["text encoders"]] == ["28", "Qwen2_5_VL"]
+    for row in rows:
+        for name in ("bf16", "int8"):
+            assert 0.999 < float(row[f"{name}: cosine"]) <= 1
+            assert 0 < float(row[f"{name}: difference"]) < 0.05
+    family = build_sample("qwen_image", tmp_path).family
+    models = family.empty_transformer(), family.empty_component("text_encoder")
+    for count, model in zip((quantization.release_bytes, quantization.encoder_bytes), models, strict=True):
+        plain = 2 * sum(parameter.numel() for parameter in model.parameters())
+        assert count(family, "bfloat16") == plain
+        assert plain / 2 < count(family, "int8") < plain
+    # All of its layers are smaller than what accelerators stream.
+    assert quantization.encoder_bytes(family, "bfloat16", num_slots=1) == plain
+
+
+@pytest.mark.nightly
+def test_what_a_save_and_a_step_take(tmp_path: Path, printed: Print) -> None:
+    _, _, (_, *seconds) = printed(
+        "reliability", "save", "--rank", "1", "--saves", "1", "--folder", str(tmp_path)
+    )
+    *parts, whole, _read = (float(cell.removesuffix(" s")) for cell in seconds)
+    assert sum(parts) == pytest.approx(whole, abs=0.05)
+    for name in ("a", "b"):
+        Image.new("RGB", (64, 64), "red").save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text("a red image")
+    settings = ["train.global_batch_size=2", "train.micro_batch_size=2", "lora.rank=1"]
+    rows = {
+        name: cells
+        for name, *cells in printed("reliability", "step", "--steps", "1", f"data.path={tmp_path}", *settings)
+    }
+    assert rows["without"][1] == "1.0000"
+    assert {"with all", "with all, again"} <= rows.keys()
+
+
+@pytest.mark.nightly
+def test_the_data_layer_has_a_row_for_each_size_and_a_speed_for_each_reader(printed: Print) -> None:
+    sizes = "--rows 10 40 --batches 5 --files 8 --side 4 --workers 0"
+    rows = printed("data", *sizes.split())
+    assert [row[0] for row in rows if len(row) == 6][2:] == ["10", "40"]
+    speeds = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert all(float(speeds[name]) > 0 for name in ("safetensors bare", "loader, 0 workers"))
+
+
+@pytest.mark.nightly
+def test_sealed_caches_have_a_row_for_each_size(
+    tmp_path: Path, printed: Print, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: list[dict[str, float]] = []
+
+    def measured(parts, folder: Path, rows: int, arguments: argparse.Namespace) -> list[dict[str, float]]:
+        results.clear()
+        for part in parts:
+            {"seal": sealed.seal, "start": sealed.start}[part](
+                folder, argparse.Namespace(**{**vars(arguments), "rows": [rows]})
+            )
+        return list(results)
+
+    memory: dict[str, Any] = {"own_mib": 1.0, "mib": 2.0}
+    monkeypatch.setattr(sealed, "measured", measured)
+    monkeypatch.setattr(sealed, "told", lambda found, before: results.append({**found, **memory}))
+    rows = printed("sealed", "--rows", "40", "90", "--batches", "5", "--folder", str(tmp_path))
+    assert [row[0] for row in rows[2:]] == ["40", "90"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.nightly
+def test_ways_to_learn_are_trained_and_measured(monkeypatch: pytest.MonkeyPatch, printed: Print) -> None:
+    monkeypatch.setattr(taught_colours.comparison, "NUM_STEPS", 2)
+    for name in ("NEW", "KNOWN"):
+        monkeypatch.setattr(taught_colours, name, getattr(taught_colours, name)[:2])
+    rows = printed("methods", "--method", "schedule-free", "--steps", "1", "--seeds", "0", "--preserve")
+    assert [row[0] for row in rows[2:]] == ["before training", "schedule-free, 0.016"]
+    column = rows[0].index("moved")
+    assert rows[2][column] == "0"
+    assert int(rows[3][column]) > 0
