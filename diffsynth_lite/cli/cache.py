@@ -251,7 +251,7 @@ def caching_accelerator(config: Config) -> "Accelerator":
     A process can have one accelerator, and runs may differ in their mixed precision, which nothing that is
     encoded depends on.
     """
-    from diffsynth_lite.training.builder import build_accelerator
+    from diffsynth_lite.training.session import build_accelerator
 
     return build_accelerator(config, Path(config.output.dir).expanduser() / "trackers")
 

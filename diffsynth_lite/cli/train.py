@@ -114,7 +114,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     join_processes(os.environ, sys.argv)
     from diffsynth_lite.cli.launcher import grace_can_be_set, grace_period
     from diffsynth_lite.training.run import run_training
-    from diffsynth_lite.training.run_context import StartupClock
+    from diffsynth_lite.training.session import StartupClock
 
     clock = StartupClock(started_at)
     clock.add("importing libraries", time.perf_counter() - importing_since)

@@ -24,7 +24,6 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.reading import TolerantReader
 from diffsynth_lite.sampling.request import GivenLora, SampleRequest, make_folder
 from diffsynth_lite.training.builder import (
-    build_accelerator,
     build_picture_source,
     load_frozen_transformer,
 )
@@ -41,7 +40,7 @@ from diffsynth_lite.training.previews import (
     save_drawn,
     save_png,
 )
-from diffsynth_lite.training.run_context import deterministic_kernels
+from diffsynth_lite.training.session import build_accelerator, deterministic_kernels
 from diffsynth_lite.training.shortages import shortages_explained
 from diffsynth_lite.training.streaming import place_weights, share_host_memory
 

@@ -1,5 +1,6 @@
 """This file builds the objects that a run trains with from its config: settings become things here, once."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,8 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
@@ -26,15 +26,14 @@ from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.training.checkpoint.divergence import Divergence
+from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checks import CheckedRun, block_policy
-from diffsynth_lite.training.data_settings import (
-    data_sources,
-    fps_of,
-    num_tokens_of,
-)
+from diffsynth_lite.training.data_settings import data_sources, fps_of, num_tokens_of
+from diffsynth_lite.training.distilled import load_training_adapter
+from diffsynth_lite.training.distributed.agreement import on_all_processes
+from diffsynth_lite.training.distributed.context import split_model
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.sharding import require_sharded
-from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.evaluation import (
     FixedNoiseErrors,
@@ -42,20 +41,26 @@ from diffsynth_lite.training.evaluation import (
     ItemLosses,
     LayerUpdates,
     SampleLossLog,
+    ValidationProtocol,
 )
+from diffsynth_lite.training.export.card import CardWriter
+from diffsynth_lite.training.export.lora_facts import gather_lora_facts
 from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimization.averages import AveragedWeights
 from diffsynth_lite.training.optimization.optimizers import (
+    build_average,
     build_group_rates,
     build_learning_rate,
+    build_optimizer,
     measures_average,
 )
 from diffsynth_lite.training.preview_requests import build_preview_requests
 from diffsynth_lite.training.previews import OtherModel, PictureSource, Previews
-from diffsynth_lite.training.streaming import blocks_by_model
+from diffsynth_lite.training.session import Run, Start
+from diffsynth_lite.training.streaming import blocks_by_model, place_weights, share_host_memory
 
-_SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -63,28 +68,24 @@ class TrainingObjects:
     """What the training loop works with.
 
     Attributes:
-        accelerator: gives backward, and the mean over devices.
         transformer: with its adapter, under the run's mixed precision.
         optimizer: over the adapter's parameters.
         loss: of a micro-batch, a scalar; knows the model, which the loop does not.
-        learning_rate: of the 0-based optimizer step.
+        learning_rate: at a step counted from 0.
         group_rates: the same for each group of the optimizer, as :func:`build_group_rates` has it.
         max_grad_norm: gradients are scaled down to it; infinity never clips.
-        averaged: of the adapter; None where no average is kept.
-        seed: of the dropout masks.
+        averaged: average of the adapter; None where none is kept.
+        seed: decides the dropout masks.
         batches: the micro-batches of this process for each optimizer step, in order.
-        totals_apart: of a step, (8,) on the device, the losses of each kind of sample, or (0,).
-        totals_by_noise: of a step, (20,) on the device as :class:`StepResult` has them, or (0,).
+        totals_apart: (8,) on the device, the losses of a step for each kind of sample, or (0,).
+        totals_by_noise: (20,) on the device, those of a step as :class:`StepResult` has them, or (0,).
         validation_loss: the loss on fixed noise.
-        item_losses: of single items on fixed noise.
+        item_losses: losses of single items on fixed noise.
         sample_losses: writes those of samples that were trained on.
-        layer_updates: how large the LoRA's updates are.
-        previews: draws the prompts.
         weights: brings the frozen weights that live in host memory to the device.
         runs_together: whether the processes share the frozen weights or the sequences, and so run the model
             together.
         context_parallel: processes that share each sample.
-        compiler: of the blocks.
         divergence: what was not finite up to now.
     """
 
@@ -126,27 +127,103 @@ class TrainingObjects:
         return num_bytes + self.weights.slot_bytes
 
 
-def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
-    """Accelerate's view of the machine: device, processes, mixed precision, trackers.
+def build(
+    run: Run, start: Start, data: TrainingData, initial: Mapping[str, torch.Tensor] | None
+) -> TrainingObjects:
+    """Load the model, restore what the checkpoint holds, and put around it all that the loop works with.
 
-    Raises:
-        UserError: the launcher asks for a kind of distribution that is not supported.
+    Args:
+        initial: values that the adapter of a new run starts from; drawn where None.
     """
-    accelerator = Accelerator(
-        mixed_precision=config.train.mixed_precision,
-        log_with=list(config.logging.trackers) or None,
-        project_config=ProjectConfiguration(project_dir=str(tracker_folder), logging_dir=str(tracker_folder)),
-        # Otherwise a launcher's variable would scale every gradient; the loop accumulates by itself.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONG_WAIT)],
-    )
-    if accelerator.distributed_type not in _SUPPORTED_DISTRIBUTION:
-        raise UserError(
-            f"accelerate launch: {accelerator.distributed_type.value} is not supported; use one device, or "
-            "several with plain data parallelism (accelerate launch --multi_gpu, or torchrun), and set "
-            "memory.shard_base: all where they are to share the model"
+    config, checkpoint = run.config, start.checkpoint
+    with run.clock.stage("model"):
+        logger.info("Loading the transformer.")
+        transformer, compiler, weights = _load_model(run, initial)
+        optimizer = build_optimizer(config, transformer, run.checked.groups)
+        averaged = build_average(config, transformer, optimizer)
+        if checkpoint is not None:
+            restore(checkpoint, transformer, optimizer, averaged, accelerator=run.accelerator)
+        built = build_run(
+            config,
+            run.checked,
+            data,
+            accelerator=run.accelerator,
+            transformer=transformer,
+            weights=weights,
+            compiler=compiler,
+            optimizer=optimizer,
+            averaged=averaged,
+            start_step=start.step,
+            folder=run.folder,
         )
-    return accelerator
+    if checkpoint is not None:
+        built.divergence = Divergence.of_checkpoint(checkpoint.documents["state"])
+    built.divergence.rate_setting = config.train.rate_setting
+    return built
+
+
+def _load_model(
+    run: Run, initial: Mapping[str, torch.Tensor] | None
+) -> tuple[torch.nn.Module, BlockCompiler, WeightStream]:
+    """The transformer with its adapter, what compiles its blocks, and the stream of weights on the host."""
+    config, family, accelerator = run.config, run.family, run.accelerator
+    host_blocks = share_host_memory(config, family, accelerator)
+    adapter = load_training_adapter(config, family, accelerator, run.checked.training_adapter)
+    loaded: list[torch.nn.Module] = []
+    # Together: no process may read what is shared before it is filled.
+    on_all_processes(
+        accelerator,
+        lambda: loaded.append(build_transformer(config, run.checked, initial, host_blocks, adapter)),
+    )
+    if family.context is not None:
+        split_model(family, family.context, loaded[0])
+    compiler = build_compiler(config, family, loaded[0])
+    weights = place_weights(config, family, loaded[0], accelerator.device, host_blocks)
+    return loaded[0], compiler, weights
+
+
+def build_saver(run: Run, start: Start, data: TrainingData, built: TrainingObjects) -> Saver:
+    """What writes checkpoints, LoRA files and their cards."""
+    config, averaged = run.config, built.averaged
+    facts = gather_lora_facts(config, run.family, data, start.fingerprint)
+    protocol = ValidationProtocol(
+        data=data.validation_identity,
+        num_items=len(data.validation_items),
+        seed=config.validation.seed,
+        is_average=measures_average(config, averaged),
+    )
+    card_writer = CardWriter(
+        config=config,
+        family=run.family,
+        facts=facts,
+        previews=built.previews,
+        loss_name=built.validation_loss.name,
+        measures_average=protocol.is_average and not (averaged is not None and averaged.is_result),
+        folder=run.folder,
+        layers=run.checked.target_layers,
+    )
+    return Saver(
+        folder=run.folder,
+        store=run.store,
+        family=run.family,
+        transformer=built.transformer,
+        optimizer=built.optimizer,
+        averaged=averaged,
+        optimizer_bytes=run.checked.optimizer.state_bytes,
+        accelerator=run.accelerator,
+        fingerprint=start.fingerprint,
+        facts=facts,
+        thumbnail=built.previews.thumbnail,
+        write_card=card_writer.write,
+        run_id=start.run_id,
+        lineage=start.lineage,
+        resolved_yaml=run.loaded.resolved_yaml,
+        lora_dtype=getattr(torch, config.output.lora_dtype),
+        divergence=built.divergence,
+        keeps_best=config.output.keep_best and config.validation.data is not None,
+        protocol=protocol,
+        best=start.checkpoint.documents["state"].get("best") if start.checkpoint else None,
+    )
 
 
 def build_transformer(
@@ -156,16 +233,12 @@ def build_transformer(
     host_blocks: HostBlocks | None = None,
     training_adapter: LoraFile | None = None,
 ) -> torch.nn.Module:
-    """The frozen transformer with its adapter, where it was loaded; with ``initial`` values, or new ones.
+    """The frozen transformer with its adapter, where it was loaded.
 
     Args:
-        initial: of the adapter.
-        training_adapter: a frozen one beside it.
+        initial: values of the adapter; drawn where None.
         host_blocks: those whose weights are loaded to host memory.
-
-    Raises:
-        UserError: the weights cannot be loaded, or not as ``model.quantize`` and ``memory.stream_blocks`` ask
-            for.
+        training_adapter: a frozen second adapter.
     """
     transformer = load_frozen_transformer(config, checked.family, host_blocks)
     size = usual_size(config)
@@ -197,9 +270,10 @@ def load_frozen_transformer(
         host_blocks: those whose weights are loaded to host memory.
 
     Raises:
-        UserError: as :func:`build_transformer`.
+        UserError: the weights cannot be loaded, or not as ``model.quantize`` and ``memory.stream_blocks`` ask
+            for.
     """
-    # For this load alone: previews may load a part that is not trained.
+    # For this load only: previews may load a part that is not trained.
     family.host_blocks = host_blocks
     try:
         transformer = family.load_transformer(getattr(torch, config.model.dtype))
@@ -217,7 +291,7 @@ def load_frozen_transformer(
 
 
 def build_compiler(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> BlockCompiler:
-    """What compiles the blocks, before anything else is put around them; no blocks where it is off."""
+    """What compiles the blocks, before anything else wraps them; no blocks where it is off."""
     compiles = config.train.compile == "blocks"
     return BlockCompiler([*chain(*blocks_by_model(family, transformer))] if compiles else [])
 
@@ -404,12 +478,7 @@ def build_picture_source(config: Config, family: ModelFamily, location: str | No
 
 
 def build_engine(config: Config, weights: WeightStream) -> GradientEngine:
-    """The gradient engine that all blocks of the run share.
-
-    Args:
-        config: the settings of ``memory`` and the two switches.
-        weights: whose streams and host memory it shares.
-    """
+    """The gradient engine of all blocks, which shares streams and host memory with ``weights``."""
     memory = config.memory
     host_bytes = None
     if memory.host_gib is not None:

@@ -115,58 +115,44 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
     problems.attempt(lambda: _check_compiler(config, accelerator.device))
     problems.attempt(lambda: require_trackers(config.logging.trackers))
     training, held_out = read_records(config, accelerator, problems, part)
-    family = None
+    family, checked = None, None
     if not problems or Path(config.model.path).expanduser().is_dir():  # No download for nothing.
         family = problems.attempt(lambda: bind_family(config))
     if family is not None:
-        model = _check_model(problems, family, config, accelerator.device)
+        checked = _check_model(
+            problems, family, config, accelerator.device, training=training, held_out=held_out
+        )
         for found in (training, held_out):
             problems.attempt(partial(check_records, found.records, family))
     problems.attempt(lambda: check_held_out(training.records, held_out.records))
     # The same on all processes, whichever found them.
     problems_of_all(accelerator, problems).require_none()
     assert family is not None
-    assert model.optimizer is not None
-    for warning in (warning_of_distilled(config, family), rates_without_effect(config, model.groups)):
+    assert checked is not None
+    for warning in (warning_of_distilled(config, family), rates_without_effect(config, checked.groups)):
         if warning is not None:
             logger.warning("%s", warning)
     adapter = from_main_process(accelerator, lambda: training_adapter_digest(config, family))
-    folder, components = family.folder, family.components
-    on_all_processes(accelerator, lambda: folder.download_weights(components))
-    drawing = model.drawing or family
-    on_all_processes(accelerator, lambda: drawing.folder.download_weights(drawing.components))
+    for each in (family, checked.drawing):
+        on_all_processes(accelerator, partial(each.folder.download_weights, each.components))
     require_same_model(accelerator, family)
-    return CheckedRun(
-        family=family,
-        training=training,
-        held_out=held_out,
-        target_layers=model.target_layers,
-        groups=model.groups,
-        num_blocks=model.num_blocks,
-        num_selected_blocks=model.num_selected_blocks,
-        num_lora_weights=model.num_lora_weights,
-        num_in_vectors=model.num_in_vectors,
-        optimizer=model.optimizer,
-        training_adapter=adapter,
-        drawing=drawing,
-    )
+    return replace(checked, training_adapter=adapter)
 
 
 def checked_again(checked: CheckedRun, config: Config, accelerator: Accelerator) -> CheckedRun:
-    """A checked run under other settings of its memory, or another format.
-
-    Raises:
-        UserError: one line for each problem found, on whatever process.
-    """
+    """A checked run under other settings of its memory, or another format."""
     problems = Problems()
-    model = _check_model(problems, checked.family, config, accelerator.device)
-    problems_of_all(accelerator, problems).require_none()
-    return replace(
-        checked,
-        num_blocks=model.num_blocks,
-        num_selected_blocks=model.num_selected_blocks,
-        drawing=model.drawing or checked.family,
+    again = _check_model(
+        problems,
+        checked.family,
+        config,
+        accelerator.device,
+        training=checked.training,
+        held_out=checked.held_out,
     )
+    problems_of_all(accelerator, problems).require_none()
+    assert again is not None
+    return replace(again, training_adapter=checked.training_adapter)
 
 
 def _check_batch_size(config: Config, num_processes: int) -> None:
@@ -249,21 +235,16 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     return family
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CheckedModel:
-    target_layers: Sequence[str]
-    groups: Sequence[LayerGroup]
-    num_blocks: int
-    num_selected_blocks: int
-    num_lora_weights: int
-    num_in_vectors: int
-    optimizer: OptimizerFacts | None
-    drawing: ModelFamily | None
-
-
 def _check_model(
-    problems: Problems, family: ModelFamily, config: Config, device: torch.device
-) -> _CheckedModel:
+    problems: Problems,
+    family: ModelFamily,
+    config: Config,
+    device: torch.device,
+    *,
+    training: ReadRecords,
+    held_out: ReadRecords,
+) -> CheckedRun | None:
+    """What is known of the model before its weights load; None where a problem was found."""
     problems.attempt(lambda: plan_rules(config, family))
     problems.attempt(lambda: _check_weighting(config, family))
     problems.attempt(lambda: _check_shift(config, family))
@@ -290,7 +271,12 @@ def _check_model(
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
     if drawing is not None and drawing is not family:
         drawing.text_encoder_memory, drawing.quantization = family.text_encoder_memory, family.quantization
-    return _CheckedModel(
+    if drawing is None or optimizer is None:
+        return None
+    return CheckedRun(
+        family=family,
+        training=training,
+        held_out=held_out,
         target_layers=layers or [],
         groups=groups,
         num_blocks=len(blocks or []),

@@ -1,59 +1,43 @@
-"""This file says what the switches for memory and speed did, and stops a run in which one did nothing.
-
-It also says what decides how much memory a step takes.
-"""
+"""This file logs what the memory and speed settings did, and explains a full device."""
 
 import logging
-from typing import Protocol
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
-from accelerate import Accelerator
 
-from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine, IneffectiveSwitchError
-from diffsynth_lite.core.weights import QuantizationReport, ShardReport, WeightStream, local_bytes
+from diffsynth_lite.core.weights import QuantizationReport, ShardReport, local_bytes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.metrics import MetricsLog
-from diffsynth_lite.training.checks import CheckedRun
+from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.data_settings import num_tokens_of
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
-from diffsynth_lite.training.shortages import Workload
+from diffsynth_lite.training.planning.automatic import what_fits
+from diffsynth_lite.training.session import Run
+from diffsynth_lite.training.shortages import Workload, out_of_memory_explained
 from diffsynth_lite.training.streaming import quantizable_bytes, streamable_bytes
 
 logger = logging.getLogger(__name__)
 
 
-class Trained(Protocol):
-    """What is trained, and what its switches work on."""
-
-    accelerator: Accelerator
-    transformer: torch.nn.Module
-    weights: WeightStream
-    compiler: BlockCompiler
-
-
 def report_memory(
-    config: Config,
-    checked: CheckedRun,
-    built: Trained,
-    engine: GradientEngine,
-    metrics: MetricsLog,
-    step: int,
+    run: Run, built: TrainingObjects, engine: GradientEngine, metrics: MetricsLog, step: int
 ) -> None:
     """Log what is quantised, sharded and split, and what the other switches did in the first step.
 
     Raises:
         UserError: a switch that is on had no effect.
     """
-    memory, context = config.memory, checked.family.context
+    config, checked, context = run.config, run.checked, run.family.context
     report, streamed = engine.report(), built.weights.report()
     num_micro_batches = batch_layout(config, built.accelerator.num_processes).num_micro_steps
     split = None if context is None else context.report()
     try:
         report.require_effect(
             **engine.flags,
-            save_attention=memory.save_attention != "no",
+            save_attention=config.memory.save_attention != "no",
             expected_blocks=checked.num_blocks * num_micro_batches,
             expected_checkpointed=checked.num_selected_blocks * num_micro_batches,
         )
@@ -72,37 +56,36 @@ def report_memory(
     metrics.log(step, {name: value for part in parts for name, value in part.metrics().items()})
 
 
-def workload_of(
-    config: Config,
-    checked: CheckedRun,
-    encoded: TrainingData,
-    transformer: torch.nn.Module,
-    weights: WeightStream,
-) -> Workload:
-    """What a step holds in memory, for the advice when the device is full."""
-    train, family = config.train, checked.family
+def memory_explained(run: Run, data: TrainingData, built: TrainingObjects) -> AbstractContextManager[None]:
+    """Scope in which a full device ends the run with what it held, and what would help."""
+    config, family = run.config, run.family
+    train, transformer, weights = config.train, built.transformer, built.weights
     model = family.folder.component_config(family.trained[0])
     heads, head_width = (model.get(name) for name in ("num_attention_heads", "attention_head_dim"))
-    return Workload(
-        tokens=max(num_tokens_of(bucket, family) for bucket in encoded.items.buckets)
-        // train.context_parallel,
+    num_tokens = max(num_tokens_of(bucket, family) for bucket in data.items.buckets)
+    frozen = [weight for weight in transformer.parameters() if not weight.requires_grad]
+    float32_bytes = local_bytes(weight for weight in frozen if weight.dtype == torch.float32)
+    workload = Workload(
+        tokens=num_tokens // train.context_parallel,
         width=heads * head_width if isinstance(heads, int) and isinstance(head_width, int) else None,
         micro_batch_size=train.micro_batch_size,
-        num_blocks=checked.num_blocks,
+        num_blocks=run.checked.num_blocks,
         streamable_bytes=streamable_bytes(config, family, transformer, weights),
         quantizable_bytes=quantizable_bytes(family, transformer),
-        num_checkpointed=checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
+        num_checkpointed=run.checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
         offloads=train.use_gradient_checkpointing_offload,
         # In the backward pass those of one block, and what is fetched ahead.
         blocks_on_device=max(config.memory.resident_blocks, 1 + config.memory.prefetched_blocks),
         has_token_budget=train.micro_batch_tokens is not None,
-        float32_bytes=_float32_bytes(transformer) if config.model.dtype == "float32" else 0,
+        float32_bytes=float32_bytes if config.model.dtype == "float32" else 0,
     )
-
-
-def _float32_bytes(model: torch.nn.Module) -> int:
-    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
-    return local_bytes(parameter for parameter in frozen if parameter.dtype == torch.float32)
+    return out_of_memory_explained(
+        workload,
+        transformer,
+        built.optimizer,
+        plan=partial(what_fits, config, family, run.accelerator),
+        slot_bytes=weights.slot_bytes,
+    )
 
 
 def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> None:

@@ -30,15 +30,15 @@ from diffsynth_lite.training.distributed.watchdog import Watchdog
 from diffsynth_lite.training.memory_report import report_graphs, report_memory
 from diffsynth_lite.training.optimization.optimizers import learned_rate
 from diffsynth_lite.training.planning.comparison import StepComparison
-from diffsynth_lite.training.run_context import RunContext
-from diffsynth_lite.training.stopping import Requests, ShutdownBudget, StopRequest
+from diffsynth_lite.training.session import Run
+from diffsynth_lite.training.stopping import Requests, ShutdownBudget
 
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
 
-def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopRequest, start_step: int) -> int:
+def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> int:
     """Train until the last step or until somebody asks to stop, and save there.
 
     Returns:
@@ -53,7 +53,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     metrics = MetricsLog(MetricsFile(run.folder.metrics_file), run.accelerator)
     watchdog = Watchdog(run.accelerator, timedelta(minutes=config.train.step_timeout_minutes))
     shutdown = ShutdownBudget(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
-    requests = Requests(run.folder, stop, run.accelerator, config.output.checkpoint_every_minutes)
+    requests = Requests(run.folder, run.stop, run.accelerator, config.output.checkpoint_every_minutes)
     engine = build_engine(config, built.weights)
     comparison = StepComparison(run.predicted, built, metrics.log, start_step)
     report = _step_report(run, metrics, start_step)
@@ -75,7 +75,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
             evaluate(built, saver, metrics, 0)
     logger.info("Start-up took %s.", run.clock.describe())
     built.weights.start_report()
-    stop.let_steps_finish()
+    run.stop.let_steps_finish()
     step = min(start_step, total_steps)  # train.steps may have been lowered since the checkpoint.
     with gradient_engine(engine), watchdog.watching(), report.shown(run.console):
         for step in range(start_step + 1, total_steps + 1):
@@ -83,7 +83,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
                 result = train_step(built, step)
             asked = requests.gather()  # Before rows are written: the run folder may have been lost.
             if step == start_step + 1:
-                report_memory(config, run.checked, built, engine, metrics, step)
+                report_memory(run, built, engine, metrics, step)
             report_graphs(built.compiler, metrics, step)
             report.after_step(result)
             built.sample_losses.after_step(step)
@@ -106,7 +106,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     return step
 
 
-def _step_report(run: RunContext, metrics: MetricsLog, start_step: int) -> StepReport:
+def _step_report(run: Run, metrics: MetricsLog, start_step: int) -> StepReport:
     return StepReport(
         run.folder,
         metrics,

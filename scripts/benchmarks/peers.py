@@ -218,7 +218,7 @@ def run_trainer(settings: Sequence[str], num_steps: int, step: Callable[..., Any
     from diffsynth_lite.config import load_config
     from diffsynth_lite.training import trainer
     from diffsynth_lite.training.run import run_training
-    from diffsynth_lite.training.run_context import StartupClock
+    from diffsynth_lite.training.session import StartupClock
 
     with tempfile.TemporaryDirectory() as folder, patch.object(trainer, "train_step", step):
         loaded = load_config(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.run_context import deterministic_kernels
+from diffsynth_lite.training.session import deterministic_kernels
 
 
 def switches() -> tuple[bool, bool, bool, bool]:

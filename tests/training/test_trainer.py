@@ -23,9 +23,9 @@ from diffsynth_lite.report.page import ReportWriter
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
-from diffsynth_lite.training.builder import TrainingObjects, build_accelerator
+from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.divergence import Divergence
-from diffsynth_lite.training.run_context import RunContext, StartupClock
+from diffsynth_lite.training.session import Run, StartupClock, build_accelerator
 from diffsynth_lite.training.trainer import train, train_step
 
 INPUTS, OUTPUTS = 5, 3
@@ -281,7 +281,6 @@ class Life:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **asked: int) -> None:
         self.done: list[tuple[str, int]] = []
         self._folder, self._asked, self._saved = folder, asked, 0
-        self._stop = SimpleNamespace(asked=False, let_steps_finish=lambda: None)
         self._saver = SimpleNamespace(
             num_bytes=0, repair_best=lambda: None, save=self._save, log_rounding_error=lambda: None
         )
@@ -296,7 +295,7 @@ class Life:
         process = SimpleNamespace(
             num_processes=1, is_main_process=True, device=torch.device("cpu"), log=lambda *_, **__: None
         )
-        run = RunContext(
+        run = Run(
             loaded=config_of(self._folder, *settings),
             accelerator=process,
             folder=RunFolder(self._folder),
@@ -313,7 +312,7 @@ class Life:
             divergence=Divergence(),
             sample_losses=SimpleNamespace(after_step=lambda _step: None, write=lambda _step: None),
         )
-        return train(run, built, self._saver, self._stop, start_step)
+        return train(run, built, self._saver, start_step)
 
     def _note(self, what: str, step: int) -> None:
         self.done.append((what, step))

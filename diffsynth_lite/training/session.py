@@ -1,0 +1,341 @@
+"""This file opens a run: its processes, checks and folder, and the status and report of how it ended."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from rich.console import Console
+
+from diffsynth_lite.config import Config, LoadedConfig
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.report.page import ReportWriter
+from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
+from diffsynth_lite.training.checkpoint.manifest import Checkpoint
+from diffsynth_lite.training.checkpoint.resume import (
+    Lineage,
+    ResumePolicy,
+    RunFingerprint,
+    settings_fingerprint,
+)
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
+from diffsynth_lite.training.checks import CheckedRun, check_run, checked_again
+from diffsynth_lite.training.data_settings import shifts_by_size
+from diffsynth_lite.training.distributed.agreement import from_main_process, on_main_process
+from diffsynth_lite.training.distributed.context import check_context, context_of
+from diffsynth_lite.training.distributed.devices import describe_run
+from diffsynth_lite.training.distributed.sharding import (
+    check_sharding,
+    require_as_many_passes,
+    require_same_expert,
+    shards_of,
+)
+from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
+from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
+from diffsynth_lite.training.planning.memory_count import MemoryCount
+from diffsynth_lite.training.shortages import shortages_explained
+from diffsynth_lite.training.stopping import GracePeriod, StopRequest, remove_old_requests
+
+logger = logging.getLogger(__name__)
+
+_SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+_NONE_THERE = "does not have a deterministic implementation"
+"""torch has no class for this error, only these words."""
+
+
+class StartupClock:
+    """Seconds spent in the named stages of a start.
+
+    Args:
+        started_at: ``time.perf_counter()`` at the start of the program.
+    """
+
+    def __init__(self, started_at: float) -> None:
+        self._started_at = started_at
+        self._stages: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the time inside the block to a stage."""
+        entered_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - entered_at)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count time that was measured elsewhere to a stage."""
+        self._stages[name] = self._stages.get(name, 0.0) + seconds
+
+    def describe(self) -> str:
+        """All stages so far as one line, and what lies between them."""
+        total = time.perf_counter() - self._started_at
+        stages = {**self._stages, "other": total - sum(self._stages.values())}
+        return (
+            f"{total:.1f} s (" + ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items()) + ")"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every stage of a run needs: settings, processes, places.
+
+    Attributes:
+        loaded: the config and its texts.
+        accelerator: device and processes.
+        folder: where the run writes.
+        store: its checkpoints.
+        checked: the base model and the data, as far as they are known before weights load.
+        page: the report, which is refreshed as the run continues.
+        console: where the progress line goes.
+        clock: counts the start-up time.
+        grace: how long the launcher waits for a run that it stops; None where that is not known.
+        stop: whether a signal has asked the run to stop.
+        predicted: estimated memory of a step; None where ``memory`` left nothing open.
+        chosen: what ``memory.auto`` chose and the run keeps when it resumes, by dotted key.
+    """
+
+    loaded: LoadedConfig
+    accelerator: Accelerator
+    folder: RunFolder
+    store: CheckpointStore
+    checked: CheckedRun
+    page: ReportWriter
+    console: Console
+    clock: StartupClock
+    grace: GracePeriod | None
+    stop: StopRequest = field(default_factory=StopRequest)
+    predicted: MemoryCount | None = None
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        """The settings."""
+        return self.loaded.config
+
+    @property
+    def family(self) -> ModelFamily:
+        """The model family, bound to the folder of the base model."""
+        return self.checked.family
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes."""
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def resume_policy(self) -> ResumePolicy:
+        """What the run may continue from."""
+        resume = self.config.resume
+        return ResumePolicy(
+            source=resume.source,
+            allow=resume.allow,
+            folder=self.folder,
+            store=self.store,
+            earlier_shifts=shifts_by_size(self.config, self.family, self.family.earlier_shift),
+        )
+
+    def fingerprint(self, shift: Callable[[Sequence[int]], float]) -> RunFingerprint:
+        """What settings and weights decide of the run's numbers.
+
+        Args:
+            shift: of the noise levels, by the shape of one sample's latents.
+
+        Raises:
+            UserError: the samples of a step may be of several experts, or take several passes, where they
+                must be of one, and take one.
+        """
+        shifts = shifts_by_size(self.config, self.family, shift)
+        require_same_expert(self.config, self.family, shifts.values())
+        require_as_many_passes(self.config, self.family)
+        return settings_fingerprint(
+            self.config,
+            model_fingerprint=self.family.fingerprint(),
+            training_adapter=self.checked.training_adapter,
+            shifts=shifts,
+        )
+
+    @contextmanager
+    def recorded(self, start_step: int) -> Iterator[list[str]]:
+        """Scope of the work, after which the status and the page say how it ended; under the run's kernels.
+
+        Remarks that are put into the list are part of the message of a run that finished.
+        """
+        outcome = outcome_recorded(
+            self.folder,
+            lambda: max(self.store.steps(), default=0),
+            start_step=start_step,
+            total_steps=self.config.train.steps,
+        )
+        kernels = deterministic_kernels() if self.config.train.deterministic else nullcontext()
+        # Errors are explained here, too, so that the status says what the screen does.
+        with self.page.concluded(), ExitStack() as held, shortages_explained(self.folder.path), kernels:
+            remarks = on_main_process(self.accelerator, lambda: held.enter_context(outcome))
+            try:
+                yield [] if remarks is None else remarks
+            finally:
+                self.accelerator.free_memory()
+                for tracker in self.accelerator.trackers:
+                    tracker.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """From where a run starts or resumes: all that a checkpoint, or its absence, decides.
+
+    Attributes:
+        checkpoint: what is resumed; None in a new run.
+        fingerprint: what decides the run's numbers: settings and weights, then also the data.
+        run_id: kept over resumes.
+        lineage: the starts up to this one, with what changed; empty until the data are known.
+        is_finished: whether the run has ended and no step is left.
+    """
+
+    checkpoint: Checkpoint | None
+    fingerprint: RunFingerprint
+    run_id: str
+    lineage: Lineage = field(default_factory=list)
+    is_finished: bool = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+
+@contextmanager
+def open_run(
+    loaded: LoadedConfig, *, console: Console, clock: StartupClock, grace: GracePeriod | None
+) -> Iterator[Run]:
+    """Scope of a run that is checked, holds the lock of its folder, and hears stop signals.
+
+    Args:
+        loaded: the config and its texts.
+        console: where the progress line goes.
+        clock: counts the start-up time.
+        grace: how long the launcher waits for a run that it stops, where that is known.
+
+    Raises:
+        UserError: something the user can fix; before weights load wherever that is possible.
+        RunStoppedError: the run had to stop.
+        RunInterrupted: a signal stopped the run, after saving.
+    """
+    config, output = loaded.config, loaded.config.output
+    if config.train.cpu_threads is not None:
+        torch.set_num_threads(config.train.cpu_threads)
+    folder = RunFolder(Path(output.dir).expanduser())
+    with clock.stage("checks"), shortages_explained():
+        accelerator = build_accelerator(config, folder.path / "trackers")
+        checked = _check(config, accelerator)
+    run = Run(
+        loaded=loaded,
+        accelerator=accelerator,
+        folder=folder,
+        store=CheckpointStore(
+            folder.checkpoints_folder, keep=output.keep_checkpoints, keep_every=output.keep_every_steps
+        ),
+        checked=checked,
+        page=ReportWriter(folder.path, is_main=accelerator.is_main_process),
+        console=console,
+        clock=clock,
+        grace=grace,
+    )
+    with ExitStack() as held, run.stop.listening(), shortages_explained(folder.path):
+        on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
+        on_main_process(accelerator, lambda: remove_old_requests(folder.path))
+        yield run
+
+
+def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
+    """Accelerate's view of the machine: device, processes, mixed precision, trackers.
+
+    Raises:
+        UserError: the launcher asks for a kind of distribution that is not supported.
+    """
+    accelerator = Accelerator(
+        mixed_precision=config.train.mixed_precision,
+        log_with=list(config.logging.trackers) or None,
+        project_config=ProjectConfiguration(project_dir=str(tracker_folder), logging_dir=str(tracker_folder)),
+        # Otherwise a launcher's variable would scale every gradient; the loop accumulates by itself.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONG_WAIT)],
+    )
+    if accelerator.distributed_type not in _SUPPORTED_DISTRIBUTION:
+        raise UserError(
+            f"accelerate launch: {accelerator.distributed_type.value} is not supported; use one device, or "
+            "several with plain data parallelism (accelerate launch --multi_gpu, or torchrun), and set "
+            "memory.shard_base: all where they are to share the model"
+        )
+    return accelerator
+
+
+def _check(config: Config, accelerator: Accelerator) -> CheckedRun:
+    """Check the run before weights load; its family knows what its processes share."""
+    check_sharding(config, accelerator)
+    check_context(config, accelerator)
+    checked = check_run(before_choice(config), accelerator)
+    checked.family.shards = shards_of(config, checked.family, accelerator)
+    checked.family.context = context_of(config, checked.family, accelerator)
+    return checked
+
+
+def with_chosen_memory(run: Run) -> Run:
+    """The run with what its config leaves open of ``memory`` chosen, before anything is encoded."""
+    with run.clock.stage("checks"):
+        if leaves_open(run.config):
+            earlier = from_main_process(run.accelerator, run.resume_policy.earlier_choices)
+            choice = choose_memory(run.config, run.family, run.accelerator, earlier=earlier)
+            run = replace(
+                run,
+                loaded=replace(run.loaded, config=choice.config),
+                checked=checked_again(run.checked, choice.config, run.accelerator),
+                predicted=choice.predicted,
+                chosen=choice.lasting,
+            )
+    logger.info("Runs in %s.", describe_run(run.config, run.accelerator))
+    return run
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Scope in which torch takes kernels that sum in the same order each time.
+
+    Flash and memory-efficient attention then sum in order in the backward pass, and cuDNN's attention is left
+    out. On the CPU nothing changes that this package computes.
+
+    cuBLAS is repeatable where ``CUBLAS_WORKSPACE_CONFIG`` was ``:4096:8`` or ``:16:8`` when it was first
+    used; torch raises where it was not.
+
+    Raises:
+        UserError: something has no such kernel on this device.
+    """
+    empty_memory: Any = torch.utils.deterministic
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    filled = empty_memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # It exposes reads of memory that nobody wrote by writing all of it, and offloaded blocks are gigabytes.
+    empty_memory.fill_uninitialized_memory = False
+    try:
+        yield
+    except RuntimeError as error:
+        what, found, _ = str(error).partition(_NONE_THERE)
+        if not found:
+            raise
+        raise UserError(
+            f"train.deterministic: true, but torch {torch.__version__} has no repeatable kernel for what "
+            f"this model needs on this device: {what.strip()}. Set it to false"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
+        empty_memory.fill_uninitialized_memory = filled
