@@ -1,6 +1,5 @@
 """This file builds the objects that a run trains with from its config: settings become things here, once."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,12 +25,8 @@ from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.training.checkpoint.divergence import Divergence
-from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checks import CheckedRun, block_policy
 from diffsynth_lite.training.data_settings import data_sources, fps_of, num_tokens_of
-from diffsynth_lite.training.distilled import load_training_adapter
-from diffsynth_lite.training.distributed.agreement import on_all_processes
-from diffsynth_lite.training.distributed.context import split_model
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.sharding import require_sharded
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
@@ -41,26 +36,18 @@ from diffsynth_lite.training.evaluation import (
     ItemLosses,
     LayerUpdates,
     SampleLossLog,
-    ValidationProtocol,
 )
-from diffsynth_lite.training.export.card import CardWriter
-from diffsynth_lite.training.export.lora_facts import gather_lora_facts
 from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimization.averages import AveragedWeights
 from diffsynth_lite.training.optimization.optimizers import (
-    build_average,
     build_group_rates,
     build_learning_rate,
-    build_optimizer,
     measures_average,
 )
 from diffsynth_lite.training.preview_requests import build_preview_requests
 from diffsynth_lite.training.previews import OtherModel, PictureSource, Previews
-from diffsynth_lite.training.session import Run, Start
-from diffsynth_lite.training.streaming import blocks_by_model, place_weights, share_host_memory
-
-logger = logging.getLogger(__name__)
+from diffsynth_lite.training.streaming import blocks_by_model
 
 
 @dataclass(kw_only=True)
@@ -125,105 +112,6 @@ class TrainingObjects:
         held = [*self.transformer.parameters(), *self.transformer.buffers(), *averaged.values(), *state]
         num_bytes = local_bytes(tensor for tensor in held if isinstance(tensor, torch.Tensor))
         return num_bytes + self.weights.slot_bytes
-
-
-def build(
-    run: Run, start: Start, data: TrainingData, initial: Mapping[str, torch.Tensor] | None
-) -> TrainingObjects:
-    """Load the model, restore what the checkpoint holds, and put around it all that the loop works with.
-
-    Args:
-        initial: values that the adapter of a new run starts from; drawn where None.
-    """
-    config, checkpoint = run.config, start.checkpoint
-    with run.clock.stage("model"):
-        logger.info("Loading the transformer.")
-        transformer, compiler, weights = _load_model(run, initial)
-        optimizer = build_optimizer(config, transformer, run.checked.groups)
-        averaged = build_average(config, transformer, optimizer)
-        if checkpoint is not None:
-            restore(checkpoint, transformer, optimizer, averaged, accelerator=run.accelerator)
-        built = build_run(
-            config,
-            run.checked,
-            data,
-            accelerator=run.accelerator,
-            transformer=transformer,
-            weights=weights,
-            compiler=compiler,
-            optimizer=optimizer,
-            averaged=averaged,
-            start_step=start.step,
-            folder=run.folder,
-        )
-    if checkpoint is not None:
-        built.divergence = Divergence.of_checkpoint(checkpoint.documents["state"])
-    built.divergence.rate_setting = config.train.rate_setting
-    return built
-
-
-def _load_model(
-    run: Run, initial: Mapping[str, torch.Tensor] | None
-) -> tuple[torch.nn.Module, BlockCompiler, WeightStream]:
-    """The transformer with its adapter, what compiles its blocks, and the stream of weights on the host."""
-    config, family, accelerator = run.config, run.family, run.accelerator
-    host_blocks = share_host_memory(config, family, accelerator)
-    adapter = load_training_adapter(config, family, accelerator, run.checked.training_adapter)
-    loaded: list[torch.nn.Module] = []
-    # Together: no process may read what is shared before it is filled.
-    on_all_processes(
-        accelerator,
-        lambda: loaded.append(build_transformer(config, run.checked, initial, host_blocks, adapter)),
-    )
-    if family.context is not None:
-        split_model(family, family.context, loaded[0])
-    compiler = build_compiler(config, family, loaded[0])
-    weights = place_weights(config, family, loaded[0], accelerator.device, host_blocks)
-    return loaded[0], compiler, weights
-
-
-def build_saver(run: Run, start: Start, data: TrainingData, built: TrainingObjects) -> Saver:
-    """What writes checkpoints, LoRA files and their cards."""
-    config, averaged = run.config, built.averaged
-    facts = gather_lora_facts(config, run.family, data, start.fingerprint)
-    protocol = ValidationProtocol(
-        data=data.validation_identity,
-        num_items=len(data.validation_items),
-        seed=config.validation.seed,
-        is_average=measures_average(config, averaged),
-    )
-    card_writer = CardWriter(
-        config=config,
-        family=run.family,
-        facts=facts,
-        previews=built.previews,
-        loss_name=built.validation_loss.name,
-        measures_average=protocol.is_average and not (averaged is not None and averaged.is_result),
-        folder=run.folder,
-        layers=run.checked.target_layers,
-    )
-    return Saver(
-        folder=run.folder,
-        store=run.store,
-        family=run.family,
-        transformer=built.transformer,
-        optimizer=built.optimizer,
-        averaged=averaged,
-        optimizer_bytes=run.checked.optimizer.state_bytes,
-        accelerator=run.accelerator,
-        fingerprint=start.fingerprint,
-        facts=facts,
-        thumbnail=built.previews.thumbnail,
-        write_card=card_writer.write,
-        run_id=start.run_id,
-        lineage=start.lineage,
-        resolved_yaml=run.loaded.resolved_yaml,
-        lora_dtype=getattr(torch, config.output.lora_dtype),
-        divergence=built.divergence,
-        keeps_best=config.output.keep_best and config.validation.data is not None,
-        protocol=protocol,
-        best=start.checkpoint.documents["state"].get("best") if start.checkpoint else None,
-    )
 
 
 def build_transformer(

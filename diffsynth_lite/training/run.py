@@ -2,20 +2,23 @@
 
 import logging
 
-from diffusers.training_utils import free_memory
 from rich.console import Console
 
 from diffsynth_lite.config import LoadedConfig
 from diffsynth_lite.errors import ON_EACH_MACHINE, RunInterrupted
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.training.builder import TrainingObjects, build, build_saver
+from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.distributed.agreement import on_main_process
-from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
-from diffsynth_lite.training.encoding.sealed_start import sealed_data
-from diffsynth_lite.training.export.disk_space import require_room, warn_of_previews
-from diffsynth_lite.training.memory_report import memory_explained
 from diffsynth_lite.training.session import Run, Start, StartupClock, open_run, with_chosen_memory
-from diffsynth_lite.training.start import begin_run_folder, find_start, initial_lora
+from diffsynth_lite.training.stages import (
+    begin_run_folder,
+    build,
+    build_saver,
+    encode,
+    find_start,
+    initial_lora,
+    memory_explained,
+)
 from diffsynth_lite.training.stopping import GracePeriod
 from diffsynth_lite.training.trainer import train
 
@@ -34,29 +37,13 @@ def run_training(
             return
         with run.recorded(start.step) as remarks:
             initial = initial_lora(run, start)
-            data = _encode(run, start)
+            data = encode(run, start)
             start = begin_run_folder(run, start, data)
             built = build(run, start, data, initial)
             saver = build_saver(run, start, data, built)
             with memory_explained(run, data, built):
                 step = train(run, built, saver, start.step)
             _conclude(run, built, step, remarks)
-
-
-def _encode(run: Run, start: Start) -> TrainingData:
-    """Encode the data; from then on only tensors are needed, and the records are dropped."""
-    config, checked, accelerator = run.config, run.checked, run.accelerator
-    saving = config, checked, run.store, start.step
-    on_main_process(accelerator, lambda: require_room(*saving))
-    on_main_process(accelerator, lambda: warn_of_previews(*saving))
-    with run.clock.stage("encoding"):
-        encode = encode_run if config.data.sealed is None else sealed_data
-        data = encode(config, checked, accelerator)
-        checked.drop_records()
-        free_memory()
-    # Again: the cache may be on the same disk.
-    on_main_process(accelerator, lambda: require_room(*saving))
-    return data
 
 
 def _conclude(run: Run, built: TrainingObjects, step: int, remarks: list[str]) -> None:

@@ -83,7 +83,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
                 result = train_step(built, step)
             asked = requests.gather()  # Before rows are written: the run folder may have been lost.
             if step == start_step + 1:
-                report_memory(run, built, engine, metrics, step)
+                report_memory(config, run.checked, built, engine, metrics, step)
             report_graphs(built.compiler, metrics, step)
             report.after_step(result)
             built.sample_losses.after_step(step)

@@ -1,0 +1,312 @@
+"""This file holds the stages of a run up to the loop: find the start, encode, begin the folder, build."""
+
+import logging
+import uuid
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from diffusers.training_utils import free_memory
+
+from diffsynth_lite.config import load_yaml
+from diffsynth_lite.core.gradient import BlockCompiler
+from diffsynth_lite.core.weights import WeightStream, local_bytes
+from diffsynth_lite.files import write_json, write_text
+from diffsynth_lite.run_folder.metrics import MetricsFile, read_items, start_trackers
+from diffsynth_lite.run_folder.progress import is_logged
+from diffsynth_lite.training.builder import (
+    TrainingObjects,
+    build_compiler,
+    build_noise_levels,
+    build_run,
+    build_transformer,
+)
+from diffsynth_lite.training.checkpoint.divergence import Divergence
+from diffsynth_lite.training.checkpoint.resume import data_fingerprint, extended_lineage, resolve_checkpoint
+from diffsynth_lite.training.checkpoint.saver import Saver, restore
+from diffsynth_lite.training.data_settings import num_tokens_of
+from diffsynth_lite.training.distilled import load_training_adapter
+from diffsynth_lite.training.distributed.agreement import (
+    from_main_process,
+    on_all_processes,
+    on_main_process,
+    tensors_from_main_process,
+)
+from diffsynth_lite.training.distributed.context import split_model
+from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
+from diffsynth_lite.training.encoding.sealed_start import sealed_data
+from diffsynth_lite.training.evaluation import ValidationProtocol
+from diffsynth_lite.training.export.card import CardWriter
+from diffsynth_lite.training.export.disk_space import require_room, warn_of_previews
+from diffsynth_lite.training.export.lora_facts import gather_lora_facts
+from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
+from diffsynth_lite.training.lora_file import read_initial_lora
+from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
+from diffsynth_lite.training.planning.automatic import what_fits
+from diffsynth_lite.training.session import Run, Start
+from diffsynth_lite.training.shortages import Workload, out_of_memory_explained, shortages_explained
+from diffsynth_lite.training.streaming import (
+    place_weights,
+    quantizable_bytes,
+    share_host_memory,
+    streamable_bytes,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def find_start(run: Run) -> Start:
+    """The checkpoint that the run resumes, or a new start; the same on all processes.
+
+    Raises:
+        DifferentRunError: the folder holds a run with other settings.
+    """
+    fingerprint = run.fingerprint(build_noise_levels(run.config, run.family).shift)
+    checkpoint = resolve_checkpoint(run.accelerator, run.resume_policy, fingerprint)
+    is_finished = from_main_process(run.accelerator, lambda: _is_finished(run))
+    run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
+    start = Start(checkpoint=checkpoint, fingerprint=fingerprint, run_id=run_id)
+    return replace(start, is_finished=is_finished and start.step >= run.config.train.steps)
+
+
+def _is_finished(run: Run) -> bool:
+    """Whether the run's status says that it is finished."""
+    status = run.folder.read_status()
+    if run.folder.has_lost_status():
+        logger.warning(
+            "%s is missing or damaged; the checkpoints say how far the run is.", run.folder.status_file
+        )
+    return status is not None and status.get("state") == "finished"
+
+
+def initial_lora(run: Run, start: Start) -> dict[str, torch.Tensor] | None:
+    """The values that the adapter of a new run starts from; None where they are drawn, or restored."""
+    location = run.config.lora.init_from
+    if location is None or start.checkpoint is not None:
+        return None
+    size = usual_size(run.config)
+    read = partial(
+        read_initial_lora,
+        run.family,
+        location,
+        layers=run.checked.target_layers,
+        rank=size.rank,
+        alpha=size.alpha,
+        own=own_sizes(run.checked.groups),
+        kind=adapter_kind(run.config),
+    )
+    return tensors_from_main_process(run.accelerator, read)
+
+
+def encode(run: Run, start: Start) -> TrainingData:
+    """Encode the data; from then on only tensors are needed, and the records are dropped."""
+    config, checked, accelerator = run.config, run.checked, run.accelerator
+    saving = config, checked, run.store, start.step
+    on_main_process(accelerator, lambda: require_room(*saving))
+    on_main_process(accelerator, lambda: warn_of_previews(*saving))
+    with run.clock.stage("encoding"):
+        encode = encode_run if config.data.sealed is None else sealed_data
+        data = encode(config, checked, accelerator)
+        checked.drop_records()
+        free_memory()
+    # Again: the cache may be on the same disk.
+    on_main_process(accelerator, lambda: require_room(*saving))
+    return data
+
+
+def begin_run_folder(run: Run, start: Start, data: TrainingData) -> Start:
+    """Add what the data decide to the start, cut the folder back to its step, and start the trackers.
+
+    Raises:
+        DifferentRunError: the run was started with other data.
+    """
+    accelerator, policy = run.accelerator, run.resume_policy
+    batch_size = run.config.train.micro_batch_size
+    fingerprint = start.fingerprint | data_fingerprint(data.identity, micro_batch_size=batch_size)
+    changes = from_main_process(accelerator, lambda: policy.changed_settings(fingerprint, start.checkpoint))
+    earlier = from_main_process(accelerator, lambda: policy.earlier_starts(start.checkpoint))
+    lineage = extended_lineage(earlier, start.checkpoint, changes, accelerator, chosen=run.chosen)
+    start = replace(start, fingerprint=fingerprint, lineage=lineage)
+    on_main_process(accelerator, lambda: _write_start(run, start))
+    on_main_process(accelerator, lambda: _start_trackers(run, start.run_id))
+    return start
+
+
+@shortages_explained()  # here, so that all processes end alike
+def _write_start(run: Run, start: Start) -> None:
+    """Write fingerprint, lineage and config, and cut metrics and checkpoints back to this start's step."""
+    folder = run.folder
+    write_json(folder.fingerprint_file, start.fingerprint)
+    write_json(folder.lineage_file, start.lineage)
+    write_text(folder.config_file, run.loaded.source_text)
+    write_text(folder.resolved_file, run.loaded.resolved_yaml)
+    read_items(folder.items_file)  # Warns of what is damaged before the run continues.
+    # A new start also drops what an earlier one logged before its first checkpoint.
+    for file in folder.row_files:
+        MetricsFile(file).cut_back_to(start.step or -1)
+    run.store.cut_back_to(start.step)
+    _warn_of_lost_rows(run, start)
+
+
+def _warn_of_lost_rows(run: Run, start: Start) -> None:
+    """Warn where the metrics lack the last row that was logged before the checkpoint of this run folder."""
+    checkpoint = start.checkpoint
+    if checkpoint is None or checkpoint.path.parent != run.store.folder:
+        return
+    every_steps = load_yaml(checkpoint.documents["config"])["logging"]["every_steps"]
+    if not isinstance(every_steps, int):
+        return  # ${...}, whose value is kept nowhere
+    # Only of the start that wrote it: the interval may have been another one before.
+    starts = checkpoint.lineage
+    own_steps = range(checkpoint.step, starts[-1]["step"] if starts else checkpoint.step, -1)
+    last = next((step for step in own_steps if is_logged(step, every_steps)), None)
+    if last is not None:
+        MetricsFile(run.folder.metrics_file).warn_of_lost_rows(last)
+
+
+def _start_trackers(run: Run, run_id: str) -> None:
+    settings = run.config.logging
+    start_trackers(
+        run.accelerator,
+        names=settings.trackers,
+        project=settings.project,
+        # Unresolved: no tracker gets the value of an environment variable.
+        settings=load_yaml(run.loaded.resolved_yaml),
+        folder=run.folder.path / "trackers",
+        run_name=settings.run_name,
+        run_id=run_id,
+        wandb_mode=settings.wandb_mode,
+    )
+
+
+def build(
+    run: Run, start: Start, data: TrainingData, initial: Mapping[str, torch.Tensor] | None
+) -> TrainingObjects:
+    """Load the model, restore what the checkpoint holds, and put around it all that the loop works with.
+
+    Args:
+        initial: values that the adapter of a new run starts from; drawn where None.
+    """
+    config, checkpoint = run.config, start.checkpoint
+    with run.clock.stage("model"):
+        logger.info("Loading the transformer.")
+        transformer, compiler, weights = _load_model(run, initial)
+        optimizer = build_optimizer(config, transformer, run.checked.groups)
+        averaged = build_average(config, transformer, optimizer)
+        if checkpoint is not None:
+            restore(checkpoint, transformer, optimizer, averaged, accelerator=run.accelerator)
+        built = build_run(
+            config,
+            run.checked,
+            data,
+            accelerator=run.accelerator,
+            transformer=transformer,
+            weights=weights,
+            compiler=compiler,
+            optimizer=optimizer,
+            averaged=averaged,
+            start_step=start.step,
+            folder=run.folder,
+        )
+    if checkpoint is not None:
+        built.divergence = Divergence.of_checkpoint(checkpoint.documents["state"])
+    built.divergence.rate_setting = config.train.rate_setting
+    return built
+
+
+def _load_model(
+    run: Run, initial: Mapping[str, torch.Tensor] | None
+) -> tuple[torch.nn.Module, BlockCompiler, WeightStream]:
+    """The transformer with its adapter, what compiles its blocks, and the stream of weights on the host."""
+    config, family, accelerator = run.config, run.family, run.accelerator
+    host_blocks = share_host_memory(config, family, accelerator)
+    adapter = load_training_adapter(config, family, accelerator, run.checked.training_adapter)
+    loaded: list[torch.nn.Module] = []
+    # Together: no process may read what is shared before it is filled.
+    on_all_processes(
+        accelerator,
+        lambda: loaded.append(build_transformer(config, run.checked, initial, host_blocks, adapter)),
+    )
+    if family.context is not None:
+        split_model(family, family.context, loaded[0])
+    compiler = build_compiler(config, family, loaded[0])
+    weights = place_weights(config, family, loaded[0], accelerator.device, host_blocks)
+    return loaded[0], compiler, weights
+
+
+def build_saver(run: Run, start: Start, data: TrainingData, built: TrainingObjects) -> Saver:
+    """What writes checkpoints, LoRA files and their cards."""
+    config, averaged = run.config, built.averaged
+    facts = gather_lora_facts(config, run.family, data, start.fingerprint)
+    protocol = ValidationProtocol(
+        data=data.validation_identity,
+        num_items=len(data.validation_items),
+        seed=config.validation.seed,
+        is_average=measures_average(config, averaged),
+    )
+    card_writer = CardWriter(
+        config=config,
+        family=run.family,
+        facts=facts,
+        previews=built.previews,
+        loss_name=built.validation_loss.name,
+        measures_average=protocol.is_average and not (averaged is not None and averaged.is_result),
+        folder=run.folder,
+        layers=run.checked.target_layers,
+    )
+    return Saver(
+        folder=run.folder,
+        store=run.store,
+        family=run.family,
+        transformer=built.transformer,
+        optimizer=built.optimizer,
+        averaged=averaged,
+        optimizer_bytes=run.checked.optimizer.state_bytes,
+        accelerator=run.accelerator,
+        fingerprint=start.fingerprint,
+        facts=facts,
+        thumbnail=built.previews.thumbnail,
+        write_card=card_writer.write,
+        run_id=start.run_id,
+        lineage=start.lineage,
+        resolved_yaml=run.loaded.resolved_yaml,
+        lora_dtype=getattr(torch, config.output.lora_dtype),
+        divergence=built.divergence,
+        keeps_best=config.output.keep_best and config.validation.data is not None,
+        protocol=protocol,
+        best=start.checkpoint.documents["state"].get("best") if start.checkpoint else None,
+    )
+
+
+def memory_explained(run: Run, data: TrainingData, built: TrainingObjects) -> AbstractContextManager[None]:
+    """Scope in which a full device ends the run with what it held, and what would help."""
+    config, family = run.config, run.family
+    train, transformer, weights = config.train, built.transformer, built.weights
+    model = family.folder.component_config(family.trained[0])
+    heads, head_width = (model.get(name) for name in ("num_attention_heads", "attention_head_dim"))
+    num_tokens = max(num_tokens_of(bucket, family) for bucket in data.items.buckets)
+    frozen = [weight for weight in transformer.parameters() if not weight.requires_grad]
+    float32_bytes = local_bytes(weight for weight in frozen if weight.dtype == torch.float32)
+    workload = Workload(
+        tokens=num_tokens // train.context_parallel,
+        width=heads * head_width if isinstance(heads, int) and isinstance(head_width, int) else None,
+        micro_batch_size=train.micro_batch_size,
+        num_blocks=run.checked.num_blocks,
+        streamable_bytes=streamable_bytes(config, family, transformer, weights),
+        quantizable_bytes=quantizable_bytes(family, transformer),
+        num_checkpointed=run.checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
+        offloads=train.use_gradient_checkpointing_offload,
+        # In the backward pass those of one block, and what is fetched ahead.
+        blocks_on_device=max(config.memory.resident_blocks, 1 + config.memory.prefetched_blocks),
+        has_token_budget=train.micro_batch_tokens is not None,
+        float32_bytes=float32_bytes if config.model.dtype == "float32" else 0,
+    )
+    return out_of_memory_explained(
+        workload,
+        transformer,
+        built.optimizer,
+        plan=partial(what_fits, config, family, run.accelerator),
+        slot_bytes=weights.slot_bytes,
+    )
