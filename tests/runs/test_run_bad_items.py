@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tiny_run import TinyRun, forked
 
 from diffsynth_lite.data import Record
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training import run
+from diffsynth_lite.training import run, stages
 
 HALF_BLIND = Path(__file__).with_name("half_blind_train.py")
 
@@ -86,8 +87,8 @@ def test_records_are_not_kept_while_the_run_trains(
 ) -> None:
     num_alive: list[int] = []
 
-    def counted(name: str) -> Callable[..., Any]:
-        original = getattr(run, name)
+    def counted(module: ModuleType, name: str) -> Callable[..., Any]:
+        original = getattr(module, name)
 
         def count(*args: Any, **kwargs: Any) -> Any:
             gc.collect()
@@ -97,7 +98,7 @@ def test_records_are_not_kept_while_the_run_trains(
 
         return count
 
-    for name in ("encode_run", "train"):
-        monkeypatch.setattr(run, name, counted(name))
+    for module, name in ((stages, "encode_run"), (run, "train")):
+        monkeypatch.setattr(module, name, counted(module, name))
     assert tiny_run.train("train.steps=1") == 0
     assert num_alive == [5, 0]
