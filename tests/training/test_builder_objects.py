@@ -11,13 +11,10 @@ from accelerate.state import AcceleratorState
 from prepared_run import CPU, Prepared, prepare
 
 from diffsynth_lite.core.weights import WeightStream
-from diffsynth_lite.training.builder import (
-    build_accelerator,
-    build_engine,
-    build_transformer,
-)
+from diffsynth_lite.training.builder import build_engine, build_transformer
 from diffsynth_lite.training.layer_groups import usual_size
 from diffsynth_lite.training.optimization.optimizers import build_optimizer
+from diffsynth_lite.training.session import build_accelerator
 
 
 @pytest.fixture(scope="module")
