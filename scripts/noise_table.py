@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.doctor.findings import NoiseFindings
-from diffsynth_lite.doctor.noise import noise_table
+from diffsynth_lite.doctor.tables import noise_table
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.builder import build_noise_levels

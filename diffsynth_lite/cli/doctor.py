@@ -2,7 +2,7 @@
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,12 +81,33 @@ def print_findings(console: Console, findings: "Findings") -> None:
 
 
 def _print_data(console: Console, findings: "Findings", *, title: str, unused: str) -> None:
-    console.print(_sources(findings, title, unused.lower()))
+    sources = [
+        (
+            source.place,
+            source.contents,
+            f"{source.num_captions}",
+            f"{source.num_dropped}",
+            f"{source.passes:g}",
+        )
+        for source in findings.sources
+    ]
+    columns: tuple[str, ...] = ("source", "holds", "captions", unused.lower(), "times a pass")
+    console.print(_table(title, columns, sources, num_texts=2))
     console.print(_pairs("", findings.facts))
     if findings.buckets:
-        console.print(_buckets(findings))
-    if findings.noise:
-        console.print(_noise(findings))
+        buckets = [
+            (
+                *(row.name, f"{row.num_items}", f"{row.samples_per_pass:g}", f"{row.micro_batch_size}"),
+                *(f"{row.batches_per_pass:.4g}", f"{row.num_tokens}"),
+            )
+            for row in findings.buckets
+        ]
+        columns = ("size", "items", "samples a pass", "batch", "batches a pass", "tokens a sample")
+        console.print(_table("Buckets", columns, buckets))
+    if noise := findings.noise:
+        levels = f"Noise levels ({findings.noise_level}): % of the steps"
+        rows = [(row.name, *row.cells) for row in noise]
+        console.print(_table(levels, ("", *noise[0].COLUMNS), rows, padding=0))
     _print_names(console, unused, [f"{name}: {why}" for name, why in findings.dropped.items()])
     _print_names(console, "Equal files", _joined(" = ", findings.equal))
     _print_names(console, "Look alike", _joined(" ~ ", findings.alike))
@@ -96,15 +117,15 @@ def _joined(sign: str, groups: Sequence[Sequence[str]]) -> list[str]:
     return [sign.join(names) for names in groups]
 
 
-def _sources(findings: "Findings", title: str, unused: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("source", overflow="fold")
-    table.add_column("holds")
-    for name in ("captions", unused, "times a pass"):
-        table.add_column(name, justify="right")
-    for source in findings.sources:
-        numbers = (str(source.num_captions), str(source.num_dropped), f"{source.passes:g}")
-        table.add_row(escape(source.place), source.contents, *numbers)
+def _table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_texts: int = 1, padding: int = 1
+) -> Table:
+    """A table whose first columns hold texts, and the others numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, padding))
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < num_texts else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 
@@ -114,34 +135,6 @@ def _pairs(title: str, facts: Mapping[str, str]) -> Table:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(escape(name), escape(value))
-    return table
-
-
-def _buckets(findings: "Findings") -> Table:
-    table = Table(title="Buckets", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("size", no_wrap=True)
-    for name in ("items", "samples a pass", "batch", "batches a pass", "tokens a sample"):
-        table.add_column(name, justify="right")
-    for bucket in findings.buckets:
-        table.add_row(
-            bucket.name,
-            str(bucket.num_items),
-            f"{bucket.samples_per_pass:g}",
-            str(bucket.micro_batch_size),
-            f"{bucket.batches_per_pass:.4g}",
-            str(bucket.num_tokens),
-        )
-    return table
-
-
-def _noise(findings: "Findings") -> Table:
-    title = f"Noise levels ({findings.noise_level}): % of the steps"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column(no_wrap=True)
-    for name in findings.noise[0].COLUMNS:
-        table.add_column(name, justify="right")
-    for row in findings.noise:
-        table.add_row(row.name, *row.cells)
     return table
 
 

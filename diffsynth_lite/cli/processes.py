@@ -1,4 +1,4 @@
-"""This file sees to it that the processes of a launcher are one run, and refuses those that are not.
+"""This file makes the processes of a launcher one run, or refuses them, and knows how long it waits for them.
 
 torch and Accelerate know the processes of a run by the variables that torchrun sets. Without them each would
 train for itself, and nothing would say so.
@@ -8,10 +8,14 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diffsynth_lite.errors import UserError
+
+if TYPE_CHECKING:
+    from diffsynth_lite.training.stopping import GracePeriod
 
 _USE_CPU = "ACCELERATE_USE_CPU"
 _BY_ACCELERATE = "ACCELERATE_DYNAMO_MODE"
@@ -49,6 +53,11 @@ _MPI = (
 """Open MPI, MVAPICH2, and the Hydra of MPICH and Intel MPI."""
 _SRUN = _Numbering("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 """Of a job step. ``SLURM_NTASKS`` alone says what a job may start: many ask for cores with it."""
+_DEFAULT_GRACE_S = 30
+"""Of torch's elastic agent, which is torchrun, and `accelerate launch` with several processes."""
+_TIMEOUT_ARGUMENTS = ("--shutdown-timeout", "--shutdown_timeout")
+_TIMEOUT_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+"""The first one stands for the argument, as torchrun has one for each of them."""
 
 
 def is_main_process(environment: Mapping[str, str]) -> bool:
@@ -105,6 +114,35 @@ def refuse_group(environment: Mapping[str, str], task: str) -> None:
             f"{task}: needs one process, and {numbering.num_processes}={count} in the environment says that "
             f"this is one of {count}; start it without a launcher"
         )
+
+
+def grace_period(
+    environment: Mapping[str, str], launcher: Sequence[str], *, can_be_set: bool
+) -> "GracePeriod | None":
+    """How long the elastic agent that started this process waits for it; None without an agent.
+
+    Args:
+        launcher: command line of the parent process, as the agent passes its arguments to nobody.
+        can_be_set: whether the agent of this torch reads any setting.
+    """
+    from diffsynth_lite.training.stopping import GracePeriod
+
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    if not can_be_set:
+        return GracePeriod(seconds=_DEFAULT_GRACE_S, setting=None)
+    settings = {_TIMEOUT_ARGUMENTS[0]: argument(launcher, _TIMEOUT_ARGUMENTS)}
+    settings |= {name: environment.get(name) for name in _TIMEOUT_VARIABLES}
+    given = [(name, text) for name, text in settings.items() if text is not None]
+    setting, text = given[0] if given else (_TIMEOUT_VARIABLES[-1], str(_DEFAULT_GRACE_S))
+    return GracePeriod(seconds=float(text), setting=setting) if text.strip().isdecimal() else None
+
+
+def grace_can_be_set() -> bool:
+    """Whether torch's elastic agent has a setting for it; older ones always wait 30 s."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
 
 
 def parent_command() -> list[str]:

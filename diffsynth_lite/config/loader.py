@@ -16,9 +16,12 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from diffsynth_lite.config.document import (
+    has_reference,
     is_nothing,
     line_of,
+    read_value,
     read_yaml,
+    resolve,
     scalar,
     shortened,
     shown,
@@ -26,17 +29,20 @@ from diffsynth_lite.config.document import (
 )
 from diffsynth_lite.config.files import ConfigFile, Preset, find_config_file, read_config_files, read_preset
 from diffsynth_lite.config.messages import (
-    Schema,
     expectation,
     in_words,
-    section_of_entries,
     unknown_key,
     unknown_section,
+)
+from diffsynth_lite.config.schema import (
+    Config,
+    Schema,
+    section_of_entries,
+    section_types,
+    setting_schemas,
     without_null,
 )
-from diffsynth_lite.config.schema import Config, section_types, setting_schemas
 from diffsynth_lite.config.settings import ConflictError, Problem
-from diffsynth_lite.config.values import has_reference, read_value, resolve
 from diffsynth_lite.errors import MAX_LINES, UserError, join_lines
 from diffsynth_lite.redaction import MASK, redacted
 

@@ -3,16 +3,19 @@
 import json
 from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeAlias
 
 import yaml
 
 from diffsynth_lite.config.document import NULLS
 from diffsynth_lite.config.files import EXTENDS
 from diffsynth_lite.config.peers import answer_to, reason_against, setting_named
-
-Schema: TypeAlias = dict[str, Any]
-"""The JSON schema of one setting, as pydantic makes it."""
+from diffsynth_lite.config.schema import (
+    Schema,
+    section_of_entries,
+    takes_null,
+    without_null,
+    words_instead,
+)
 
 _KINDS = {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text"}
 _LISTED_KINDS = {"integer": ("whole numbers", "[1, 2]"), "string": ("texts", "[a, b]")}
@@ -30,32 +33,6 @@ _AUTO_IS_PLANNED = frozenset(
 )
 _MOST_LISTED = 10
 """Keys that a message lists; of a section with more it says where they are."""
-
-
-def without_null(schema: Schema) -> Schema:
-    """The schema of the values of a setting other than null."""
-    return next((option for option in schema.get("anyOf", ()) if option != {"type": "null"}), schema)
-
-
-def takes_null(schema: Schema) -> bool:
-    """Whether a setting may have no value."""
-    return {"type": "null"} in schema.get("anyOf", ())
-
-
-def words_instead(schema: Schema) -> list[str]:
-    """The words that may stand in place of the list or number that a setting else holds; mostly none."""
-    value = without_null(schema)
-    words: list[str] = []
-    for option in schema.get("anyOf", ()):
-        if option is not value:
-            words += option.get("enum", [option["const"]] if "const" in option else [])
-    return words
-
-
-def section_of_entries(schema: Schema) -> str | None:
-    """The model of the sections that a setting lists; None where it lists none."""
-    reference: str = without_null(schema).get("items", {}).get("$ref", "")
-    return reference.rpartition("/")[2] or None
 
 
 def in_words(schema: Schema) -> str:

@@ -4,14 +4,18 @@ import json
 
 from diffsynth_lite.config.files import EXTENDS
 from diffsynth_lite.config.messages import (
-    Schema,
     in_words,
+)
+from diffsynth_lite.config.schema import (
+    Config,
+    Schema,
     section_of_entries,
+    section_types,
+    setting_schemas,
     takes_null,
     without_null,
     words_instead,
 )
-from diffsynth_lite.config.schema import Config, section_types, setting_schemas
 
 _INTRODUCTION = """\
 # Configuration

@@ -3,13 +3,16 @@
 import os
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, TypeAlias, get_type_hints
 
 from diffsynth_lite.config.data import DataSettings
 from diffsynth_lite.config.model import LoraSettings, ModelSettings, ObjectiveSettings
 from diffsynth_lite.config.run import LoggingSettings, OutputSettings, ResumeSettings, ValidationSettings
 from diffsynth_lite.config.settings import Problem, Settings
 from diffsynth_lite.config.train import ADAM_SETTINGS, MemorySettings, TrainSettings
+
+Schema: TypeAlias = dict[str, Any]
+"""The JSON schema of one setting, as pydantic makes it."""
 
 
 class Config(Settings):
@@ -220,6 +223,32 @@ def section_types() -> dict[str, type[Settings]]:
     """The class of every section, by its name in the yaml."""
     hints = get_type_hints(Config)
     return {name: hints[name] for name in Config.model_fields}
+
+
+def without_null(schema: Schema) -> Schema:
+    """The schema of the values of a setting other than null."""
+    return next((option for option in schema.get("anyOf", ()) if option != {"type": "null"}), schema)
+
+
+def takes_null(schema: Schema) -> bool:
+    """Whether a setting may have no value."""
+    return {"type": "null"} in schema.get("anyOf", ())
+
+
+def words_instead(schema: Schema) -> list[str]:
+    """The words that may stand in place of the list or number that a setting else holds; mostly none."""
+    value = without_null(schema)
+    words: list[str] = []
+    for option in schema.get("anyOf", ()):
+        if option is not value:
+            words += option.get("enum", [option["const"]] if "const" in option else [])
+    return words
+
+
+def section_of_entries(schema: Schema) -> str | None:
+    """The model of the sections that a setting lists; None where it lists none."""
+    reference: str = without_null(schema).get("items", {}).get("$ref", "")
+    return reference.rpartition("/")[2] or None
 
 
 def _is_same_folder(one: str | None, other: str | None) -> bool:

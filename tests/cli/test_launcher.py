@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.run import get_args_parser
 
-from diffsynth_lite.cli.launcher import grace_can_be_set, grace_period
+from diffsynth_lite.cli.processes import grace_can_be_set, grace_period
 from diffsynth_lite.training.stopping import GracePeriod
 
 AGENT = {"TORCHELASTIC_RUN_ID": "none"}

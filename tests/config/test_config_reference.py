@@ -10,10 +10,13 @@ import pytest
 import yaml
 
 from diffsynth_lite.config import SourceSettings
-from diffsynth_lite.config.messages import without_null
 from diffsynth_lite.config.model import LoraGroup
 from diffsynth_lite.config.reference import render_reference, render_schema
-from diffsynth_lite.config.schema import section_types, setting_schemas
+from diffsynth_lite.config.schema import (
+    section_types,
+    setting_schemas,
+    without_null,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffsynth_lite.config import Config, DataSettings, SourceSettings, dump_config, load_config
-from diffsynth_lite.config.messages import (
+from diffsynth_lite.config.model import LoraGroup
+from diffsynth_lite.config.schema import (
     Schema,
     section_of_entries,
+    section_types,
     takes_null,
     without_null,
     words_instead,
 )
-from diffsynth_lite.config.model import LoraGroup
-from diffsynth_lite.config.schema import section_types
 from diffsynth_lite.config.settings import MOST_PIXELS, Settings
 from diffsynth_lite.errors import UserError
 

@@ -10,7 +10,7 @@ from wan_pipelines import BOUNDARY, two_experts
 from diffsynth_lite.core.noise import LevelShares
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.doctor.findings import Findings, NoiseFindings
-from diffsynth_lite.doctor.noise import noise_table
+from diffsynth_lite.doctor.tables import noise_table
 from diffsynth_lite.training.builder import build_noise_levels
 from diffsynth_lite.training.checks import bind_family
 
