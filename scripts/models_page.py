@@ -110,6 +110,17 @@ def render_models_page(configs: Path) -> str:
     return "\n".join([_INTRODUCTION, *table, *explanations, *sections, *_untrained()])
 
 
+def render_family(name: str) -> str:
+    """The section of one family, which may be kept elsewhere, with the recipes next to its file.
+
+    Args:
+        name: of a family here, or the dotted path of a module.
+    """
+    family = load_family(name)
+    configs = _REPOSITORY / "configs" if "." not in name else Path(inspect.getfile(family)).parent
+    return _section(name, family, _of(name, read_recipes(configs)), configs)
+
+
 def render_readme(text: str) -> str:
     """The README with its table of families written anew.
 
@@ -141,10 +152,9 @@ def _untrained() -> list[str]:
 
 
 def read_recipes(configs: Path) -> list[Recipe]:
-    """The recipes of a folder, by the names of their files."""
+    """The recipes of a folder, by the names of their files, which begin with a line for editors."""
     recipes = []
     for path in sorted(configs.glob("*.yaml")):
-        # The first line is for editors.
         _, _, text = path.read_text(encoding="utf-8").partition("\n")
         model = yaml.safe_load(text)["model"]
         comment = " ".join(line.removeprefix("#").strip() for line in text.split("\n#\n")[0].splitlines())
@@ -187,10 +197,12 @@ def _row(name: str, family: type[ModelFamily], recipes: Sequence[Recipe]) -> str
 
 
 def _section(name: str, family: type[ModelFamily], recipes: Sequence[Recipe], configs: Path) -> str:
-    file = Path(inspect.getfile(family)).relative_to(_REPOSITORY).as_posix()
+    path = Path(inspect.getfile(family))
+    file = path.relative_to(_REPOSITORY).as_posix() if path.is_relative_to(_REPOSITORY) else ""
     lines = [f"## {name}", "", "\n\n".join(_documentation(family)), "", "| | |", "|---|---|"]
     lines += [f"| {fact} | {text} |" for fact, text in facts(family).items()]
-    lines += [f"| file | [`{file}`](../{file}) |", "", *releases_table.releases_section(family)]
+    lines.append(f"| file | [`{file}`](../{file}) |" if file else f"| file | `{path.name}` |")
+    lines += ["", *releases_table.releases_section(family)]
     lines += [
         f"- [`{recipe.name}`](../configs/{recipe.name}): {recipe.purpose} (`{recipe.base}`)."
         for recipe in recipes

@@ -9,15 +9,6 @@ from diffsynth_lite.cli.arguments import add_preset_argument
 from diffsynth_lite.config.files import read_preset
 from diffsynth_lite.errors import UserError
 
-_REASONS = {
-    "qwen_image": "as the folder holds pictures; it is the README's example",
-    "wan": "as the folder holds clips; Wan 2.1 1.3B is the smallest model for them",
-    "qwen_image_edit": "as its pictures come from others",
-    "qwen_image_layered": "as its pictures have layers",
-    "flux_fill": "as its pictures have masks",
-}
-"""Why a family is taken where none is named."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite init``."""
@@ -62,31 +53,31 @@ def run(parsed: argparse.Namespace) -> None:
     from diffsynth_lite.doctor.starting_point import (
         look_at,
         next_commands,
-        recipe_for,
         starting_config,
+        starting_point,
         write_start,
     )
 
     inputs, layers, masks = parsed.inputs, parsed.layers, parsed.masks
-    family, recipe = recipe_for(
+    start = starting_point(
         *(parsed.folder, parsed.family),
         has_inputs=bool(inputs),
         has_layers=bool(layers),
         has_masks=masks is not None,
     )
-    found = look_at(parsed.folder, recipe, input_dirs=inputs, layer_dirs=layers, mask_dir=masks)
-    text = starting_config(found, recipe, out=out, presets=presets)
-    start = write_start(found, recipe, out)
+    found = look_at(parsed.folder, start, input_dirs=inputs, layer_dirs=layers, mask_dir=masks)
+    text = starting_config(found, start, out=out, presets=presets)
+    picture = write_start(found, start, out)
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
-    reason = "" if parsed.family else f", {_REASONS[family]} (--family names another)"
+    reason = start.reason and f", {start.reason} (--family names another)"
     lines = [
         f"{found.path}: {found.summary}",
         *(f"> {problem}" for problem in found.problems),
-        f"Wrote {out}{f' and {start}' if start else ''}, for {family}{reason}. Look at it, then:",
+        f"Wrote {out}{f' and {picture}' if picture else ''}, for {start.family}{reason}. Look at it, then:",
         *(f"  {command}" for command in next_commands(out)),
     ]
     for line in lines:

@@ -1,6 +1,7 @@
 """Renders what the settings' models generate: ``docs/configuration.md`` and ``configs/schema.json``."""
 
 import json
+from collections.abc import Sequence
 
 from diffsynth_lite.config.files import EXTENDS
 from diffsynth_lite.config.messages import (
@@ -72,13 +73,17 @@ def render_reference() -> str:
     return "\n".join([_INTRODUCTION, *sections])
 
 
-def render_schema() -> str:
-    """The JSON schema by which editors complete and check a config."""
+def render_schema(families: Sequence[str]) -> str:
+    """The JSON schema by which editors complete and check a config.
+
+    Args:
+        families: names of the built-in ones, which editors propose; others are given by their dotted path.
+    """
     document = Config.model_json_schema()
     models = document["$defs"]
     settings = [setting for model in models.values() for setting in model["properties"].values()]
     of_entries = set(map(section_of_entries, settings))
-    schema = {
+    schema: Schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A training run of diffsynth_lite",
         "type": "object",
@@ -106,6 +111,7 @@ def render_schema() -> str:
         }
         | {"Reference": {"description": _REFERENCE, "type": "string", "pattern": r"\$\{"}},
     }
+    schema["properties"]["model"]["properties"]["family"]["examples"] = list(families)
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 

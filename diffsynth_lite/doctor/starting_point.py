@@ -1,10 +1,11 @@
 """This file looks at a folder of media, by headers alone, and says the config that a run starts from."""
 
+import inspect
 import json
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
@@ -23,46 +24,17 @@ from diffsynth_lite.data.records import is_image, is_video
 from diffsynth_lite.data.video import check_video, max_frames, read_frames
 from diffsynth_lite.doctor.findings import counted
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines import family_names, load_family
 
-RECIPES_OF_PICTURES = {
-    "qwen_image": "qwen_lora.yaml",
-    "anima": "anima_lora.yaml",
-    "chroma": "chroma_lora.yaml",
-    "ernie_image": "ernie_image_lora.yaml",
-    "flux": "flux_lora.yaml",
-    "flux2": "flux2_lora.yaml",
-    "ideogram4": "ideogram4_lora.yaml",
-    "krea2": "krea2_lora.yaml",
-    "qwen_image_21": "qwen_image_21_lora.yaml",
-    "sana": "sana_lora.yaml",
-    "sd3": "sd35_medium_lora.yaml",
-    "sdxl": "sdxl_lora.yaml",
-    "z_image": "z_image_lora.yaml",
+_DEFAULTS: Mapping[RecordKind, tuple[str, str]] = {
+    "image": ("qwen_image", "as the folder holds pictures; it is the README's example"),
+    "video": ("wan", "as the folder holds clips; Wan 2.1 1.3B is the smallest model for them"),
+    "edit": ("qwen_image_edit", "as its pictures come from others"),
+    "layers": ("qwen_image_layered", "as its pictures have layers"),
+    "inpaint": ("flux_fill", "as its pictures have masks"),
 }
-"""The recipe of each model family that learns pictures."""
-RECIPES_OF_CLIPS = {
-    "wan": "wan_t2v_lora.yaml",
-    "cogvideox": "cogvideox_lora.yaml",
-    "hunyuan_video": "hunyuan_video_lora.yaml",
-    "hunyuan_video_15": "hunyuan_video_15_lora.yaml",
-    "ltx2": "ltx2_lora.yaml",
-    "ltx_video": "ltx_video_lora.yaml",
-    "wan_vace": "wan_vace_lora.yaml",
-}
-"""Of those that learn clips, and pictures besides."""
-RECIPES_OF_STARTED_CLIPS = {"wan_i2v": "wan_i2v_14b_lora.yaml"}
-"""Of those that learn how a clip goes on from its first frame."""
-RECIPES_OF_EDITS = {
-    "qwen_image_edit": "qwen_image_edit_lora.yaml",
-    "flux2": "flux2_klein_edit_lora.yaml",
-    "flux_kontext": "flux_kontext_lora.yaml",
-}
-"""Of those that learn what pictures become."""
-RECIPES_OF_LAYERS = {"qwen_image_layered": "qwen_image_layered_lora.yaml"}
-"""Of those that learn what pictures are taken apart into."""
-RECIPES_OF_MASKED = {"flux_fill": "flux_fill_lora.yaml"}
-"""Of those that learn to paint parts of pictures anew."""
-
+"""The family that is taken where none is named, and why, by what the folder holds."""
 _EDGE_STEP = 64
 """Pixels that a proposed resolution is a multiple of."""
 _FRAME_STEP = 8
@@ -70,6 +42,23 @@ _FRAME_STEP = 8
 _NO_TRIGGERS = frozenset(
     ["a", "an", "the", "photo", "picture", "image", "video", "clip", "portrait", "painting"]
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartingPoint:
+    """What a run on a folder starts from.
+
+    Attributes:
+        family: name.
+        recipe: the config, as ``extends`` names it.
+        kind: of the data that the recipe is for.
+        reason: why the family was taken; empty where it was given.
+    """
+
+    family: str
+    recipe: str
+    kind: RecordKind
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,55 +100,68 @@ class FolderFindings:
         return f"{words}; {small.width} x {small.height} to {large.width} x {large.height} pixels"
 
 
-def recipe_for(
+def starting_point(
     path: Path,
     family: str | None,
     *,
     has_inputs: bool = False,
     has_layers: bool = False,
     has_masks: bool = False,
-) -> tuple[str, str]:
+) -> StartingPoint:
     """A model family and its recipe: that of the family, or else what suits the folder.
 
     Args:
+        family: name, or the dotted path of a module elsewhere.
         has_inputs: its pictures come from others, which are known.
         has_layers: they have layers, which are known.
         has_masks: masks say what of them is painted anew.
     """
+    own = load_family(family).starting_recipes if family else {}
+    kinds: tuple[RecordKind, ...] = ("image", "video")
+    learned = "pictures"
     if any(map(is_video, list_folder(path, allow_outside=False).files)):
-        learned, recipes = "clips", RECIPES_OF_CLIPS | RECIPES_OF_STARTED_CLIPS
-    elif has_inputs or (family in RECIPES_OF_EDITS and family not in RECIPES_OF_PICTURES):
-        learned, recipes = "pictures with --inputs", RECIPES_OF_EDITS
-    elif has_layers or family in RECIPES_OF_LAYERS:
-        learned, recipes = "pictures with --layers", RECIPES_OF_LAYERS
-    elif has_masks or family in RECIPES_OF_MASKED:
-        learned, recipes = "pictures with --masks", RECIPES_OF_MASKED
-    else:
-        learned, recipes = "pictures", RECIPES_OF_PICTURES | RECIPES_OF_CLIPS
-    if has_inputs and recipes is not RECIPES_OF_EDITS:
+        learned, kinds = "clips", ("video", "image_to_video")
+    elif has_inputs or ("edit" in own and "image" not in own):
+        learned, kinds = "pictures with --inputs", ("edit",)
+    elif has_layers or "layers" in own:
+        learned, kinds = "pictures with --layers", ("layers",)
+    elif has_masks or "inpaint" in own:
+        learned, kinds = "pictures with --masks", ("inpaint",)
+    if has_inputs and "edit" not in kinds:
         raise UserError("--inputs: are of pictures, and the folder holds clips; leave it out")
-    if has_layers and recipes is not RECIPES_OF_LAYERS:
+    if has_layers and "layers" not in kinds:
         raise UserError("--layers: are of pictures without --inputs; leave it out")
-    if has_masks and recipes is not RECIPES_OF_MASKED:
+    if has_masks and "inpaint" not in kinds:
         raise UserError("--masks: are of pictures without --inputs and --layers; leave it out")
-    family = family or next(iter(recipes))
-    if family not in recipes:
-        raise UserError(
-            f"--family {family}: has no starting point for a folder of {learned}; {', '.join(recipes)} have"
-        )
-    return family, recipes[family]
+    default, reason = _DEFAULTS[kinds[0]]
+    name = family or default
+    if found := _recipe_of(name, kinds):
+        return StartingPoint(family=name, recipe=found[1], kind=found[0], reason="" if family else reason)
+    # Imports every family, which takes seconds: only for the message.
+    others = ", ".join(other for other in family_names() if _recipe_of(other, kinds))
+    raise UserError(f"--family {family}: has no starting point for a folder of {learned}; {others} have")
+
+
+def _recipe_of(name: str, kinds: Sequence[RecordKind]) -> tuple[RecordKind, str] | None:
+    """The first of these kinds of data that a family has a recipe for, and the recipe."""
+    family = load_family(name)
+    for kind in kinds:
+        if recipe := family.starting_recipes.get(kind):
+            own = Path(inspect.getfile(family)).with_name(recipe)
+            return kind, str(own) if own.exists() else recipe
+    return None
 
 
 def look_at(
     path: Path,
-    recipe: str,
+    start: StartingPoint,
     *,
     input_dirs: Sequence[Path] = (),
     layer_dirs: Sequence[Path] = (),
     mask_dir: Path | None = None,
 ) -> FolderFindings:
     """What is in a folder, as the data of a recipe."""
-    data = load_config(recipe).config.data
+    data = load_config(start.recipe).config.data
     source = Source(
         path=str(path),
         input_columns=[] if input_dirs else data.input_columns,
@@ -192,7 +194,7 @@ def look_at(
     )
 
 
-def write_start(found: FolderFindings, recipe: str, out: Path) -> Path | None:
+def write_start(found: FolderFindings, start: StartingPoint, out: Path) -> Path | None:
     """Write the picture that previews of clips start from, or the mask of those that paint parts anew, where
     the config names it.
 
@@ -202,10 +204,10 @@ def write_start(found: FolderFindings, recipe: str, out: Path) -> Path | None:
     Returns:
         Its file, or None where there is no need of one.
     """
-    path = _start_file(found, recipe, out)
+    path = _start_file(found, start, out)
     if path is None:
         return None
-    if recipe in RECIPES_OF_MASKED.values():
+    if start.kind == "inpaint":
         drawn = _middle_of(check_image(found.records[0].target))
     else:
         [drawn] = read_frames(found.records[0].target, [0.0])
@@ -225,12 +227,12 @@ def _middle_of(size: ImageFacts) -> Image.Image:
     return mask
 
 
-def _start_file(found: FolderFindings, recipe: str, out: Path) -> Path | None:
+def _start_file(found: FolderFindings, start: StartingPoint, out: Path) -> Path | None:
     if not found.records:
         return None
-    if recipe in RECIPES_OF_STARTED_CLIPS.values():
+    if start.kind == "image_to_video":
         return out.with_name(f"{out.stem}_start.png")
-    needs_mask = recipe in RECIPES_OF_MASKED.values() and found.mask_dir is None
+    needs_mask = start.kind == "inpaint" and found.mask_dir is None
     return out.with_name(f"{out.stem}_mask.png") if needs_mask else None
 
 
@@ -241,24 +243,26 @@ def next_commands(config: Path) -> list[str]:
     return [f"{command} {named}" for command in commands]
 
 
-def starting_config(found: FolderFindings, recipe: str, *, out: Path, presets: Sequence[Preset]) -> str:
+def starting_config(
+    found: FolderFindings, start: StartingPoint, *, out: Path, presets: Sequence[Preset]
+) -> str:
     """The yaml of a run: what the folder asks for, on top of a recipe.
 
     Args:
         out: the file that it is for.
         presets: whose settings it gets; a later one wins.
     """
-    config = load_config(recipe).config
+    config = load_config(start.recipe).config
     lines: dict[str, dict[str, str]] = defaultdict(dict)
-    start = _start_file(found, recipe, out)
-    for section, key, value, why in _settings(found, config, out, start):
+    picture = _start_file(found, start, out)
+    for section, key, value, why in _settings(found, config, out, picture):
         lines[section][key] = _line(key, value, why)
     for preset in presets:
         preset.require_fit(config.model.family)
         for section, values in yaml.safe_load(preset.text).items():
             for key, value in values.items() if isinstance(values, dict) else ():
                 lines[section][key] = _line(key, value, f"preset {preset.name}")
-    cards = ", ".join(_cards_of(recipe))
+    cards = ", ".join(_cards_of(start.recipe))
     head = [
         f"# A LoRA for {config.model.family} from {shortened(str(found.path))}: {found.summary}.",
         "#",
@@ -266,7 +270,7 @@ def starting_config(found: FolderFindings, recipe: str, *, out: Path, presets: S
         "#",
         "# All else is as in the recipe that it extends; docs/configuration.md explains every setting.",
         "",
-        f"extends: {recipe}" + (f"  # by the memory of the card: {cards}" if cards else ""),
+        f"extends: {start.recipe}" + (f"  # by the memory of the card: {cards}" if cards else ""),
     ]
     if not any("trigger:" in line for line in lines["data"].values()):
         remark = "names what is learned; captions without it get it in front"

@@ -32,7 +32,7 @@ from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_f
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import ANIMA_NAMES
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
 from diffsynth_lite.pipelines.base.folder import ComponentFile
@@ -154,6 +154,7 @@ class Anima(DiffusersFamily):
 
     pipelines: ClassVar[tuple[Any, ...]] = (AnimaModularPipeline,)
     releases = ANIMA
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "anima_lora.yaml"}
     transformer_class = CosmosTransformer3DModel
     lora_spelling = ANIMA_NAMES
     lora_layers = known_names.ANIMA

@@ -14,7 +14,7 @@ from transformers import T5EncoderModel
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import (
@@ -98,6 +98,7 @@ class Chroma(Flux):
 
     pipelines = (ChromaPipeline,)
     releases = CHROMA
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "chroma_lora.yaml"}
     transformer_class = ChromaTransformer2DModel
     lora_spelling = taken_by_comfyui(but=("distilled_guidance_layer",))
     lora_layers = known_names.CHROMA

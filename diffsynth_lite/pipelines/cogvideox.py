@@ -23,7 +23,7 @@ from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_f
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import COGVIDEOX_NAMES
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
@@ -103,6 +103,7 @@ class CogVideoX(DiffusionFamily):
 
     pipelines = (CogVideoXPipeline,)
     releases = COGVIDEOX
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "cogvideox_lora.yaml"}
     transformer_class = CogVideoXTransformer3DModel
     lora_spelling = COGVIDEOX_NAMES
     lora_layers = known_names.COGVIDEOX

@@ -21,7 +21,7 @@ from transformers import Mistral3Model
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import ERNIE_IMAGE_NAMES
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_patched_latents, scaled_latents_shape
@@ -102,6 +102,7 @@ class ErnieImage(DiffusersFamily):
 
     pipelines = (ErnieImagePipeline,)
     releases = ERNIE_IMAGE
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "ernie_image_lora.yaml"}
     transformer_class = ErnieImageTransformer2DModel
     lora_spelling = ERNIE_IMAGE_NAMES
     lora_layers = known_names.ERNIE_IMAGE

@@ -17,7 +17,7 @@ from diffsynth_lite.core.context_parallel import SequenceSplit
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import (
@@ -151,6 +151,7 @@ class Flux(DiffusersFamily):
 
     pipelines: ClassVar[tuple[Any, ...]] = (FluxPipeline,)
     releases = FLUX
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "flux_lora.yaml"}
     transformer_class = FluxTransformer2DModel
     lora_spelling = taken_by_comfyui()
     lora_layers = known_names.FLUX

@@ -26,7 +26,7 @@ from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_f
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import (
@@ -128,6 +128,10 @@ class Flux2(DiffusersFamily):
 
     pipelines: ClassVar[tuple[Any, ...]] = (Flux2Pipeline, Flux2KleinPipeline)
     releases = FLUX2
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {
+        "image": "flux2_lora.yaml",
+        "edit": "flux2_klein_edit_lora.yaml",
+    }
     transformer_class = Flux2Transformer2DModel
     lora_spelling = taken_by_comfyui(but=("time_guidance_embed", "double_stream_", "single_stream_"))
     lora_layers = known_names.FLUX2

@@ -7,15 +7,15 @@ Source: diffusers ``pipeline_flux_fill.py``.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from diffusers import FluxFillPipeline, FluxTransformer2DModel
 from PIL import ImageOps
 from PIL.Image import Image, Resampling
 
-from diffsynth_lite.media import Media
+from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import flux
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
@@ -47,6 +47,7 @@ class FluxFill(flux.Flux):
 
     pipelines = (FluxFillPipeline,)
     releases = FLUX_FILL
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"inpaint": "flux_fill_lora.yaml"}
     record_kinds = ("inpaint",)
     max_prompt_tokens = 512
     distilled = None

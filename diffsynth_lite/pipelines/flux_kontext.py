@@ -4,8 +4,8 @@ The transformer is FLUX.1's; the tokens of the picture to edit stand behind thos
 Source: diffusers ``pipeline_flux_kontext.py``.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from diffusers import FluxKontextPipeline
@@ -13,6 +13,7 @@ from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
 from PIL.Image import Image
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines import flux
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
@@ -33,6 +34,7 @@ class FluxKontext(flux.Flux):
 
     pipelines = (FluxKontextPipeline,)
     releases = FLUX_KONTEXT
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"edit": "flux_kontext_lora.yaml"}
     record_kinds = ("edit",)
     max_prompt_tokens = 512
     distilled = None

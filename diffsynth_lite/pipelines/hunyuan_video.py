@@ -132,6 +132,7 @@ class HunyuanVideo(DiffusersFamily):
 
     pipelines: ClassVar[tuple[Any, ...]] = (HunyuanVideoPipeline,)
     releases = HUNYUAN_VIDEO
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "hunyuan_video_lora.yaml"}
     transformer_class = HunyuanVideoTransformer3DModel
     lora_spelling = JOINED_IN_COMFYUI
     lora_layers = hunyuan_names.HUNYUAN_VIDEO

@@ -25,7 +25,7 @@ from transformers import BatchEncoding, Qwen3VLModel
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_patched_latents, scaled_latents_shape
@@ -123,6 +123,7 @@ class Ideogram4(DiffusersFamily):
 
     pipelines = (Ideogram4Pipeline,)
     releases = IDEOGRAM4
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "ideogram4_lora.yaml"}
     transformer_class = Ideogram4Transformer2DModel
     lora_spelling = JOINED_IN_COMFYUI
     lora_layers = known_names.IDEOGRAM4

@@ -22,7 +22,7 @@ from transformers import Qwen3VLModel
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
@@ -118,6 +118,7 @@ class Krea2(DiffusersFamily):
 
     pipelines = (Krea2Pipeline,)
     releases = KREA2
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "krea2_lora.yaml"}
     transformer_class = Krea2Transformer2DModel
     lora_spelling = taken_by_comfyui()
     lora_layers = known_names.KREA2

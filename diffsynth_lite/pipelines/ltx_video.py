@@ -27,7 +27,7 @@ from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_f
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import LTX_VIDEO_NAMES
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
@@ -151,6 +151,7 @@ class LTXVideo(DiffusersFamily):
 
     pipelines = (LTXPipeline, LTXImageToVideoPipeline, LTXConditionPipeline)
     releases = LTX_VIDEO
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "ltx_video_lora.yaml"}
     transformer_class = LTXVideoTransformer3DModel
     lora_spelling = LTX_VIDEO_NAMES
     lora_layers = known_names.LTX_VIDEO

@@ -22,7 +22,7 @@ from diffsynth_lite.core.context_parallel import SequenceSplit
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
@@ -125,6 +125,7 @@ class QwenImage(DiffusersFamily):
 
     pipelines: ClassVar[tuple[Any, ...]] = (QwenImagePipeline,)
     releases = QWEN_IMAGE
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "qwen_lora.yaml"}
     transformer_class = QwenImageTransformer2DModel
     lora_spelling = taken_by_comfyui()
     lora_layers = known_names.QWEN_IMAGE

@@ -26,7 +26,7 @@ from transformers import (
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
@@ -111,6 +111,7 @@ class QwenImage21(DiffusersFamily):
 
     pipelines = (QwenImage21Pipeline,)
     releases = QWEN_IMAGE_21
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "qwen_image_21_lora.yaml"}
     transformer_class = QwenImage21Transformer2DModel
     lora_spelling = taken_by_comfyui(by_kohya_names=False)
     lora_layers = known_names.QWEN_IMAGE_21

@@ -4,8 +4,8 @@ The transformer is Qwen-Image's; the tokens of the input pictures stand behind t
 Sources: diffusers ``pipeline_qwenimage_edit.py`` and ``pipeline_qwenimage_edit_plus.py``.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
@@ -17,7 +17,7 @@ from transformers import Qwen2VLImageProcessorPil as PictureProcessor
 
 from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines import qwen_image
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
@@ -47,6 +47,7 @@ class QwenImageEdit(qwen_image.QwenImage):
 
     pipelines = (QwenImageEditPipeline, QwenImageEditPlusPipeline)
     releases = QWEN_IMAGE_EDIT
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"edit": "qwen_image_edit_lora.yaml"}
     record_kinds = ("edit",)
     # The pipelines cut no prompt; they refuse a limit above this one.
     max_prompt_tokens = 1024

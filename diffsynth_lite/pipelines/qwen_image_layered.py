@@ -21,7 +21,7 @@ from transformers import Qwen2VLImageProcessorPil as PictureProcessor
 from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media
+from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import qwen_image
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
@@ -62,6 +62,7 @@ class QwenImageLayered(qwen_image.QwenImage):
 
     pipelines: ClassVar[tuple[Any, ...]] = (QwenImageLayeredPipeline,)
     releases = QWEN_IMAGE_LAYERED
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"layers": "qwen_image_layered_lora.yaml"}
     latents_id = "qwen_image_layered/latents/1"
     record_kinds = ("layers",)
     default_num_layers = 4

@@ -17,7 +17,7 @@ from transformers import Gemma2Model
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import (
@@ -86,6 +86,7 @@ class Sana(DiffusersFamily):
 
     pipelines = (SanaPipeline,)
     releases = SANA
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "sana_lora.yaml"}
     transformer_class = SanaTransformer2DModel
     lora_spelling = taken_by_comfyui(but=("",))
     lora_layers = known_names.SANA

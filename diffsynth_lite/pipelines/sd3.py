@@ -22,7 +22,7 @@ from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_f
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
@@ -102,6 +102,7 @@ class SD3(DiffusersFamily):
 
     pipelines = (StableDiffusion3Pipeline,)
     releases = SD3_RELEASES
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "sd35_medium_lora.yaml"}
     transformer_class = SD3Transformer2DModel
     lora_spelling = taken_by_comfyui()
     lora_layers = known_names.SD3

@@ -7,7 +7,7 @@ Source: diffusers ``pipeline_wan_i2v.py``.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import WanImageToVideoPipeline
@@ -51,6 +51,7 @@ class WanI2V(wan.Wan):
 
     pipelines = (WanImageToVideoPipeline,)
     releases = WAN_I2V
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image_to_video": "wan_i2v_14b_lora.yaml"}
     size_divisor = 16
     default_num_frames = 81
     default_fps = 16.0

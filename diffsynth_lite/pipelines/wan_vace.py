@@ -5,7 +5,7 @@ Sources: diffusers ``transformer_wan_vace.py`` and ``pipeline_wan_vace.py``; for
 its ``single_file_utils.py`` and ``comfy/ldm/wan/model.py`` of ComfyUI.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
@@ -108,6 +108,7 @@ class WanVACE(wan.Wan):
 
     pipelines = (WanVACEPipeline,)
     releases = WAN_VACE
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "wan_vace_lora.yaml"}
     transformer_class = WanVACETransformer3DModel
     lora_spelling = WAN_VACE_NAMES
     lora_layers = _LORA_LAYERS

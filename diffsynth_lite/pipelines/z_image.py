@@ -21,7 +21,7 @@ from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_f
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
@@ -117,6 +117,7 @@ class ZImage(DiffusersFamily):
 
     pipelines = (ZImagePipeline,)
     releases = Z_IMAGE
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "z_image_lora.yaml"}
     transformer_class = ZImageTransformer2DModel
     lora_spelling = taken_by_comfyui(by_kohya_names=False)
     lora_layers = known_names.Z_IMAGE

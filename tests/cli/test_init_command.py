@@ -11,20 +11,9 @@ from tiny_run import tiny_picture
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
 from diffsynth_lite.data.video import write_video
-from diffsynth_lite.doctor.starting_point import (
-    RECIPES_OF_CLIPS,
-    RECIPES_OF_EDITS,
-    RECIPES_OF_LAYERS,
-    RECIPES_OF_MASKED,
-    RECIPES_OF_PICTURES,
-    RECIPES_OF_STARTED_CLIPS,
-    look_at,
-    recipe_for,
-    starting_config,
-)
+from diffsynth_lite.doctor.starting_point import look_at, starting_config, starting_point
+from diffsynth_lite.pipelines import family_names, load_family
 from diffsynth_lite.training.data_settings import find_training_records
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
@@ -67,10 +56,10 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
 
 
 def test_a_folder_without_a_name_gets_one(pictures: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _, recipe = recipe_for(pictures, None, has_inputs=False)
-    found = replace(look_at(pictures, recipe), path=Path("/"))
+    start = starting_point(pictures, None)
+    found = replace(look_at(pictures, start), path=Path("/"))
     out = Path("lora.yaml")
-    out.write_text(starting_config(found, recipe, out=out, presets=[]))
+    out.write_text(starting_config(found, start, out=out, presets=[]))
     assert load_config(out).config.logging.run_name == "lora"
     assert main(["init", "/"]) == 2
     assert caplog.messages[-1].startswith("--out lora.yaml: is there already")
@@ -208,11 +197,8 @@ def test_what_it_cannot_do_is_told_in_a_line_and_nothing_is_written(
     assert list(Path().rglob("*.yaml")) == []
 
 
-def test_every_family_has_a_starting_point() -> None:
-    of_companions = (RECIPES_OF_EDITS, RECIPES_OF_LAYERS, RECIPES_OF_MASKED)
-    groups = (RECIPES_OF_PICTURES, RECIPES_OF_CLIPS, RECIPES_OF_STARTED_CLIPS, *of_companions)
-    of_recipes = {
-        (name, load_config(file).config.model.family) for group in groups for name, file in group.items()
-    }
-    families = {load_config(path).config.model.family for path in CONFIGS.glob("*.yaml")}
-    assert of_recipes == {(family, family) for family in families}
+@pytest.mark.parametrize("name", family_names())
+def test_every_family_has_a_starting_point_of_its_own(name: str) -> None:
+    recipes = load_family(name).starting_recipes
+    assert recipes
+    assert {load_config(recipe).config.model.family for recipe in recipes.values()} == {name}

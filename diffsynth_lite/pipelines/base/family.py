@@ -39,6 +39,8 @@ class ModelFamily(LoraFormat):
     Attributes:
         pipeline_classes: class names of which the folder's index must give one.
         releases: the released models that are known of it; none unless a family names its own.
+        starting_recipes: the config that a run starts from, for each kind of data: one of ``configs/``, or a
+            file next to the family's own.
         tokenizers: folders of all tokenizers.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
         unused_in_last_block: endings of names in the last block whose output nobody uses.
@@ -63,6 +65,7 @@ class ModelFamily(LoraFormat):
 
     pipeline_classes: ClassVar[tuple[str, ...]]
     releases: ClassVar[tuple[Release, ...]] = ()
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {}
     tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer",)
     frame_step: ClassVar[int | None] = None
     unused_in_last_block: ClassVar[tuple[str, ...]] = ()
@@ -78,6 +81,8 @@ class ModelFamily(LoraFormat):
         # Those of the family that it is made from are of other pipelines.
         if "releases" not in vars(cls):
             cls.releases = ()
+        if "starting_recipes" not in vars(cls):
+            cls.starting_recipes = {}
 
     def __init__(self, folder: PipelineFolder, *, trained: Sequence[str] | None = None) -> None:
         """Bind the family to a folder.

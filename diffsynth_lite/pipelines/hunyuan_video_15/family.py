@@ -150,6 +150,7 @@ class HunyuanVideo15(DiffusersFamily):
 
     pipelines = (HunyuanVideo15Pipeline, HunyuanVideo15ImageToVideoPipeline)
     releases = HUNYUAN_VIDEO_15
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "hunyuan_video_15_lora.yaml"}
     transformer_class = HunyuanVideo15Transformer3DModel
     lora_spelling = JOINED_IN_COMFYUI
     lora_layers = hunyuan_names.HUNYUAN_VIDEO_15

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from diffsynth_lite.core.gradient import count_blocks, gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import ltx2_names
 from diffsynth_lite.lora.spelling import LTX2_NAMES
-from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Drawn, Media, Prompt
+from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Drawn, Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
@@ -102,6 +102,7 @@ class LTX2(DiffusersFamily):
 
     pipelines = (LTX2Pipeline, LTX2ImageToVideoPipeline, LTX2ConditionPipeline)
     releases = LTX_2
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "ltx2_lora.yaml"}
     transformer_class = LTX2VideoTransformer3DModel
     lora_spelling = LTX2_NAMES
     lora_layers = ltx2_names.LTX2

@@ -27,7 +27,7 @@ from diffsynth_lite.core.gradient import (
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import SDXL_NAMES
-from diffsynth_lite.media import Crop, Media, Prompt
+from diffsynth_lite.media import Crop, Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
@@ -150,6 +150,7 @@ class SDXL(DiffusionFamily):
 
     pipelines = (StableDiffusionXLPipeline,)
     releases = RELEASES
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "sdxl_lora.yaml"}
     transformer_class = UNet2DConditionModel
     lora_spelling = SDXL_NAMES
     lora_layers = known_names.SDXL

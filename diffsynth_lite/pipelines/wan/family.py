@@ -103,6 +103,7 @@ class Wan(ExpertFamily):
 
     pipelines = (WanPipeline,)
     releases = WAN
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "wan_t2v_lora.yaml"}
     transformer_class = WanTransformer3DModel
     lora_spelling = WAN_NAMES
     lora_layers = known_names.WAN

@@ -18,7 +18,7 @@ from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
 from diffsynth_lite.core.gradient import checkpoint_blocks, gradient_checkpoint_forward, gradient_flags
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
@@ -57,9 +57,11 @@ class AuraFlow(DiffusersFamily):
     pipelines = (AuraFlowPipeline,)
     transformer_class = AuraFlowTransformer2DModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": UMT5EncoderModel, "vae": AutoencoderKL}
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "aura_flow_lora.yaml"}
     block_lists = BLOCK_LISTS
     size_divisor = 16
     max_prompt_tokens = 256
+    prompt_width = "joint_attention_dim"
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
