@@ -29,7 +29,7 @@ from tiny_run import (
     make_mixed_run,
     make_run,
 )
-from wan_pipelines import two_experts
+from release_layouts import two_experts
 
 from diffsynth_lite.pipelines import qwen_image, sdxl, wan
 from diffsynth_lite.training import trainer

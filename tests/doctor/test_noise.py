@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from messy_data import Workplace, add_pictures, findings
-from wan_pipelines import BOUNDARY, two_experts
+from release_layouts import BOUNDARY, two_experts
 
 from diffsynth_lite.core.noise import LevelShares
 from diffsynth_lite.data import Bucket

@@ -235,14 +235,18 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "ltx_video": _in("diffusion_model", *_LTX_VIDEO),
     "sd3": _in("transformer", *_SD3),
     "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),
-    "cogvideox": (),  # see ``COGVIDEOX``
-    "ideogram4": (),  # by kohya's names alone, see ``IDEOGRAM4``
+    **dict.fromkeys(("cogvideox", "ideogram4", "wan_vace", "hunyuan_video", "hunyuan_video_15"), ()),
     "sana": (),  # not in ComfyUI
-    "wan_vace": (),  # see ``WAN_VACE``
-    "hunyuan_video": (),  # by kohya's names alone, see ``HUNYUAN_VIDEO``
-    "hunyuan_video_15": (),  # by kohya's names alone, see ``HUNYUAN_VIDEO_15``
 }
 """Names of layers in files for the model of each family, of the spelling that diffusers takes as well."""
+CONVERTED: Mapping[str, tuple[str, ...]] = {
+    "cogvideox": COGVIDEOX,
+    "hunyuan_video": HUNYUAN_VIDEO,
+    "hunyuan_video_15": HUNYUAN_VIDEO_15,
+    "ideogram4": IDEOGRAM4,
+    "wan_vace": WAN_VACE,
+}
+"""Names of layers in files for ComfyUI, of families whose files are converted for it."""
 
 
 def updates_in_comfyui(family: str, file: Path) -> Iterator[tuple[str, LoraPair]]:

@@ -4,28 +4,47 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import ltx_layouts
 import pytest
+import release_layouts as releases
 from family_sample import Sample, build_sample, families_to_test, small_edit_inputs
-from flux2_layouts import klein
-from wan_pipelines import ti2v
 
-LAYOUTS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "flux2 klein": ("flux2", klein),
-    # Its decoder is told less noise than the pipeline's default, unless it is one that removes none.
-    "ltx_video of conditions": ("ltx_video", partial(ltx_layouts.of_conditions, denoises=False)),
-    "wan ti2v": ("wan", ti2v),
+Layouts = dict[str, tuple[str, Callable[[], Any]]]
+LAYOUTS: Layouts = {
+    "flux2 klein": ("flux2", releases.klein),
+    # Its decoder gets less noise than the pipeline's default, unless it is one that removes none.
+    "ltx_video of conditions": ("ltx_video", partial(releases.ltx_of_conditions, denoises=False)),
+    "wan ti2v": ("wan", releases.ti2v),
 }
 """Releases with another pipeline or other encoders than the tiny pipeline of their family, which is named."""
+FURTHER_LAYOUTS: Layouts = {
+    "cogvideox 1.5": ("cogvideox", partial(releases.cogvideox, "1.5")),
+    "cogvideox 2b": ("cogvideox", partial(releases.cogvideox, "2b")),
+    "flux schnell": ("flux", releases.schnell),
+    "hunyuan_video unguided": ("hunyuan_video", releases.hunyuan_without_guidance),
+    "hunyuan_video_15 of images": ("hunyuan_video_15", releases.hunyuan_of_images),
+    "ltx2 2.3": ("ltx2", releases.ltx_2_3),
+    "qwen_image_edit plus": ("qwen_image_edit", releases.edit_plus),
+    "sana 1.5": ("sana", partial(releases.sana, qk_norm="rms_norm_across_heads")),
+    "sana 4k": ("sana", partial(releases.sana, interpolation_scale=2.0, sample_size=128)),
+}
+"""Releases that differ in less, for the tests marked ``further_layouts``."""
+ALL_LAYOUTS: Layouts = {
+    **LAYOUTS,
+    **FURTHER_LAYOUTS,
+    "wan_i2v a14b": ("wan_i2v", partial(releases.wan_of_images, "a14b")),
+    "wan_i2v flf2v": ("wan_i2v", partial(releases.wan_of_images, "flf2v")),
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests of all families on each."""
-    has_its_own = hasattr(metafunc.module, "sample")
-    if "sample" in metafunc.fixturenames and not has_its_own:
+    is_of_one = hasattr(metafunc.module, "FAMILY") or hasattr(metafunc.module, "sample")
+    if "sample" in metafunc.fixturenames and not is_of_one:
         names = families_to_test(metafunc.config)
-        layouts = [layout for layout, (family, _) in LAYOUTS.items() if family in names]
-        metafunc.parametrize("sample", [*names, *layouts], indirect=True, scope="module")
+        is_marked = metafunc.definition.get_closest_marker("further_layouts")
+        layouts = LAYOUTS | FURTHER_LAYOUTS if is_marked else LAYOUTS
+        chosen = [layout for layout, (family, _) in layouts.items() if family in names]
+        metafunc.parametrize("sample", [*names, *chosen], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +60,37 @@ def samples() -> dict[str, Sample]:
 
 
 @pytest.fixture(scope="module")
-def sample(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    samples: dict[str, Sample],
-    _small_inputs: None,
-) -> Sample:
-    name = request.param
-    if name not in samples:
-        family, build = LAYOUTS.get(name, (name, None))
-        samples[name] = build_sample(family, tmp_path_factory.mktemp(name), build)
-    return samples[name]
+def sample_of(
+    tmp_path_factory: pytest.TempPathFactory, samples: dict[str, Sample], _small_inputs: None
+) -> Callable[[str], Sample]:
+    """The sample of a family or layout by its name, which no test may change."""
+
+    def find(name: str) -> Sample:
+        if name not in samples:
+            family, build = ALL_LAYOUTS.get(name, (name, None))
+            samples[name] = build_sample(family, tmp_path_factory.mktemp(name), build)
+        return samples[name]
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def sample(request: pytest.FixtureRequest, sample_of: Callable[[str], Sample]) -> Sample:
+    """Of each family, or in a file with a ``FAMILY`` of that one."""
+    return sample_of(getattr(request, "param", None) or request.module.FAMILY)
+
+
+@pytest.fixture(scope="module")
+def family(sample: Sample) -> Any:
+    return sample.family
+
+
+@pytest.fixture(scope="module")
+def pipeline(sample: Sample) -> Any:
+    """The tiny pipeline as it was saved."""
+    pipeline = sample.fresh_pipeline()
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def build_media(family: ModelFamily) -> list[Media]:
     return [
         Media(
             frames=clip(width, height, num_frames, 10 + place),
-            inputs=(picture(100, 52, 20 + place),) if kind == "edit" else (),
+            inputs=inputs_of(family, place) if kind == "edit" else (),
             layers=layers_of(width, height, 20 + place) if kind == "layers" else (),
             control=clip(width, height, num_frames, 40 + place) if kind == "control" else (),
             inpaint_mask=(hole(width, height, place),) * num_frames if kind == "inpaint" else (),
@@ -174,6 +174,24 @@ def build_media(family: ModelFamily) -> list[Media]:
         )
         for place in range(3)
     ]
+
+
+def inputs_of(family: ModelFamily, place: int) -> tuple[Image.Image, ...]:
+    """Images to edit: two of different sizes, where the family takes several."""
+    images = picture(100, 68, 20 + place), picture(68, 90, 30 + place)
+    return images if family.max_inputs is None else images[:1]
+
+
+def longest_prompts(sample: Sample) -> dict[str, int]:
+    """The limit of prompts that the call of the pipeline gets where its default is another."""
+    if sample.name == "ideogram4":
+        return {"max_sequence_length": 128}  # of 2048, which takes long
+    return {"max_sequence_length": sample.family.max_prompt_tokens} if sample.name == "flux" else {}
+
+
+def encode_texts(family: ModelFamily, *texts: str) -> list[Conditioning]:
+    """The conditioning of captions, in fp32."""
+    return family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
 
 
 def build_prompts(family: ModelFamily, media: Sequence[Media]) -> list[Prompt]:
@@ -217,8 +235,26 @@ def encode_sample(name: str, build: Callable[[], Any], family: ModelFamily, dtyp
     )
 
 
-def transformer_calls(transformer: torch.nn.Module, run: Callable[[], object]) -> list[dict[str, Any]]:
-    """Arguments of each forward of the transformer in ``run``, by name."""
+def items_with_images(sample: Sample) -> Iterator[Sample]:
+    """The first item as an edit, and from another first frame, of families that train these too."""
+    family, item = sample.family, sample.media[0]
+    for kind in {"edit", "image_to_video"} & set(family.record_kinds[1:]):
+        given = (
+            {"inputs": inputs_of(family, 0)}
+            if kind == "edit"
+            else {"first_frame": picture(*item.frames[0].size, 40)}
+        )
+        changed = replace(item, **given)
+        (tensors,) = family.load_media_encoder(torch.float32, CPU)([changed])
+        latents, _ = tensors.pop("latents"), tensors.pop("loss_mask", None)
+        conditioning = [sample.first | tensors]
+        yield replace(sample, media=[changed], latents=latents[None], conditioning=conditioning)
+
+
+def transformer_calls(
+    transformer: torch.nn.Module, run: Callable[[], object], outputs: list[Any] | None = None
+) -> list[dict[str, Any]]:
+    """Arguments of each forward of the transformer in ``run``, by name; what it returned is appended."""
     calls: list[dict[str, Any]] = []
     signature = inspect.signature(transformer.forward)
 
@@ -226,10 +262,18 @@ def transformer_calls(transformer: torch.nn.Module, run: Callable[[], object]) -
         given = signature.bind(*args, **kwargs).arguments
         calls.append({OTHER_NAMES.get(name, name): value for name, value in given.items()})
 
-    hook = transformer.register_forward_pre_hook(record, with_kwargs=True)
+    def record_output(_module: torch.nn.Module, _args: object, output: Any) -> None:
+        if outputs is not None:
+            outputs.append(output[0])
+
+    hooks = (
+        transformer.register_forward_pre_hook(record, with_kwargs=True),
+        transformer.register_forward_hook(record_output),
+    )
     with torch.no_grad():
         run()
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     return calls
 
 

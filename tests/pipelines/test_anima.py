@@ -1,7 +1,6 @@
-"""Anima: the forward, prompts and latents of diffusers' modular pipeline, and what belongs to this family."""
+"""Anima: what its modular pipeline, its conditioner and its checkpoints have of their own."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,41 +8,30 @@ from typing import Any
 import modular_pipelines
 import pytest
 import torch
-from diffusers import AnimaAutoBlocks, AnimaModularPipeline, SequentialPipelineBlocks
 from diffusers.models.transformers import transformer_cosmos
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
-from family_sample import CPU, NEGATIVE, PROMPTS, Sample, assert_equal_under_all_flags, build_sample
+from family_sample import CPU, SIGMA, Sample, assert_equal_under_all_flags
 from original_layouts import original_layout
 from safetensors.torch import save_file
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder, require_family
 from diffsynth_lite.pipelines.anima import Anima, model_fn_anima, without_torchvision
 from diffsynth_lite.pipelines.base.release_folder import num_parameters
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.releases.anima import ANIMA
 
+FAMILY = "anima"
+
+
 KEY = "model.transformer_file"
+
+
 # Of circlestone-labs/Anima on the hub: anima-base-v1.0.safetensors and qwen_3_06b_base.safetensors.
 BYTES_OF_TRANSFORMER_AND_CONDITIONER, BYTES_OF_TEXT_ENCODER = 4_182_218_328, 1_192_135_096
+
+
 LARGEST_HEADER = 200_000
-
-
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    return build_sample("anima", tmp_path_factory.mktemp("anima"))
-
-
-@pytest.fixture
-def copy(sample: Sample, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sample.family.folder.path, tmp_path / "copy"))
-
-
-@pytest.fixture(scope="module")
-def components(sample: Sample) -> Any:
-    """The parts that diffusers itself reads from the folder: other places in memory are another last bit."""
-    return modular_pipelines.read(sample.family.folder.path)
 
 
 def test_the_folder_is_a_modular_one_and_its_index_is_what_diffusers_writes(sample: Sample) -> None:
@@ -55,47 +43,30 @@ def test_the_folder_is_a_modular_one_and_its_index_is_what_diffusers_writes(samp
     require_family(Anima, folder)
 
 
-def test_another_modular_pipeline_is_refused_by_its_name(copy: Path) -> None:
-    index = copy / "modular_model_index.json"
-    settings = json.loads(index.read_text())
-    index.write_text(json.dumps(settings | {"_class_name": "QwenImageModularPipeline"}))
+def test_another_modular_pipeline_is_refused_by_its_name(sample: Sample, tmp_path: Path) -> None:
+    settings = sample.family.folder.pipeline_config() | {"_class_name": "QwenImageModularPipeline"}
+    (tmp_path / "modular_model_index.json").write_text(json.dumps({**settings}))
     with pytest.raises(UserError, match=r"holds a QwenImageModularPipeline, .* the nearest is qwen_image"):
-        require_family(Anima, PipelineFolder(path=copy))
+        require_family(Anima, PipelineFolder(path=tmp_path))
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_model_fn_equals_diffusers_forward_with_every_optional_input_that_it_takes(
-    sample: Sample, is_masked: bool
-) -> None:
+def test_the_model_function_takes_the_masks_that_the_transformer_takes(sample: Sample) -> None:
     transformer = sample.family.load_transformer(torch.float32).requires_grad_(True)
-    latents, sigma = sample.latents, torch.tensor([0.1, 0.5, 0.9])
     prompts = torch.randn(3, 9, 16, generator=torch.Generator().manual_seed(0))
-    given: dict[str, torch.Tensor] = {}
-    if is_masked:
-        # In pixels, as the pipeline has it; and not all of the prompts' tokens.
-        padding = torch.zeros(1, 1, 8 * latents.shape[-2], 8 * latents.shape[-1])
-        padding[..., :8] = 1
-        given = {
-            "padding_mask": padding,
-            "attention_mask": torch.arange(9)[None] < torch.tensor([[9], [5], [1]]),
-        }
-    padding_mask = given.get("padding_mask", torch.zeros(1, 1, 8, 8))
+    batch = sample.latents, SIGMA, prompts
+    # In pixels, as the pipeline has it; and not all of the prompts' tokens.
+    padding = torch.zeros(1, 1, 8 * sample.latents.shape[-2], 8 * sample.latents.shape[-1])
+    padding[..., :8] = 1
+    kept = torch.arange(9)[None] < torch.tensor([[9], [5], [1]])
+    masks = {"padding_mask": padding, "attention_mask": kept}
     with without_torchvision():
-        reference = transformer(
-            hidden_states=latents,
-            timestep=sigma,
-            encoder_hidden_states=prompts,
-            attention_mask=given.get("attention_mask"),
-            padding_mask=padding_mask,
-            return_dict=False,
-        )[0]
-    assert_equal_under_all_flags(transformer, reference, model_fn_anima, latents, sigma, prompts, **given)
-    if is_masked:
-        with torch.no_grad():
-            assert not torch.equal(model_fn_anima(transformer, latents, sigma, prompts), reference)
+        reference = transformer(*batch, **masks, return_dict=False)[0]
+    assert_equal_under_all_flags(transformer, reference, model_fn_anima, *batch, **masks)
+    with torch.no_grad():
+        assert not torch.equal(model_fn_anima(transformer, *batch), reference)
 
 
-def test_the_padding_mask_is_resized_as_by_torchvision_and_nothing_stays_behind() -> None:
+def test_the_padding_mask_is_resized_as_by_torchvision_and_nothing_is_left() -> None:
     mask = (torch.rand(1, 1, 48, 80, generator=torch.Generator().manual_seed(0)) > 0.5).to(torch.bfloat16)
     had = hasattr(transformer_cosmos, "transforms")
     with without_torchvision():
@@ -109,36 +80,7 @@ def test_the_padding_mask_is_resized_as_by_torchvision_and_nothing_stays_behind(
     assert hasattr(transformer_cosmos, "transforms") == had
 
 
-def test_prompts_are_what_the_pipelines_own_blocks_make_of_them(sample: Sample, components: Any) -> None:
-    blocks = AnimaAutoBlocks().get_workflow("text2image").sub_blocks
-    reading = SequentialPipelineBlocks.from_blocks_dict(
-        {name: blocks[name] for name in ("text_encoder", "denoise.text_conditioning")}
-    )
-    pipeline = AnimaModularPipeline(blocks=reading)
-    names = ("text_encoder", "tokenizer", "t5_tokenizer", "text_conditioner", "transformer")
-    pipeline.update_components(**{name: getattr(components, name) for name in names})
-    encode = sample.family.load_prompt_encoder(torch.float32, CPU)
-    for text in (*PROMPTS, "", "1girl, silver hair, (smile:1.2)"):
-        state = pipeline(prompt=text, negative_prompt=NEGATIVE)
-        for ours, theirs in ((text, state.prompt_embeds), (NEGATIVE, state.negative_prompt_embeds)):
-            (encoded,) = encode([Prompt(text=ours)])
-            kept = encoded["prompt_embeds"]
-            assert 0 < len(kept) < theirs.shape[1] == 512
-            assert torch.equal(kept, theirs[0, : len(kept)])
-            assert not theirs[0, len(kept) :].any()
-
-
-def test_long_prompts_are_cut_at_512_tokens_of_each_tokenizer(sample: Sample) -> None:
-    encode = sample.family.load_prompt_encoder(torch.float32, CPU)
-    (encoded,) = encode([Prompt(text="a " * 1500)])
-    assert encoded["prompt_embeds"].shape == (512, 16)
-    # The tokens of T5 are counted, with the one that ends a text.
-    tokenizer = sample.family.load_tokenizer("t5_tokenizer")
-    assert sample.family.prompt_lengths(["a a"]) == [len(tokenizer("a a").input_ids)]
-    assert len(encode([Prompt(text="a a")])[0]["prompt_embeds"]) == sample.family.prompt_lengths(["a a"])[0]
-
-
-def test_the_model_sees_512_rows_whatever_the_prompts_beside_are(sample: Sample) -> None:
+def test_the_model_sees_512_rows_whatever_the_other_prompts_are(sample: Sample) -> None:
     family, model = sample.family, sample.family.load_transformer(torch.float32)
     with torch.no_grad():
         together = family.predict(model, sample.latents, torch.tensor([0.5] * 3), sample.prompts)
@@ -147,18 +89,12 @@ def test_the_model_sees_512_rows_whatever_the_prompts_beside_are(sample: Sample)
             model, sample.latents[1:2], torch.tensor([0.5]), sample.prompts[1]["prompt_embeds"][None]
         )
     torch.testing.assert_close(together[1:2], alone)
-    # The zeros behind a prompt count: attention to it has no mask.
+    # The zeros after a prompt count: attention to it has no mask.
     assert not torch.allclose(short, alone)
 
 
-def test_a_conditioner_that_pads_prompts_to_less_is_refused(copy: Path) -> None:
-    config = copy / "text_conditioner" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"min_sequence_length": 256}))
-    with pytest.raises(UserError, match=r"text_conditioner pads prompts of up to 512 tokens to 256 "):
-        Anima(PipelineFolder(path=copy)).check_folder()
-
-
-def test_latents_are_those_of_the_pipelines_own_encoding(sample: Sample, components: Any) -> None:
+def test_latents_are_those_of_the_pipelines_own_encoding(sample: Sample) -> None:
+    components = modular_pipelines.read(sample.family.folder.path)
     pixels = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
     ours = sample.family.encode_pixels(components.vae, pixels)
     with torch.no_grad():

@@ -174,6 +174,7 @@ def test_a_pipeline_that_is_like_no_family_is_refused_with_the_way_to_add_one(tm
 def test_a_pipeline_of_another_family_is_refused_with_what_to_set(tmp_path: Path) -> None:
     assert "; set model.family: flux_kontext, or" in refusal("flux", "FluxKontextPipeline", tmp_path)
     assert "; set model.family: ltx_video, or" in refusal("wan", "LTXConditionPipeline", tmp_path)
+    assert "; set model.family: flux, or" in refusal("chroma", "FluxPipeline", tmp_path)
 
 
 @pytest.mark.parametrize("beginning", UNTRAINED)

@@ -1,4 +1,4 @@
-"""Captions as people write them: the text encoders get the tokens that the pipeline's own call gives them."""
+"""Captions as people write them are encoded, cut, counted and refused as by the pipeline's own call."""
 
 import inspect
 import re
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from family_sample import CPU, UNCLEAN, Sample
+from diffusers.models.transformers.transformer_ideogram4 import LLM_TOKEN_INDICATOR
+from family_sample import CPU, PROMPTS, UNCLEAN, Sample, longest_prompts
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 from transformers import BatchFeature, ProcessorMixin
 
 from diffsynth_lite.errors import UserError
@@ -17,9 +19,15 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.qwen_image import PLACEHOLDERS
 from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
 
+LONG = "circle " * 1100
+KEPT_PADDING = {"chroma": 1}
+"""Tokens of padding that the model sees."""
+OF_NOTHING = {"ernie_image": 1, "sana": 2}
+"""Tokens that the pipeline keeps of an empty prompt, where these are more than are counted."""
+
 
 class _EncodedError(Exception):
-    """The pipeline has its prompt embeddings; what it does with them is of no interest here."""
+    """The pipeline has its prompt embeddings, which this holds; what it does with them does not matter."""
 
 
 @contextmanager
@@ -41,10 +49,9 @@ def encode_in_a_call(sample: Sample, pipeline: Any, caption: str) -> None:
     known = inspect.signature(pipeline.__call__).parameters
     request = sample.request(num_inference_steps=1, guidance_scale=1.0, seed=0)
     given = request.call_arguments() | {"guidance_scale": request.guidance_scale, "guidance_schedule": None}
-    if sample.name == "ideogram4":
-        given["max_sequence_length"] = 128  # of 2048, which takes long
+    given |= longest_prompts(sample)
     if request.inputs:
-        given["image"] = request.inputs[0]
+        given["image"] = list(request.inputs) if len(request.inputs) > 1 else request.inputs[0]
     if request.inpaint_mask:
         given["mask_image"] = request.inpaint_mask[0]
     pipeline(prompt=caption, **{name: value for name, value in given.items() if name in known})
@@ -78,8 +85,7 @@ def is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def stopping(encode_prompt: Callable[..., object], indices: list[torch.Tensor]) -> Callable[..., object]:
     def encode_and_stop(*args: Any, **kwargs: Any) -> object:
         indices.clear()  # those of an encoder of pictures, before it
-        encode_prompt(*args, **kwargs)
-        raise _EncodedError
+        raise _EncodedError(encode_prompt(*args, **kwargs))
 
     return encode_and_stop
 
@@ -98,6 +104,66 @@ def test_the_encoders_get_the_tokens_that_the_pipeline_gives_them(sample: Sample
             encode([Prompt(text=caption, images=images)])
         assert 0 < len(ours) <= len(theirs)  # Z-Image's pipeline encodes a negative prompt, too
         assert all(map(is_equal, ours, theirs)), caption
+
+
+def embeddings_of(sample: Sample, pipeline: Any, text: str) -> list[torch.Tensor]:
+    """All tensors that the pipeline makes of a prompt in its call, as it hands them to its transformer."""
+    with pytest.raises(_EncodedError) as caught:
+        encode_in_a_call(sample, pipeline, text)
+    (made,) = caught.value.args
+    if sample.name == "ltx2":
+        side = pipeline.tokenizer.padding_side
+        return list(pipeline.connectors(made[0], made[1], padding_side=side))
+    if sample.name == "ideogram4":
+        return [made[0][made[3] == LLM_TOKEN_INDICATOR]]
+    if sample.name == "anima":
+        return [made[-1].get("prompt_embeds")]
+    return tree_leaves(made)
+
+
+def is_among(ours: torch.Tensor, theirs: Sequence[torch.Tensor]) -> bool:
+    """Whether the rows are those of one of the tensors, but for what masks hide or others are padded with."""
+    for one in (one for one in theirs if isinstance(one, torch.Tensor)):
+        tensor = one[0] if one.ndim > ours.ndim else one
+        if tensor.ndim != ours.ndim or tensor.shape[-1] != ours.shape[-1]:
+            continue
+        masks = [one[0].bool() for one in theirs if one is not None and one.shape == (1, len(tensor))]
+        for rows in (tensor, *(tensor[mask] for mask in masks)):
+            for kept in (rows[: len(ours)], rows[-len(ours) :]):
+                if kept.shape == ours.shape and torch.allclose(kept, ours, rtol=1e-4, atol=1e-5):
+                    return not masks or len(ours) >= masks[0].sum()
+    return False
+
+
+@pytest.mark.further_layouts
+def test_prompts_are_encoded_and_cut_as_by_the_pipeline_and_counted(sample: Sample) -> None:
+    family, pipeline = sample.family, called_pipeline(sample)
+    pipeline.encode_prompt = stopping(pipeline.encode_prompt, [])
+    images = sample.media[0].inputs if family.prompt_sees_images else ()
+    texts = [*PROMPTS, "", LONG]
+    refused = {
+        "ideogram4": LONG,
+        "qwen_image_layered": "",
+    }  # the latter's pipeline describes the image instead
+    texts = [text for text in texts if text != refused.get(sample.name)]
+    encode, lengths = family.load_prompt_encoder(torch.float32, CPU), []
+    for text in texts:
+        (ours,) = encode([Prompt(text=text, images=images)])
+        lengths.append(len(ours["prompt_embeds"]))
+        with torch.no_grad():
+            theirs = embeddings_of(sample, pipeline, text)
+        for name, tensor in ours.items():
+            if tensor.is_floating_point():
+                assert is_among(tensor, theirs), (name, text)
+    counted = family.prompt_lengths(texts)
+    assert texts[-1] != LONG or counted[-1] > family.max_prompt_tokens
+    # Some are padded to one length, and those with images are counted without these and are not cut.
+    if len({*lengths}) > 1 and not family.prompt_sees_images:
+        kept = KEPT_PADDING.get(sample.name, 0)
+        expected = [min(length + kept, family.max_prompt_tokens) for length in counted]
+        if "" in texts:
+            expected[texts.index("")] = OF_NOTHING.get(sample.name, expected[texts.index("")])
+        assert lengths == expected
 
 
 @pytest.mark.parametrize("token", [*PLACEHOLDERS, "<|vision_start|>", "<|im_end|>", "[IMG]"])

@@ -23,18 +23,20 @@ from family_sample import (
     as_sampled,
     build_prompts,
     encode_sample,
+    items_with_images,
+    longest_prompts,
     numbers,
     picture,
     transformer_calls,
 )
-from ltx2_layouts import guidance_beside, without_sound
 from PIL.Image import Image
-from transformers import ProcessorMixin
+from release_layouts import other_guidance, without_audio
 
 from diffsynth_lite.config.model import ModelSettings
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, PreviewRequest
+from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
 
 DTYPE, TEXT_DTYPE, VAE_DTYPE = (
     getattr(torch, ModelSettings.model_fields[name].default)
@@ -66,6 +68,8 @@ def read_pipeline(sample: Sample) -> Any:
     """
     pipeline: Any = modular_pipelines.read(sample.family.folder.path)
     pipeline.set_progress_bar_config(disable=True)
+    if sample.family.prompt_sees_images:  # its own processor of texts and images needs torchvision
+        pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)
     if sample.name == "chroma":
         # diffusers issue 12116: a mask of numbers, which torch adds to the attention's scores, hides nothing.
         pipeline.transformer.register_forward_pre_hook(
@@ -98,23 +102,24 @@ def call_of(sample: Sample, pipeline: Any, request: PreviewRequest) -> dict[str,
         "max_area": request.width * request.height,
         "use_resolution_binning": False,
         "output_type": "pil",
-        **({"image": given_picture(request)} if request.inputs else {}),
+        **({"image": given_images(request)} if request.inputs else {}),
         **({"mask_image": request.inpaint_mask[0]} if request.inpaint_mask else {}),
         **({"video": list(request.control)} if request.control else {}),
     }
     if is_guided_by_a_model(sample):
         call |= {"guidance_scale": request.guidance_scale, "guidance_schedule": None}
-        call |= {"max_sequence_length": 128}  # of 2048, which takes long
+    call |= longest_prompts(sample)
     if "modality_scale" in known:
-        call |= guidance_beside(sample.family.folder, request.guidance_scale > 1)
+        call |= other_guidance(sample.family.folder, request.guidance_scale > 1)
     if hasattr(pipeline, "guider"):  # which knows the scale in place of the call
         pipeline.guider = pipeline.guider.new(guidance_scale=request.guidance_scale)
     return {name: value for name, value in (request.call_arguments() | call).items() if name in known}
 
 
-def given_picture(request: PreviewRequest) -> Image:
-    """What a preview starts from; a picture that is taken apart has the channels of its layers."""
-    return request.inputs[0].convert("RGBA" if request.num_layers else "RGB")
+def given_images(request: PreviewRequest) -> Image | list[Image]:
+    """The images that a preview starts from; one that is split into layers has the channels of these."""
+    images = [image.convert("RGBA" if request.num_layers else "RGB") for image in request.inputs]
+    return images if len(images) > 1 else images[0]
 
 
 def is_guided_by_a_model(sample: Sample) -> bool:
@@ -131,24 +136,24 @@ def prompt_shapes(calls: Calls) -> list[list[torch.Size]]:
     return [[row.shape for row in call["encoder_hidden_states"]] for call in calls]
 
 
+@pytest.mark.further_layouts
 @pytest.mark.parametrize("scale", [1.0, GUIDANCE])
 def test_a_preview_is_what_the_pipeline_draws_from_the_text(
     sample: Sample, pipeline: Any, scale: float
 ) -> None:
-    processor = pipeline.components.get("processor")
-    describes = processor is not None and "layers" not in inspect.signature(pipeline.__call__).parameters
-    if describes and not isinstance(processor, ProcessorMixin):
-        pytest.skip("the pipeline's own processor of texts and pictures needs torchvision")
     family, frames = sample.family, []
+    outputs: tuple[list[Any], list[Any]] = ([], [])
     request = sample.request(num_inference_steps=2, guidance_scale=scale, seed=5)
     if "negative_prompt" not in inspect.signature(pipeline.__call__).parameters:
         # Such a pipeline steers away from an empty prompt, if from any.
         encode = family.load_prompt_encoder(torch.float32, CPU)
         request = dataclasses.replace(request, negative=encode([Prompt(text="", is_negative=True)])[0])
     ours = family.load_transformer(torch.float32)
-    calls = transformer_calls(ours, lambda: frames.extend(family.sample(ours, torch.float32, [request])))
+    calls = transformer_calls(
+        ours, lambda: frames.extend(family.sample(ours, torch.float32, [request])), outputs[0]
+    )
     arguments, theirs = call_of(sample, pipeline, request), getattr(pipeline, *family.trained)
-    their_calls = transformer_calls(theirs, lambda: frames.append(pipeline(**arguments)))
+    their_calls = transformer_calls(theirs, lambda: frames.append(pipeline(**arguments)), outputs[1])
     drawn, output = frames
     expected = output.frames[0] if hasattr(output, "frames") else output.images
     expected = expected[0] if request.num_layers else expected
@@ -158,6 +163,9 @@ def test_a_preview_is_what_the_pipeline_draws_from_the_text(
     is_cut = prompt_shapes(calls) != prompt_shapes(their_calls)
     assert difference <= (1 if is_cut else 0)
     assert len(calls) == len(their_calls)
+    for returned, of_pipeline in zip(*(map(numbers, each) for each in outputs), strict=True):
+        if len(returned) == len(of_pipeline):  # some return the places of the prompt, too
+            torch.testing.assert_close(returned, of_pipeline, rtol=1e-4, atol=1e-4)
 
 
 def test_a_prompt_is_encoded_beside_others_as_it_is_alone(sample: Sample) -> None:
@@ -182,6 +190,7 @@ def test_another_caption_and_another_negative_prompt_draw_something_else(sample:
     assert not is_steered or (drawn != steered_from_another).any()
 
 
+@pytest.mark.further_layouts
 def test_the_latents_that_are_trained_are_those_that_the_pipeline_decodes(
     sample: Sample, pipeline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +226,7 @@ def test_the_latents_that_are_trained_are_those_that_the_pipeline_decodes(
         assert any(torch.allclose(latents, each, rtol=1e-4, atol=1e-5) for each in of_this_shape)
 
 
+@pytest.mark.further_layouts
 def test_what_the_model_says_of_a_place_comes_back_at_that_place(sample: Sample) -> None:
     model = sample.family.load_transformer(torch.float32)
     signature = inspect.signature(model.forward)
@@ -242,6 +252,7 @@ def clean_latents(sample: Sample, hidden_states: Any, output: torch.Tensor) -> t
     return as_sampled(hidden_states, output)
 
 
+@pytest.mark.further_layouts
 @pytest.mark.usefixtures("mode_of_the_vae")
 def test_all_that_the_model_is_told_in_training_is_what_the_pipeline_tells_it(sample: Sample) -> None:
     family, model = sample.family, sample.family.load_transformer(torch.float32)
@@ -251,14 +262,14 @@ def test_all_that_the_model_is_told_in_training_is_what_the_pipeline_tells_it(sa
         batch = sample.latents[place, None] + place, torch.ones(1), one.conditioning[:1]
         return transformer_calls(model, lambda: family.predict(model, *batch))[0]
 
-    for one in (sample, *edits_of(sample)):
+    for one in (sample, *(one for one in items_with_images(sample) if one.media[0].inputs)):
         ours, other = told(one, 0), told(one, 1)
         request = one.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
         theirs = transformer_calls(
             model, lambda request=request: family.sample(model, torch.float32, [request])
         )[0]
         if sample.name == "ltx2":
-            ours, theirs = without_sound(ours), without_sound(theirs)
+            ours, theirs = without_audio(ours), without_audio(theirs)
         assert [name for name in theirs.keys() ^ ours.keys() if len(numbers((theirs | ours)[name]))] == []
         # Noise levels and prompts, which may be padded and masked in one of the two, have their own tests.
         others = {"timestep", "hidden_states", "encoder_hidden_states"}
@@ -274,16 +285,6 @@ def test_all_that_the_model_is_told_in_training_is_what_the_pipeline_tells_it(sa
         torch.testing.assert_close(tokens, expected, rtol=1e-4, atol=1e-5)
 
 
-def edits_of(sample: Sample) -> Iterator[Sample]:
-    """The first item as an edit, of families that train these too."""
-    if "edit" not in sample.family.record_kinds[1:]:
-        return
-    item = dataclasses.replace(sample.media[0], inputs=(picture(100, 80, 20),))
-    (tensors,) = sample.family.load_media_encoder(torch.float32, CPU)([item])
-    del tensors["latents"]
-    yield dataclasses.replace(sample, media=[item], conditioning=[sample.first | tensors])
-
-
 def test_latents_are_channel_first(sample: Sample) -> None:
     """(C, H, W) or (C, F, H, W): masks and the memory plan count on it."""
     family, divisor, media = sample.family, sample.family.size_divisor, sample.media[0]
@@ -296,6 +297,11 @@ def test_latents_are_channel_first(sample: Sample) -> None:
         longer = family.latents_shape(4 * divisor, 2 * divisor, num_frames + family.frame_step)
         assert longer == (others[0], longer[1], height, width)
         assert longer[1] > others[1]
+    if family.frame_step is not None and "image" in family.record_kinds:
+        still = Media(frames=media.frames[:1])
+        (encoded,) = family.load_media_encoder(torch.float32, CPU)([still])
+        assert encoded["latents"].shape == family.latents_shape(*still.frames[0].size, 1)
+        assert encoded["latents"].shape[1] < others[1]
 
 
 @pytest.fixture

@@ -2,21 +2,34 @@
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from family_sample import CPU, FLAGS, Sample, adapted_transformer, engine_with, velocity_and_gradients
+from family_sample import (
+    CPU,
+    FLAGS,
+    SIGMA,
+    Sample,
+    adapted_transformer,
+    engine_with,
+    gradients,
+    items_with_images,
+    velocity_and_gradients,
+)
 from lazy_backend import LazyBackend
 from processes import group_of_one
+from torch.utils._pytree import tree_leaves
 
-from diffsynth_lite.core.gradient import BlockPolicy, blocks_of, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_of, gradient_checkpoint_forward, gradient_engine
 from diffsynth_lite.core.weights import BaseShards, WeightStream
 from diffsynth_lite.pipelines import family_names
+from diffsynth_lite.pipelines.anima import without_torchvision
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +50,41 @@ def test_the_flags_change_neither_the_velocity_nor_any_gradient_also_with_dropou
     # The masks of dropout follow the seed.
     other_velocity, _ = velocity_and_gradients(sample, transformer, engine_with((True, False)), seed=4)
     assert not torch.equal(velocity, other_velocity)
+
+
+@pytest.mark.further_layouts
+def test_the_model_is_run_as_by_its_own_forward_to_the_last_gradient_under_all_flags(sample: Sample) -> None:
+    family = sample.family
+    for one in (sample, *items_with_images(sample)):
+        model = family.load_transformer(torch.float32).requires_grad_(True)
+        part = family.parts_of(model)[family.trained[0]]
+        calls: list[Any] = []
+        hook = part.register_forward_hook(partial(record, calls), with_kwargs=True)
+        sigma = SIGMA[-len(one.latents) :]
+        found = []
+        for flags in FLAGS:
+            calls.clear()
+            with gradient_engine(engine_with(flags)):
+                family.predict(model, one.latents, sigma, one.conditioning)
+            found.append(outputs_and_gradients(part, [output for *_, output in calls]))
+        hook.remove()
+        with without_torchvision():
+            outputs = [part(*args, **named) for args, named, _ in calls]
+        expected = outputs_and_gradients(part, outputs)
+        assert expected
+        for flags, ours in zip(FLAGS, found, strict=True):
+            for name, tensor in expected.items():
+                assert tensor is ours[name] is None or torch.equal(tensor, ours[name]), (flags, name)
+
+
+def record(calls: list[Any], _model: torch.nn.Module, *call: Any) -> None:
+    calls.append(call)
+
+
+def outputs_and_gradients(model: torch.nn.Module, outputs: Sequence[Any]) -> dict[str, torch.Tensor | None]:
+    """All that the model returned, and the gradients of its mean square by the names of the weights."""
+    flat = torch.cat([leaf.flatten() for leaf in tree_leaves(outputs)])
+    return {"outputs": flat.detach(), **gradients(model, flat)}
 
 
 def test_weights_that_come_for_the_run_of_a_block_change_nothing(sample: Sample) -> None:

@@ -278,6 +278,18 @@ def copied(sample: Sample, folder: Path, variant: str | None = None) -> ModelFam
     return type(sample.family)(PipelineFolder(path=copy, variant=variant))
 
 
+def test_a_component_without_files_is_named(sample: Sample, tmp_path: Path) -> None:
+    family = copied(sample, tmp_path)
+    for component in (*family.components, *family.components_without_weights):
+        here, away = family.folder.path / component, tmp_path / "away"
+        here.rename(away)
+        here.mkdir()
+        with pytest.raises(UserError, match=component):
+            type(family)(PipelineFolder(path=family.folder.path)).check_folder()
+        here.rmdir()
+        away.rename(here)
+
+
 def test_a_component_of_another_class_is_named_with_the_class_wanted(sample: Sample, tmp_path: Path) -> None:
     family = copied(sample, tmp_path)
     for component in family.components:

@@ -4,11 +4,13 @@ And does the same in ComfyUI as in diffusers. ComfyUI does not run: the names th
 ``comfyui_names.py``.
 """
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from comfyui_names import TAKEN, updates_in_comfyui
+from comfyui_names import CONVERTED, TAKEN, updates_in_comfyui
 from diffusers import UNet2DConditionModel
 from family_sample import SIGMA, Sample, adapted_transformer
 from original_layouts import original_layout
@@ -24,9 +26,9 @@ from diffsynth_lite.lora import (
     exported_tensors,
     find_target_layers,
 )
-from diffsynth_lite.lora.conversion import FamilyNames, spelled
+from diffsynth_lite.lora.conversion import FamilyNames, convert, spelled
 from diffsynth_lite.lora.kinds import Dora, Lokr
-from diffsynth_lite.lora.reading import contents_of, known_pairs
+from diffsynth_lite.lora.reading import contents_of, known_pairs, read_contents
 from diffsynth_lite.lora.updates import LoraPair, pairs_of
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.composite import split_adapter
@@ -171,6 +173,31 @@ def test_a_lora_on_all_layers_does_the_same_in_diffusers_and_in_comfyui(
     left_out = spelled.keys() - named
     warned = f"ComfyUI has no names for {len(left_out)} of the {len(trained)} layers" in caplog.text
     assert warned == (0 < len(left_out) < len(trained))
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_lora_is_converted_to_the_layers_that_comfyui_has_and_back(
+    sample_of: Callable[[str], Sample], name: str, tmp_path: Path
+) -> None:
+    sample = sample_of(name)
+    family = sample.family
+    transformer = adapted_transformer(sample, targets=family.target_sets["all"])
+    settings = adapter_settings(transformer)
+    trained = pairs_of(adapter_tensors(transformer), settings, "transformer.")
+    (file,) = family.save_lora(tmp_path, adapter_tensors(transformer), settings)
+    names = FamilyNames(layers=family.lora_layers, comfyui=family.lora_spelling)
+    there = convert(read_contents(file), names, "comfyui", tmp_path / "for_comfyui.safetensors")
+    layers = {re.sub(r"\.(lora_.*|alpha)$", "", key) for key in there.tensors}
+    patterns = {one: re.compile(re.escape(one).replace(r"\*", r"\d+")) for one in CONVERTED[name]}
+    assert {layer for layer in layers if not any(one.fullmatch(layer) for one in patterns.values())} == set()
+    found = {one for one, pattern in patterns.items() if any(map(pattern.fullmatch, layers))}
+    # Those of images belong to models that this one is not.
+    assert found == {one for one in patterns if "*" in one and not one.endswith("_img")}
+    back = convert(there.contents, names, "diffusers", tmp_path / "back.safetensors")
+    # Folded alpha is a power of two from the rank: nothing was rounded.
+    assert there.difference == back.difference == 0
+    for pairs in (known_pairs(there.contents, family.lora_layers), back.contents.pairs):
+        assert differing(trained, pairs) == []
 
 
 KINDS = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from family_sample import CPU, Sample, build_sample, picture
-from wan_pipelines import ti2v
+from release_layouts import ti2v
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.objective import DenoisingObjective

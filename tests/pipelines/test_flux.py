@@ -1,246 +1,288 @@
-"""FLUX.1 against diffusers' own transformer, autoencoder and pipeline."""
+"""FLUX.1, Fill, Kontext and Chroma against diffusers' own pipelines."""
 
+import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    FluxKontextPipeline,
-    FluxPipeline,
-    FluxTransformer2DModel,
-)
+from diffusers import FluxPipeline, FluxTransformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from family_sample import CPU, PROMPTS, assert_equal_under_all_flags, transformer_calls
+from family_sample import (
+    CPU,
+    PROMPTS,
+    Sample,
+    encode_texts,
+    gradients,
+    hole,
+    picture,
+    transformer_calls,
+)
+from PIL import Image
+from release_layouts import changed
 
-from diffsynth_lite.core.gradient import blocks_of
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, require_family
-from diffsynth_lite.pipelines.flux import Flux, model_fn_flux, tiny
+from diffsynth_lite.media import Media
+from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, flux, require_family
+from diffsynth_lite.pipelines.chroma import model_fn_chroma
+from diffsynth_lite.pipelines.chroma import tiny as tiny_chroma
+from diffsynth_lite.pipelines.flux import Flux
+from diffsynth_lite.pipelines.flux_fill import FluxFill
+from diffsynth_lite.releases.flux import FLUX, FLUX_FILL
+
+FAMILY = "flux"
 
 
-def saved(pipeline: FluxPipeline, folder: Path) -> Flux:
-    pipeline.save_pretrained(folder)
-    return Flux(PipelineFolder(path=folder))
+ITEM = Media(frames=(picture(64, 32, 10),), inpaint_mask=(hole(64, 32, 1),))
 
 
-def small_transformer(*, is_guided: bool) -> FluxTransformer2DModel:
-    torch.manual_seed(0)
-    return FluxTransformer2DModel(
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        guidance_embeds=is_guided,
-        axes_dims_rope=(4, 6, 6),
-    )
+ROWS, COLUMNS = 2, 4  # tokens of an image of 64 x 32 pixels
 
 
-def schnell() -> FluxPipeline:
-    """The layout of schnell: no guidance scale, no shift."""
-    parts = tiny().components | {
-        "transformer": small_transformer(is_guided=False),
-        "scheduler": FlowMatchEulerDiscreteScheduler(shift=1.0),
-    }
-    return FluxPipeline(**parts)
+TWO_LEVELS = torch.tensor([0.2, 0.7])
 
 
 @pytest.fixture(scope="module")
-def pipeline() -> FluxPipeline:
-    return tiny()
+def of_schnell(sample_of: Callable[[str], Sample]) -> Flux:
+    return sample_of("flux schnell").family
 
 
 @pytest.fixture(scope="module")
-def family(pipeline: FluxPipeline, tmp_path_factory: pytest.TempPathFactory) -> Flux:
-    return saved(pipeline, tmp_path_factory.mktemp("flux"))
+def fill(sample_of: Callable[[str], Sample]) -> FluxFill:
+    return sample_of("flux_fill").family
 
 
 @pytest.fixture(scope="module")
-def schnell_family(tmp_path_factory: pytest.TempPathFactory) -> Flux:
-    return saved(schnell(), tmp_path_factory.mktemp("schnell"))
+def kontext(sample_of: Callable[[str], Sample]) -> Any:
+    return sample_of("flux_kontext").family
 
 
-def encoded_prompts(family: Flux, *texts: str) -> list[dict[str, torch.Tensor]]:
-    return family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
-
-
-def tokens_and_positions(latents: torch.Tensor, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """2 x 2 patches in reading order, written out instead of through diffusers."""
-    batch, channels, height, width = latents.shape
-    patches = latents.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5)
-    positions = [[place, row, column] for row in range(height // 2) for column in range(width // 2)]
-    return patches.reshape(batch, -1, channels * 4), torch.tensor(positions, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("is_guided", [False, True])
-@pytest.mark.parametrize("edits", [False, True])
-def test_model_fn_equals_the_transformers_own_forward(is_guided: bool, edits: bool) -> None:
-    transformer = small_transformer(is_guided=is_guided)
-    generator = torch.Generator().manual_seed(0)
-    noisy = torch.randn(2, 16, 8, 4, generator=generator)
-    inputs = torch.randn(2, 16, 6, 10, generator=generator) if edits else None
-    embeds = torch.randn(2, 7, 32, generator=generator)
-    pooled = torch.randn(2, 32, generator=generator)
-    sigma = torch.tensor([0.2, 0.7])
-    guidance = torch.tensor([1.0, 3.5]) if is_guided else None
-
-    pictures = [noisy] if inputs is None else [noisy, inputs]
-    tokens, positions = zip(*map(tokens_and_positions, pictures, range(2)), strict=True)
-    reference = transformer(
-        hidden_states=torch.cat(tokens, dim=1),
-        timestep=sigma,
-        guidance=guidance,
-        pooled_projections=pooled,
-        encoder_hidden_states=embeds,
-        txt_ids=torch.zeros(7, 3),
-        img_ids=torch.cat(positions),
-        return_dict=False,
-    )[0][:, : 4 * 2]
-    reference = FluxPipeline._unpack_latents(reference, 8 * 8, 4 * 8, vae_scale_factor=8)
-    expected = assert_equal_under_all_flags(
-        transformer,
-        reference,
-        model_fn_flux,
-        noisy,
-        sigma,
-        embeds,
-        pooled,
-        guidance,
-        input_latents_bchw=inputs,
-    )
-    # No layer of the last block is unused.
-    assert all(gradient is not None for gradient in expected.values())
-
-
-def test_the_blocks_run_in_the_order_in_which_they_are_declared(family: Flux) -> None:
-    transformer = family.load_transformer(torch.float32)
-    run: list[torch.nn.Module] = []
-    declared = blocks_of(transformer, family.block_lists)
-    for block in transformer.modules():
-        if type(block).__name__ in transformer._repeated_blocks:
-            block.register_forward_pre_hook(lambda module, _args: run.append(module))
-    with torch.no_grad():
-        family.predict(
-            transformer, torch.zeros(1, 16, 4, 8), torch.ones(1), encoded_prompts(family, "a ring")
-        )
-    assert [type(block).__name__ for block in run] == [
-        *["FluxTransformerBlock"] * 2,
-        *["FluxSingleTransformerBlock"] * 2,
-    ]
-    assert all(block is other for block, other in zip(run, declared, strict=True))
-
-
-def test_prompts_are_encoded_as_by_the_pipeline(pipeline: FluxPipeline, family: Flux) -> None:
-    texts = [*PROMPTS, "", "circle " * 200]
-    encoded = encoded_prompts(family, *texts)
-    with torch.no_grad():
-        embeds, pooled, _ = pipeline.encode_prompt(texts, device=CPU)
-    assert torch.equal(torch.stack([row["prompt_embeds"] for row in encoded]), embeds)
-    assert torch.equal(torch.stack([row["pooled_prompt_embeds"] for row in encoded]), pooled)
-    assert embeds.shape == (5, 512, 32)
-    lengths = family.prompt_lengths(texts)
-    assert lengths[3] == 1  # the end of the text
-    assert lengths[4] > family.max_prompt_tokens
-
-
-def test_prompts_of_schnell_are_padded_to_256_tokens(pipeline: FluxPipeline, schnell_family: Flux) -> None:
-    texts = [*PROMPTS, "circle " * 200]
-    encoded = encoded_prompts(schnell_family, *texts)
-    with torch.no_grad():
-        embeds, _, _ = pipeline.encode_prompt(texts, device=CPU, max_sequence_length=256)
-    assert torch.equal(torch.stack([row["prompt_embeds"] for row in encoded]), embeds)
-    assert embeds.shape == (4, 256, 32)
-    assert schnell_family.max_prompt_tokens == 256
-    assert schnell_family.prompt_lengths(texts)[3] > 256
-
-
-def test_schnell_is_told_no_guidance_scale(schnell_family: Flux) -> None:
-    transformer = schnell_family.load_transformer(torch.float32)
-    batch = torch.zeros(1, 16, 4, 8), torch.ones(1), encoded_prompts(schnell_family, "a ring")
-    (call,) = transformer_calls(transformer, lambda: schnell_family.predict(transformer, *batch))
-    assert call["guidance"] is None
-
-
-def test_dev_is_told_no_guidance_in_training_or_that_of_its_target(family: Flux) -> None:
-    told = Flux(family.folder)
-    transformer = told.load_transformer(torch.float32)
-    batch = torch.zeros(1, 16, 4, 8), torch.ones(1), encoded_prompts(told, "a ring")
+def test_dev_gets_no_guidance_in_training_or_that_of_its_target(family: Flux) -> None:
+    guided = Flux(family.folder)
+    transformer = guided.load_transformer(torch.float32)
+    batch = torch.zeros(1, 16, 4, 8), torch.ones(1), encode_texts(guided, "a ring")
     for scale in (1.0, 3.5):
-        told.training_guidance = scale
-        (call,) = transformer_calls(transformer, lambda: told.predict(transformer, *batch))
+        guided.training_guidance = scale
+        (call,) = transformer_calls(transformer, lambda: guided.predict(transformer, *batch))
         assert call["guidance"].tolist() == [scale]
 
 
-def test_the_shift_is_the_one_of_the_folders_sampler(family: Flux, schnell_family: Flux) -> None:
+def test_the_shift_is_the_one_of_the_folders_sampler(family: Flux, of_schnell: Flux) -> None:
     for width, height in ((256, 256), (1024, 1024), (1344, 768)):
         shape = family.latents_shape(width, height, 1)
         mu = calculate_shift(width * height // 16**2)
         assert family.family_shift(shape) == pytest.approx(math.exp(mu))
-        assert schnell_family.family_shift(shape) == 1.0
+        assert of_schnell.family_shift(shape) == 1.0
     assert family.family_shift(family.latents_shape(1024, 1024, 1)) == pytest.approx(math.exp(1.15))
 
 
 def test_schnell_is_known_for_distilled_by_its_files_and_what_is_made_of_dev_is_not(
-    family: Flux, schnell_family: Flux, tmp_path: Path
+    family: Flux, of_schnell: Flux, tmp_path: Path
 ) -> None:
-    assert schnell_family.distilled is not None
-    assert "FLUX.1 schnell; better train FLUX.1 dev" in schnell_family.distilled
+    assert of_schnell.distilled is not None
+    assert "FLUX.1 schnell; better train FLUX.1 dev" in of_schnell.distilled
+    assert of_schnell.max_prompt_tokens == 256
     assert (family.distilled, family.max_prompt_tokens) == (None, 512)
-    undone = saved(
-        FluxPipeline(**tiny().components | {"transformer": small_transformer(is_guided=False)}), tmp_path
-    )
+    changed(flux.tiny(), guidance_embeds=False).save_pretrained(tmp_path)
+    undone = Flux(PipelineFolder(path=tmp_path))
     assert (undone.distilled, undone.max_prompt_tokens) == (None, 512)
 
 
-@pytest.mark.parametrize(
-    ("scale", "theirs"), [(1.0, {}), (2.0, {"true_cfg_scale": 2.0, "negative_prompt": "blurred"})]
-)
-def test_a_preview_of_schnell_is_what_the_pipeline_draws_from_the_text(
-    scale: float, theirs: dict[str, Any], schnell_family: Flux
-) -> None:
-    pipeline = FluxPipeline.from_pretrained(schnell_family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
-    expected = pipeline(
-        PROMPTS[0],
-        width=64,
-        height=32,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(3),
-        max_sequence_length=256,
-        **theirs,
-    ).images[0]
-    conditioning, negative = encoded_prompts(schnell_family, PROMPTS[0], "blurred")
+def encoded_by_fill(family: FluxFill, *items: Media) -> list[dict[str, torch.Tensor]]:
+    return family.load_media_encoder(torch.float32, CPU)(items)
+
+
+def request_of_fill(family: FluxFill, **changes: Any) -> PreviewRequest:
+    (prompt,) = encode_texts(family, "a red circle")
     request = PreviewRequest(
-        conditioning=conditioning,
-        negative=negative,
+        conditioning=prompt,
+        negative=prompt,
+        inputs=ITEM.frames,
+        inpaint_mask=ITEM.inpaint_mask,
         width=64,
         height=32,
         num_inference_steps=2,
-        guidance_scale=scale,
+        guidance_scale=30.0,
         seed=3,
     )
-    transformer = schnell_family.load_transformer(torch.float32)
-    ((drawn,),) = schnell_family.sample(transformer, torch.float32, [request])
-    assert drawn.tobytes() == expected.tobytes()
+    return dataclasses.replace(request, **changes)
 
 
-def test_a_folder_of_kontext_is_refused_with_what_it_holds(tmp_path: Path) -> None:
-    FluxKontextPipeline(**tiny().components).save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"holds a FluxKontextPipeline, but .* FluxPipeline; set model.family: flux_kontext"
-    ):
-        require_family(Flux, PipelineFolder(path=tmp_path))
+def patches(planes_bchw: torch.Tensor) -> torch.Tensor:
+    """Tokens of 2 x 2 places in reading order, written out instead of through diffusers."""
+    rows = planes_bchw.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5)
+    return rows.reshape(len(planes_bchw), -1, 4 * planes_bchw.shape[1])
 
 
-@pytest.mark.parametrize("component", ["text_encoder_2", "tokenizer_2"])
-def test_a_missing_second_encoder_is_named(component: str, tmp_path: Path) -> None:
-    family = saved(tiny(), tmp_path)
-    for path in (tmp_path / component).iterdir():
-        path.unlink()
-    with pytest.raises(UserError, match=component):
-        family.check_folder()
+def test_a_token_holds_its_own_pixels_of_the_mask_and_the_image_without_them(fill: FluxFill) -> None:
+    (sample,) = encoded_by_fill(fill, ITEM)
+    mask = torch.from_numpy(np.array(ITEM.inpaint_mask[0])).long() // 255
+    assert sample["mask_tokens"].dtype == torch.uint8
+    for row in range(ROWS):
+        for column in range(COLUMNS):
+            square = mask[16 * row : 16 * row + 16, 16 * column : 16 * column + 16]
+            # 64 places of a latent's 8 x 8 pixels, each of the token's 2 x 2 latents.
+            expected = square.view(2, 8, 2, 8).permute(1, 3, 0, 2).flatten()
+            assert torch.equal(sample["mask_tokens"][row * COLUMNS + column].long(), expected)
+    pixels = torch.from_numpy(np.array(ITEM.frames[0])).permute(2, 0, 1)[None] / 127.5 - 1
+    vae = fill.load_component("vae", torch.float32)
+    with torch.no_grad():
+        latents, masked = (
+            (vae.encode(part).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+            for part in (pixels, pixels * (1 - mask))
+        )
+    torch.testing.assert_close(sample["latents"], latents[0])
+    torch.testing.assert_close(sample["masked_tokens"], patches(masked)[0])
+
+
+def test_the_model_knows_nothing_of_what_it_is_to_paint(fill: FluxFill) -> None:
+    """An image that differs only in the masked part is another target with the same condition."""
+    other = ITEM.frames[0].copy()
+    other.paste((0, 200, 0), (8, 3, 39, 26))  # the hole
+    first, second = encoded_by_fill(fill, ITEM, dataclasses.replace(ITEM, frames=(other,)))
+    assert not torch.allclose(first["latents"], second["latents"])
+    for name in ("masked_tokens", "mask_tokens"):
+        assert torch.equal(first[name], second[name])
+    other.putpixel((63, 31), (0, 200, 0))  # outside of it
+    (third,) = encoded_by_fill(fill, dataclasses.replace(ITEM, frames=(other,)))
+    assert not torch.equal(first["masked_tokens"], third["masked_tokens"])
+
+
+def test_training_asks_for_no_guidance_and_a_preview_for_its_own(fill: FluxFill) -> None:
+    transformer = fill.load_transformer(torch.float32)
+    request = request_of_fill(fill)
+    (sample,) = encoded_by_fill(fill, ITEM)
+    batch = torch.zeros(1, 16, 4, 8), torch.ones(1), [request.conditioning | sample]
+    (trained,) = transformer_calls(transformer, lambda: fill.predict(transformer, *batch))
+    drawn = transformer_calls(transformer, lambda: fill.sample(transformer, torch.float32, [request]))
+    assert [call["guidance"].tolist() for call in (trained, *drawn)] == [[1.0], [30.0], [30.0]]
+
+
+def test_a_preview_keeps_the_middle_of_its_image_undistorted(fill: FluxFill) -> None:
+    transformer, wide = fill.load_transformer(torch.float32), picture(100, 32, 20)
+    middle = wide.resize((64, 32), Image.Resampling.LANCZOS, box=(18, 0, 82, 32))
+    requests = [request_of_fill(fill, inputs=(given,)) for given in (wide, middle, wide.resize((64, 32)))]
+    [fitted], [cut], [distorted] = fill.sample(transformer, torch.float32, requests)
+    assert fitted.tobytes() == cut.tobytes() != distorted.tobytes()
+
+
+def test_the_released_fill_has_the_size_of_its_file() -> None:
+    """23,804,922,408 bytes, a header of some 100 KiB among them."""
+    counts = {}
+    for release in (FLUX[0], FLUX_FILL[0]):
+        with torch.device("meta"):
+            model = FluxTransformer2DModel(**release.components["transformer"].config)
+        counts[release.name] = 2 * sum(weight.numel() for weight in model.parameters())
+    assert counts["FLUX.1 dev"] == FLUX[0].components["transformer"].num_bytes
+    assert counts["FLUX.1 Fill dev"] == counts["FLUX.1 dev"] + 2 * 320 * 3072 == 23_804_782_720
+    assert 0 < 23_804_922_408 - counts["FLUX.1 Fill dev"] < 200_000
+
+
+def test_the_folder_of_fill_and_its_encodings_are_not_taken_for_those_of_text_to_image(
+    fill: FluxFill, family: Flux
+) -> None:
+    with pytest.raises(UserError, match=r"holds a FluxFillPipeline, .*; set model\.fill: flux_fill"):
+        require_family(Flux, fill.folder)
+    assert fill.media_encoder_id(torch.float32) != family.media_encoder_id(torch.float32)
+    assert fill.prompt_encoder_id(torch.float32) == family.prompt_encoder_id(torch.float32)
+
+
+def encoded_by_kontext(kontext: Any, *inputs: Image.Image) -> dict[str, torch.Tensor]:
+    (encoded,) = kontext.load_media_encoder(torch.float32, CPU)(
+        [Media(frames=(picture(64, 32, 10),), inputs=inputs)]
+    )
+    return encoded
+
+
+WIDE, TALL = picture(100, 52, 20), picture(40, 90, 30)
+
+
+def test_the_size_of_an_input_is_known_before_it_is_encoded(kontext: Any) -> None:
+    assert kontext.max_inputs == 1
+    for given in (WIDE, TALL):
+        width, height = kontext.input_size(*given.size)
+        assert encoded_by_kontext(kontext, given)["input_latents_0"].shape[-2:] == (height // 8, width // 8)
+    assert kontext.input_size(*WIDE.size) != kontext.input_size(*TALL.size)
+    with pytest.raises(UserError, match="8x900 pixels are too narrow"):
+        kontext.input_size(8, 900)
+
+
+@pytest.mark.parametrize("inputs", [(), (WIDE, TALL)])
+def test_a_number_of_images_that_the_pipeline_cannot_take_is_refused(
+    kontext: Any, inputs: tuple[Image.Image, ...]
+) -> None:
+    with pytest.raises(UserError, match=f"{len(inputs)} input pictures; .* takes exactly one"):
+        encoded_by_kontext(kontext, *inputs)
+
+
+def test_encodings_of_kontext_are_not_taken_for_those_of_text_to_image(family: Flux, kontext: Any) -> None:
+    assert kontext.media_encoder_id(torch.float32) != family.media_encoder_id(torch.float32)
+    # The prompts are: the same encoders, the same text.
+    assert kontext.prompt_encoder_id(torch.float32) == family.prompt_encoder_id(torch.float32)
+
+
+def own_forward_of_chroma(
+    transformer: Any, latents: torch.Tensor, embeds: torch.Tensor, mask: Any
+) -> torch.Tensor:
+    """With 2 x 2 patches in reading order, written out instead of through diffusers' packing."""
+    places = torch.tensor([[0.0, row, column] for row in range(4) for column in range(2)])
+    velocity = transformer(
+        hidden_states=patches(latents),
+        timestep=TWO_LEVELS,
+        encoder_hidden_states=embeds,
+        txt_ids=torch.zeros(7, 3),
+        img_ids=places,
+        attention_mask=torch.cat([mask.bool(), torch.ones(2, 8).bool()], dim=1),
+        return_dict=False,
+    )[0]
+    return FluxPipeline._unpack_latents(velocity, 8 * 8, 4 * 8, vae_scale_factor=8)
+
+
+def differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    assert None not in (*first.values(), *second.values())
+    return [name for name, gradient in first.items() if not torch.equal(gradient, second[name])]
+
+
+def test_of_chroma_diffusers_own_checkpointing_forgets_the_mask_and_ours_does_not() -> None:
+    transformer, generator = tiny_chroma().transformer, torch.Generator().manual_seed(0)
+    latents, embeds = (torch.randn(2, *size, generator=generator) for size in ((16, 8, 4), (7, 32)))
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [1] * 7])
+    plain = own_forward_of_chroma(transformer, latents, embeds, mask)
+    expected = gradients(transformer, plain)
+
+    transformer.enable_gradient_checkpointing()
+    # The day this fails, diffusers passes the mask on, and its hook can be used here as elsewhere.
+    theirs = own_forward_of_chroma(transformer, latents, embeds, mask)
+    assert not torch.allclose(theirs[0], plain[0], rtol=0, atol=1e-4)
+    assert len(differing(gradients(transformer, theirs), expected)) > len(expected) / 2
+    assert torch.equal(theirs[1], plain[1])  # whose mask hides nothing
+
+    transformer.disable_gradient_checkpointing()
+    ours = model_fn_chroma(transformer, latents, TWO_LEVELS, embeds, mask, use_gradient_checkpointing=True)
+    assert torch.equal(ours, plain)
+    assert differing(gradients(transformer, ours), expected) == []
+
+
+def test_chromas_own_mask_of_numbers_hides_less_than_one_of_truth_values() -> None:
+    pipeline = tiny_chroma()
+    # The day this fails, diffusers issue 12116 is mended, and test_family_fidelity.py need not do it.
+    pipeline.set_progress_bar_config(disable=True)
+    embeds, _, mask, *_ = pipeline.encode_prompt(PROMPTS[0], device=CPU, do_classifier_free_guidance=False)
+    assert mask.is_floating_point()
+    generated = [
+        pipeline(
+            prompt_embeds=embeds,
+            prompt_attention_mask=given,
+            guidance_scale=1.0,
+            width=64,
+            height=32,
+            num_inference_steps=2,
+            generator=torch.Generator().manual_seed(3),
+            output_type="pt",
+        ).images
+        for given in (mask, mask.bool())
+    ]
+    assert (generated[0] - generated[1]).abs().max() > 1 / 255

@@ -1,111 +1,44 @@
-"""HunyuanVideo against diffusers' own transformer and pipeline."""
+"""HunyuanVideo and HunyuanVideo 1.5 against diffusers' own pipelines."""
 
 import json
-import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import test_family_fidelity as fidelity
+import test_family_interface as interface
 import torch
-from comfyui_names import HUNYUAN_VIDEO
-from diffusers import HunyuanVideoPipeline
-from family_sample import (
-    CPU,
-    PROMPTS,
-    Sample,
-    adapted_transformer,
-    assert_equal_under_all_flags,
-    build_sample,
-    transformer_calls,
-)
+from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideoPipeline
+from family_sample import CPU, PROMPTS, SIGMA, Sample, encode_texts, picture, transformer_calls
 from transformers import PreTrainedTokenizerFast
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import adapter_settings, adapter_tensors
-from diffsynth_lite.lora.conversion import FamilyNames, convert
-from diffsynth_lite.lora.reading import known_pairs, read_contents
-from diffsynth_lite.lora.updates import pairs_of
-from diffsynth_lite.media import Prompt
+from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
-from diffsynth_lite.pipelines.hunyuan_video import (
-    TEMPLATE,
-    HunyuanVideo,
-    model_fn_hunyuan_video,
-    tiny,
-    tiny_hunyuan_video_transformer,
-)
+from diffsynth_lite.pipelines.hunyuan_video import TEMPLATE, HunyuanVideo
+from diffsynth_lite.pipelines.hunyuan_video_15 import HunyuanVideo15
 from diffsynth_lite.training.export.usage import usage_code
 
-SIGMA = torch.tensor([0.1, 0.5, 0.9])
+FAMILY = "hunyuan_video"
 TEXTS = (*PROMPTS, "", "circle " * 300)
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    return build_sample("hunyuan_video", tmp_path_factory.mktemp("tiny"))
+def of_15(sample_of: Callable[[str], Sample]) -> Sample:
+    return sample_of("hunyuan_video_15")
 
 
-@pytest.mark.parametrize("is_guided", [True, False])
-def test_model_fn_equals_the_transformers_own_forward(is_guided: bool) -> None:
-    transformer = tiny_hunyuan_video_transformer(
-        in_channels=4, out_channels=4, text_embed_dim=16, pooled_projection_dim=32, guidance_embeds=is_guided
-    )
-    generator = torch.Generator().manual_seed(0)
-    latents, embeds, pooled = (
-        torch.randn(shape, generator=generator) for shape in ((2, 4, 3, 4, 8), (2, 7, 16), (2, 32))
-    )
-    mask = (torch.arange(7) < torch.tensor([[7], [4]])).long()
-    timestep, guidance = torch.tensor([200.0, 700.0]), torch.tensor([6000.0, 1000.0]) if is_guided else None
-    reference = transformer(
-        hidden_states=latents,
-        timestep=timestep,
-        encoder_hidden_states=embeds,
-        encoder_attention_mask=mask,
-        pooled_projections=pooled,
-        guidance=guidance,
-        return_dict=False,
-    )[0]
-    inputs = latents, timestep, embeds, mask, pooled, guidance
-    assert_equal_under_all_flags(transformer, reference, model_fn_hunyuan_video, *inputs)
-
-
-def test_prompts_are_encoded_as_by_the_pipeline(sample: Sample) -> None:
-    family, pipeline = sample.family, sample.fresh_pipeline()
-    encoded = family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in TEXTS])
-    with torch.no_grad():
-        embeds, pooled, mask = pipeline.encode_prompt(list(TEXTS), device=CPU)
-    lengths = mask.sum(1).tolist()
-    for tensors, row, length, of_clip in zip(encoded, embeds, lengths, pooled, strict=True):
-        assert torch.equal(tensors["prompt_embeds"], row[:length])
-        assert torch.equal(tensors["pooled_prompt_embeds"], of_clip)
-    assert lengths[-1] == family.max_prompt_tokens == 256 < family.prompt_lengths(TEXTS)[-1]
-    assert family.prompt_lengths(TEXTS)[:-1] == lengths[:-1]
-    assert lengths[3] == 1  # what ends a message; nothing of the template before it
-
-
-def test_a_prompt_without_its_padding_counts_as_in_the_pipeline(sample: Sample) -> None:
-    pipeline, texts = sample.fresh_pipeline(), list(PROMPTS[:2])
-    encoded = sample.family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
-    with torch.no_grad():
-        embeds, pooled, mask = pipeline.encode_prompt(texts, device=CPU)
-        timestep, guidance = 1000 * SIGMA[:2], torch.full((2,), 1000.0)
-        padded = model_fn_hunyuan_video(
-            pipeline.transformer, sample.latents[:2], timestep, embeds, mask, pooled, guidance
-        )
-        ours = sample.family.predict(pipeline.transformer, sample.latents[:2], SIGMA[:2], encoded)
-        unmasked = model_fn_hunyuan_video(
-            pipeline.transformer, sample.latents[:2], timestep, embeds, None, pooled, guidance
-        )
-    # Sums over matrices of another shape; the masked part adds exact zeros.
-    torch.testing.assert_close(ours, padded, rtol=1e-4, atol=1e-5)
-    assert (unmasked - padded).abs().max() > 1e-3
+@pytest.fixture(scope="module")
+def of_images(sample_of: Callable[[str], Sample]) -> HunyuanVideo15:
+    family = sample_of("hunyuan_video_15 of images").family
+    assert isinstance(family, HunyuanVideo15)
+    return family
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_tells_the_scale_that_it_is_set_to_as_the_pipeline_does(
+def test_in_training_the_model_gets_the_scale_that_is_set_as_from_the_pipeline(
     sample: Sample, dtype: torch.dtype
 ) -> None:
     family = HunyuanVideo(sample.family.folder)
@@ -114,33 +47,18 @@ def test_training_tells_the_scale_that_it_is_set_to_as_the_pipeline_does(
     (plain,) = transformer_calls(model, lambda: family.predict(model, *batch))
     assert plain["guidance"].tolist() == [1000.0]
     family.training_guidance = 6.3
-    (told,) = transformer_calls(model, lambda: family.predict(model, *batch))
+    (trained,) = transformer_calls(model, lambda: family.predict(model, *batch))
     request = sample.request(num_inference_steps=1, guidance_scale=6.3, seed=0)
-    drawn = transformer_calls(model, lambda: family.sample(model, torch.float32, [request]))[0]
-    assert told["guidance"].dtype == drawn["guidance"].dtype == dtype
-    assert torch.equal(told["guidance"], drawn["guidance"])
+    sampled = transformer_calls(model, lambda: family.sample(model, torch.float32, [request]))[0]
+    assert trained["guidance"].dtype == sampled["guidance"].dtype == dtype
+    assert torch.equal(trained["guidance"], sampled["guidance"])
 
 
-def without_guidance() -> Any:
-    """The tiny pipeline of a model that is told no guidance scale."""
-    parts = tiny().components
-    layout = parts["transformer"].config
-    widths = ("in_channels", "out_channels", "text_embed_dim", "pooled_projection_dim")
-    parts["transformer"] = tiny_hunyuan_video_transformer(
-        guidance_embeds=False, **{name: layout[name] for name in widths}
-    )
-    return HunyuanVideoPipeline(**parts)
-
-
-def test_a_model_that_knows_no_scale_is_steered_away_from_the_negative_prompt(tmp_path: Path) -> None:
-    unguided = build_sample("hunyuan_video", tmp_path, without_guidance)
-    pipeline = fidelity.read_pipeline(unguided)
-    fidelity.test_a_preview_is_what_the_pipeline_draws_from_the_text(unguided, pipeline, fidelity.GUIDANCE)
+def test_a_model_that_knows_no_scale_is_steered_away_from_the_negative_prompt(
+    sample_of: Callable[[str], Sample],
+) -> None:
+    unguided = sample_of("hunyuan_video unguided")
     fidelity.test_another_caption_and_another_negative_prompt_draw_something_else(unguided)
-    family, model = unguided.family, unguided.family.load_transformer(torch.float32)
-    batch = unguided.latents[:1], SIGMA[:1], unguided.conditioning[:1]
-    (told,) = transformer_calls(model, lambda: family.predict(model, *batch))
-    assert told["guidance"] is None
 
 
 def test_a_folder_that_names_the_class_of_llama_2_is_read_as_its_file_says(
@@ -162,37 +80,97 @@ def test_a_folder_that_names_the_class_of_llama_2_is_read_as_its_file_says(
     # When transformers reads it rightly, ``is_misread`` can go.
     assert pipeline.tokenizer(texts)["input_ids"] != expected
     request = sample.request(num_inference_steps=2, guidance_scale=6.0, seed=5)
-    told = {"dtype": "bfloat16", "lora": "lora", "prompt": "x", "negative_prompt": "", "fps": 24.0}
-    code = (usage_code(family, request, base=str(folder), **told) or "").splitlines()
+    settings_of_usage = {
+        "dtype": "bfloat16",
+        "lora": "lora",
+        "prompt": "x",
+        "negative_prompt": "",
+        "fps": 24.0,
+    }
+    code = (usage_code(family, request, base=str(folder), **settings_of_usage) or "").splitlines()
     reading = f'PreTrainedTokenizerFast.from_pretrained({str(folder)!r}, subfolder="tokenizer")'
     assert {"from transformers import PreTrainedTokenizerFast", f"pipeline.tokenizer = {reading}"} <= {*code}
     mended = PreTrainedTokenizerFast.from_pretrained(str(folder), subfolder="tokenizer")
     assert mended(texts)["input_ids"] == expected
-    plain = usage_code(sample.family, request, base="tiny", **told)
+    plain = usage_code(sample.family, request, base="tiny", **settings_of_usage)
     assert "PreTrainedTokenizerFast" not in (plain or "PreTrainedTokenizerFast")
     (folder / "tokenizer" / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"the tokenizer in .* cannot be loaded"):
         load_tokenizer(folder / "tokenizer", "LlamaTokenizerFast")
 
 
-def test_a_lora_is_converted_to_the_layers_that_comfyui_has(sample: Sample, tmp_path: Path) -> None:
-    family = sample.family
-    transformer = adapted_transformer(sample, targets=family.target_sets["all"])
-    trained = pairs_of(adapter_tensors(transformer), adapter_settings(transformer), "transformer.")
-    (file,) = family.save_lora(tmp_path, adapter_tensors(transformer), adapter_settings(transformer))
-    names = FamilyNames(layers=family.lora_layers, comfyui=family.lora_spelling)
-    conversion = convert(read_contents(file), names, "comfyui", tmp_path / "for_comfyui.safetensors")
-    # Folded alpha is a power of two from the rank: nothing was rounded.
-    assert conversion.difference == 0
-    pattern = re.compile("|".join(re.escape(name).replace(r"\*", r"\d+") for name in HUNYUAN_VIDEO))
-    layers = {name.partition(".")[0] for name in conversion.tensors}
-    assert [layer for layer in layers if not pattern.fullmatch(layer)] == []
-    single = "transformer.single_transformer_blocks.0"
-    parts = (*(f"{single}.attn.{name}" for name in ("to_q", "to_k", "to_v")), f"{single}.proj_mlp")
-    update = torch.cat([2 * pair.up @ pair.down for pair in (trained[name] for name in parts)])
-    key = "lora_unet_single_blocks_0_linear1"
-    down, up = (conversion.tensors[f"{key}.lora_{part}.weight"] for part in ("down", "up"))
-    strength = conversion.tensors[f"{key}.alpha"] / len(down)
-    torch.testing.assert_close(strength * up @ down, update)
-    back = known_pairs(conversion.contents, family.lora_layers)
-    assert back.keys() == trained.keys()
+def test_what_is_kept_of_images_has_a_key_of_all_that_makes_it(
+    sample_of: Callable[[str], Sample], tmp_path: Path
+) -> None:
+    starting = sample_of("hunyuan_video_15 of images")
+    copy = Path(shutil.copytree(starting.family.folder.path, tmp_path / "copy"))
+    fidelity.test_a_cache_key_changes_with_the_dtype_and_with_every_file_that_the_encoder_needs(
+        starting, copy, "media"
+    )
+    interface.test_an_example_of_the_conditioning_is_what_the_encoders_give_of_a_prompt_as_long_as_may_be(
+        starting
+    )
+
+
+def test_words_in_quotes_are_read_once_each_as_by_the_pipeline(of_15: Sample) -> None:
+    text = 'a sign that says "Stop" and “go”, "Stop"'
+    plain, quoted = encode_texts(of_15.family, PROMPTS[0], text)
+    with torch.no_grad():
+        *_, glyphs, mask = of_15.fresh_pipeline().encode_prompt([text], device=CPU, batch_size=1)
+    number = len('Text "Stop". Text "go". ') + 1  # and what ends it
+    assert (len(plain["glyph_embeds"]), int(mask.sum())) == (0, number)
+    assert torch.equal(quoted["glyph_embeds"], glyphs[0, :number])
+    model, batch = of_15.family.load_transformer(torch.float32), (of_15.latents[:2], SIGMA[:2])
+    with torch.no_grad():
+        both = of_15.family.predict(model, *batch, [plain, quoted])
+        without = of_15.family.predict(
+            model, *batch, [plain, quoted | {"glyph_embeds": plain["glyph_embeds"]}]
+        )
+    assert torch.equal(both[0], without[0])
+    assert (both[1] - without[1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_clip_starts_from_the_image_that_is_named_or_its_own_first_frame(
+    of_images: HunyuanVideo15, is_named: bool
+) -> None:
+    clip = Media(
+        frames=tuple(picture(64, 32, 10 + frame) for frame in range(5)),
+        first_frame=picture(64, 32, 40) if is_named else None,
+    )
+    start = clip.first_frame or clip.frames[0]
+    (encoded,) = of_images.load_media_encoder(torch.float32, CPU)([clip])
+    assert sum(value.numel() for name, value in encoded.items() if name != "latents") == (
+        of_images.num_condition_values(encoded["latents"].shape)
+    )
+    pipeline = HunyuanVideo15ImageToVideoPipeline.from_pretrained(of_images.folder.path)
+    latents = encoded.pop("latents")[None]
+    with torch.no_grad():
+        given, seen = pipeline.prepare_cond_latents_and_mask(latents, start, 1, 32, 64, torch.float32, CPU)
+        embeds = pipeline.encode_image(start, batch_size=1, device=CPU, dtype=torch.float32)
+    (prompt,) = encode_texts(of_images, PROMPTS[0])
+    model = of_images.load_transformer(torch.float32)
+    (call,) = transformer_calls(
+        model, lambda: of_images.predict(model, latents, SIGMA[:1], [prompt | encoded])
+    )
+    assert torch.equal(call["hidden_states"], torch.cat([latents, given, seen], dim=1))
+    assert torch.equal(call["image_embeds"], embeds)
+    assert given.any()
+
+
+def test_a_clip_that_starts_from_an_image_has_other_frames(of_15: Sample, of_images: HunyuanVideo15) -> None:
+    of_15.family.check_frames(1, key="data.frame_counts")
+    with pytest.raises(UserError, match=r"1 frames; .* of which the first is given, such as 5 or 9"):
+        of_images.check_frames(1, key="data.frame_counts")
+    assert (of_images.record_kinds, of_images.needs_inputs) == (("video", "image_to_video"), True)
+    assert (of_15.family.record_kinds, of_15.family.needs_inputs) == (("video", "image"), False)
+
+
+def test_a_distilled_model_is_known_by_its_guider(of_15: Sample, tmp_path: Path) -> None:
+    assert of_15.family.distilled is None
+    folder = Path(shutil.copytree(of_15.family.folder.path, tmp_path / "copy"))
+    file = folder / "guider" / "guider_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"guidance_scale": 1.0}))
+    family = HunyuanVideo15(PipelineFolder(path=folder))
+    family.check_folder()
+    assert "its guider has a scale of 1" in (family.distilled or "")

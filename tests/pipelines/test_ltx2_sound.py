@@ -24,9 +24,9 @@ from family_sample import (
     transformer_calls,
 )
 from held_step import assert_same_cost, step_on_cpu
-from ltx2_layouts import guidance_beside, of_2_3
+from release_layouts import ltx_2_3, other_guidance
 from test_family_fidelity import numbers
-from test_ltx2 import BUILDS, forward, prompt_width, some_sound
+from test_ltx2 import BUILDS, forward, prompt_width, some_audio
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from diffsynth_lite.core.gradient import gradient_engine
@@ -224,7 +224,7 @@ def test_model_fn_equals_the_transformers_own_forward_of_both(
 ) -> None:
     transformer = build().transformer
     timestep = torch.tensor([200.0, 700.0])
-    sound = some_sound(transformer, 1) | {"use_cross_timestep": True}
+    sound = some_audio(transformer, 1) | {"use_cross_timestep": True}
     sound["audio_encoder_hidden_states"] = sound["audio_encoder_hidden_states"][:, :1].repeat(1, 7, 1)
     sigma = torch.tensor([200.0, 700.0]) if audio_level is None else audio_level
     sound |= {"audio_timestep": sigma, "audio_sigma": sigma}
@@ -258,7 +258,7 @@ def test_model_fn_equals_the_transformers_own_forward_of_both(
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 def test_a_level_of_its_own_that_is_that_of_the_clip_changes_nothing(build: Callable[[], Any]) -> None:
     transformer = build().transformer
-    sound = some_sound(transformer, 1)
+    sound = some_audio(transformer, 1)
     sigma = torch.tensor([200.0, 700.0])
     _, (latents, *_), _ = forward(transformer, sigma, sound)
     prompts = {
@@ -437,7 +437,7 @@ def test_a_clip_that_starts_from_a_picture_has_its_sound_at_the_noise_level_of_t
     theirs, _ = transformer_calls(
         pipeline.transformer,
         lambda: pipeline(
-            image=start, prompt=PROMPTS[0], **settings, **guidance_beside(family.folder, is_guided=False)
+            image=start, prompt=PROMPTS[0], **settings, **other_guidance(family.folder, is_guided=False)
         ),
     )
     for name in ("timestep", "audio_timestep", "sigma", "use_cross_timestep", "isolate_modalities"):
@@ -445,7 +445,7 @@ def test_a_clip_that_starts_from_a_picture_has_its_sound_at_the_noise_level_of_t
 
 
 @pytest.mark.parametrize(
-    ("build", "rate", "gates"), [(tiny, 24000, ()), (of_2_3, 48000, ("to_gate_logits",))], ids=BUILDS
+    ("build", "rate", "gates"), [(tiny, 24000, ()), (ltx_2_3, 48000, ("to_gate_logits",))], ids=BUILDS
 )
 def test_a_preview_sounds_as_the_pipeline_has_it(
     build: Callable[[], Any], rate: int, gates: tuple[str, ...], tmp_path: Path
@@ -475,7 +475,7 @@ def test_a_preview_sounds_as_the_pipeline_has_it(
         guidance_scale=3.0,
         num_frames=9,
         frame_rate=12.0,
-        **guidance_beside(family.folder, is_guided=True),
+        **other_guidance(family.folder, is_guided=True),
         **request.call_arguments(),
     )
     assert [frame.tobytes() for frame in drawn.frames] == [frame.tobytes() for frame in expected.frames[0]]

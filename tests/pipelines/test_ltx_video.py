@@ -1,4 +1,4 @@
-"""LTX-Video against diffusers' own transformer, autoencoder and pipelines."""
+"""LTX-Video and its releases from 0.9.5 on against diffusers' own autoencoder and pipelines."""
 
 import dataclasses
 import json
@@ -12,74 +12,76 @@ import torch
 from diffusers import (
     AutoencoderKLLTXVideo,
     FlowMatchEulerDiscreteScheduler,
+    LTXConditionPipeline,
     LTXImageToVideoPipeline,
 )
 from diffusers.models.autoencoders import vae as posteriors
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline, calculate_shift
 from family_sample import (
     CPU,
     PROMPTS,
+    SIGMA,
     Sample,
-    assert_equal_under_all_flags,
     build_media,
     build_sample,
+    encode_texts,
     picture,
     transformer_calls,
 )
-from ltx_layouts import decoding_timesteps, of_conditions
 from PIL import Image
+from release_layouts import decoding_timesteps, ltx_of_conditions, ltx_vae_of_0_9_5
 
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, require_family
-from diffsynth_lite.pipelines.ltx_video import LTXVideo, model_fn_ltx_video, tiny
+from diffsynth_lite.pipelines.ltx_video import LTXVideo, tiny
 
-SIGMA = torch.tensor([0.1, 0.5, 0.9])
+FAMILY = "ltx_video"
+
+
+TOKENS = 8  # of a frame of the samples
+
+
+DECODING = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    return build_sample("ltx_video", tmp_path_factory.mktemp("ltx_video"))
+def conditions(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    """Of 0.9.5, with the decoder that removes noise."""
+    return build_sample("ltx_video", tmp_path_factory.mktemp("conditions"), ltx_of_conditions)
 
 
 @pytest.fixture(scope="module")
-def pipeline() -> LTXPipeline:
-    return tiny()
+def started(conditions: Sample) -> Sample:
+    """The same clips, of which the first starts from an image that is not its own."""
+    first = dataclasses.replace(conditions.media[0], first_frame=picture(128, 64, 40))
+    (encoded,) = conditions.family.load_media_encoder(torch.float32, CPU)([first])
+    latents = conditions.latents.clone()
+    latents[0] = encoded.pop("latents")
+    conditioning = [conditions.conditioning[0] | encoded, *conditions.conditioning[1:]]
+    media = [first, *conditions.media[1:]]
+    return dataclasses.replace(conditions, media=media, latents=latents, conditioning=conditioning)
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_model_fn_equals_the_transformers_own_forward(per_token: bool, masked: bool) -> None:
-    transformer = tiny().transformer
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(2, 128, 3, 2, 4, generator=generator)
-    embeds = torch.randn(2, 7, 32, generator=generator)
-    mask = (torch.arange(7) < torch.tensor([[7], [4]])).long() if masked else None
-    timestep = torch.tensor([200.0, 700.0])
-    if per_token:
-        timestep = timestep[:, None] * torch.rand(2, 3 * 2 * 4, generator=generator)
+@pytest.fixture(scope="module")
+def of_conditions(conditions: Sample) -> LTXConditionPipeline:
+    """Read from the folder, as the family reads it."""
+    pipeline = LTXConditionPipeline.from_pretrained(conditions.family.folder.path)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
-    reference = transformer(
-        hidden_states=latents.flatten(2).transpose(1, 2),
-        encoder_hidden_states=embeds,
-        timestep=timestep,
-        encoder_attention_mask=mask,
-        num_frames=3,
-        height=2,
-        width=4,
-        rope_interpolation_scale=(8 / 25, 32, 32),
-        return_dict=False,
-    )[0]
-    reference = reference.transpose(1, 2).unflatten(2, (3, 2, 4))
-    assert_equal_under_all_flags(
-        transformer,
-        reference,
-        model_fn_ltx_video,
-        latents,
-        timestep,
-        embeds,
-        mask,
-        frame_rate=torch.tensor([25.0, 25.0]),
-    )
+
+def call(pipeline: LTXConditionPipeline, **settings: Any) -> Any:
+    """The pipeline's own call, of the first prompt, in the size of the samples."""
+    fixed = {"width": 128, "height": 64, "num_frames": 17, "num_inference_steps": 4, "guidance_scale": 1.0}
+    generator = torch.Generator().manual_seed(5)
+    return pipeline(prompt=PROMPTS[0], generator=generator, **fixed | DECODING | settings).frames[0]
+
+
+def latents_of(tokens_bld: torch.Tensor) -> torch.Tensor:
+    return tokens_bld.transpose(1, 2).unflatten(2, (3, 2, 4))
 
 
 def test_each_clip_has_positions_by_its_own_frame_rate(sample: Sample) -> None:
@@ -103,46 +105,6 @@ def test_the_frame_rate_of_a_clip_is_kept_with_its_latents(sample: Sample) -> No
     (tensors,) = sample.family.load_media_encoder(torch.float32, CPU)([clip])
     assert tensors["frame_rate"].item() == 12.5
     assert [given["frame_rate"].item() for given in sample.conditioning] == [25.0] * 3
-
-
-def test_prompts_are_encoded_as_by_the_pipeline(pipeline: LTXPipeline, sample: Sample) -> None:
-    texts = [*PROMPTS, "", "circle " * 60]
-    family = sample.family
-    encoded = family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
-    with torch.no_grad():
-        embeds, mask, _, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False, device=CPU)
-    lengths = mask.sum(1).tolist()
-    assert [len(tensors["prompt_embeds"]) for tensors in encoded] == lengths
-    assert lengths[-1] == family.max_prompt_tokens == 128 < family.prompt_lengths(texts)[-1]
-    assert lengths[:-1] == family.prompt_lengths(texts)[:-1]
-    for tensors, row, length in zip(encoded, embeds, lengths, strict=True):
-        assert torch.equal(tensors["prompt_embeds"], row[:length])
-
-
-def test_a_prompt_without_its_padding_counts_as_in_the_pipeline(
-    pipeline: LTXPipeline, sample: Sample
-) -> None:
-    with torch.no_grad():
-        embeds, mask, _, _ = pipeline.encode_prompt(
-            list(PROMPTS), do_classifier_free_guidance=False, device=CPU
-        )
-        rate = torch.full((3,), 25.0)
-        padded = model_fn_ltx_video(
-            pipeline.transformer, sample.latents, 1000 * SIGMA, embeds, mask, frame_rate=rate
-        )
-        ours = sample.family.predict(pipeline.transformer, sample.latents, SIGMA, sample.conditioning)
-        unmasked = model_fn_ltx_video(
-            pipeline.transformer, sample.latents, 1000 * SIGMA, embeds, None, frame_rate=rate
-        )
-    # Sums over matrices of another shape; the masked part adds exact zeros.
-    torch.testing.assert_close(ours, padded, rtol=1e-4, atol=1e-5)
-    assert (ours - unmasked).abs().max() > 1e-3
-
-
-def test_a_picture_is_a_clip_of_one_frame(sample: Sample) -> None:
-    item = Media(frames=sample.media[0].frames[:1])
-    (encoded,) = sample.family.load_media_encoder(torch.float32, CPU)([item])
-    assert encoded["latents"].shape == sample.family.latents_shape(128, 64, 1) == (128, 1, 2, 4)
 
 
 @pytest.mark.parametrize(("num_frames", "num_tokens"), [(1, 384), (73, 3840), (81, 4224), (161, 8064)])
@@ -170,22 +132,16 @@ def test_a_line_that_the_folder_does_not_give_is_that_of_the_class(tmp_path: Pat
     assert family.family_shift(family.latents_shape(768, 512, 161)) == pytest.approx(at_the_end)
 
 
-def test_a_distilled_release_has_a_fixed_shift(tmp_path: Path) -> None:
-    parts = tiny().components | {"scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)}
-    LTXPipeline(**parts).save_pretrained(tmp_path)
-    assert LTXVideo(PipelineFolder(path=tmp_path)).family_shift((128, 11, 16, 24)) == 3.0
-
-
 def test_a_folder_that_names_the_pipeline_of_first_frames_is_one_of_the_family(tmp_path: Path) -> None:
     LTXImageToVideoPipeline(**tiny().components).save_pretrained(tmp_path)
     require_family(LTXVideo, PipelineFolder(path=tmp_path))
 
 
-def drawn_start(family: LTXVideo, start: Image.Image, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first frame that the model is told, as (tokens, channels), and the noise that it is drawn with."""
+def noisy_start(family: LTXVideo, start: Image.Image, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first frame that the model gets, as (tokens, channels), and the noise in it."""
     clip = Media(frames=(start,) * 9, first_frame=start)
     (encoded,) = family.load_media_encoder(torch.float32, CPU)([clip])
-    (prompt,) = family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=PROMPTS[0])])
+    (prompt,) = encode_texts(family, PROMPTS[0])
     latents, _ = encoded.pop("latents"), encoded.pop("loss_mask")
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
     noisy = ((1 - sigma) * latents + sigma * noise)[None]
@@ -197,11 +153,11 @@ def drawn_start(family: LTXVideo, start: Image.Image, sigma: float) -> tuple[tor
     return told["hidden_states"][0, :8], noise[:, 0].flatten(1).T
 
 
-def test_a_first_frame_is_drawn_as_the_pipeline_draws_it(
+def test_a_first_frame_has_the_noise_that_the_pipeline_gives_it(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = picture(128, 64, 40)
-    ours, noise = drawn_start(sample.family, start, 0.5)
+    ours, noise = noisy_start(sample.family, start, 0.5)
     pipeline = LTXImageToVideoPipeline.from_pretrained(sample.family.folder.path)
     pipeline.set_progress_bar_config(disable=True)
     monkeypatch.setattr(posteriors, "randn_tensor", lambda shape, **_: noise.T.reshape(shape))
@@ -214,14 +170,14 @@ def test_a_first_frame_is_drawn_as_the_pipeline_draws_it(
 
 
 @pytest.mark.parametrize("sigma", [0.01, 0.5, 1.0])
-@pytest.mark.parametrize(("build", "noise_scale"), [(tiny, 0.0), (of_conditions, 0.15)])
+@pytest.mark.parametrize(("build", "noise_scale"), [(tiny, 0.0), (ltx_of_conditions, 0.15)])
 def test_a_first_frame_has_the_noise_of_its_autoencoder_and_of_the_pipeline(
     build: Callable[[], Any], noise_scale: float, sigma: float, tmp_path: Path
 ) -> None:
     pipeline = build()
     pipeline.save_pretrained(tmp_path)
     start, vae = picture(128, 64, 40), pipeline.vae
-    ours, noise = drawn_start(LTXVideo(PipelineFolder(path=tmp_path)), start, sigma)
+    ours, noise = noisy_start(LTXVideo(PipelineFolder(path=tmp_path)), start, sigma)
     with torch.no_grad():
         posterior = vae.encode(pipeline.video_processor.preprocess_video([start])).latent_dist
     mode, std = ((value[0].flatten(1).T) for value in (posterior.mode(), posterior.std))
@@ -231,7 +187,7 @@ def test_a_first_frame_has_the_noise_of_its_autoencoder_and_of_the_pipeline(
     )
 
 
-def test_an_autoencoder_that_denoises_while_it_decodes_is_told_how_much(
+def test_an_autoencoder_that_denoises_while_it_decodes_is_given_how_much(
     sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vae = AutoencoderKLLTXVideo(
@@ -267,7 +223,7 @@ def test_a_preview_masks_the_shorter_one_of_its_prompts(sample: Sample) -> None:
     assert calls[0]["encoder_attention_mask"].sum(1).tolist() == lengths
 
 
-@pytest.mark.parametrize("build", [tiny, of_conditions])
+@pytest.mark.parametrize("build", [tiny, ltx_of_conditions])
 def test_a_preview_has_the_positions_of_clips_that_are_read_at_its_rate(
     build: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -319,3 +275,128 @@ def test_in_tiles_clips_are_encoded_in_parts_but_decoded_whole(
         family.load_preview_vae(torch.float32, CPU)
         assert [(vae.use_tiling, vae.use_framewise_decoding) for vae in vaes] == expected
         family.tile_vae()
+
+
+def test_a_prompt_of_128_tokens_is_another_one_in_the_cache(conditions: Sample, tmp_path: Path) -> None:
+    """The text encoder is the same, but 0.9 lets it see the padding."""
+    LTXPipeline(**tiny().components).save_pretrained(tmp_path)
+    before = LTXVideo(PipelineFolder(path=tmp_path)).prompt_encoder_id(torch.float32)
+    assert before != conditions.family.prompt_encoder_id(torch.float32)
+
+
+def assert_given_the_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Two forwards of the transformer were given the same; without masked tokens, which ours leave out."""
+    assert theirs.keys() ^ ours.keys() == {"attention_kwargs"}
+    assert theirs["attention_kwargs"] is None
+    assert torch.equal(ours["video_coords"], theirs["video_coords"])
+    mask = theirs["encoder_attention_mask"]
+    assert ours["encoder_attention_mask"] is None
+    assert torch.equal(ours["encoder_hidden_states"], theirs["encoder_hidden_states"][mask][None])
+    # A timestep is divided by 1000 and multiplied again.
+    torch.testing.assert_close(ours["timestep"].flatten(), theirs["timestep"].flatten(), rtol=1e-6, atol=0.0)
+
+
+def test_from_text_the_model_gets_what_the_pipeline_gives_it(
+    of_conditions: LTXConditionPipeline, conditions: Sample
+) -> None:
+    theirs = transformer_calls(of_conditions.transformer, lambda: call(of_conditions))
+    assert len(theirs) == 4
+    for expected in theirs:
+        noisy, sigma = latents_of(expected["hidden_states"]), expected["timestep"][0] / 1000
+        (ours,) = transformer_calls(
+            of_conditions.transformer,
+            lambda noisy=noisy, sigma=sigma: conditions.family.predict(
+                of_conditions.transformer, noisy, sigma, conditions.conditioning[:1]
+            ),
+        )
+        assert torch.equal(ours["hidden_states"], expected["hidden_states"])
+        assert_given_the_same(ours, expected)
+
+
+def test_from_a_first_frame_the_model_gets_what_the_pipeline_gives_it(
+    of_conditions: LTXConditionPipeline, started: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given the noise of the pipeline: that of its latents, and of the first frame in each step."""
+    noises: list[torch.Tensor] = []
+    randn = pipeline_ltx_condition.randn_tensor
+    monkeypatch.setattr(
+        pipeline_ltx_condition,
+        "randn_tensor",
+        lambda *args, **kw: noises.append(randn(*args, **kw)) or noises[-1],
+    )
+    monkeypatch.setattr(DiagonalGaussianDistribution, "conditions", lambda self, _=None: self.mode())
+    conditioning = [dict(started.conditioning[0])]
+    conditioning[0]["first_frame_std"] = torch.zeros_like(conditioning[0]["first_frame_std"])
+    theirs = transformer_calls(
+        of_conditions.transformer, lambda: call(of_conditions, image=started.media[0].first_frame)
+    )
+    first = conditioning[0]["first_frame_latents"]
+    for expected, noise in zip(theirs, noises[1:], strict=False):
+        sigma = expected["timestep"].max() / 1000
+        noisy = latents_of(expected["hidden_states"]).clone()
+        noisy[0, :, :1] = (1 - sigma) * first + sigma * latents_of(noise)[0, :, :1]
+        (ours,) = transformer_calls(
+            of_conditions.transformer,
+            lambda noisy=noisy, sigma=sigma: started.family.predict(
+                of_conditions.transformer, noisy, sigma[None], conditioning
+            ),
+        )
+        assert ours["timestep"][0, :TOKENS].tolist() == [0.0] * TOKENS
+        assert torch.equal(ours["hidden_states"][:, TOKENS:], expected["hidden_states"][:, TOKENS:])
+        # The noise is taken out of the noisy latents.
+        torch.testing.assert_close(ours["hidden_states"], expected["hidden_states"], rtol=1e-5, atol=1e-5)
+        assert_given_the_same(ours, expected)
+    assert (expected["hidden_states"] - theirs[0]["hidden_states"])[:, :TOKENS].abs().max() > 0.1
+
+
+def test_a_clip_begins_with_the_image_that_it_starts_from(conditions: Sample, started: Sample) -> None:
+    tensors = started.conditioning[0]
+    assert torch.equal(started.latents[0, :, :1], tensors["first_frame_latents"])
+    # Encoded by itself and in a batch.
+    torch.testing.assert_close(started.latents[0, :, 1:], conditions.latents[0, :, 1:], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(started.latents[0, :, :1], conditions.latents[0, :, :1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_preview_is_what_the_pipeline_of_conditions_generates(
+    of_conditions: LTXConditionPipeline, conditions: Sample, scale: float, starts: bool
+) -> None:
+    request = conditions.request(num_inference_steps=4, guidance_scale=scale, seed=5)
+    (negative,) = encode_texts(conditions.family, "blurred")
+    images = (picture(128, 64, 40),) if starts else ()
+    request = dataclasses.replace(request, negative=negative, inputs=images)
+    given = {"image": images[0]} if starts else {}
+    expected = call(of_conditions, guidance_scale=scale, negative_prompt="blurred", **given)
+    (frames,) = conditions.family.conditions(of_conditions.transformer, torch.float32, [request])
+    assert [frame.tobytes() for frame in frames] == [frame.tobytes() for frame in expected]
+
+
+def test_previews_of_a_bf16_model_are_decoded_by_an_fp32_autoencoder(
+    conditions: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = decoding_timesteps(monkeypatch)
+    request = conditions.request(num_inference_steps=2, guidance_scale=3.0, seed=5)
+    requests = [request, dataclasses.replace(request, inputs=(picture(150, 150, 5),))]
+    drawn = conditions.family.sample(
+        conditions.family.load_transformer(torch.bfloat16), torch.float32, requests
+    )
+    assert [[frame.size for frame in frames] for frames in drawn] == [[(128, 64)] * 17] * 2
+    assert given == pytest.approx([DECODING["decode_timestep"]] * 2, rel=1e-2)  # in bf16
+
+
+def test_a_folder_of_0_9_5_that_names_the_pipeline_of_0_9_is_one_of_conditions(tmp_path: Path) -> None:
+    LTXPipeline(**ltx_of_conditions().components).save_pretrained(tmp_path)
+    family = LTXVideo(PipelineFolder(path=tmp_path))
+    family.check_folder()
+    assert family.pipeline is LTXConditionPipeline
+    assert family.max_prompt_tokens == 256
+
+
+def test_a_sampler_that_the_pipeline_cannot_sample_with_is_refused(tmp_path: Path) -> None:
+    LTXConditionPipeline(**tiny().components | {"vae": ltx_vae_of_0_9_5()}).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"scheduler has use_dynamic_shifting, .* set it to false there"):
+        LTXVideo(PipelineFolder(path=tmp_path)).check_folder()
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dynamic_shifting": False}))
+    LTXVideo(PipelineFolder(path=tmp_path)).check_folder()

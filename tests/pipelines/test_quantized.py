@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 from family_sample import CPU
-from wan_pipelines import two_experts
+from release_layouts import two_experts
 
 from diffsynth_lite.core.weights import FrozenLinear, Int8, Quantization, QuantizationReport
 from diffsynth_lite.errors import UserError

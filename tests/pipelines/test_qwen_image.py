@@ -1,121 +1,69 @@
-"""Qwen-Image against diffusers' own transformer and pipeline."""
+"""Qwen-Image, 2.1 and Layered against diffusers' own pipelines."""
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImageLayeredPipeline, QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import QwenImage21Pipeline, QwenImagePipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered as layered
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
-from family_sample import CPU, PROMPTS, assert_equal_under_all_flags
+from family_sample import (
+    CPU,
+    PROMPTS,
+    Sample,
+    assert_equal_under_all_flags,
+    encode_texts,
+    layers_of,
+    picture,
+    transformer_calls,
+)
+from PIL import Image
 
-from diffsynth_lite.core.noise import shift_sigma
-from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines import PipelineFolder, qwen_image_layered
-from diffsynth_lite.pipelines.qwen_image import QwenImage, model_fn_qwen_image, tiny
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media
+from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
+from diffsynth_lite.pipelines.base.vae_tiles import tiles_of
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.pipelines.qwen_image_21 import QwenImage21, model_fn_qwen_image_21
+from diffsynth_lite.pipelines.qwen_image_layered import QwenImageLayered
+from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 
-BY_PIPELINE = {
-    QwenImagePipeline: (QwenImage, tiny),
-    QwenImageLayeredPipeline: (qwen_image_layered.QwenImageLayered, qwen_image_layered.tiny),
-}
+FAMILY = "qwen_image"
+TWO_LEVELS = torch.tensor([0.2, 0.7])
+MEDIA = Media(frames=(picture(64, 32, 10),), layers=layers_of(64, 32, 20))
 
 
 @pytest.fixture(scope="module")
-def pipeline() -> QwenImagePipeline:
-    return tiny()
+def of_21(sample_of: Callable[[str], Sample]) -> Sample:
+    return sample_of("qwen_image_21")
 
 
 @pytest.fixture(scope="module")
-def family(pipeline: QwenImagePipeline, tmp_path_factory: pytest.TempPathFactory) -> QwenImage:
-    folder = tmp_path_factory.mktemp("qwen_image")
-    pipeline.save_pretrained(folder)
-    return QwenImage(PipelineFolder(path=folder))
+def of_layers(sample_of: Callable[[str], Sample]) -> Sample:
+    return sample_of("qwen_image_layered")
 
 
-def test_model_fn_equals_the_transformers_own_forward(pipeline: QwenImagePipeline) -> None:
-    transformer: QwenImageTransformer2DModel = pipeline.transformer
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(2, 16, 1, 8, 4, generator=generator)
-    embeds = torch.randn(2, 7, 16, generator=generator)
-    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
-    sigma = torch.tensor([0.2, 0.7])
-
-    tokens = QwenImagePipeline._pack_latents(latents[:, :, 0], 2, 16, 8, 4)
-    reference = transformer(
-        hidden_states=tokens,
-        timestep=sigma,
-        encoder_hidden_states=embeds,
-        encoder_hidden_states_mask=mask,
-        img_shapes=[[(1, 4, 2)]] * 2,
-        return_dict=False,
-    )[0]
-    reference = QwenImagePipeline._unpack_latents(reference, 8 * 8, 4 * 8, vae_scale_factor=8)
-    assert_equal_under_all_flags(
-        transformer,
-        reference,
-        model_fn_qwen_image,
-        latents,
-        sigma,
-        embeds,
-        mask,
-    )
-
-
-def test_prompts_are_encoded_as_by_the_pipeline(pipeline: QwenImagePipeline, family: QwenImage) -> None:
-    encoded = family.load_prompt_encoder(torch.float32, torch.device("cpu"))(
-        [Prompt(text=text) for text in PROMPTS]
-    )
-    embeds, mask = pipeline.encode_prompt(list(PROMPTS), device="cpu")
-    assert mask is not None
-    for row, row_mask, conditioning in zip(embeds, mask.bool(), encoded, strict=True):
-        assert torch.equal(conditioning["prompt_embeds"], row[row_mask])
-
-
-def test_one_prompt_alone_has_no_mask_and_keeps_its_length(
-    pipeline: QwenImagePipeline, family: QwenImage
-) -> None:
-    (alone,) = family.load_prompt_encoder(torch.float32, torch.device("cpu"))([Prompt(text=PROMPTS[0])])
-    embeds, mask = pipeline.encode_prompt(PROMPTS[0], device="cpu")
-    assert mask is None
-    assert torch.equal(alone["prompt_embeds"], embeds[0])
-
-
-def test_the_shift_is_the_one_of_the_pipelines_sampler(
-    pipeline: QwenImagePipeline, family: QwenImage
-) -> None:
-    scheduler = pipeline.scheduler
-    num_tokens = 4096
-    mu = 0.5 + (0.9 - 0.5) * (num_tokens - 256) / (8192 - 256)
-    sigmas = torch.linspace(0.05, 1.0, 20)
-    ours = shift_sigma(sigmas, family.family_shift((16, 1, 128, 128)))
-    torch.testing.assert_close(
-        ours, torch.as_tensor(scheduler.time_shift(mu, 1.0, sigmas)), rtol=1e-6, atol=0
-    )
-
-
-@pytest.mark.parametrize("pipeline_class", [QwenImagePipeline, QwenImageLayeredPipeline])
+@pytest.mark.parametrize("name", ["qwen_image", "qwen_image_layered"])
 def test_lengths_are_those_of_what_the_pipeline_keeps_with_the_end_of_the_chat(
-    pipeline_class: Any, tmp_path: Path
+    sample_of: Callable[[str], Sample], name: str
 ) -> None:
-    family_class, build = BY_PIPELINE[pipeline_class]
-    pipeline = build()
-    pipeline.save_pretrained(tmp_path)
-    family = family_class(PipelineFolder(path=tmp_path))
+    family, pipeline = sample_of(name).family, sample_of(name).fresh_pipeline()
     texts = ["", "a circle", *("1" * count for count in (507, 508, 512))]  # a token each
     lengths = family.prompt_lengths(texts)
     assert lengths[0] == 5
     assert [length - lengths[0] for length in lengths[2:]] == [507, 508, 512]
     assert [length > family.max_prompt_tokens for length in lengths] == [False, False, False, True, True]
-    encoded = family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
-    for text, row, length in zip(texts, encoded, lengths, strict=True):
+    for text, row, length in zip(texts, encode_texts(family, *texts), lengths, strict=True):
         with torch.no_grad():
             whole, _ = pipeline.encode_prompt(text, device=CPU, max_sequence_length=1024)
-            drawn, _ = pipeline.encode_prompt(text, device=CPU, max_sequence_length=512)
+            cut, _ = pipeline.encode_prompt(text, device=CPU, max_sequence_length=512)
         assert len(whole[0]) == length
         # Of a text of 508 the last token of the chat's end is lost, as in the pipeline's own call.
-        torch.testing.assert_close(row["prompt_embeds"], drawn[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(row["prompt_embeds"], cut[0], rtol=0, atol=1e-5)
 
 
 def test_another_template_of_the_pipeline_makes_other_cache_entries(
@@ -134,7 +82,7 @@ def test_another_template_of_the_pipeline_makes_other_cache_entries(
 
 
 @pytest.mark.parametrize(("width", "height"), [(1024, 1024), (1664, 928)])
-def test_at_the_released_sizes_shapes_shift_and_velocity_are_the_pipelines(
+def test_at_the_released_sizes_shapes_and_shift_are_the_pipelines(
     family: QwenImage, width: int, height: int
 ) -> None:
     latents_shape = family.latents_shape(width, height, 1)
@@ -142,28 +90,180 @@ def test_at_the_released_sizes_shapes_shift_and_velocity_are_the_pipelines(
     num_tokens = (height // 16) * (width // 16)
     assert family.num_tokens(latents_shape) == num_tokens
     config = family.load_scheduler().config
-    mu = calculate_shift(
-        num_tokens,
-        config.base_image_seq_len,
-        config.max_image_seq_len,
-        config.base_shift,
-        config.max_shift,
-    )
-    assert family.family_shift(latents_shape) == pytest.approx(math.exp(mu))
+    line = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    assert family.family_shift(latents_shape) == pytest.approx(math.exp(calculate_shift(num_tokens, *line)))
 
-    transformer = family.load_transformer(torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(1, *latents_shape, generator=generator)
-    embeds = torch.randn(1, 7, 16, generator=generator)
+
+def random_latents(count: int = 2) -> torch.Tensor:
+    return torch.randn(count, 64, 1, 4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def own_forward(
+    pipeline: Any,
+    latents: torch.Tensor,
+    embeds: torch.Tensor,
+    mask: torch.Tensor | None,
+    sigma: torch.Tensor = TWO_LEVELS,
+) -> torch.Tensor:
+    """As the pipeline calls it: four places of the image to one of the mask after the text."""
+    slots = [False] * embeds.shape[1] + [True] * 6
+    output = pipeline.transformer(
+        hidden_states=latents.flatten(2).transpose(1, 2),
+        encoder_hidden_states=embeds,
+        timestep=sigma,
+        img_shapes=[[(1, 4, 6)]] * len(latents),
+        img_mask=torch.tensor([slots] * len(latents)),
+        encoder_hidden_states_mask=mask,
+        return_dict=False,
+    )[0]
+    assert output.shape[1] == embeds.shape[1] + 24
+    return pipeline._unpack_latents(output[:, -24:], 4 * 16, 6 * 16, pipeline.vae_scale_factor)
+
+
+def test_a_model_function_of_2_1_takes_a_mask_as_the_transformer_does(of_21: Sample) -> None:
+    pipeline, mask = of_21.fresh_pipeline(), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    latents, embeds = random_latents(), torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))
+    reference = own_forward(pipeline, latents, embeds, mask)
+    expected = assert_equal_under_all_flags(
+        pipeline.transformer, reference, model_fn_qwen_image_21, latents, TWO_LEVELS, embeds, mask
+    )
+    assert None not in expected.values()
+
+
+def test_samples_of_several_lengths_are_what_the_pipeline_makes_of_each(of_21: Sample) -> None:
+    family, pipeline = of_21.family, of_21.fresh_pipeline()
+    texts, latents = (PROMPTS[0], PROMPTS[1], PROMPTS[0]), random_latents(3)
+    sigma = torch.tensor([0.2, 0.7, 0.9])
+    batch = latents, sigma, encode_texts(family, *texts)
+    passes = transformer_calls(pipeline.transformer, lambda: family.predict(pipeline.transformer, *batch))
+    assert [len(one["hidden_states"]) for one in passes] == [2, 1]
+    assert family.splits_batches
     with torch.no_grad():
-        velocity = model_fn_qwen_image(transformer, latents, torch.tensor([0.5]), embeds)
-        packed = QwenImagePipeline._pack_latents(latents[:, :, 0], 1, 16, height // 8, width // 8)
-        reference = transformer(
-            hidden_states=packed,
-            timestep=torch.tensor([0.5]),
-            encoder_hidden_states=embeds,
-            img_shapes=[[(1, height // 16, width // 16)]],
-            return_dict=False,
-        )[0]
-    unpacked = QwenImagePipeline._unpack_latents(reference, height, width, vae_scale_factor=8)
-    assert torch.equal(velocity, unpacked)
+        found = family.predict(pipeline.transformer, *batch)
+        alone = [
+            own_forward(
+                pipeline,
+                latents[place, None],
+                pipeline.encode_prompt(text, device=CPU)[0],
+                None,
+                sigma[place, None],
+            )
+            for place, text in enumerate(texts)
+        ]
+        embeds, mask, _ = pipeline.encode_prompt(list(texts[:2]), device=CPU)
+        together = own_forward(pipeline, latents[:2], embeds, mask, sigma[:2])
+    torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=1e-5)
+    # Why they go through the model separately: after padding the image of a shorter prompt stands elsewhere.
+    assert not torch.allclose(together[0], found[0], atol=1e-4)
+
+
+def test_images_are_opaque_for_2_1(of_21: Sample) -> None:
+    family, pipeline = of_21.family, of_21.fresh_pipeline()
+    image = picture(64, 32, 10)
+    pixels = pipeline.image_processor.preprocess(image.convert("RGBA"))
+    with torch.no_grad():
+        expected = pipeline._encode_vae_image(pixels.unsqueeze(2), generator=None)
+    (tensors,) = family.load_media_encoder(torch.float32, CPU)([Media(frames=(image,))])
+    torch.testing.assert_close(tensors["latents"], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_shift_is_the_pipelines_and_levels_in_its_index_are_those_of_a_distilled_model(
+    of_21: Sample, tmp_path: Path
+) -> None:
+    family, pipeline = of_21.family, of_21.fresh_pipeline()
+    for side in (512, 2048):
+        shape = family.latents_shape(side, side, 1)
+        assert shape == (64, 1, side // 16, side // 16)
+        mu = calculate_shift((side // 16) ** 2, 256, 8192, 0.5, 0.9)
+        assert family.family_shift(shape) == pytest.approx(math.exp(mu))
+    assert family.distilled is None
+    QwenImage21Pipeline(**pipeline.components, sample_sigmas=[1.0, 0.5]).save_pretrained(tmp_path)
+    distilled = QwenImage21(PipelineFolder(path=tmp_path))
+    assert distilled.distilled is not None
+    assert distilled._sampling_levels == {"sample_sigmas": [1.0, 0.5]}
+
+
+def test_each_image_is_encoded_as_the_pipeline_encodes_its_own(of_layers: Sample) -> None:
+    family, pipeline = of_layers.family, of_layers.fresh_pipeline()
+    (encoded,) = family.load_media_encoder(torch.float32, CPU)([MEDIA])
+    images = (MEDIA.frames[0].convert("RGBA"), *MEDIA.layers)
+    with torch.no_grad():
+        expected = [
+            pipeline._encode_vae_image(
+                pipeline.image_processor.preprocess(one, 32, 64).unsqueeze(2), generator=None
+            )
+            for one in images
+        ]
+    torch.testing.assert_close(encoded["latents"][None], torch.cat(expected, dim=2), rtol=1e-5, atol=1e-6)
+    assert torch.equal(encoded["picture_latents"], encoded["latents"][:, :1])
+    assert family.latents_shape(64, 32, 3) == encoded["latents"].shape
+    assert family.num_condition_values(encoded["latents"].shape) == encoded["picture_latents"].numel()
+    # Transparency is seen, and so is which layer is on top.
+    behind, above = MEDIA.layers
+    for layers in ((behind, above.convert("RGB").convert("RGBA")), (above, behind)):
+        (other,) = family.load_media_encoder(torch.float32, CPU)([Media(frames=MEDIA.frames, layers=layers)])
+        assert not torch.equal(other["latents"], encoded["latents"])
+
+
+def generated(
+    family: QwenImageLayered, transformer: Any, num_layers: int, **changes: Any
+) -> list[Image.Image]:
+    conditioning = {"prompt_embeds": torch.ones(5, 16)}
+    request = {"conditioning": conditioning, "negative": conditioning, "inputs": (picture(96, 96, 10),)}
+    request |= {"width": 64, "height": 32, "num_inference_steps": 2, "guidance_scale": 1.0, "seed": 0}
+    request |= {"num_layers": num_layers} | changes
+    [layers] = family.sample(transformer, torch.float32, [PreviewRequest(**request)])
+    return layers
+
+
+def test_a_preview_has_a_transparent_image_for_each_layer_in_any_size(of_layers: Sample) -> None:
+    family = of_layers.family
+    transformer, own = family.load_transformer(torch.float32), layered.calculate_dimensions
+    for num_layers, size in ((1, (64, 32)), (3, (48, 48))):
+        layers = generated(family, transformer, num_layers, width=size[0], height=size[1])
+        assert [(layer.mode, layer.size) for layer in layers] == [("RGBA", size)] * num_layers
+        assert len({layer.getchannel("A").tobytes() for layer in layers}) == num_layers
+    with pytest.raises(UserError, match=r"validation\.inputs: 0 pictures for a prompt"):
+        generated(family, transformer, 1, inputs=())
+    # The pipeline resizes images in its own way again.
+    assert layered.calculate_dimensions is own
+
+
+def test_the_shift_of_the_sampler_is_the_pipelines_and_that_of_training_is_qwen_images(
+    of_layers: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = QwenImageLayered(of_layers.family.folder)
+    given: list[float] = []
+    retrieve = layered.retrieve_timesteps
+    monkeypatch.setattr(
+        layered,
+        "retrieve_timesteps",
+        lambda *others, mu, **settings: given.append(mu) or retrieve(*others, mu=mu, **settings),
+    )
+    transformer = family.load_transformer(torch.float32)
+    (call, *_) = transformer_calls(transformer, lambda: generated(family, transformer, 3))
+    shape = family.latents_shape(64, 32, 4)
+    assert family.num_tokens(shape) == call["hidden_states"].shape[1]
+    assert family.resolution_shift(shape) == pytest.approx(math.exp(given[0]))
+    # By the area alone, whatever the number of layers.
+    sizes = {edge: [family.latents_shape(edge, edge, count) for count in (2, 5)] for edge in (640, 1024)}
+    assert [round(family.resolution_shift(shape), 1) for shape in sizes[640]] == [12.2, 12.2]
+    assert [round(family.resolution_shift(shape), 1) for shape in sizes[1024]] == [54.6, 54.6]
+    assert [round(family.family_shift(shape), 2) for shape in sizes[640]] == [1.76, 1.76]
+    family.scheduler_config["time_shift_type"] = "linear"
+    assert family.resolution_shift(sizes[1024][0]) == 4
+
+
+def test_layers_are_encoded_in_tiles_like_other_images() -> None:
+    vae = tiny_qwen_vae(input_channels=4)
+    tiles = tiles_of(type(vae), vae.config)
+    assert tiles is not None
+    width = tiles.largest_whole + 64
+    assert tiles.split(width, 32)
+    tiles.apply_to(vae)
+    seen: list[torch.Size] = []
+    vae.encoder.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].shape))
+    with torch.no_grad():
+        assert vae.encode(torch.zeros(1, 4, 1, 32, width)).latent_dist.mode().shape[-1] == width // 8
+    assert len(seen) > 1
+    assert {shape[1] for shape in seen} == {4}

@@ -1,6 +1,5 @@
-"""SDXL's UNet, prompts and latents against diffusers' own, and folders that are refused."""
+"""SDXL's UNet, prompts, latents and sampling against diffusers' own, and what its folders need."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,26 +7,26 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
-    EDMEulerScheduler,
+    DDIMScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
-    FlowMatchEulerDiscreteScheduler,
     LCMScheduler,
-    StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from family_sample import CPU, PROMPTS, build_media
-from sdxl_folders import encoded_prompts, gradients, saved
+from family_sample import CPU, PROMPTS, assert_equal_under_all_flags, build_media
+from release_layouts import request_of_sdxl, saved_sdxl
 
 from diffsynth_lite.core.gradient import blocks_of, intercept_blocks
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Crop
-from diffsynth_lite.pipelines import PipelineFolder, require_family
+from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.sdxl import SDXL, model_fn_sdxl, tiny
 from diffsynth_lite.pipelines.sdxl.family import unet_block_lists
 
-FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+FAMILY = "sdxl"
+
+
 # The layouts of SDXL and of models cut down from it, at a width for tests.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "two levels": {},
@@ -53,46 +52,19 @@ def small_unet(layout: str = "two levels") -> UNet2DConditionModel:
     return unet
 
 
-@pytest.fixture(scope="module")
-def pipeline() -> StableDiffusionXLPipeline:
-    return tiny()
-
-
-@pytest.fixture(scope="module")
-def family(pipeline: StableDiffusionXLPipeline, tmp_path_factory: pytest.TempPathFactory) -> SDXL:
-    return saved(pipeline, tmp_path_factory.mktemp("sdxl"))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_model_fn_equals_the_unets_own_forward(layout: str) -> None:
-    unet = small_unet(layout)
-    generator = torch.Generator().manual_seed(0)
+def test_the_model_function_equals_the_unets_own_forward(layout: str) -> None:
+    unet, generator = small_unet(layout), torch.Generator().manual_seed(0)
     noisy, embeds, pooled = (
         torch.randn(2, *shape, generator=generator) for shape in ((4, 8, 12), (77, 64), (32,))
     )
-    timestep, time_ids = (
-        torch.tensor([3, 998]),
-        torch.tensor([[96, 64, 8, 0, 64, 96], [64, 96, 0, 16, 64, 96]]),
-    )
+    timestep = torch.tensor([3, 998])
+    time_ids = torch.tensor([[96, 64, 8, 0, 64, 96], [64, 96, 0, 16, 64, 96]])
     reference = unet(
         noisy, timestep, embeds, added_cond_kwargs={"text_embeds": pooled, "time_ids": time_ids}
     ).sample
-    expected = gradients(unet, reference)
-    for checkpointing, offload in FLAGS:
-        predicted = model_fn_sdxl(
-            unet,
-            noisy,
-            timestep,
-            embeds,
-            pooled,
-            time_ids,
-            use_gradient_checkpointing=checkpointing,
-            use_gradient_checkpointing_offload=offload,
-        )
-        assert torch.equal(predicted, reference)
-        for name, gradient in gradients(unet, predicted).items():
-            assert gradient is not None, name
-            assert torch.equal(gradient, expected[name]), name
+    inputs = noisy, timestep, embeds, pooled, time_ids
+    assert None not in assert_equal_under_all_flags(unet, reference, model_fn_sdxl, *inputs).values()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -132,27 +104,13 @@ def test_sdxl_as_released_has_86_such_blocks() -> None:
     assert sum(numbers) == 86
 
 
-def test_prompts_are_encoded_as_by_the_pipeline(pipeline: StableDiffusionXLPipeline, family: SDXL) -> None:
-    texts = [*PROMPTS, "", " ", "circle " * 40]
-    encoded = encoded_prompts(family, *texts)
-    with torch.no_grad():
-        embeds, _, pooled, _ = pipeline.encode_prompt(texts, device=CPU, do_classifier_free_guidance=False)
-    assert torch.equal(torch.stack([row["prompt_embeds"] for row in encoded]), embeds)
-    assert torch.equal(torch.stack([row["pooled_prompt_embeds"] for row in encoded]), pooled)
-    assert embeds.shape == (6, 77, 64)
-    assert not any(row["is_zero"] for row in encoded)
-    lengths = family.prompt_lengths(texts)
-    assert lengths[3] == 2  # the start and the end
-    assert lengths[5] > family.max_prompt_tokens
-
-
-def test_the_unet_is_told_the_size_of_the_file_and_where_the_crop_begins(family: SDXL) -> None:
+def test_the_unet_gets_the_size_of_the_file_and_where_the_crop_begins(family: SDXL) -> None:
     plain = build_media(family)[0]
     cropped = replace(plain, crop=Crop(original_width=900, original_height=500, left=5, top=3))
     encode = family.load_media_encoder(torch.float32, CPU)
-    told = [tensors["time_ids"].tolist() for tensors in encode([plain, cropped])]
+    given = [tensors["time_ids"].tolist() for tensors in encode([plain, cropped])]
     assert plain.frames[0].size == (64, 32)
-    assert told == [[32, 64, 0, 0, 32, 64], [500, 900, 3, 5, 32, 64]]
+    assert given == [[32, 64, 0, 0, 32, 64], [500, 900, 3, 5, 32, 64]]
     assert family.media_encoder_id(torch.float32).startswith("sdxl/latents/2 ")
 
 
@@ -162,27 +120,20 @@ def test_an_autoencoder_that_fp16_is_too_narrow_for_is_refused(family: SDXL, tmp
     family.check_vae_dtype(torch.bfloat16)
     vae = tiny().vae
     vae.register_to_config(force_upcast=False)  # as in the VAE that was mended for it
-    saved(tiny(), tmp_path, vae=vae).check_vae_dtype(torch.float16)
-
-
-@pytest.mark.parametrize("scheduler", [FlowMatchEulerDiscreteScheduler, EDMEulerScheduler])
-def test_a_folder_with_another_kind_of_noise_is_refused(scheduler: Callable[[], Any], tmp_path: Path) -> None:
-    family = saved(tiny(), tmp_path, scheduler=scheduler())
-    with pytest.raises(UserError, match=rf"{scheduler.__name__}.* is no sampler of denoising diffusion"):
-        family.check_folder()
+    saved_sdxl(tiny(), tmp_path, vae=vae).check_vae_dtype(torch.float16)
 
 
 @pytest.mark.parametrize(
     "trained", [["text_encoder"], ["unet", "text_encoder"], ["text_encoder", "text_encoder_2"]]
 )
-def test_the_unet_is_trained_alone_or_with_both_text_encoders(family: SDXL, trained: list[str]) -> None:
+def test_the_unet_is_trained_by_itself_or_with_both_text_encoders(family: SDXL, trained: list[str]) -> None:
     choices = r"use \[unet\], or \[unet, text_encoder, text_encoder_2\]"
     with pytest.raises(UserError, match=rf"lora\.components: .*{', '.join(trained)}.*{choices}"):
         SDXL(family.folder, trained=trained)
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "told"),
+    ("scheduler", "reason"),
     [
         (
             EulerAncestralDiscreteScheduler(timestep_spacing="trailing"),
@@ -194,24 +145,78 @@ def test_the_unet_is_trained_alone_or_with_both_text_encoders(family: SDXL, trai
     ],
 )
 def test_a_distilled_model_is_known_by_a_sampler_for_few_steps(
-    scheduler: Any, told: str | None, tmp_path: Path
+    scheduler: Any, reason: str | None, tmp_path: Path
 ) -> None:
     scheduler.save_pretrained(tmp_path / "scheduler")
     (tmp_path / "model_index.json").write_text("{}")
     distilled = SDXL(PipelineFolder(path=tmp_path)).distilled
-    assert distilled is None if told is None else told in str(distilled)
+    assert distilled is None if reason is None else reason in str(distilled)
 
 
-def test_a_folder_of_the_refiner_is_refused_with_what_it_holds(tmp_path: Path) -> None:
-    StableDiffusionXLImg2ImgPipeline(**tiny().components).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="holds a StableDiffusionXLImg2ImgPipeline, but"):
-        require_family(SDXL, PipelineFolder(path=tmp_path))
+BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 
 
-@pytest.mark.parametrize("component", ["text_encoder_2", "tokenizer_2"])
-def test_a_missing_second_encoder_is_named(component: str, tmp_path: Path) -> None:
-    family = saved(tiny(), tmp_path)
-    for path in (tmp_path / component).iterdir():
-        path.unlink()
-    with pytest.raises(UserError, match=component):
-        family.check_folder()
+ZERO_SNR = {**BETAS, "prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+
+
+SCHEDULERS = {
+    "epsilon": lambda: EulerDiscreteScheduler(**BETAS, timestep_spacing="leading", steps_offset=1),
+    "v": lambda: EulerDiscreteScheduler(**BETAS, prediction_type="v_prediction"),
+    "v without a signal at the end": lambda: EulerDiscreteScheduler(**ZERO_SNR, timestep_spacing="trailing"),
+    "epsilon, another sampler": lambda: DDIMScheduler(**BETAS, clip_sample=False, set_alpha_to_one=True),
+    "v without any signal at the end": lambda: DDIMScheduler(
+        **ZERO_SNR, clip_sample=False, set_alpha_to_one=True, timestep_spacing="trailing"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_sampler_comes_back_to_the_clean_latents_along_the_target(name: str, tmp_path: Path) -> None:
+    family = saved_sdxl(tiny(), tmp_path, scheduler=SCHEDULERS[name]())
+    family.check_folder()
+    path, scheduler = family.noise_path, family.load_scheduler()
+    clean, noise = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    scheduler.set_timesteps(10)
+    for timestep in scheduler.timesteps:
+        sigma = ((timestep + 0.5) / 1000).float().expand(3)
+        assert path.timestep(sigma).tolist() == [int(timestep)] * 3
+        noisy = scheduler.add_noise(clean, noise, timestep.expand(3))
+        shown = scheduler.scale_model_input(noisy, timestep)
+        torch.testing.assert_close(shown, path.add_noise(clean, noise, sigma), rtol=0, atol=1e-5)
+        stepped = scheduler.step(path.target(clean, noise, sigma), timestep, noisy)
+        # Euler's first noise is 4096 times as large as the latents where no signal is left.
+        torch.testing.assert_close(stepped.pred_original_sample, clean, rtol=0, atol=2e-3)
+    torch.testing.assert_close(stepped.prev_sample, clean, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "last"), [("epsilon", 0.0047), ("v without a signal at the end", 2**-24)])
+def test_the_signal_that_is_left_is_that_of_the_folders_sampler(
+    name: str, last: float, tmp_path: Path
+) -> None:
+    family = saved_sdxl(tiny(), tmp_path, scheduler=SCHEDULERS[name]())
+    signal = family.noise_path.add_noise(torch.ones(1, 1), torch.zeros(1, 1), torch.ones(1)).square()
+    assert signal.item() == pytest.approx(last, rel=0.01)
+
+
+@pytest.mark.parametrize(("zeros", "theirs"), [(True, None), (False, " ")])
+def test_a_preview_with_an_empty_negative_prompt_is_what_the_pipeline_generates(
+    zeros: bool, theirs: str | None, tmp_path: Path
+) -> None:
+    family = saved_sdxl(tiny(), tmp_path, force_zeros_for_empty_prompt=zeros)
+    pipeline = StableDiffusionXLPipeline.from_pretrained(tmp_path, add_watermarker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline(
+        PROMPTS[0],
+        negative_prompt=theirs,
+        guidance_scale=5.0,
+        width=64,
+        height=32,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(3),
+    ).images[0]
+    ((drawn,),) = family.sample(
+        family.load_transformer(torch.float32),
+        torch.float32,
+        [request_of_sdxl(family, " ", guidance_scale=5.0)],
+    )
+    assert drawn.tobytes() == expected.tobytes()

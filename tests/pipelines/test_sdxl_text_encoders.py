@@ -1,5 +1,6 @@
 """SDXL with a LoRA on its text encoders too: they run in every step, beside the UNet, in one forward."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +17,14 @@ from family_sample import (
     Sample,
     adapted_transformer,
     assert_does_as,
-    build_sample,
+    encode_texts,
     engine_with,
     pairs_on,
     velocity_and_gradients,
 )
 from held_step import assert_same_cost, step_on_cpu
 from processes import on_ranks
-from sdxl_folders import encoded_prompts, request_of
+from release_layouts import request_of_sdxl
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,19 +43,19 @@ ALL = ("unet", "text_encoder", "text_encoder_2")
 
 
 @pytest.fixture(scope="module")
-def unet_alone(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    return build_sample("sdxl", tmp_path_factory.mktemp("sdxl"))
+def only_unet(sample_of: Callable[[str], Sample]) -> Sample:
+    return sample_of("sdxl")
 
 
 @pytest.fixture(scope="module")
-def sample(unet_alone: Sample) -> Sample:
+def sample(only_unet: Sample) -> Sample:
     """The same batch with tokens in place of embeddings."""
-    family = SDXL(unet_alone.family.folder, trained=ALL)
+    family = SDXL(only_unet.family.folder, trained=ALL)
     conditioning = [
         tokens | {"time_ids": other["time_ids"]}
-        for tokens, other in zip(encoded_prompts(family, *PROMPTS), unet_alone.conditioning, strict=True)
+        for tokens, other in zip(encode_texts(family, *PROMPTS), only_unet.conditioning, strict=True)
     ]
-    return replace(unet_alone, family=family, conditioning=conditioning)
+    return replace(only_unet, family=family, conditioning=conditioning)
 
 
 def gradients_of_a_step(
@@ -78,7 +79,7 @@ def test_prompts_are_only_made_into_tokens(sample: Sample, tmp_path: Path) -> No
         (tmp_path / name).symlink_to(family.folder.path / name)
     bare = SDXL(without_weights, trained=ALL)
     assert (
-        encoded_prompts(bare, PROMPTS[0])[0]["input_ids"].tolist()
+        encode_texts(bare, PROMPTS[0])[0]["input_ids"].tolist()
         == sample.conditioning[0]["input_ids"].tolist()
     )
     assert bare.prompt_encoder_id(torch.float32) == family.prompt_encoder_id(torch.bfloat16)
@@ -86,14 +87,14 @@ def test_prompts_are_only_made_into_tokens(sample: Sample, tmp_path: Path) -> No
 
 
 def test_untrained_encoders_make_of_tokens_what_the_pipeline_makes_of_the_text(
-    sample: Sample, unet_alone: Sample
+    sample: Sample, only_unet: Sample
 ) -> None:
     model = sample.family.load_transformer(torch.float32)
     assert isinstance(model, Composite)
-    unet = unet_alone.family.load_transformer(torch.float32)
+    unet = only_unet.family.load_transformer(torch.float32)
     with torch.no_grad():
         ours = sample.family.predict(model, sample.latents, SIGMA, sample.conditioning)
-        theirs = unet_alone.family.predict(unet, sample.latents, SIGMA, unet_alone.conditioning)
+        theirs = only_unet.family.predict(unet, sample.latents, SIGMA, only_unet.conditioning)
     assert torch.equal(ours, theirs)
 
 
@@ -196,7 +197,7 @@ def test_a_saved_lora_is_one_file_that_the_pipeline_loads_into_all_three(
         assert not torch.allclose(before, after, atol=1e-3)
 
 
-def test_a_run_of_the_unet_alone_does_not_start_from_a_part_of_such_a_lora(
+def test_a_run_of_the_only_unet_does_not_start_from_a_part_of_such_a_lora(
     sample: Sample, tmp_path: Path
 ) -> None:
     model = adapted_transformer(sample)
@@ -227,7 +228,7 @@ def test_previews_are_drawn_from_prompts_as_the_trained_encoders_see_them(
             num_inference_steps=2,
             generator=torch.Generator().manual_seed(3),
         ).images[0]
-        request = request_of(family, negative, guidance_scale=5.0)
+        request = request_of_sdxl(family, negative, guidance_scale=5.0)
         ((drawn,),) = family.sample(model, torch.float32, [request])
         assert drawn.tobytes() == expected.tobytes()
 

@@ -1,18 +1,30 @@
-"""The two experts of Wan 2.2 A14B: which one is used when, and one LoRA file for each."""
+"""The two experts of Wan 2.2 A14B, from text and from images: which is used when, and a LoRA file of each."""
 
+import dataclasses
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import WanPipeline
+import torch.distributed
+from diffusers import WanImageToVideoPipeline, WanPipeline
 from diffusers.training_utils import free_memory
-from family_sample import CPU, PROMPTS, assert_does_as, engine_with
+from family_sample import (
+    CPU,
+    PROMPTS,
+    Sample,
+    assert_does_as,
+    build_media,
+    encode_texts,
+    engine_with,
+    picture,
+)
+from PIL import Image
 from processes import group_of_one
-from wan_pipelines import BOUNDARY, two_experts
+from release_layouts import BOUNDARY, two_experts, wan_of_images
 
 from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.core.weights import (
@@ -27,14 +39,18 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
 from diffsynth_lite.lora.spelling import DIFFUSERS
 from diffsynth_lite.lora.updates import pairs_of
-from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
+from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.pipelines.wan import Wan, tiny
+from diffsynth_lite.pipelines.wan_i2v import WanI2V
 
-SIGMA = torch.tensor([0.1, 0.95, 0.875, 0.8749])
+LEVELS = torch.tensor([0.1, 0.95, 0.875, 0.8749])
+
+
 HIGH, LOW = [1, 2], [0, 3]
+
+
 FILES = ["pytorch_lora_weights_high_noise.safetensors", "pytorch_lora_weights_low_noise.safetensors"]
 
 
@@ -57,11 +73,10 @@ def latents() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def conditioning(family: Wan) -> list[Conditioning]:
-    texts = [*PROMPTS, "a star"]
-    return family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
+    return encode_texts(family, *PROMPTS, "a star")
 
 
-def adapted(family: Wan) -> torch.nn.Module:
+def adapted(family: ModelFamily) -> torch.nn.Module:
     """The trained transformers with LoRAs whose update is not zero."""
     model = family.load_transformer(torch.float32).train()
     layers = find_target_layers(model, family.default_target_modules, unused_modules=())
@@ -94,7 +109,7 @@ def test_each_sample_is_the_work_of_the_expert_of_its_noise_level(
             with_kwargs=True,
         )
     with torch.no_grad():
-        mixed = family.predict(model, latents, SIGMA, conditioning)
+        mixed = family.predict(model, latents, LEVELS, conditioning)
         assert calls == [("transformer", 2), ("transformer_2", 2)]
         assert len(forwards) == 1  # a wrapper for distributed training allows no second one
         for name, places in (("transformer", HIGH), ("transformer_2", LOW)):
@@ -102,7 +117,7 @@ def test_each_sample_is_the_work_of_the_expert_of_its_noise_level(
             expected = alone.predict(
                 alone.load_transformer(torch.float32),
                 latents[places],
-                SIGMA[places],
+                LEVELS[places],
                 [conditioning[place] for place in places],
             )
             assert torch.equal(mixed[places], expected)
@@ -118,7 +133,7 @@ def test_the_flags_change_nothing_and_only_the_blocks_of_the_expert_that_is_used
     def run(places: list[int]) -> list[torch.Tensor | None]:
         model.zero_grad()
         chosen = [conditioning[place] for place in places]
-        velocity = family.predict(model, latents[places], SIGMA[places], chosen)
+        velocity = family.predict(model, latents[places], LEVELS[places], chosen)
         velocity.square().mean().backward()
         return [velocity.detach(), *(value.grad for value in model.parameters() if value.requires_grad)]
 
@@ -174,19 +189,19 @@ def test_each_saved_lora_draws_the_same_in_its_place_in_the_pipeline(
     both = Wan(folder)
     reloaded = Composite({name: pipeline.components[name] for name in both.trainable})
     with torch.no_grad():
-        found = both.predict(reloaded, latents, SIGMA, conditioning)
-        before = both.predict(both.load_transformer(torch.float32), latents, SIGMA, conditioning)
+        found = both.predict(reloaded, latents, LEVELS, conditioning)
+        before = both.predict(both.load_transformer(torch.float32), latents, LEVELS, conditioning)
         for name, places in (("transformer", HIGH), ("transformer_2", LOW)):
             chosen = [conditioning[place] for place in places]
             if name not in family.trained:
                 assert torch.equal(found[places], before[places])
                 continue
-            expected = family.predict(model, latents[places], SIGMA[places], chosen)
+            expected = family.predict(model, latents[places], LEVELS[places], chosen)
             assert torch.equal(found[places], expected)
             assert not torch.allclose(before[places], expected, atol=1e-3)
 
 
-def test_layers_that_diffusers_knows_by_its_own_names_alone_have_these_in_the_file(
+def test_layers_that_diffusers_knows_by_its_own_names_only_have_these_in_the_file(
     folder: PipelineFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = Wan(folder)
@@ -237,7 +252,7 @@ def test_previews_draw_with_both_experts_whichever_are_trained(
         pipeline.components[name].register_forward_pre_hook(
             lambda _module, _args, name=name: calls.update({name: calls[name] + 1})
         )
-    expected = drawn_by(pipeline, family._prompt_embeds(conditioning[:1]))
+    expected = generated_by(pipeline, family._prompt_embeds(conditioning[:1]))
     assert [frame.tobytes() for frame in drawn[0]] == expected
     assert min(calls.values()) > 0
 
@@ -251,7 +266,7 @@ def test_previews_draw_with_both_experts_whichever_are_trained(
     assert [frame.tobytes() for frame in shared] == expected
 
 
-def drawn_by(pipeline: WanPipeline, prompt_embeds: torch.Tensor) -> list[bytes]:
+def generated_by(pipeline: WanPipeline, prompt_embeds: torch.Tensor) -> list[bytes]:
     """The frames of ``request``, by a pipeline of diffusers."""
     frames = pipeline(
         prompt_embeds=prompt_embeds,
@@ -274,7 +289,7 @@ def test_the_expert_that_is_not_trained_is_drawn_with_in_the_format_of_the_other
     family.quantization = Quantization(format=weight_format("int8"), layers=tuple(layers), device=CPU)
     pipeline, resident = two_experts(), family.load_component("transformer", torch.float32)
     pipeline.register_modules(transformer=resident, transformer_2=adapted(family).eval())
-    expected = drawn_by(pipeline, family._prompt_embeds(conditioning[:1]))
+    expected = generated_by(pipeline, family._prompt_embeds(conditioning[:1]))
 
     model = adapted(family).eval()
     WeightStream([list(model.blocks)], CPU, num_slots=1)
@@ -368,3 +383,152 @@ def test_half_a_pair_of_experts_is_refused_by_name(
     (tmp_path / "model_index.json").write_text(json.dumps(folder.pipeline_config() | changes))
     with pytest.raises(UserError, match=message):
         Wan(PipelineFolder(path=tmp_path))
+
+
+OF_IMAGES = torch.tensor([0.1, 0.95, 0.9])
+
+
+PLACES = {"transformer": [1, 2], "transformer_2": [0]}
+
+
+@pytest.fixture(scope="module")
+def of_images(sample_of: Callable[[str], Sample]) -> WanI2V:
+    return sample_of("wan_i2v a14b").family
+
+
+@pytest.fixture(scope="module")
+def batch(of_images: WanI2V) -> tuple[torch.Tensor, list[Conditioning]]:
+    """Latents and conditioning of three clips, of which the second leads to a last frame."""
+    media = build_media(of_images)
+    media[1] = dataclasses.replace(media[1], last_frame=picture(64, 32, 60))
+    encoded = of_images.load_media_encoder(torch.float32, CPU)(media)
+    prompts = encode_texts(of_images, *PROMPTS)
+    latents = torch.stack([tensors.pop("latents") for tensors in encoded])
+    return latents, [prompt | tensors for prompt, tensors in zip(prompts, encoded, strict=True)]
+
+
+def test_each_clip_goes_with_its_images_to_the_expert_of_its_noise_level(
+    of_images: WanI2V, batch: tuple[torch.Tensor, list[Conditioning]]
+) -> None:
+    assert of_images.noise_ranges == ((0.9, 1.0), (0.0, 0.9))
+    latents, conditioning = batch
+    model = of_images.load_transformer(torch.float32)
+    with torch.no_grad():
+        mixed = of_images.predict(model, latents, OF_IMAGES, conditioning)
+        for name, places in PLACES.items():
+            alone = WanI2V(of_images.folder, trained=[name])
+            expert = alone.load_transformer(torch.float32)
+            chosen = [conditioning[place] for place in places]
+            expected = alone.predict(expert, latents[places], OF_IMAGES[places], chosen)
+            assert torch.equal(mixed[places], expected)
+            strangers = [conditioning[place - 1] for place in places]
+            other = alone.predict(expert, latents[places], OF_IMAGES[places], strangers)
+            assert not torch.allclose(other, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("trained", [None, ["transformer_2"]])
+def test_each_saved_lora_from_images_does_the_same_in_its_place_in_the_pipeline(
+    trained: list[str] | None,
+    of_images: WanI2V,
+    batch: tuple[torch.Tensor, list[Conditioning]],
+    tmp_path: Path,
+) -> None:
+    latents, conditioning = batch
+    training = WanI2V(of_images.folder, trained=trained)
+    model = adapted(training).eval()
+    training.save_lora(tmp_path, adapter_tensors(model), adapter_settings(model))
+    pipeline = WanImageToVideoPipeline.from_pretrained(of_images.folder.path)
+    for name in training.trained:
+        pipeline.load_lora_weights(
+            tmp_path,
+            weight_name=training.lora_file_name(name),
+            adapter_name=name,
+            load_into_transformer_2=name == "transformer_2",
+        )
+    reloaded = Composite({name: pipeline.components[name] for name in of_images.trainable})
+    with torch.no_grad():
+        found = of_images.predict(reloaded, latents, OF_IMAGES, conditioning)
+        base = of_images.predict(of_images.load_transformer(torch.float32), latents, OF_IMAGES, conditioning)
+        for name, places in PLACES.items():
+            if name not in training.trained:
+                assert torch.equal(found[places], base[places])
+                continue
+            chosen = [conditioning[place] for place in places]
+            expected = training.predict(model, latents[places], OF_IMAGES[places], chosen)
+            assert torch.equal(found[places], expected)
+            assert not torch.allclose(base[places], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("trained", [None, ["transformer"]])
+def test_a_preview_continues_from_its_image_through_both_experts(
+    trained: list[str] | None, of_images: WanI2V, batch: tuple[torch.Tensor, list[Conditioning]]
+) -> None:
+    of_images = WanI2V(of_images.folder, trained=trained)
+    model = adapted(of_images).eval()
+    item = build_media(of_images)[0]
+    prompt = {"prompt_embeds": batch[1][0]["prompt_embeds"]}
+    request = PreviewRequest(
+        conditioning=prompt,
+        negative=prompt,
+        inputs=(item.frames[0],),
+        width=64,
+        height=32,
+        num_frames=len(item.frames),
+        num_inference_steps=8,
+        guidance_scale=1.0,
+        seed=0,
+    )
+    (generated,) = of_images.sample(model, torch.float32, [request])
+
+    pipeline = wan_of_images("a14b")
+    pipeline.register_modules(**of_images.parts_of(model))
+    pipeline.set_progress_bar_config(disable=True)
+    calls: list[dict[str, Any]] = []
+    for expert in (pipeline.transformer, pipeline.transformer_2):
+        expert.register_forward_pre_hook(
+            lambda module, _args, kwargs: calls.append({"expert": module, **kwargs}), with_kwargs=True
+        )
+    expected = pipeline(
+        image=item.frames[0],
+        prompt_embeds=of_images._prompt_embeds([prompt]),
+        guidance_scale=1.0,
+        width=64,
+        height=32,
+        num_frames=len(item.frames),
+        num_inference_steps=8,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pil",
+    ).frames[0]
+    assert [frame.tobytes() for frame in generated] == [frame.tobytes() for frame in expected]
+    assert len({call["expert"] for call in calls}) == 2
+    for call in calls:
+        assert torch.equal(call["hidden_states"][0, 16:], batch[1][0]["condition_latents"])
+
+
+@pytest.mark.parametrize("images", [[picture(64, 32, 40)], [picture(64, 32, 40), picture(64, 32, 50)]])
+def test_a_preview_leads_to_a_last_frame_where_it_is_given_one(
+    images: list[Image.Image], of_images: WanI2V, batch: tuple[torch.Tensor, list[Conditioning]]
+) -> None:
+    prompt = {"prompt_embeds": batch[1][0]["prompt_embeds"]}
+    request = PreviewRequest(
+        conditioning=prompt,
+        negative=prompt,
+        inputs=tuple(images),
+        width=64,
+        height=32,
+        num_frames=9,
+        num_inference_steps=2,
+        guidance_scale=1.0,
+        seed=0,
+    )
+    model, given = of_images.load_transformer(torch.float32), []
+    for expert in of_images.parts_of(model).values():
+        expert.register_forward_pre_hook(
+            lambda _module, _args, kwargs: given.append(kwargs["hidden_states"][0, 16:]), with_kwargs=True
+        )
+    of_images.sample(model, torch.float32, [request])
+    last = images[1] if len(images) > 1 else None
+    item = dataclasses.replace(build_media(of_images)[0], first_frame=images[0], last_frame=last)
+    [encoded] = of_images.load_media_encoder(torch.float32, CPU)([item])
+    assert len(given) == 2
+    assert all(torch.equal(condition, encoded["condition_latents"]) for condition in given)

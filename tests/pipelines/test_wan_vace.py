@@ -1,6 +1,5 @@
-"""Wan VACE against diffusers' own transformer and pipeline."""
+"""Wan VACE against diffusers' own pipeline."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,32 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comfyui_names import WAN_VACE
 from diffusers import WanVACEPipeline
-from family_sample import (
-    CPU,
-    PROMPTS,
-    Sample,
-    adapted_transformer,
-    assert_equal_under_all_flags,
-    build_sample,
-    clip,
-    picture,
-    transformer_calls,
-)
+from family_sample import CPU, PROMPTS, Sample, clip, encode_texts, picture, transformer_calls
 from PIL import Image
 
-from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
-from diffsynth_lite.lora.conversion import FamilyNames, convert
-from diffsynth_lite.lora.reading import known_pairs, read_contents
-from diffsynth_lite.lora.updates import pairs_of
-from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines import PipelineFolder
-from diffsynth_lite.pipelines.wan_vace import WanVACE, model_fn_wan_vace, tiny, tiny_wan_vace_transformer
+from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.media import Media
+from diffsynth_lite.pipelines import Conditioning, PipelineFolder
+from diffsynth_lite.pipelines.wan_vace import WanVACE, tiny, tiny_wan_vace_transformer
+
+FAMILY = "wan_vace"
+
 
 WIDTH, HEIGHT, NUM_FRAMES = 64, 32, 5
+
+
 FRAMES, CONTROL = (clip(WIDTH, HEIGHT, NUM_FRAMES, quality) for quality in (10, 30))
-SIGMA = torch.tensor([0.7])
+
+
+LEVEL = torch.tensor([0.7])
 
 
 def box(left: int, right: int) -> Image.Image:
@@ -47,41 +39,12 @@ MASK = tuple(box(8 + 4 * place, 40 + 4 * place) for place in range(NUM_FRAMES))
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    return build_sample("wan_vace", tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def prompt(sample: Sample) -> dict[str, torch.Tensor]:
-    (encoded,) = sample.family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=PROMPTS[0])])
-    return encoded
-
-
-def test_model_fn_equals_the_transformers_own_forward() -> None:
-    transformer = tiny_wan_vace_transformer(32)
-    generator = torch.Generator().manual_seed(0)
-    latents, embeds, control, scale = (
-        torch.randn(shape, generator=generator)
-        for shape in ((2, 16, 3, 4, 8), (2, 7, 32), (2, 96, 3, 4, 8), (2,))
-    )
-    timestep = torch.tensor([200.0, 700.0])
-    reference = transformer(
-        hidden_states=latents,
-        timestep=timestep,
-        encoder_hidden_states=embeds,
-        control_hidden_states=control,
-        control_hidden_states_scale=scale,
-        return_dict=False,
-    )[0]
-    inputs = latents, timestep, embeds, control, scale
-    assert_equal_under_all_flags(transformer, reference, model_fn_wan_vace, *inputs)
-    whole = transformer(latents, timestep, embeds, control_hidden_states=control, return_dict=False)[0]
-    assert torch.equal(model_fn_wan_vace(transformer, *inputs[:4]), whole)
-    assert not torch.equal(whole, reference)
+def prompt(family: WanVACE) -> Conditioning:
+    return encode_texts(family, PROMPTS[0])[0]
 
 
 def composed(inside: tuple[Image.Image, ...] | None) -> list[Image.Image]:
-    """Frames with what is painted anew replaced, by numpy."""
+    """Frames with what is painted again replaced, by numpy."""
     frames = []
     for place in range(NUM_FRAMES):
         frame, chosen = np.array(FRAMES[place]), np.array(MASK[place]) > 127
@@ -103,8 +66,8 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_training_tells_what_the_pipeline_tells(
-    sample: Sample, prompt: dict[str, torch.Tensor], given: str
+def test_in_training_the_model_gets_what_the_pipeline_gives_it(
+    sample: Sample, prompt: Conditioning, given: str
 ) -> None:
     of_item, of_pipeline = GIVEN[given]
     item = Media(frames=FRAMES, fps=16.0, **of_item)
@@ -116,7 +79,7 @@ def test_training_tells_what_the_pipeline_tells(
     assert counted == bytes_kept if "inpaint_mask" in of_item else counted > bytes_kept
     model = sample.family.load_transformer(torch.float32)
     (ours,) = transformer_calls(
-        model, lambda: sample.family.predict(model, latents, SIGMA, [prompt | encoded])
+        model, lambda: sample.family.predict(model, latents, LEVEL, [prompt | encoded])
     )
     pipeline = WanVACEPipeline.from_pretrained(sample.family.folder.path)
     pipeline.set_progress_bar_config(disable=True)
@@ -139,16 +102,16 @@ def test_training_tells_what_the_pipeline_tells(
     torch.testing.assert_close(ours["encoder_hidden_states"], theirs["encoder_hidden_states"])
 
 
-def test_items_with_and_without_masks_train_together(sample: Sample, prompt: dict[str, torch.Tensor]) -> None:
+def test_items_with_and_without_masks_train_together(sample: Sample, prompt: Conditioning) -> None:
     items = [Media(frames=FRAMES, fps=16.0, **of_item) for of_item, _ in GIVEN.values()]
     encoded = sample.family.load_media_encoder(torch.float32, CPU)(items)
     latents = torch.stack([tensors.pop("latents") for tensors in encoded])
     conditioning = [prompt | tensors for tensors in encoded]
     model = sample.family.load_transformer(torch.float32)
     with torch.no_grad():
-        together = sample.family.predict(model, latents, SIGMA.expand(4), conditioning)
+        together = sample.family.predict(model, latents, LEVEL.expand(4), conditioning)
         alone = [
-            sample.family.predict(model, latents[place, None], SIGMA, conditioning[place : place + 1])
+            sample.family.predict(model, latents[place, None], LEVEL, conditioning[place : place + 1])
             for place in range(4)
         ]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
@@ -157,7 +120,9 @@ def test_items_with_and_without_masks_train_together(sample: Sample, prompt: dic
 
 
 STILL = picture(WIDTH, HEIGHT, 50)
-DRAWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+
+
+GENERATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing": ({}, {}),
     "control and mask": (
         {"control": CONTROL, "inpaint_mask": MASK},
@@ -175,9 +140,9 @@ DRAWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("given", DRAWN)
-def test_a_preview_is_what_the_pipeline_draws(sample: Sample, given: str) -> None:
-    of_request, of_pipeline = DRAWN[given]
+@pytest.mark.parametrize("given", GENERATED)
+def test_a_preview_is_what_the_pipeline_generates(sample: Sample, given: str) -> None:
+    of_request, of_pipeline = GENERATED[given]
     request = replace(
         sample.request(num_inference_steps=2, guidance_scale=4.0, seed=3),
         **{"num_frames": NUM_FRAMES, "control": (), **of_request},
@@ -198,7 +163,7 @@ def test_a_preview_is_what_the_pipeline_draws(sample: Sample, given: str) -> Non
     assert [frame.tobytes() for frame in ours] == [frame.tobytes() for frame in theirs]
 
 
-def test_two_experts_see_the_same_control(tmp_path: Path, prompt: dict[str, torch.Tensor]) -> None:
+def test_two_experts_see_the_same_control(tmp_path: Path, prompt: Conditioning) -> None:
     parts = tiny().components | {"transformer_2": tiny_wan_vace_transformer(32, seed=1)}
     WanVACEPipeline(**parts, boundary_ratio=0.875).save_pretrained(tmp_path)
     family = WanVACE(PipelineFolder(path=tmp_path))
@@ -207,42 +172,21 @@ def test_two_experts_see_the_same_control(tmp_path: Path, prompt: dict[str, torc
     (encoded,) = family.load_media_encoder(torch.float32, CPU)([item])
     latents = encoded.pop("latents")[None].expand(2, -1, -1, -1, -1)
     model = family.load_transformer(torch.float32)
-    told = []
+    given_to = []
     for name, expert in family.parts_of(model).items():
         (call,) = transformer_calls(
             expert,
             lambda: family.predict(model, latents, torch.tensor([0.95, 0.2]), [prompt | encoded] * 2),
         )
-        told.append((name, call["timestep"].item(), call["control_hidden_states"]))
-    assert [(name, timestep) for name, timestep, _ in told] == [("transformer", 950), ("transformer_2", 200)]
-    assert torch.equal(told[0][2], told[1][2])
+        given_to.append((name, call["timestep"].item(), call["control_hidden_states"]))
+    assert [(name, timestep) for name, timestep, _ in given_to] == [
+        ("transformer", 950),
+        ("transformer_2", 200),
+    ]
+    assert torch.equal(given_to[0][2], given_to[1][2])
 
 
-def test_a_lora_on_both_kinds_of_blocks_is_converted_to_the_names_that_comfyui_has(
-    sample: Sample, tmp_path: Path
-) -> None:
-    family = sample.family
-    transformer = adapted_transformer(sample, targets=family.target_sets["all"])
-    trained = pairs_of(adapter_tensors(transformer), adapter_settings(transformer), "transformer.")
-    (file,) = family.save_lora(tmp_path, adapter_tensors(transformer), adapter_settings(transformer))
-    names = FamilyNames(layers=family.lora_layers, comfyui=family.lora_spelling)
-    conversion = convert(read_contents(file), names, "comfyui", tmp_path / "for_comfyui.safetensors")
-    assert conversion.difference == 0
-    pattern = re.compile("|".join(re.escape(name).replace(r"\*", r"\d+") for name in WAN_VACE))
-    layers = {name.rpartition(".lora_")[0] for name in conversion.tensors}
-    assert [layer for layer in layers if not pattern.fullmatch(layer)] == []
-    assert {
-        "diffusion_model.vace_blocks.0.before_proj",
-        "diffusion_model.vace_blocks.1.after_proj",
-        "diffusion_model.vace_blocks.1.self_attn.q",
-        "diffusion_model.blocks.2.ffn.0",
-    } <= layers
-    back = known_pairs(conversion.contents, family.lora_layers)
-    assert back.keys() == trained.keys()
-    assert all(pair.distance(back[layer]) == 0 for layer, pair in trained.items())
-
-
-def test_the_further_blocks_can_be_trained_alone(sample: Sample) -> None:
+def test_the_further_blocks_can_be_trained_without_the_others(sample: Sample) -> None:
     model = sample.family.empty_transformer()
     targets = ["vace_blocks.*.attn1.to_q", "vace_blocks.*.ffn.net.2"]
     layers = find_target_layers(model, targets, unused_modules=sample.family.unused_modules(model))

@@ -8,12 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import flux2_layouts
-import hunyuan_pipelines
-import ltx2_layouts
-import ltx_layouts
+import release_layouts
 import torch
-import wan_pipelines
 from PIL import Image
 from tiny_run import TinyRun, tiny_picture, write_config
 
@@ -93,44 +89,44 @@ CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
 
 LAYOUTS = {
     "flux2 klein from references": FamilyCase(
-        family="flux2", build=flux2_layouts.klein, kind="edit", conditioning=OF_A_REFERENCE
+        family="flux2", build=release_layouts.klein, kind="edit", conditioning=OF_A_REFERENCE
     ),
     "hunyuan_video_15 from pictures": FamilyCase(
         family="hunyuan_video_15",
-        build=hunyuan_pipelines.from_pictures,
+        build=release_layouts.hunyuan_of_images,
         kind="image_to_video",
         conditioning=(("first_frame_latents", 4), ("image_embeds", 4)),
     ),
     "ltx2 as 2.3 with sound": FamilyCase(
-        family="ltx2", build=ltx2_layouts.of_2_3, has_sound=True, conditioning=(("audio_latents", 4),)
+        family="ltx2", build=release_layouts.ltx_2_3, has_sound=True, conditioning=(("audio_latents", 4),)
     ),
-    "ltx_video of conditions": FamilyCase(family="ltx_video", build=ltx_layouts.of_conditions),
+    "ltx_video of conditions": FamilyCase(family="ltx_video", build=release_layouts.ltx_of_conditions),
     "ltx_video of conditions from first frames": FamilyCase(
         family="ltx_video",
-        build=ltx_layouts.of_conditions,
+        build=release_layouts.ltx_of_conditions,
         kind="image_to_video",
         conditioning=OF_A_DRAWN_START,
     ),
     "sdxl with text encoders": FamilyCase(
         family="sdxl", build=sdxl.tiny, trained=("unet", "text_encoder", "text_encoder_2")
     ),
-    "wan ti2v": FamilyCase(family="wan", build=wan_pipelines.ti2v),
+    "wan ti2v": FamilyCase(family="wan", build=release_layouts.ti2v),
     "wan ti2v from first frames": FamilyCase(
         family="wan",
-        build=wan_pipelines.ti2v,
+        build=release_layouts.ti2v,
         kind="image_to_video",
         conditioning=(("first_frame_latents", 48), ("loss_mask", 1)),
     ),
     "wan_i2v to last frames": FamilyCase(
         family="wan_i2v",
-        build=partial(wan_pipelines.from_pictures, "flf2v"),
+        build=partial(release_layouts.wan_of_images, "flf2v"),
         kind="image_to_video",
         has_last_frames=True,
         conditioning=(("condition_latents", 20), ("image_embeds", 2)),
     ),
     "wan_i2v of two experts": FamilyCase(
         family="wan_i2v",
-        build=partial(wan_pipelines.from_pictures, "a14b"),
+        build=partial(release_layouts.wan_of_images, "a14b"),
         conditioning=(("condition_latents", 20),),
     ),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from prepared_run import PROCESS, load_config_of
-from wan_pipelines import two_experts
+from release_layouts import two_experts
 
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.doctor.model import model_table

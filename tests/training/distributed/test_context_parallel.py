@@ -11,9 +11,9 @@ import torch
 from diffusers import FluxKontextPipeline, QwenImagePipeline, QwenImageTransformer2DModel
 from family_sample import CPU, adapted_transformer, engine_with
 from processes import NUM_RANKS, on_ranks
+from release_layouts import ti2v, wan_of_images
 from ring_on_cpu import allow_rings
 from torch import Tensor
-from wan_pipelines import from_pictures, ti2v
 
 from diffsynth_lite.core.context_parallel import MESH_DIMENSIONS, ContextParallel, SplitReport
 from diffsynth_lite.core.gradient import (
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], tuple[int, ...], dict[str, tuple[
     ),
     "wan": ("wan", wan.tiny, (16, 3, 4, 8), {}),
     "wan from first frames": ("wan", ti2v, (48, 3, 4, 8), {"first_frame_latents": (48, 1, 4, 8)}),
-    "wan_i2v": ("wan_i2v", lambda: from_pictures("flf2v"), (16, 3, 4, 8), {}),
+    "wan_i2v": ("wan_i2v", lambda: wan_of_images("flf2v"), (16, 3, 4, 8), {}),
     "ltx_video": ("ltx_video", ltx_video.tiny, (128, 3, 2, 4), {}),
     "ltx_video from first frames": (
         "ltx_video",

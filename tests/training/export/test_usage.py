@@ -5,10 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ltx_layouts
 import pytest
+import release_layouts
 import torch
-import wan_pipelines
 from card_code import LARGEST_DIFFERENCE, difference, generated
 from diffusers import LTXPipeline, WanVACEPipeline
 from family_sample import NEGATIVE, PROMPTS, Sample, adapted_transformer, build_sample, clip, hole, picture
@@ -82,11 +81,11 @@ def test_other_kinds_of_adapters_have_code_where_diffusers_loads_them(name: str)
 
 def of_0_9_5_by_another_name() -> LTXPipeline:
     """As diffusers' conversion script writes it."""
-    return LTXPipeline(**ltx_layouts.of_conditions().components)
+    return LTXPipeline(**release_layouts.ltx_of_conditions().components)
 
 
 @pytest.mark.parametrize(
-    ("name", "build"), [("wan", wan_pipelines.two_experts), ("ltx_video", of_0_9_5_by_another_name)]
+    ("name", "build"), [("wan", release_layouts.two_experts), ("ltx_video", of_0_9_5_by_another_name)]
 )
 def test_releases_of_another_layout_have_code_of_their_own(name: str, build: Callable[[], Any]) -> None:
     sample = build_sample(name, Path("model"), build)

@@ -1,0 +1,373 @@
+"""What single families of images have of their own: ERNIE-Image, Ideogram 4, Krea 2, SD3 and Z-Image."""
+
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from comfyui_names import updates_in_comfyui
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    Ideogram4Pipeline,
+    Krea2Pipeline,
+    SD3Transformer2DModel,
+    ZImagePipeline,
+)
+from diffusers.models.transformers.transformer_ideogram4 import IMAGE_POSITION_OFFSET
+from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _resolution_aware_mu
+from diffusers.pipelines.krea2.pipeline_krea2 import calculate_shift
+from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift as calculate_shift_of_z_image
+from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
+from family_sample import (
+    CPU,
+    PROMPTS,
+    SIGMA,
+    Sample,
+    adapted_transformer,
+    assert_does_as,
+    encode_texts,
+    gradients,
+    load_lora,
+    pairs_on,
+    picture,
+    velocity_and_gradients,
+)
+from transformers import DynamicCache, Qwen3ForCausalLM
+
+from diffsynth_lite.core.gradient import blocks_of
+from diffsynth_lite.core.noise import shift_sigma
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines import (
+    ModelFamily,
+    PipelineFolder,
+    PreviewRequest,
+    ernie_image,
+    ideogram4,
+    z_image,
+)
+from diffsynth_lite.pipelines.ernie_image import ErnieImage
+from diffsynth_lite.pipelines.krea2 import Krea2
+from diffsynth_lite.pipelines.sd3 import SD3
+from diffsynth_lite.pipelines.z_image import ZImage, model_fn_z_image
+
+
+@pytest.fixture(scope="module")
+def ernie(sample_of: Callable[[str], Sample]) -> ErnieImage:
+    return sample_of("ernie_image").family
+
+
+@pytest.fixture(scope="module")
+def ideogram(sample_of: Callable[[str], Sample]) -> ModelFamily:
+    return sample_of("ideogram4").family
+
+
+@pytest.fixture(scope="module")
+def krea(sample_of: Callable[[str], Sample]) -> Sample:
+    return sample_of("krea2")
+
+
+@pytest.fixture(scope="module")
+def sd3(sample_of: Callable[[str], Sample]) -> SD3:
+    return sample_of("sd3").family
+
+
+@pytest.fixture(scope="module")
+def zimage(sample_of: Callable[[str], Sample]) -> ZImage:
+    return sample_of("z_image").family
+
+
+def test_latents_of_ernie_are_the_inverse_of_what_the_pipeline_decodes(ernie: ErnieImage) -> None:
+    """It adds another number to the variance than the autoencoder's file says, which FLUX.2 adds."""
+    pipeline = ernie_image.tiny()
+    image, vae = picture(64, 32, 10), ernie_image.tiny().vae
+    assert vae.config.batch_norm_eps == 1e-4
+    vae.bn.running_var.mul_(1e-4)  # so that the number counts
+    pixels = pipeline.image_processor.preprocess(image)
+    ours = ernie.encode_pixels(vae, pixels)
+    std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + 1e-5)
+    decoded = pipeline._unpatchify_latents(ours * std + vae.bn.running_mean.view(1, -1, 1, 1))
+    with torch.no_grad():
+        expected = vae.encode(pixels).latent_dist.mode()
+    torch.testing.assert_close(decoded, expected)
+    (encoded,) = ernie.load_media_encoder(torch.float32, CPU)([Media(frames=(image,))])
+    assert encoded["latents"].shape == ernie.latents_shape(64, 32, 1) == (128, 2, 4)
+
+
+def test_ernies_model_that_rewrites_prompts_is_not_needed(ernie: ErnieImage) -> None:
+    assert "pe" in ernie.folder.pipeline_config()
+    assert not (ernie.folder.path / "pe").exists()
+    assert not {"pe", "pe_tokenizer"} & {*ernie.components, *ernie.components_without_weights}
+    ernie.check_folder()
+
+
+LENGTH = 64
+"""Of the rows of Ideogram 4; by default 2048, which takes long."""
+
+
+def test_the_tables_of_positions_are_those_of_fp32_under_autocast() -> None:
+    """As ``README_ideogram4.md`` of diffusers warns of it; from 65536 on, bfloat16 has every 512th number."""
+    positions = (IMAGE_POSITION_OFFSET + torch.arange(64))[None, :, None].expand(1, 64, 3)
+    embed = ideogram4.tiny().transformer.rotary_emb
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.bfloat16
+        tables = embed(positions)
+    for table, expected in zip(tables, embed(positions), strict=True):
+        assert len(table[0].unique(dim=0)) == 64
+        assert torch.equal(table, expected)
+
+
+def test_a_prompt_that_the_pipeline_refuses_loses_its_end(
+    ideogram: ModelFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, pipeline = ideogram, ideogram4.tiny()
+    monkeypatch.setattr(type(family), "max_prompt_tokens", 24)
+    text = "circle " * 5
+    with pytest.raises(ValueError, match="exceeds"):
+        pipeline.encode_prompt(text, 4, 2, 24, CPU)
+    (length,) = family.prompt_lengths([text])
+    assert 24 < length <= LENGTH
+    (row,) = encode_texts(family, text)
+    with torch.no_grad():
+        whole = pipeline.encode_prompt([text], 4, 2, LENGTH, CPU)[0][0]
+    start = LENGTH - length
+    torch.testing.assert_close(row["prompt_embeds"], whole[start : start + 24], rtol=1e-4, atol=1e-5)
+
+
+def test_the_shift_of_ideogram_is_the_middle_of_the_pipelines_noise_levels(ideogram: ModelFamily) -> None:
+    mu = inspect.signature(Ideogram4Pipeline.__call__).parameters["mu"].default
+    for side in (512, 1024, 2048):
+        shift = ideogram.family_shift(ideogram.latents_shape(side, side, 1))
+        middle = _resolution_aware_mu(height=side, width=side, base_mu=mu)
+        assert shift == pytest.approx(math.exp(middle))
+
+
+def test_ideograms_second_transformer_is_read_for_guided_previews_only(
+    ideogram: ModelFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ideogram.load_transformer(torch.float32)
+    (conditioning,) = encode_texts(ideogram, PROMPTS[0])
+    read: list[str] = []
+    load = ideogram.load_component
+
+    def watched(name: str, *settings: Any) -> Any:
+        read.append(name)
+        return load(name, *settings)
+
+    monkeypatch.setattr(ideogram, "load_component", watched)
+    for scale, expected in ((1.0, []), (2.0, ["unconditional_transformer"])):
+        request = PreviewRequest(
+            conditioning=conditioning,
+            negative={},
+            width=64,
+            height=32,
+            num_inference_steps=1,
+            guidance_scale=scale,
+            seed=0,
+        )
+        ideogram.sample(model, torch.float32, [request])
+        assert [name for name in read if name != "vae"] == expected
+
+
+RECIPE = Path(__file__).parents[2] / "configs" / "krea2_lora.yaml"
+
+
+AUTHORS = {
+    *("img_in", "final_layer.linear", "to_q", "to_k", "to_v", "to_out.0", "to_gate", "ff.up", "ff.down"),
+    *("text_fusion.projector", "txt_in.linear_1", "txt_in.linear_2"),
+    *("time_embed.linear_1", "time_embed.linear_2", "time_mod_proj"),
+}
+"""Of diffusers, commit 58eb52c0803e, ``examples/dreambooth/train_dreambooth_lora_krea2.py``."""
+
+
+def krea_with_settings(pipeline: Krea2Pipeline, folder: Path, **settings: object) -> Krea2:
+    """The family on the same components with other settings in ``model_index.json``."""
+    Krea2Pipeline(**pipeline.components, **settings).save_pretrained(folder)
+    return Krea2(PipelineFolder(path=folder))
+
+
+def test_other_layers_of_the_text_encoder_make_other_cache_entries(krea: Sample, tmp_path: Path) -> None:
+    family, pipeline = krea.family, krea.fresh_pipeline()
+    other = krea_with_settings(pipeline, tmp_path, text_encoder_select_layers=(2, 1))
+    (prompt,) = prompts = [Prompt(text=PROMPTS[0])]
+    (ours,), (theirs,) = (each.load_prompt_encoder(torch.float32, CPU)(prompts) for each in (family, other))
+    assert not torch.allclose(ours["prompt_embeds"], theirs["prompt_embeds"])
+    with torch.no_grad():
+        expected, _ = Krea2Pipeline.from_pretrained(tmp_path).encode_prompt(prompt.text, device=CPU)
+    assert torch.equal(theirs["prompt_embeds"][0], expected[0, 0])
+    assert family.prompt_encoder_id(torch.float32) != other.prompt_encoder_id(torch.float32)
+
+
+def test_blocks_of_krea_that_read_the_prompt_are_declared_too(krea: Sample) -> None:
+    assert len(blocks_of(krea.family.empty_transformer(), krea.family.block_lists)) == 4
+
+
+def test_the_recipe_of_krea_trains_the_layers_of_the_authors_which_diffusers_and_comfyui_load(
+    krea: Sample, tmp_path: Path
+) -> None:
+    lora = yaml.safe_load(RECIPE.read_text())["lora"]
+    assert (set(lora["target_modules"]), lora["rank"]) == (AUTHORS, 32)
+    sample, family = krea, krea.family
+    transformer = adapted_transformer(sample, targets=lora["target_modules"]).eval()
+    settings = adapter_settings(transformer)
+    model, targets = family.empty_transformer(), family.default_target_modules
+    of_default = find_target_layers(model, targets, unused_modules=[])
+    around = [name for name in settings["target_modules"] if name not in of_default]
+    assert len(around) == 8
+    _, gradients = velocity_and_gradients(sample, transformer)
+    assert [name for name, gradient in gradients.items() if gradient is None or not gradient.any()] == []
+
+    (file,) = family.save_lora(tmp_path / "lora", adapter_tensors(transformer), settings)
+    pipeline = sample.fresh_pipeline()
+    load_lora(pipeline, file.parent)
+    assert_does_as(pairs_on(pipeline.transformer), transformer)
+    with torch.no_grad():
+        loaded, trained = (
+            family.predict(model, sample.latents, SIGMA, sample.conditioning)
+            for model in (pipeline.transformer, transformer)
+        )
+    assert torch.equal(loaded, trained)
+    in_comfyui = {name.removeprefix("transformer.") for name, _ in updates_in_comfyui("krea2", file)}
+    assert in_comfyui == set(settings["target_modules"])
+
+
+def test_krea_raw_has_a_shift_that_grows_with_the_image_and_turbo_one_for_all(
+    krea: Sample, tmp_path: Path
+) -> None:
+    family, pipeline = krea.family, krea.fresh_pipeline()
+    turbo = krea_with_settings(
+        pipeline, tmp_path, is_distilled=True, text_encoder_select_layers=pipeline.text_encoder_select_layers
+    )
+    assert family.distilled is None
+    assert turbo.distilled is not None
+    for side in (512, 1024):
+        shape = family.latents_shape(side, side, 1)
+        mu = calculate_shift(family.num_tokens(shape), 256, 6400, 0.5, 1.15)
+        assert family.family_shift(shape) == pytest.approx(math.exp(mu))
+        assert turbo.family_shift(shape) == math.exp(1.15)
+    assert turbo.prompt_encoder_id(torch.float32) == family.prompt_encoder_id(torch.float32)
+
+
+def test_images_beyond_the_table_of_places_are_refused_with_its_size(sd3: SD3) -> None:
+    sd3.check_size(384, 384, keys="data.width, data.height")
+    with pytest.raises(
+        UserError, match=r"data\.width, data\.height: 400x64; .* at most 384 pixels on each side"
+    ):
+        sd3.check_size(400, 64, keys="data.width, data.height")
+    with pytest.raises(ValueError, match="greater than `pos_embed_max_size`: 24"):
+        sd3.load_transformer(torch.float32).pos_embed(torch.zeros(1, 16, 50, 8))
+
+
+def test_layouts_of_sd3_without_a_second_attention_get_a_lora_too(sd3: SD3) -> None:
+    """3 medium and 3.5 large."""
+    with torch.device("meta"):
+        plain = SD3Transformer2DModel(num_layers=2)
+    names = {name for name, _ in plain.named_modules()}
+    assert not any(".attn2." in name for name in names)
+    assert "transformer_blocks.1.attn.add_q_proj" in sd3.unused_modules(plain)
+    assert "transformer_blocks.1.attn.to_add_out" not in names
+
+
+# The transformer fills prompts up to multiples of 32: three lengths, two of which it makes one.
+NUM_TOKENS = (5, 40, 64)
+
+
+def batch_of_three() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Latents, timesteps, and prompts of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(3, 16, 8, 4, generator=generator)
+    prompts = [torch.randn(length, 16, generator=generator) for length in NUM_TOKENS]
+    return latents, torch.tensor([0.2, 0.7, 0.5]), prompts
+
+
+@pytest.mark.parametrize("flags", [(False, False), (True, True)])
+def test_z_image_prompts_of_different_lengths_in_a_batch_give_what_each_gives_by_itself(
+    flags: tuple[bool, bool],
+) -> None:
+    transformer = z_image.tiny().transformer
+    latents, timestep, prompts = batch_of_three()
+
+    def run(samples: slice) -> torch.Tensor:
+        return model_fn_z_image(
+            transformer,
+            latents[samples],
+            timestep[samples],
+            prompts[samples],
+            use_gradient_checkpointing=flags[0],
+            use_gradient_checkpointing_offload=flags[1],
+        )
+
+    together = run(slice(3))
+    found = gradients(transformer, together)
+    alone = torch.cat([run(slice(place, place + 1)) for place in range(3)])
+    expected = gradients(transformer, alone)
+    # A longer row sums the same numbers in another order.
+    torch.testing.assert_close(together, alone, rtol=0, atol=5e-6)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=2e-4, msg=name)
+
+
+def test_a_text_encoder_saved_as_a_whole_language_model_encodes_the_same(
+    zimage: ZImage, tmp_path: Path
+) -> None:
+    pipeline = z_image.tiny()
+    pipeline.save_pretrained(tmp_path)
+    whole = ZImage(PipelineFolder(path=tmp_path))
+    encoder = pipeline.text_encoder
+    language_model = Qwen3ForCausalLM(encoder.config)
+    language_model.model.load_state_dict(encoder.state_dict())
+    language_model.tie_weights()
+    language_model.save_pretrained(tmp_path / "text_encoder")
+    expected, found = (encode_texts(each, *PROMPTS) for each in (zimage, whole))
+    for row, other in zip(found, expected, strict=True):
+        assert torch.equal(row["prompt_embeds"], other["prompt_embeds"])
+
+
+def test_no_keys_and_values_are_kept_of_a_prompt_and_none_are_missed(
+    zimage: ZImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make, load = [], DynamicCache.__init__, zimage.load_text_encoders
+
+    def load_with_cache(*given: Any) -> dict[str, Any]:
+        encoders = load(*given)
+        encoders["text_encoder"].config.use_cache = True
+        return encoders
+
+    def encoded() -> torch.Tensor:
+        (given,) = encode_texts(zimage, PROMPTS[0])
+        return given["prompt_embeds"]
+
+    monkeypatch.setattr(DynamicCache, "__init__", lambda *a, **k: made.append(1) or make(*a, **k))
+    without = encoded()
+    assert not made
+    monkeypatch.setattr(zimage, "load_text_encoders", load_with_cache)
+    assert torch.equal(encoded(), without)
+    assert made
+
+
+def test_the_shift_of_z_image_grows_with_the_image_where_its_sampler_does(tmp_path: Path) -> None:
+    line = {"base_shift": 0.4, "max_shift": 0.9}
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=8192, **line)
+    ZImagePipeline(**z_image.tiny().components | {"scheduler": scheduler}).save_pretrained(tmp_path)
+    family = ZImage(PipelineFolder(path=tmp_path))
+    unshifted = get_default_z_image_sigmas(8)
+    scheduler.set_timesteps(
+        sigmas=unshifted, mu=calculate_shift_of_z_image(64 * 48, max_seq_len=8192, **line)
+    )
+    ours = shift_sigma(torch.tensor(unshifted), family.family_shift(family.latents_shape(1024, 768, 1)))
+    torch.testing.assert_close(ours, scheduler.sigmas[:-1], rtol=1e-6, atol=0)
+
+
+def test_z_image_turbo_is_known_by_the_shift_of_its_sampler(zimage: ZImage, tmp_path: Path) -> None:
+    assert zimage.distilled is None
+    turbo = z_image.tiny()
+    turbo.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    turbo.save_pretrained(tmp_path)
+    distilled = ZImage(PipelineFolder(path=tmp_path)).distilled
+    assert distilled is not None
+    assert "a shift of 3, as Z-Image-Turbo's (the base model's is 6); better train the base" in distilled
