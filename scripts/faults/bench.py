@@ -20,6 +20,7 @@ from typing import Any, Literal
 import pytest
 from accelerate.state import AcceleratorState
 from recorded_train import read_records, recorded_step
+from release_layouts import two_experts
 from tiny_run import (
     REPOSITORY,
     TinyRun,
@@ -29,7 +30,6 @@ from tiny_run import (
     make_mixed_run,
     make_run,
 )
-from release_layouts import two_experts
 
 from diffsynth_lite.pipelines import qwen_image, sdxl, wan
 from diffsynth_lite.training import trainer

@@ -1,4 +1,4 @@
-"""Numbers of releases that are defaults of classes, or stand in their documentation: read by import."""
+"""Numbers of releases that are defaults of classes or given in their documentation: read by import."""
 
 import ast
 import inspect
@@ -25,7 +25,7 @@ def size(width: int, height: int, frames: int = 1) -> dict[str, int]:
 
 
 def _own_size(pipeline: str) -> dict[str, int]:
-    """Of a pipeline that says how many latents it makes of a side unless told otherwise."""
+    """Of a pipeline with a default number of latents for a side."""
     built = assemble(getattr(diffusers, pipeline))
     side = built.default_sample_size * built.vae_scale_factor
     return size(side, side)

@@ -7,7 +7,7 @@ in ``comfy/lora.py`` (commit 17358c8f73b5); ``flux_to_diffusers``, ``z_image_to_
 keeps (``huggingface_guess``); and the modules of ``comfy/ldm/qwen_image/model.py``,
 ``comfy/ldm/wan/model.py`` and ``comfy/ldm/lightricks/model.py`` (a125cd84b054) and of
 ``comfy/ldm/hunyuan_video/model.py`` and ``comfy/ldm/ideogram4/model.py`` (8d534945ebd5). Only linear layers
-are listed. A ``*`` stands for a number. The modules of Qwen-Image 2.1 are those of
+are listed. A ``*`` is any number. The modules of Qwen-Image 2.1 are those of
 ``comfy/ldm/qwen_image21/model.py`` (08f68f0919d2), of whose fused layer ComfyUI takes the parts.
 Anima's are those of ``comfy/ldm/anima/model.py`` (10ca04d5365f) and ``comfy/ldm/cosmos/predict2.py``,
 which it is made from. ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as a public copy of it
@@ -137,8 +137,8 @@ _LTX2 = (
     *(
         name
         for attention in ("attn1", "attn2", "audio_to_video_attn", "video_to_audio_attn")
-        for of_sound in (("", "audio_") if attention.startswith("attn") else ("",))
-        for name in _in(f"transformer_blocks.*.{of_sound}{attention}", *_PLAIN_ATTENTION, "to_gate_logits")
+        for of_stream in (("", "audio_") if attention.startswith("attn") else ("",))
+        for name in _in(f"transformer_blocks.*.{of_stream}{attention}", *_PLAIN_ATTENTION, "to_gate_logits")
     ),
     *_in("transformer_blocks.*.ff.net", "0.proj", "2"),
     *_in("transformer_blocks.*.audio_ff.net", "0.proj", "2"),

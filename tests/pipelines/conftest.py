@@ -31,6 +31,7 @@ FURTHER_LAYOUTS: Layouts = {
 ALL_LAYOUTS: Layouts = {
     **LAYOUTS,
     **FURTHER_LAYOUTS,
+    "wan experts": ("wan", releases.two_experts),
     "wan_i2v a14b": ("wan_i2v", partial(releases.wan_of_images, "a14b")),
     "wan_i2v flf2v": ("wan_i2v", partial(releases.wan_of_images, "flf2v")),
 }
@@ -95,7 +96,7 @@ def pipeline(sample: Sample) -> Any:
 
 @pytest.fixture
 def mode_of_the_vae(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the pipeline of FLUX.1 Fill take the mode of the picture that it is told of, as training does.
+    """Have the pipeline of FLUX.1 Fill take the mode of its image, as training does.
 
     It draws from what the VAE gives, which of a random one is far from that.
     """

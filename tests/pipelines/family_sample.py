@@ -80,9 +80,9 @@ class Sample:
         name: of the family.
         build: makes the pipeline, each time the same.
         prompts: what the prompt encoder made of ``PROMPTS``, together.
-        first: what it made of the first alone, as a pipeline does; kernels may sum a batch in another order.
+        first: what it made of the first by itself; kernels may sum a batch in another order.
         negative: what it made of ``NEGATIVE``.
-        conditioning: ``prompts``, each with what the media encoder made of its item beside the latents.
+        conditioning: ``prompts``, each with what else than latents the media encoder made of its item.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Sample:
 
 @contextmanager
 def small_edit_inputs() -> Iterator[None]:
-    """The edit pipelines bring input pictures to a megapixel, which is too much for tests."""
+    """The edit pipelines bring input images to a megapixel, which is too much for tests."""
     real = pipeline_qwenimage_edit.calculate_dimensions
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -152,7 +152,7 @@ def layers_of(width: int, height: int, quality: int) -> tuple[Image.Image, ...]:
 
 
 def hole(width: int, height: int, place: int) -> Image.Image:
-    """A mask of a part that is no whole number of tokens, and another one in each place."""
+    """A mask of a part that is not a whole number of tokens, and another one in each place."""
     mask = Image.new("L", (width, height))
     mask.paste(255, (5 + 3 * place, 3, width // 2 + 7 * place, height - 6))
     return mask
@@ -280,7 +280,7 @@ def transformer_calls(
 def as_sampled(hidden_states: torch.Tensor | list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
     """What the transformer was given of the clean latents, in the layout of what the sampler works on.
 
-    Behind them, in the tokens or in the channels, may stand those of other pictures.
+    After them, in the tokens or in the channels, may be those of other images.
     """
     given = torch.stack(hidden_states) if isinstance(hidden_states, list) else hidden_states
     if given.numel() == output.numel():
@@ -289,7 +289,7 @@ def as_sampled(hidden_states: torch.Tensor | list[torch.Tensor], output: torch.T
 
 
 def numbers(value: Any) -> torch.Tensor:
-    """All that an argument holds, one behind the other; of what a step keeps for the next ones nothing."""
+    """All that an argument holds, one after the other; of what a step keeps for the next ones nothing."""
     if value is None or isinstance(value, QwenImage21KVCache | str):
         return torch.zeros(0)
     if isinstance(value, dict):
@@ -333,7 +333,7 @@ def assert_does_as(loaded: Mapping[str, LoraPair], transformer: torch.nn.Module)
 
 
 def load_lora(pipeline: Any, folder: Path) -> None:
-    """As docs/models.md says, also for pipelines that load none, whose transformer does."""
+    """As in docs/models.md, also for pipelines that load none, whose transformer does."""
     if hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights(folder)
     else:

@@ -15,7 +15,7 @@ from huggingface_hub import close_session, constants, file_download
 
 REPOSITORY = "owner/name"
 LARGE = (".safetensors", ".png", ".mp4")
-"""Ends of the names of files that it keeps apart, as the real one does."""
+"""Ends of the names of files that it keeps separately, as the real one does."""
 
 
 class Hub:
@@ -149,13 +149,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer_json({"errors": errors, "warnings": []}, status=400 if errors else 200)
 
     def _tell_modes(self, content: bytes) -> None:
-        hub, told = self.server.hub, []
+        hub, answers = self.server.hub, []
         for file in json.loads(content)["files"]:
             mode = "lfs" if file["path"].endswith(LARGE) else "regular"
-            told.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False})
+            answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False})
             if file["path"] in hub.files:
-                told[-1]["oid"] = _identity_in_git(hub.files[file["path"]], mode)
-        self.answer_json({"files": told})
+                answers[-1]["oid"] = _identity_in_git(hub.files[file["path"]], mode)
+        self.answer_json({"files": answers})
 
     def _tell_places(self, content: bytes) -> None:
         place = f"{self._address}/upload/"

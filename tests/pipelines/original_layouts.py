@@ -1,6 +1,6 @@
 """Models' tensors as their own repositories store them: the opposite of what diffusers' converters do.
 
-Whether it is, the converters say: a wrong name here is a tensor that they miss. They have none for CogVideoX,
+The converters prove that: a wrong name here is a tensor that they miss. They have none for CogVideoX,
 whose names here are those of ComfyUI's model (``comfy/ldm/cogvideo/model.py``).
 """
 

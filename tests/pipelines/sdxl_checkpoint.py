@@ -1,6 +1,6 @@
 """SDXL's tensors as in checkpoints of one file: the opposite of what diffusers' converters do.
 
-Whether it is, the converters say: a wrong name here is a tensor that they miss.
+The converters prove that: a wrong name here is a tensor that they miss.
 """
 
 import re

@@ -84,13 +84,13 @@ def test_the_model_sees_512_rows_whatever_the_other_prompts_are(sample: Sample) 
     family, model = sample.family, sample.family.load_transformer(torch.float32)
     with torch.no_grad():
         together = family.predict(model, sample.latents, torch.tensor([0.5] * 3), sample.prompts)
-        alone = family.predict(model, sample.latents[1:2], torch.tensor([0.5]), sample.prompts[1:2])
+        single = family.predict(model, sample.latents[1:2], torch.tensor([0.5]), sample.prompts[1:2])
         short = model_fn_anima(
             model, sample.latents[1:2], torch.tensor([0.5]), sample.prompts[1]["prompt_embeds"][None]
         )
-    torch.testing.assert_close(together[1:2], alone)
+    torch.testing.assert_close(together[1:2], single)
     # The zeros after a prompt count: attention to it has no mask.
-    assert not torch.allclose(short, alone)
+    assert not torch.allclose(short, single)
 
 
 def test_latents_are_those_of_the_pipelines_own_encoding(sample: Sample) -> None:

@@ -1,4 +1,4 @@
-"""The noise levels that each family trains by default, and each recipe, beside those of other trainers."""
+"""The noise levels that each family trains by default, and each recipe, next to those of other trainers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -155,7 +155,7 @@ def of_qwen_21(num_tokens: int) -> list[float]:
     mu = resolution_mu(num_tokens, base_shift=0.5, max_shift=0.9, base_tokens=256, max_tokens=8192)
     return [
         mean_level("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
-        mean_level("uniform", math.exp(mu)),  # what it is drawn at
+        mean_level("uniform", math.exp(mu)),  # what it is sampled with
     ]
 
 

@@ -1,6 +1,9 @@
-"""Families are found by their file's name, or by a dotted path."""
+"""Families are found by their file's name or by a dotted path, and imported when they are used."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import diffusers
@@ -16,7 +19,7 @@ from diffsynth_lite.releases import UNTRAINED
 from diffsynth_lite.training.optimization.optimizers import shown_arguments
 
 
-def test_the_built_in_families_are_the_files_and_folders_beside_their_base() -> None:
+def test_the_built_in_families_are_the_files_and_folders_next_to_their_base() -> None:
     here = Path(pipelines.__path__[0])
     folders = {path.parent.name for path in here.glob("*/__init__.py")}
     files = {path.stem for path in here.glob("*.py")}
@@ -97,7 +100,7 @@ def test_an_unknown_family_names_the_ones_there_are(name: str) -> None:
         load_family(name)
 
 
-def test_a_dotted_path_that_python_does_not_find_says_where_it_looks() -> None:
+def test_a_dotted_path_that_python_does_not_find_is_an_error_with_where_it_looks() -> None:
     with pytest.raises(UserError, match="install its package or name its folder in PYTHONPATH"):
         load_family("my_package.my_family")
 
@@ -184,3 +187,45 @@ def test_what_is_refused_by_name_is_a_pipeline_of_diffusers_that_no_family_train
     trained = [name for family in family_names() for name in load_family(family).pipeline_classes]
     assert not [name for name in trained if name.startswith(beginning)]
     assert UNTRAINED[beginning].nearest in family_names()
+
+
+FAMILIES = {f"diffsynth_lite.pipelines.{name}" for name in family_names()}
+
+
+# Each line is run in turn; then the interpreter prints what it holds.
+STEPS = {
+    "package": "import diffsynth_lite",
+    "families": "import diffsynth_lite.pipelines as pipelines; pipelines.family_names()",
+    "trainer": "import diffsynth_lite.cli.train, diffsynth_lite.training.run",
+    "one family": "pipelines.load_family('qwen_image')",
+}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """Names of the modules that a fresh interpreter holds after each of ``STEPS``."""
+    code = "\n".join(["import sys", *(f"{line}\nprint(*sorted(sys.modules))" for line in STEPS.values())])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    return {step: set(line.split()) for step, line in zip(STEPS, lines, strict=True)}
+
+
+def diffusers_pipelines(modules: set[str]) -> list[str]:
+    """Files of diffusers that define the pipelines of a model."""
+    return sorted(name for name in modules if re.fullmatch(r"diffusers\.pipelines\.\w+\.pipeline_\w+", name))
+
+
+@pytest.mark.parametrize("step", ["package", "families", "trainer"])
+def test_nothing_imports_a_family_or_a_pipeline_of_diffusers_before_one_is_asked_for(
+    loaded: dict[str, set[str]], step: str
+) -> None:
+    assert "diffsynth_lite" in loaded[step]
+    assert loaded[step] & FAMILIES == set()
+    assert diffusers_pipelines(loaded[step]) == []
+
+
+def test_a_family_imports_itself_and_the_pipelines_it_names(loaded: dict[str, set[str]]) -> None:
+    modules = loaded["one family"]
+    assert modules & FAMILIES == {"diffsynth_lite.pipelines.qwen_image"}
+    assert "diffusers.pipelines.qwenimage.pipeline_qwenimage" in modules
+    assert not any("flux" in name for name in diffusers_pipelines(modules))

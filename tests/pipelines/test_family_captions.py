@@ -84,7 +84,7 @@ def is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def stopping(encode_prompt: Callable[..., object], indices: list[torch.Tensor]) -> Callable[..., object]:
     def encode_and_stop(*args: Any, **kwargs: Any) -> object:
-        indices.clear()  # those of an encoder of pictures, before it
+        indices.clear()  # those of an encoder of images, before it
         raise _EncodedError(encode_prompt(*args, **kwargs))
 
     return encode_and_stop

@@ -82,23 +82,24 @@ def read_pipeline(sample: Sample) -> Any:
     return pipeline
 
 
-def is_told(sample: Sample) -> bool:
-    """Whether the model is told a guidance scale; others are steered away from the negative prompt."""
+def takes_a_scale(sample: Sample) -> bool:
+    """Whether the model gets a guidance scale; others are steered away from the negative prompt."""
     return bool(sample.family.folder.component_config(sample.family.trained[0]).get("guidance_embeds"))
 
 
 def call_of(sample: Sample, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
     """Arguments of the pipeline's own call for a preview of the first of ``PROMPTS``."""
     known = inspect.signature(pipeline.__call__).parameters
-    scale_name = "true_cfg_scale" if "true_cfg_scale" in known and not is_told(sample) else "guidance_scale"
+    is_true = "true_cfg_scale" in known and not takes_a_scale(sample)
+    scale_name = "true_cfg_scale" if is_true else "guidance_scale"
     call = {
         "prompt": PROMPTS[0],
         "negative_prompt": NEGATIVE,
         "num_frames": request.num_frames,
         "layers": request.num_layers,
         # Some pipelines count the scale from 0 and not from 1; without guidance both have 0.
-        scale_name: request.guidance_scale if is_told(sample) or request.guidance_scale > 1 else 0.0,
-        # Some draw in a size of their own otherwise.
+        scale_name: request.guidance_scale if takes_a_scale(sample) or request.guidance_scale > 1 else 0.0,
+        # Some generate in a size of their own otherwise.
         "max_area": request.width * request.height,
         "use_resolution_binning": False,
         "output_type": "pil",
@@ -138,7 +139,7 @@ def prompt_shapes(calls: Calls) -> list[list[torch.Size]]:
 
 @pytest.mark.further_layouts
 @pytest.mark.parametrize("scale", [1.0, GUIDANCE])
-def test_a_preview_is_what_the_pipeline_draws_from_the_text(
+def test_a_preview_is_what_the_pipeline_generates_from_the_text(
     sample: Sample, pipeline: Any, scale: float
 ) -> None:
     family, frames = sample.family, []
@@ -154,11 +155,11 @@ def test_a_preview_is_what_the_pipeline_draws_from_the_text(
     )
     arguments, theirs = call_of(sample, pipeline, request), getattr(pipeline, *family.trained)
     their_calls = transformer_calls(theirs, lambda: frames.append(pipeline(**arguments)), outputs[1])
-    drawn, output = frames
+    generated, output = frames
     expected = output.frames[0] if hasattr(output, "frames") else output.images
     expected = expected[0] if request.num_layers else expected
-    assert {frame.size for frame in drawn} == {(request.width, request.height)}
-    difference = np.abs(levels(drawn) - levels(expected)).max()
+    assert {frame.size for frame in generated} == {(request.width, request.height)}
+    difference = np.abs(levels(generated) - levels(expected)).max()
     # Where a family cuts padding away that its pipeline hides, the same numbers are summed in another order.
     is_cut = prompt_shapes(calls) != prompt_shapes(their_calls)
     assert difference <= (1 if is_cut else 0)
@@ -168,13 +169,13 @@ def test_a_preview_is_what_the_pipeline_draws_from_the_text(
             torch.testing.assert_close(returned, of_pipeline, rtol=1e-4, atol=1e-4)
 
 
-def test_a_prompt_is_encoded_beside_others_as_it_is_alone(sample: Sample) -> None:
+def test_a_prompt_is_encoded_in_a_batch_as_by_itself(sample: Sample) -> None:
     assert sample.first.keys() == sample.prompts[0].keys()
     for name, tensor in sample.first.items():
         torch.testing.assert_close(sample.prompts[0][name], tensor, rtol=1e-4, atol=1e-4)
 
 
-def test_another_caption_and_another_negative_prompt_draw_something_else(sample: Sample) -> None:
+def test_another_caption_and_another_negative_prompt_generate_something_else(sample: Sample) -> None:
     transformer = sample.family.load_transformer(torch.float32)
     request = sample.request(num_inference_steps=2, guidance_scale=GUIDANCE, seed=5)
     requests = [
@@ -182,12 +183,12 @@ def test_another_caption_and_another_negative_prompt_draw_something_else(sample:
         dataclasses.replace(request, conditioning=sample.prompts[1]),
         dataclasses.replace(request, negative=sample.prompts[1]),
     ]
-    drawn, of_another, steered_from_another = (
+    generated, of_another, steered_from_another = (
         levels(frames) for frames in sample.family.sample(transformer, torch.float32, requests)
     )
-    assert (drawn != of_another).any()
-    is_steered = not is_told(sample) and not is_guided_by_a_model(sample)
-    assert not is_steered or (drawn != steered_from_another).any()
+    assert (generated != of_another).any()
+    is_steered = not takes_a_scale(sample) and not is_guided_by_a_model(sample)
+    assert not is_steered or (generated != steered_from_another).any()
 
 
 @pytest.mark.further_layouts
@@ -214,20 +215,20 @@ def test_the_latents_that_are_trained_are_those_that_the_pipeline_decodes(
     model = family.load_transformer(torch.float32)
     latents, conditioning = tensors["latents"][None], [sample.conditioning[0]]
     (call,) = transformer_calls(model, lambda: family.predict(model, latents, torch.ones(1), conditioning))
-    # Whatever the model says, and whatever else this scheduler's step is given, it ends at the clean latents.
+    # Whatever the model returns and else this step is given, it ends at the clean latents.
     monkeypatch.setattr(
         scheduler_class,
         "step",
         lambda _scheduler, output, *_, **__: Stepped(clean_latents(sample, call["hidden_states"], output)),
     )
     family.sample(model, torch.float32, [sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)])
-    for latents in decoded[0].split(1):  # of each layer apart
+    for latents in decoded[0].split(1):  # of each layer by itself
         of_this_shape = [each for each in encoded if each.shape == latents.shape]
         assert any(torch.allclose(latents, each, rtol=1e-4, atol=1e-5) for each in of_this_shape)
 
 
 @pytest.mark.further_layouts
-def test_what_the_model_says_of_a_place_comes_back_at_that_place(sample: Sample) -> None:
+def test_what_the_model_returns_of_a_place_comes_back_at_that_place(sample: Sample) -> None:
     model = sample.family.load_transformer(torch.float32)
     signature = inspect.signature(model.forward)
 
@@ -236,12 +237,12 @@ def test_what_the_model_says_of_a_place_comes_back_at_that_place(sample: Sample)
         (latents,) = (
             value for name, value in given.items() if OTHER_NAMES.get(name, name) == "hidden_states"
         )
-        said = latents if isinstance(latents, list) else as_sampled(latents, output[0])
-        return said, *output[1:]
+        echoed = latents if isinstance(latents, list) else as_sampled(latents, output[0])
+        return echoed, *output[1:]
 
     model.register_forward_hook(echo, with_kwargs=True)
     predicted = sample.family.predict(model, sample.latents, SIGMA, sample.conditioning)
-    # Some models say the opposite of what a family predicts.
+    # Some models return the opposite of what a family predicts.
     assert torch.equal(predicted.abs(), sample.latents.abs())
 
 
@@ -254,16 +255,16 @@ def clean_latents(sample: Sample, hidden_states: Any, output: torch.Tensor) -> t
 
 @pytest.mark.further_layouts
 @pytest.mark.usefixtures("mode_of_the_vae")
-def test_all_that_the_model_is_told_in_training_is_what_the_pipeline_tells_it(sample: Sample) -> None:
+def test_all_that_the_model_gets_in_training_is_what_the_pipeline_gives_it(sample: Sample) -> None:
     family, model = sample.family, sample.family.load_transformer(torch.float32)
 
-    def told(one: Sample, place: int) -> dict[str, Any]:
+    def given_to(one: Sample, place: int) -> dict[str, Any]:
         # No latent is in both, also where two items have the same corner.
         batch = sample.latents[place, None] + place, torch.ones(1), one.conditioning[:1]
         return transformer_calls(model, lambda: family.predict(model, *batch))[0]
 
     for one in (sample, *(one for one in items_with_images(sample) if one.media[0].inputs)):
-        ours, other = told(one, 0), told(one, 1)
+        ours, other = given_to(one, 0), given_to(one, 1)
         request = one.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
         theirs = transformer_calls(
             model, lambda request=request: family.sample(model, torch.float32, [request])
@@ -276,10 +277,10 @@ def test_all_that_the_model_is_told_in_training_is_what_the_pipeline_tells_it(sa
         for name in (theirs.keys() & ours.keys()) - others:
             if "mask" not in name:
                 given, expected = numbers(ours[name]), numbers(theirs[name])
-                # What stands for no token, and is masked, may be left out.
+                # What belongs to no token, and is masked, may be left out.
                 padding = expected.new_zeros(len(expected) - len(given))
                 torch.testing.assert_close(torch.cat([given, padding]), expected, msg=name)
-        # Behind the noisy latents, in the tokens or in the channels, may stand those of other pictures.
+        # After the noisy latents, in the tokens or in the channels, may be those of other images.
         clean = numbers(ours["hidden_states"]) == numbers(other["hidden_states"])
         tokens, expected = (numbers(call["hidden_states"])[clean] for call in (ours, theirs))
         torch.testing.assert_close(tokens, expected, rtol=1e-4, atol=1e-5)
@@ -414,14 +415,14 @@ def default_sample(sample: Sample) -> Sample:
 
 
 def encode_by_default(sample: Sample) -> Sample:
-    """The same batch in the dtypes that a config has unless it says otherwise."""
+    """The same batch in the default dtypes of a config."""
     return encode_sample(sample.name, sample.build, sample.family, (TEXT_DTYPE, VAE_DTYPE))
 
 
 @pytest.mark.parametrize(
     ("vae_dtype", "is_mixed"), [(VAE_DTYPE, True), (VAE_DTYPE, False), (DTYPE, True)], ids=str
 )
-def test_a_model_in_the_default_dtypes_trains_and_draws(
+def test_a_model_in_the_default_dtypes_trains_and_samples(
     default_sample: Sample, vae_dtype: torch.dtype, is_mixed: bool
 ) -> None:
     family = default_sample.family
@@ -434,11 +435,11 @@ def test_a_model_in_the_default_dtypes_trains_and_draws(
     assert velocity.isfinite().all()
     requests = [request for scale in (1.0, GUIDANCE) for request in requests_of(default_sample, scale)]
     for request, frames in zip(requests, family.sample(model, vae_dtype, requests), strict=True):
-        num_pictures = request.num_layers or request.num_frames
-        assert [frame.size for frame in frames] == [(request.width, request.height)] * num_pictures
+        num_images = request.num_layers or request.num_frames
+        assert [frame.size for frame in frames] == [(request.width, request.height)] * num_images
 
 
-def test_a_prompt_counts_the_same_alone_and_beside_longer_ones(sample: Sample) -> None:
+def test_a_prompt_counts_the_same_by_itself_and_next_to_longer_ones(sample: Sample) -> None:
     transformer = sample.family.load_transformer(torch.float32)
 
     def predict(conditioning: Encoded, places: slice) -> torch.Tensor:
@@ -446,9 +447,9 @@ def test_a_prompt_counts_the_same_alone_and_beside_longer_ones(sample: Sample) -
         return sample.family.predict(transformer, sample.latents[places], SIGMA[places], conditioning[places])
 
     together = predict(sample.conditioning, slice(3))
-    alone = [predict(sample.conditioning, slice(place, place + 1)) for place in range(3)]
+    single = [predict(sample.conditioning, slice(place, place + 1)) for place in range(3)]
     # A longer row sums the same numbers in another order.
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together, torch.cat(single), rtol=1e-4, atol=1e-5)
     others = [
         own | prompt
         for own, prompt in zip(sample.conditioning, sample.prompts[1:] + sample.prompts[:1], strict=True)

@@ -1,4 +1,4 @@
-"""Settings in the folders of families: what is refused, the shift of the sampler, and which LoRA is read."""
+"""Settings in the folders of families: what is refused, which samplers are taken, and the shift of these."""
 
 import json
 from collections.abc import Callable
@@ -6,10 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
 from family_sample import Sample
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
+from diffsynth_lite.pipelines.base.samplers import matches_flows
 
 SCHEDULER = "scheduler/scheduler_config.json"
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
@@ -37,7 +44,6 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         {"input_channels": 3},
         r"vae.*takes \w+ of 3 channels, and that of Qwen-Image-Layered takes 4",
     ),
-    ("sd3", "model_index.json", {"text_encoder_3": [None, None]}, "text_encoder_3"),
     (
         "sdxl",
         SCHEDULER,
@@ -70,7 +76,8 @@ def family_with(sample: Sample, folder: Path, changed: str, settings: dict[str, 
             copy = folder / file.relative_to(sample.family.folder.path)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(file.read_bytes())
-    given = json.loads((folder / changed).read_text())
+    # Of another class nothing is left of the settings of the first.
+    given = {} if "_class_name" in settings else json.loads((folder / changed).read_text())
     (folder / changed).write_text(json.dumps(given | settings))
     return type(sample.family)(PipelineFolder(path=folder))
 
@@ -133,3 +140,28 @@ def test_the_shift_of_training_is_that_of_the_folders_sampler_at_any_size(
     )
     if "flow_shift" in settings and name.startswith("wan_i2v"):
         assert family.earlier_shift(shape) == settings["flow_shift"]
+
+
+FLOWS = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+
+
+@pytest.mark.parametrize(
+    ("scheduler_class", "settings", "expected"),
+    [
+        (FlowMatchEulerDiscreteScheduler, {}, True),
+        (UniPCMultistepScheduler, FLOWS, True),
+        (DPMSolverMultistepScheduler, FLOWS, True),
+        (UniPCMultistepScheduler, {}, False),
+        (EulerDiscreteScheduler, {}, False),
+        (EulerDiscreteScheduler, {"prediction_type": "v_prediction"}, False),
+    ],
+)
+def test_a_sampler_matches_flows_where_its_class_does_or_is_set_to(
+    scheduler_class: Any, settings: dict[str, Any], expected: bool
+) -> None:
+    assert matches_flows(scheduler_class.from_config(settings)) is expected
+
+
+def test_a_setting_that_the_class_does_not_take_has_no_effect() -> None:
+    left_from_another = EulerDiscreteScheduler().config | {"prediction_type": "epsilon"}
+    assert matches_flows(FlowMatchEulerDiscreteScheduler.from_config(left_from_another))

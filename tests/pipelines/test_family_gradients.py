@@ -209,7 +209,7 @@ def test_the_two_flags_are_named_in_the_signature_and_no_other_is_taken(sample: 
 
 
 def is_idle(gradient: torch.Tensor | None) -> bool:
-    """Whether a weight learns nothing; what is cut off behind the layer gives a gradient, of zeros."""
+    """Whether a weight learns nothing; what is cut off after the layer gives a gradient, of zeros."""
     return gradient is None or not gradient.any()
 
 

@@ -64,7 +64,7 @@ def test_an_example_of_the_conditioning_is_what_the_encoders_give_of_a_prompt_as
     assert example.keys() == given.keys()
     for name, value in given.items():
         # The first axis of a prompt is that of its tokens.
-        # Some have rows of another text encoder beside those that are counted.
+        # Some have rows of another text encoder than those that are counted.
         shape = value.shape
         if name == "prompt_embeds":
             shape = (max(sample.family.max_prompt_tokens, len(value)), *shape[1:])
@@ -72,7 +72,7 @@ def test_an_example_of_the_conditioning_is_what_the_encoders_give_of_a_prompt_as
         assert example[name].is_floating_point() == value.is_floating_point(), name
 
 
-def test_a_saved_lora_draws_the_same_in_the_diffusers_pipeline(sample: Sample, tmp_path: Path) -> None:
+def test_a_saved_lora_does_the_same_in_the_diffusers_pipeline(sample: Sample, tmp_path: Path) -> None:
     family = sample.family
     transformer = adapted_transformer(sample).eval()
     tensors, settings = adapter_tensors(transformer), adapter_settings(transformer)
@@ -107,12 +107,12 @@ def test_numbers_that_are_not_finite_are_no_preview_and_what_decodes_one_is_know
         for weight in transformer.parameters():
             weight.mul_(torch.inf)
     short = sample.request(num_inference_steps=family.min_inference_steps, guidance_scale=1.0, seed=5)
-    with pytest.raises(FloatingPointError, match="NaN or infinity"):  # diffusers draws it in black
+    with pytest.raises(FloatingPointError, match="NaN or infinity"):  # diffusers makes it black
         family.sample(transformer, torch.float32, [short])
     assert len(loaded) == 1  # what decodes in tiles on a full device
 
 
-def test_the_shift_is_positive_and_grows_with_the_picture_where_it_depends_on_it(sample: Sample) -> None:
+def test_the_shift_is_positive_and_grows_with_the_image_where_it_depends_on_it(sample: Sample) -> None:
     family = sample.family
     small = sample.latents.shape[1:]
     large = torch.Size((*small[:-2], small[-2] * 8, small[-1] * 8))
@@ -125,7 +125,7 @@ def test_the_shift_is_positive_and_grows_with_the_picture_where_it_depends_on_it
         assert family.resolution_shift(small) < family.resolution_shift(large)
 
 
-def test_a_noise_level_is_told_to_the_model_as_the_sampler_tells_it(
+def test_a_noise_level_is_given_to_the_model_as_by_the_sampler(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = sample.family
@@ -137,13 +137,13 @@ def test_a_noise_level_is_told_to_the_model_as_the_sampler_tells_it(
     sigmas = noise_levels(sample, scheduler)
     assert len(sigmas) == len(sampled) >= 4  # some samplers take one more
 
-    def told(sigma: torch.Tensor) -> dict[str, Any]:
+    def given_at(sigma: torch.Tensor) -> dict[str, Any]:
         batch = sample.latents[:1], sigma.float()[None], sample.conditioning[:1]
         return transformer_calls(transformer, lambda: family.predict(transformer, *batch))[0]
 
-    first, last = (told(torch.tensor(sigma))["timestep"].item() for sigma in (0.0, 1.0))
+    first, last = (given_at(torch.tensor(sigma))["timestep"].item() for sigma in (0.0, 1.0))
     for call, sigma in zip(sampled, sigmas, strict=True):
-        ours = told(sigma)
+        ours = given_at(sigma)
         # Some schedulers round to whole timesteps, of 1000.
         difference = (call["timestep"] - ours["timestep"]).abs().max()  # there may be one for each token
         assert difference <= abs(last - first) / 1000
@@ -171,12 +171,12 @@ def test_the_velocity_is_what_the_pipeline_hands_to_its_sampler(
         handed_over.append(-output if settings.get("per_token_timesteps") is not None else output)
         return step(scheduler, output, *args, **settings)
 
-    # Of the class: some pipelines copy their sampler, for what they draw beside the clip.
+    # Of the class: some pipelines copy their sampler, for what else than the clip they generate.
     monkeypatch.setattr(scheduler_class, "step", watched)
     request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=0)
     family.sample(transformer, torch.float32, [request])
     ours = predict(sample, transformer)
-    # A model that says 1 everywhere: sign and scale show, the layout does not matter.
+    # A model that returns 1 everywhere: sign and scale show, the layout does not matter.
     (everywhere,) = ours.unique().tolist()
     # LTX-2's pipeline goes over the clean latents, where it guides, and back.
     rounding = 1e-5 if sample.name == "ltx2" else 0
@@ -191,13 +191,13 @@ def test_one_step_of_the_sampler_along_the_target_returns_the_clean_latents(samp
     sigma = noise_levels(sample, scheduler)[1].float().expand(len(sample.latents))
     noise = torch.randn(sample.latents.shape, generator=torch.Generator().manual_seed(0))
     path = sample.family.noise_path
-    told = noisy = path.add_noise(sample.latents, noise, sigma)
+    shown = noisy = path.add_noise(sample.latents, noise, sigma)
     if isinstance(path, DiffusionPath):  # some samplers keep another scale than the one they show the model
         noisy = scheduler.add_noise(sample.latents, noise, timestep.expand(len(sample.latents)))
-        told = scheduler.scale_model_input(noisy, timestep)
-    torch.testing.assert_close(told, path.add_noise(sample.latents, noise, sigma), rtol=0, atol=1e-5)
+        shown = scheduler.scale_model_input(noisy, timestep)
+    torch.testing.assert_close(shown, path.add_noise(sample.latents, noise, sigma), rtol=0, atol=1e-5)
     given = {"model_output": path.target(sample.latents, noise, sigma), "timestep": timestep, "sample": noisy}
-    # Some samplers also want what they said in the step before, of which there is none.
+    # Some samplers also want what they returned in the step before, of which there is none.
     parameters = inspect.signature(scheduler.step).parameters.values()
     wanted = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     end, *_ = scheduler.step(**dict.fromkeys(wanted) | given, return_dict=False)

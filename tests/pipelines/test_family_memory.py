@@ -1,14 +1,19 @@
-"""What a step of each family is counted to hold is what it holds on the CPU, to the byte."""
+"""The memory of a step is counted as it is held on the CPU, and all of a batch goes to one device."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from family_sample import Sample, adapted_transformer
+from family_sample import Sample, adapted_transformer, engine_with
 from held_step import assert_same_cost, step_on_cpu
+from torch.utils._pytree import tree_leaves
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy
+from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, gradient_engine
+from diffsynth_lite.core.planning import backward_in_scope
+from diffsynth_lite.core.planning.kernels import ON_ALL_DEVICES, FusedKernels
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.lora.kinds import LORA, Dora, Lokr
@@ -54,7 +59,7 @@ def test_what_encoding_takes_can_be_counted(sample: Sample, tmp_path: Path) -> N
     width, height = media.frames[0].size
     file = tmp_path / "run.yaml"
     name = sample.name.partition(" ")[0]  # of a layout, that of its family
-    file.write_text(f"model: {{family: {name}, path: x}}\ndata: {{path: pictures}}\noutput: {{dir: run}}")
+    file.write_text(f"model: {{family: {name}, path: x}}\ndata: {{path: images}}\noutput: {{dir: run}}")
     config = load_config(str(file), []).config
     size = Bucket(width=width, height=height, num_frames=len(media.frames), num_layers=len(media.layers))
     of_media = count_media_encoder(config, family, size, len(media.inputs))
@@ -64,3 +69,34 @@ def test_what_encoding_takes_can_be_counted(sample: Sample, tmp_path: Path) -> N
     assert of_media.calls > pixels
     assert of_prompts.device > 0
     assert of_prompts.calls > family.max_prompt_tokens
+
+
+META = torch.device("meta")
+
+
+def test_all_that_a_batch_holds_goes_to_the_device_of_the_model(sample: Sample) -> None:
+    transformer = sample.family.empty_transformer().requires_grad_(False)
+    for block in blocks_of(transformer, sample.family.block_lists):
+        block.requires_grad_(True)
+    given: list[Any] = []
+    transformer.register_forward_pre_hook(
+        lambda _module, args, kwargs: given.extend(tree_leaves((args, kwargs))), with_kwargs=True
+    )
+    try:
+        with FusedKernels(ON_ALL_DEVICES):  # in which plans are made
+            predicted = predict_on_meta(sample, transformer)
+            backward_in_scope(predicted.square().mean())
+    except NotImplementedError as error:
+        if not given or "Cannot copy out of meta tensor" not in str(error):
+            raise
+        assert {value.device for value in given if isinstance(value, torch.Tensor)} == {META}
+        pytest.skip("the model itself reads a number back, as Lumina 2 reads how long prompts are")
+    assert predicted.device == META
+    assert predicted.shape == sample.latents.shape
+
+
+def predict_on_meta(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:
+    """Torch refuses to compute with tensors of two devices, and to read a number back from this one."""
+    sigma = torch.empty(len(sample.latents), device=META)
+    with gradient_engine(engine_with((True, False))):
+        return sample.family.predict(transformer, sample.latents.to(META), sigma, sample.conditioning)

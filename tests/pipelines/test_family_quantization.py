@@ -159,7 +159,7 @@ def num_slots(sample: Sample) -> int:
 
 
 def encoded(sample: Sample, memory: TextEncoderMemory) -> list[Conditioning]:
-    """The first prompt of the sample and the negative one, each alone."""
+    """The first prompt of the sample and the negative one, each by itself."""
     with kept_as(sample, memory):
         encode = memory.watched(lambda: sample.family.load_prompt_encoder(torch.float32, CPU))
         first, *_, negative = build_prompts(sample.family, sample.media)
@@ -207,7 +207,7 @@ def test_streamed_text_encoders_encode_as_resident_ones_do_however_late_a_copy_c
     bind = PackedBlock.bind
 
     def bound(block: PackedBlock, memory: Tensor) -> None:
-        """Host memory is out of reach, as it is for a device: layers alone may use their weights."""
+        """Host memory is out of reach, as it is for a device: only layers may use their weights."""
         bind(block, memory.to("meta") if memory is block.host else memory)
 
     monkeypatch.setattr(PackedBlock, "bind", bound)

@@ -1,4 +1,4 @@
-"""Clips that start from a picture, by a timestep for each token, as in diffusers' own pipelines."""
+"""Clips that start from an image, by a timestep for each token, as in diffusers' own pipelines."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +24,7 @@ def clips(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def started(clips: Sample) -> Sample:
-    """The same clips, of which the last two start from a picture, whose latents the VAE is sure of."""
+    """The same clips, of which the last two start from an image, whose latents the VAE is sure of."""
     media = [clips.media[0]] + [
         dataclasses.replace(item, first_frame=picture(128, 64, 40 + place))
         for place, item in enumerate(clips.media[1:])
@@ -44,7 +44,7 @@ def started(clips: Sample) -> Sample:
 def test_the_latents_of_a_first_frame_are_those_of_the_clips_own(clips: Sample) -> None:
     clip = dataclasses.replace(clips.media[0], first_frame=clips.media[0].frames[0])
     (encoded,) = clips.family.load_media_encoder(torch.float32, CPU)([clip])
-    # The autoencoder is causal: a first frame knows nothing of those behind it.
+    # The autoencoder is causal: a first frame knows nothing of those after it.
     torch.testing.assert_close(
         encoded["first_frame_latents"], encoded["latents"][:, :1], rtol=1e-4, atol=1e-5
     )
@@ -103,9 +103,9 @@ def test_noise_on_a_first_frame_reaches_neither_the_model_nor_the_loss(started: 
     with torch.no_grad():
         errors, other_errors = (
             objective.errors(
-                transformer, started.latents, drawn, SIGMA, started.conditioning, loss_mask
+                transformer, started.latents, noisy, SIGMA, started.conditioning, loss_mask
             ).total
-            for drawn in (noise, other)
+            for noisy in (noise, other)
         )
     assert torch.equal(errors[1:], other_errors[1:])
     assert errors[0] != other_errors[0]
@@ -116,25 +116,25 @@ def test_clips_with_and_without_a_first_frame_share_a_batch(started: Sample) -> 
     transformer = started.family.load_transformer(torch.float32)
     with torch.no_grad():
         together = started.family.predict(transformer, started.latents, SIGMA, started.conditioning)
-        alone = [
+        single = [
             started.family.predict(
                 transformer, started.latents[place, None], SIGMA[place, None], [started.conditioning[place]]
             )
             for place in range(3)
         ]
-    # One timestep a sample alone, and one a token together: the same products in other shapes.
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    # One timestep for a single sample, and one for each token in a batch: the same products in other shapes.
+    torch.testing.assert_close(together, torch.cat(single), rtol=1e-4, atol=1e-5)
     assert torch.equal(started.latents, given)
 
 
-def test_a_clip_of_its_first_frame_alone_is_refused(clips: Sample) -> None:
+def test_a_clip_of_its_first_frame_only_is_refused(clips: Sample) -> None:
     encode = clips.family.load_media_encoder(torch.float32, CPU)
     first = picture(128, 64, 9)
     with pytest.raises(UserError, match="clip of 1 frame"):
         encode([dataclasses.replace(clips.media[0], first_frame=first, frames=(first,))])
 
 
-def test_a_preview_from_a_picture_has_its_size_and_follows_it(clips: Sample) -> None:
+def test_a_preview_from_an_image_has_its_size_and_follows_it(clips: Sample) -> None:
     transformer = clips.family.load_transformer(torch.float32)
     request = clips.request(num_inference_steps=2, guidance_scale=2.0, seed=5)
     requests = [dataclasses.replace(request, inputs=(picture(150, 150, quality),)) for quality in (5, 5, 60)]

@@ -157,8 +157,8 @@ def test_training_asks_for_no_guidance_and_a_preview_for_its_own(fill: FluxFill)
     (sample,) = encoded_by_fill(fill, ITEM)
     batch = torch.zeros(1, 16, 4, 8), torch.ones(1), [request.conditioning | sample]
     (trained,) = transformer_calls(transformer, lambda: fill.predict(transformer, *batch))
-    drawn = transformer_calls(transformer, lambda: fill.sample(transformer, torch.float32, [request]))
-    assert [call["guidance"].tolist() for call in (trained, *drawn)] == [[1.0], [30.0], [30.0]]
+    sampled = transformer_calls(transformer, lambda: fill.sample(transformer, torch.float32, [request]))
+    assert [call["guidance"].tolist() for call in (trained, *sampled)] == [[1.0], [30.0], [30.0]]
 
 
 def test_a_preview_keeps_the_middle_of_its_image_undistorted(fill: FluxFill) -> None:
@@ -184,7 +184,7 @@ def test_the_released_fill_has_the_size_of_its_file() -> None:
 def test_the_folder_of_fill_and_its_encodings_are_not_taken_for_those_of_text_to_image(
     fill: FluxFill, family: Flux
 ) -> None:
-    with pytest.raises(UserError, match=r"holds a FluxFillPipeline, .*; set model\.fill: flux_fill"):
+    with pytest.raises(UserError, match=r"holds a FluxFillPipeline, .*; set model\.family: flux_fill"):
         require_family(Flux, fill.folder)
     assert fill.media_encoder_id(torch.float32) != family.media_encoder_id(torch.float32)
     assert fill.prompt_encoder_id(torch.float32) == family.prompt_encoder_id(torch.float32)

@@ -136,13 +136,13 @@ def test_training_has_one_shift_at_any_size_and_had_the_samplers_before(family: 
 
 def test_a_preview_of_a_distilled_klein_knows_no_guidance_as_in_the_pipeline(tmp_path: Path) -> None:
     distilled = saved(klein(is_distilled=True), tmp_path)
-    transformer, drawn = distilled.load_transformer(torch.float32), []
+    transformer, generated = distilled.load_transformer(torch.float32), []
     request = request_of(distilled, guidance_scale=3.5)
     calls = transformer_calls(
-        transformer, lambda: drawn.extend(distilled.sample(transformer, torch.float32, [request]))
+        transformer, lambda: generated.extend(distilled.sample(transformer, torch.float32, [request]))
     )
     assert len(calls) == 2
-    assert drawn[0][0].tobytes() == generate(reference(distilled), guidance_scale=3.5).tobytes()
+    assert generated[0][0].tobytes() == generate(reference(distilled), guidance_scale=3.5).tobytes()
 
 
 def test_a_distilled_klein_is_known_by_its_index(dev: Flux2, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines on disk and on the hub: what is found, and what is said when it is not."""
+"""Pipelines on disk and on the hub: what is found, and the error where it is not."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_a_missing_folder_is_not_looked_for_on_the_hub(location: str) -> None:
         resolve_folder(location)
 
 
-def test_a_misspelt_folder_beside_existing_ones_is_not_taken_for_a_hub_id(
+def test_a_misspelt_folder_next_to_existing_ones_is_not_taken_for_a_hub_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "models").mkdir()
@@ -85,7 +85,7 @@ def test_a_file_is_not_a_pipeline(pipeline_folder: Path) -> None:
         resolve_folder(str(pipeline_folder / "model_index.json"))
 
 
-def test_a_folder_that_is_nearly_right_says_what_is(
+def test_a_folder_that_is_nearly_right_is_an_error_with_what_is(
     pipeline_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     inside = resolve_folder(str(pipeline_folder / "transformer"))
@@ -150,7 +150,7 @@ def test_components_of_different_variants_are_all_named(pipeline_folder: Path) -
             check(PipelineFolder(path=pipeline_folder, variant=variant))
 
 
-def test_a_variant_that_is_not_there_is_told_which_are(pipeline_folder: Path) -> None:
+def test_a_variant_that_is_not_there_is_refused_with_those_that_are(pipeline_folder: Path) -> None:
     for component in ("transformer", "text_encoder", "vae"):
         shards = ["model.bf16-00001-of-00002.safetensors", "model.bf16-00002-of-00002.safetensors"]
         for shard in shards:
@@ -159,7 +159,7 @@ def test_a_variant_that_is_not_there_is_told_which_are(pipeline_folder: Path) ->
         check(PipelineFolder(path=pipeline_folder, variant="fp16"))
 
 
-def test_a_variant_is_told_from_the_plain_files(pipeline_folder: Path) -> None:
+def test_a_variant_is_not_taken_for_the_plain_files(pipeline_folder: Path) -> None:
     for component in ("transformer", "text_encoder", "vae"):
         save_file({"weight": torch.zeros(2)}, pipeline_folder / component / "model.fp16.safetensors")
     plain, half = PipelineFolder(path=pipeline_folder), PipelineFolder(path=pipeline_folder, variant="fp16")
@@ -226,7 +226,7 @@ RESPONSE = SimpleNamespace(headers={}, request=None, status_code=404, text="", u
         (OSError(28, "No space left on device"), "No space left .*free some space, or set HF_HOME"),
     ],
 )
-def test_each_way_a_hub_id_can_fail_says_which_it_is(
+def test_each_way_a_hub_id_can_fail_has_its_own_message(
     monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     def fail(*_args: object, **_kwargs: object) -> str:
@@ -237,6 +237,6 @@ def test_each_way_a_hub_id_can_fail_says_which_it_is(
         resolve_folder("owner/name", revision="v9")
 
 
-def test_without_a_network_a_hub_id_says_so() -> None:
+def test_without_a_network_a_hub_id_is_refused_with_that() -> None:
     with pytest.raises(UserError, match="the hub cannot be reached and owner/name is not in the local cache"):
         resolve_folder("owner/name")

@@ -85,7 +85,7 @@ def fetched_family(tmp_path: Path, **model: Any) -> DiffusersFamily:
     return family
 
 
-def test_of_a_repository_the_pipeline_alone_is_fetched(
+def test_of_a_repository_only_the_pipeline_is_fetched(
     hub: Hub, files: dict[str, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -99,10 +99,10 @@ def test_of_a_repository_the_pipeline_alone_is_fetched(
         if not path.is_dir()
     }
     assert present == expected
-    (said,) = [line for line in caplog.messages if "to download" in line]
-    assert said.startswith(f"{REPOSITORY}: ")
-    assert "in 4 files" in said
-    assert said.endswith("; 0 bytes of its weights are there already.")
+    (message,) = [line for line in caplog.messages if "to download" in line]
+    assert message.startswith(f"{REPOSITORY}: ")
+    assert "in 4 files" in message
+    assert message.endswith("; 0 bytes of its weights are there already.")
     family.load_prompt_encoder(torch.float32, CPU)([Prompt(text="a circle")])
     family.load_transformer(torch.float32)
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_trained_is_known_before_weights_are_fetched(hub: Hub, tm
 
 
 def in_shards(files: dict[str, bytes], variant: str = "") -> dict[str, bytes]:
-    """Names of shards of the transformer and the second text encoder beside their one file."""
+    """Names of shards of the transformer and the second text encoder next to their one file."""
     added = {}
     for stem in ("transformer/diffusion_pytorch_model", "text_encoder_2/model"):
         shards = [f"{stem}{variant}-0000{place}-of-00002.safetensors" for place in (1, 2)]
@@ -186,7 +186,7 @@ def test_what_is_fetched_of_one_file_and_shards_is_enough_to_load(hub: Hub, tmp_
     assert len(list((family.folder.path / "text_encoder_2").glob("*.safetensors"))) == 1
 
 
-def test_of_a_variant_its_files_alone_are_fetched(hub: Hub, files: dict[str, bytes]) -> None:
+def test_of_a_variant_only_its_files_are_fetched(hub: Hub, files: dict[str, bytes]) -> None:
     halves = {name.replace(".safetensors", ".fp16.safetensors"): name.encode() for name in WEIGHTS}
     hub.files = in_shards(files | halves, ".fp16")
     assert fetched_weights(hub, resolve_folder(REPOSITORY, variant="fp16")) == [
@@ -198,7 +198,7 @@ def test_of_a_variant_its_files_alone_are_fetched(hub: Hub, files: dict[str, byt
     ]
 
 
-def test_a_variant_that_the_hub_lacks_is_told_which_it_has(hub: Hub) -> None:
+def test_a_variant_that_the_hub_lacks_is_refused_with_those_it_has(hub: Hub) -> None:
     folder = resolve_folder(REPOSITORY, variant="bf16")
     with pytest.raises(
         UserError, match=rf"{REPOSITORY}/transformer holds no .* 'bf16' .*; remove model\.var"
@@ -231,7 +231,7 @@ def test_an_interrupted_download_goes_on_with_the_files_that_lack(
     assert hub.fetched == []
 
 
-def test_a_download_that_somebody_stops_says_how_it_goes_on(
+def test_a_download_that_somebody_stops_reports_how_it_resumes(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = resolve_folder(REPOSITORY)
@@ -246,7 +246,7 @@ def test_a_download_that_somebody_stops_says_how_it_goes_on(
         folder.download_weights(COMPONENTS)
 
 
-def test_a_disk_without_room_is_said_before_a_weight_is_fetched(
+def test_a_disk_without_room_is_reported_before_a_weight_is_fetched(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
@@ -267,13 +267,13 @@ def test_one_process_of_a_machine_downloads_at_a_time(hub: Hub, monkeypatch: pyt
     assert folder.hub
     lock = folder.hub.alone()
 
-    def told() -> AbstractContextManager[object]:
+    def locked() -> AbstractContextManager[object]:
         begins.set()
         return lock_of_another
 
     with lock:
         lock_of_another = folder.hub.alone()
-        monkeypatch.setattr(type(folder.hub), "alone", lambda _: told())
+        monkeypatch.setattr(type(folder.hub), "alone", lambda _: locked())
         other = Thread(target=folder.download_weights, args=[COMPONENTS])
         hub.requests = []
         other.start()
@@ -317,7 +317,7 @@ def test_without_the_hub_a_whole_pipeline_is_taken_from_the_cache(
         fetched_family(tmp_path)
 
 
-def test_a_repository_of_another_layout_is_told_before_anything_is_fetched(hub: Hub) -> None:
+def test_a_repository_of_another_layout_is_refused_before_anything_is_fetched(hub: Hub) -> None:
     del hub.files["model_index.json"]
     with pytest.raises(UserError, match=r"owner/name on the hub holds no model_index\.json"):
         resolve_folder(REPOSITORY)

@@ -58,10 +58,10 @@ def test_a_model_that_knows_no_scale_is_steered_away_from_the_negative_prompt(
     sample_of: Callable[[str], Sample],
 ) -> None:
     unguided = sample_of("hunyuan_video unguided")
-    fidelity.test_another_caption_and_another_negative_prompt_draw_something_else(unguided)
+    fidelity.test_another_caption_and_another_negative_prompt_generate_something_else(unguided)
 
 
-def test_a_folder_that_names_the_class_of_llama_2_is_read_as_its_file_says(
+def test_a_folder_that_names_the_class_of_llama_2_is_read_as_its_file_has_it(
     sample: Sample, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(sample.family.folder.path, tmp_path / "named"))

@@ -173,7 +173,7 @@ def test_a_preview_from_an_image_is_what_the_pipeline_generates(sample: Sample) 
     family, start = sample.family, picture(128, 64, 40)
     request = sample.request(num_inference_steps=2, guidance_scale=3.0, seed=5)
     request = dataclasses.replace(request, inputs=(start,), num_frames=9)
-    (drawn,) = family.sample(family.load_transformer(torch.float32), torch.float32, [request])
+    (generated,) = family.sample(family.load_transformer(torch.float32), torch.float32, [request])
     pipeline = LTX2ImageToVideoPipeline.from_pretrained(family.folder.path)
     pipeline.set_progress_bar_config(disable=True)
     (expected,) = pipeline(
@@ -186,7 +186,7 @@ def test_a_preview_from_an_image_is_what_the_pipeline_generates(sample: Sample) 
         num_frames=9,
         **request.call_arguments(),
     ).frames
-    assert [np.asarray(frame).tolist() for frame in drawn] == [
+    assert [np.asarray(frame).tolist() for frame in generated] == [
         np.asarray(frame).tolist() for frame in expected
     ]
 

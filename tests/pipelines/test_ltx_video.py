@@ -146,11 +146,11 @@ def noisy_start(family: LTXVideo, start: Image.Image, sigma: float) -> tuple[tor
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
     noisy = ((1 - sigma) * latents + sigma * noise)[None]
     transformer = family.load_transformer(torch.float32)
-    (told,) = transformer_calls(
+    (call,) = transformer_calls(
         transformer, lambda: family.predict(transformer, noisy, torch.tensor([sigma]), [prompt | encoded])
     )
-    assert told["timestep"][0, :8].tolist() == [0.0] * 8
-    return told["hidden_states"][0, :8], noise[:, 0].flatten(1).T
+    assert call["timestep"][0, :8].tolist() == [0.0] * 8
+    return call["hidden_states"][0, :8], noise[:, 0].flatten(1).T
 
 
 def test_a_first_frame_has_the_noise_that_the_pipeline_gives_it(
@@ -203,11 +203,11 @@ def test_an_autoencoder_that_denoises_while_it_decodes_is_given_how_much(
     )
     LTXPipeline(**tiny().components | {"vae": vae}).save_pretrained(tmp_path)
     family = LTXVideo(PipelineFolder(path=tmp_path))
-    told = decoding_timesteps(monkeypatch)
+    given = decoding_timesteps(monkeypatch)
     request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=0)
     requests = [request, dataclasses.replace(request, inputs=(picture(64, 64, 5),))]
     family.sample(family.load_transformer(torch.float32), torch.float32, requests)
-    assert told == pytest.approx([0.05, 0.05])
+    assert given == pytest.approx([0.05, 0.05])
 
 
 def test_a_preview_masks_the_shorter_one_of_its_prompts(sample: Sample) -> None:
@@ -242,11 +242,13 @@ def test_a_preview_has_the_positions_of_clips_that_are_read_at_its_rate(
         guidance_scale=1.0,
         seed=0,
     )
-    drawn, *_ = transformer_calls(transformer, lambda: family.sample(transformer, torch.float32, [request]))
-    told = {"prompt_embeds": embeds, "frame_rate": torch.tensor(10.0)}
+    generated, *_ = transformer_calls(
+        transformer, lambda: family.sample(transformer, torch.float32, [request])
+    )
+    given = {"prompt_embeds": embeds, "frame_rate": torch.tensor(10.0)}
     noisy, sigma = torch.zeros(1, 128, 3, 2, 2), torch.ones(1)
-    (trained,) = transformer_calls(transformer, lambda: family.predict(transformer, noisy, sigma, [told]))
-    rotary = [transformer.rope(call["hidden_states"], **_positions(call)) for call in (drawn, trained)]
+    (trained,) = transformer_calls(transformer, lambda: family.predict(transformer, noisy, sigma, [given]))
+    rotary = [transformer.rope(call["hidden_states"], **_positions(call)) for call in (generated, trained)]
     torch.testing.assert_close(*rotary)
 
 
@@ -324,7 +326,7 @@ def test_from_a_first_frame_the_model_gets_what_the_pipeline_gives_it(
         "randn_tensor",
         lambda *args, **kw: noises.append(randn(*args, **kw)) or noises[-1],
     )
-    monkeypatch.setattr(DiagonalGaussianDistribution, "conditions", lambda self, _=None: self.mode())
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, _=None: self.mode())
     conditioning = [dict(started.conditioning[0])]
     conditioning[0]["first_frame_std"] = torch.zeros_like(conditioning[0]["first_frame_std"])
     theirs = transformer_calls(
@@ -368,7 +370,7 @@ def test_a_preview_is_what_the_pipeline_of_conditions_generates(
     request = dataclasses.replace(request, negative=negative, inputs=images)
     given = {"image": images[0]} if starts else {}
     expected = call(of_conditions, guidance_scale=scale, negative_prompt="blurred", **given)
-    (frames,) = conditions.family.conditions(of_conditions.transformer, torch.float32, [request])
+    (frames,) = conditions.family.sample(of_conditions.transformer, torch.float32, [request])
     assert [frame.tobytes() for frame in frames] == [frame.tobytes() for frame in expected]
 
 
@@ -378,10 +380,10 @@ def test_previews_of_a_bf16_model_are_decoded_by_an_fp32_autoencoder(
     given = decoding_timesteps(monkeypatch)
     request = conditions.request(num_inference_steps=2, guidance_scale=3.0, seed=5)
     requests = [request, dataclasses.replace(request, inputs=(picture(150, 150, 5),))]
-    drawn = conditions.family.sample(
+    generated = conditions.family.sample(
         conditions.family.load_transformer(torch.bfloat16), torch.float32, requests
     )
-    assert [[frame.size for frame in frames] for frames in drawn] == [[(128, 64)] * 17] * 2
+    assert [[frame.size for frame in frames] for frames in generated] == [[(128, 64)] * 17] * 2
     assert given == pytest.approx([DECODING["decode_timestep"]] * 2, rel=1e-2)  # in bf16
 
 

@@ -1,4 +1,4 @@
-"""Model folders that are damaged or hostile: what files say is held against the classes built from them."""
+"""Model folders that are damaged or hostile: their settings are held against the classes built from them."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def test_settings_of_another_kind_are_refused(built: Any, settings: dict[str, An
         ({"num_layers": 1, "rope_max_seq_len": 10**9}, "what it computes when it is made would take 9.* GiB"),
     ],
 )
-def test_what_makes_no_model_is_told_of_its_file(settings: dict[str, Any], message: str) -> None:
+def test_what_makes_no_model_is_refused_with_its_file(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message), building(WanTransformer3DModel, HERE):
         require_possible(empty_model(WanTransformer3DModel, settings))
 
@@ -169,7 +169,7 @@ def folder(tiny_folder: Path) -> PipelineFolder:
         ({"weight_map": {"a": "config.json"}}, "lists config.json, which is no"),
     ],
 )
-def test_an_index_lists_files_beside_it_alone(folder: PipelineFolder, index: object, message: str) -> None:
+def test_an_index_lists_only_files_next_to_it(folder: PipelineFolder, index: object, message: str) -> None:
     file = folder.path / "vae" / "diffusion_pytorch_model.safetensors.index.json"
     file.write_text(json.dumps(index))
     with pytest.raises(UserError, match=message):
@@ -208,7 +208,7 @@ def test_weights_of_encoders_that_are_not_finite_are_refused_by_file_and_name(
 
 
 def test_weights_in_a_format_of_their_library_are_not_taken_for_numbers(folder: PipelineFolder) -> None:
-    # torch does not say what is finite in 8 bits; in other formats the bits of a NaN are weights.
+    # torch cannot tell what is finite in 8 bits; in other formats the bits of a NaN are weights.
     layer = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
     layer.weight.data = torch.full((2, 2), torch.nan).to(torch.float8_e4m3fn)
     file = folder.path / "text_encoder" / "config.json"

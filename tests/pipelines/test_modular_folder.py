@@ -24,7 +24,7 @@ from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.flux import Flux, tiny
 
 ENCODER = "others/encoders"
-"""A repository beside that of the pipeline."""
+"""A repository next to that of the pipeline."""
 VAE = "others/vae"
 COMPONENTS = ("transformer", "text_encoder", "text_encoder_2", "vae")
 WEIGHTS = {"text_encoder": "model.safetensors", "vae": "diffusion_pytorch_model.safetensors"}
@@ -42,7 +42,7 @@ def modular(index: dict[str, Any], **places: dict[str, Any]) -> dict[str, Any]:
     """A modular index of the same components.
 
     Args:
-        places: what it says otherwise of a component.
+        places: what it has otherwise of a component.
     """
     found = {}
     for name, value in index.items():
@@ -129,8 +129,8 @@ def test_of_several_repositories_what_is_needed_is_fetched_and_loaded(
     family.check_folder()
     with caplog.at_level("INFO"):
         folder.download_weights(COMPONENTS)
-    said = [line for line in caplog.messages if "to download" in line]
-    assert [line.split(":")[0] for line in said] == [REPOSITORY, ENCODER, VAE]
+    lines = [line for line in caplog.messages if "to download" in line]
+    assert [line.split(":")[0] for line in lines] == [REPOSITORY, ENCODER, VAE]
     assert sorted(hub.others[ENCODER].fetched) == ["deep/clip/config.json", "deep/clip/model.safetensors"]
     assert sorted(hub.others[VAE].fetched) == ["config.json", WEIGHTS["vae"]]
     assert not [name for name in hub.fetched if name.startswith(("vae/", "text_encoder/"))]
@@ -204,7 +204,7 @@ def test_a_local_folder_takes_from_the_hub_what_it_lacks_and_nothing_that_it_has
     assert folder.place("text_encoder").path == local / "text_encoder"
 
 
-def test_settings_alone_are_a_component_where_its_weights_are_in_a_file_of_the_users(
+def test_settings_without_weights_are_a_component_where_its_weights_are_in_a_file_of_the_users(
     local: Path, write: Callable[..., PipelineFolder]
 ) -> None:
     for path in (local / "transformer").glob("*.safetensors"):
@@ -223,7 +223,7 @@ def test_settings_alone_are_a_component_where_its_weights_are_in_a_file_of_the_u
 @pytest.mark.parametrize(
     "location", ["/models/anima", "anima", "./a/b", "../up/model", "C:\\models", "~/model"]
 )
-def test_a_folder_of_another_machine_is_not_read_and_the_error_says_where_the_component_should_be(
+def test_a_folder_of_another_machine_is_not_read_and_the_error_names_where_the_component_should_be(
     local: Path, write: Callable[..., PipelineFolder], location: str
 ) -> None:
     folder = write(vae={"pretrained_model_name_or_path": location})
@@ -306,7 +306,7 @@ def test_the_variant_of_the_index_is_loaded_unless_the_user_names_one(
         write(vae={"variant": "bf16"}).require_weights(["vae"])
 
 
-def test_a_disk_without_room_for_all_repositories_is_said_before_a_weight_is_fetched(
+def test_a_disk_without_room_for_all_repositories_is_reported_before_a_weight_is_fetched(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = resolve_folder(REPOSITORY)
@@ -322,7 +322,7 @@ def test_a_disk_without_room_for_all_repositories_is_said_before_a_weight_is_fet
     assert not [name for name in fetched if name.endswith(".safetensors")]
 
 
-def test_the_doctor_says_which_components_are_of_other_repositories(hub: Hub, tmp_path: Path) -> None:
+def test_the_doctor_lists_which_components_are_of_other_repositories(hub: Hub, tmp_path: Path) -> None:
     path, commit = tmp_path / "config.yaml", hub.others[VAE].commit
     sections = {"model": {"family": "flux", "path": REPOSITORY}, "data": {"path": "x"}}
     path.write_text(json.dumps(sections | {"output": {"dir": str(tmp_path / "run")}}))

@@ -1,4 +1,4 @@
-"""Qwen-Image, 2.1 and Layered against diffusers' own pipelines."""
+"""Qwen-Image, 2.1, Layered and Edit against diffusers' own pipelines."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImage21Pipeline, QwenImagePipeline
+from diffusers import QwenImage21Pipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered as layered
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from family_sample import (
@@ -25,10 +25,11 @@ from PIL import Image
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
-from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
+from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, qwen_image_edit
 from diffsynth_lite.pipelines.base.vae_tiles import tiles_of
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.pipelines.qwen_image_21 import QwenImage21, model_fn_qwen_image_21
+from diffsynth_lite.pipelines.qwen_image_edit import QwenImageEdit, TextAndPictures
 from diffsynth_lite.pipelines.qwen_image_layered import QwenImageLayered
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 
@@ -140,7 +141,7 @@ def test_samples_of_several_lengths_are_what_the_pipeline_makes_of_each(of_21: S
     assert family.splits_batches
     with torch.no_grad():
         found = family.predict(pipeline.transformer, *batch)
-        alone = [
+        single = [
             own_forward(
                 pipeline,
                 latents[place, None],
@@ -152,8 +153,8 @@ def test_samples_of_several_lengths_are_what_the_pipeline_makes_of_each(of_21: S
         ]
         embeds, mask, _ = pipeline.encode_prompt(list(texts[:2]), device=CPU)
         together = own_forward(pipeline, latents[:2], embeds, mask, sigma[:2])
-    torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=1e-5)
-    # Why they go through the model separately: after padding the image of a shorter prompt stands elsewhere.
+    torch.testing.assert_close(found, torch.cat(single), rtol=0, atol=1e-5)
+    # Why they go through the model separately: after padding the image of a shorter prompt is elsewhere.
     assert not torch.allclose(together[0], found[0], atol=1e-4)
 
 
@@ -199,8 +200,8 @@ def test_each_image_is_encoded_as_the_pipeline_encodes_its_own(of_layers: Sample
     assert family.latents_shape(64, 32, 3) == encoded["latents"].shape
     assert family.num_condition_values(encoded["latents"].shape) == encoded["picture_latents"].numel()
     # Transparency is seen, and so is which layer is on top.
-    behind, above = MEDIA.layers
-    for layers in ((behind, above.convert("RGB").convert("RGBA")), (above, behind)):
+    below, above = MEDIA.layers
+    for layers in ((below, above.convert("RGB").convert("RGBA")), (above, below)):
         (other,) = family.load_media_encoder(torch.float32, CPU)([Media(frames=MEDIA.frames, layers=layers)])
         assert not torch.equal(other["latents"], encoded["latents"])
 
@@ -245,7 +246,7 @@ def test_the_shift_of_the_sampler_is_the_pipelines_and_that_of_training_is_qwen_
     shape = family.latents_shape(64, 32, 4)
     assert family.num_tokens(shape) == call["hidden_states"].shape[1]
     assert family.resolution_shift(shape) == pytest.approx(math.exp(given[0]))
-    # By the area alone, whatever the number of layers.
+    # By the area only, whatever the number of layers.
     sizes = {edge: [family.latents_shape(edge, edge, count) for count in (2, 5)] for edge in (640, 1024)}
     assert [round(family.resolution_shift(shape), 1) for shape in sizes[640]] == [12.2, 12.2]
     assert [round(family.resolution_shift(shape), 1) for shape in sizes[1024]] == [54.6, 54.6]
@@ -267,3 +268,75 @@ def test_layers_are_encoded_in_tiles_like_other_images() -> None:
         assert vae.encode(torch.zeros(1, 4, 1, 32, width)).latent_dist.mode().shape[-1] == width // 8
     assert len(seen) > 1
     assert {shape[1] for shape in seen} == {4}
+
+
+PROMPT = "a red circle"
+WIDE, TALL = picture(100, 52, 20), picture(40, 90, 30)
+
+
+@pytest.fixture(scope="module", params=["qwen_image_edit", "qwen_image_edit plus"])
+def edit(request: pytest.FixtureRequest, sample_of: Callable[[str], Sample]) -> QwenImageEdit:
+    family = sample_of(request.param).edit
+    family.check_folder()
+    return edit
+
+
+def encoded_inputs(edit: QwenImageEdit, pictures: tuple[Image.Image, ...]) -> dict[str, torch.Tensor]:
+    media = Media(frames=(picture(64, 32, 10),), inputs=pictures)
+    (encoded,) = edit.load_media_encoder(torch.float32, CPU)([media])
+    return {name: tensor for name, tensor in encoded.items() if name != "latents"}
+
+
+@pytest.mark.parametrize("one", [WIDE, TALL, picture(64, 64, 20), picture(200, 31, 20)])
+def test_the_size_of_an_input_is_that_of_its_latents(edit: QwenImageEdit, one: Image.Image) -> None:
+    [latents] = encoded_inputs(edit, (one,)).values()
+    assert latents.shape == edit.latents_shape(*edit.input_size(*one.size), 1)
+
+
+def test_an_input_to_edit_of_which_no_row_would_be_left_is_refused(edit: QwenImageEdit) -> None:
+    with pytest.raises(UserError, match="8000x2 pixels are too narrow for an input picture"):
+        edit.input_size(8000, 2)
+
+
+def test_each_release_takes_as_many_images_as_its_pipeline(edit: QwenImageEdit) -> None:
+    assert edit.max_inputs == (None if edit.pipeline is QwenImageEditPlusPipeline else 1)
+
+
+def test_a_number_of_images_that_the_pipeline_cannot_take_is_refused(edit: QwenImageEdit) -> None:
+    with pytest.raises(UserError, match="0 input pictures"):
+        encode_texts(edit, PROMPT)
+    if edit.pipeline is QwenImageEditPipeline:
+        with pytest.raises(UserError, match="2 input pictures; a QwenImageEditPipeline takes exactly one"):
+            encoded_inputs(edit, (WIDE, TALL))
+
+
+def test_the_two_releases_have_encodings_of_their_own(sample_of: Callable[[str], Sample]) -> None:
+    families = [sample_of(name).edit for name in ("qwen_image_edit", "qwen_image_edit plus")]
+    assert len({edit.prompt_encoder_id(torch.float32) for edit in families}) == 2
+    assert len({edit.media_encoder_id(torch.float32) for edit in families}) == 2
+
+
+def test_text_and_images_are_processed_as_by_the_processor_of_the_released_models() -> None:
+    pytest.importorskip("torchvision", reason="Qwen2VLProcessor cannot be constructed without torchvision")
+    from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    components = qwen_image_edit.tiny().components
+    tokenizer, pictures = components["tokenizer"], components["processor"]
+    theirs = Qwen2VLProcessor(
+        image_processor=pictures, tokenizer=tokenizer, video_processor=Qwen2VLVideoProcessor()
+    )
+    text = ["<|vision_start|><|image_pad|><|vision_end|><|vision_start|><|image_pad|><|vision_end|>a ring"]
+    call = {"text": text, "images": [WIDE, TALL], "padding": True, "return_tensors": "pt"}
+    ours, expected = TextAndPictures(tokenizer=tokenizer, pictures=pictures)(**call), theirs(**call)
+    for name in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw"):
+        assert torch.equal(ours[name], expected[name]), name
+
+
+def test_each_image_takes_as_many_tokens_as_its_patches_merge_into() -> None:
+    components = qwen_image_edit.tiny().components
+    tokenizer = components["tokenizer"]
+    processed = TextAndPictures(tokenizer=tokenizer, pictures=components["processor"])(
+        text=["<|image_pad|> a <|image_pad|>"], images=[WIDE, TALL], padding=True, return_tensors="pt"
+    )
+    image_token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert (processed["input_ids"] == image_token).sum() * 4 == len(processed["pixel_values"])

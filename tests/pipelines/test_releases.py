@@ -38,7 +38,7 @@ ROUNDED_DOWN = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1418996800,
     **dict.fromkeys(("krea/Krea-2-Raw", "krea/Krea-2-Turbo"), 12820073036),
 }
-"""Parameters of those whose names say less than is there."""
+"""Parameters of those whose names give less than is there."""
 OTHER_LIMITS = {
     "FLUX.1 schnell": 256,
     **dict.fromkeys(("Qwen-Image-Edit", "Qwen-Image-Edit-2509", "Qwen-Image-Edit-2511"), 1024),
@@ -77,7 +77,7 @@ def test_the_family_takes_the_folder_and_answers_for_it(
     family.check_folder(with_weights=False)
     width, height, num_frames = release.size
     family.check_size(width, height, keys="size")
-    # Behind a picture stand its layers.
+    # After an image come its layers.
     family.check_frames(num_frames - family.default_num_layers, key="size")
     shape = family.latents_shape(*release.size)
     assert all(side > 0 for side in shape)
@@ -111,7 +111,7 @@ def test_each_component_is_built_and_as_large_as_its_files(family: DiffusersFami
             assert weight_bytes(component) == component.num_bytes
 
 
-def test_a_release_says_where_it_is_from_and_is_told_by_its_files(
+def test_a_release_names_where_it_is_from_and_is_known_by_its_files(
     family: DiffusersFamily, release: Release
 ) -> None:
     assert release.sources.keys() == {"pipeline", "size", "parameters", "licence", "architecture"}
@@ -184,7 +184,7 @@ def test_each_source_of_numbers_is_of_a_release() -> None:
     assert [one for one in patterns if not any(fnmatchcase(place, one) for place in places)] == []
 
 
-def test_no_release_stands_twice() -> None:
+def test_no_release_is_listed_twice() -> None:
     assert len({release.hub_id for release in ALL_RELEASES}) == len(ALL_RELEASES)
     assert len({release.name for release in ALL_RELEASES}) == len(ALL_RELEASES)
 
@@ -198,29 +198,29 @@ def test_a_family_that_names_no_releases_has_none_not_those_of_the_family_it_is_
 
 
 @pytest.mark.parametrize(
-    ("component", "changes", "told"),
+    ("component", "changes", "expected"),
     [
         ("unet", {"upcast_attention": None}, {}),
         ("unet", {"sample_size": 64}, None),
         ("text_encoder", {"num_hidden_layers": 3}, {"num_hidden_layers": (3, 12)}),
     ],
 )
-def test_a_release_is_told_by_what_makes_it_that_model(
-    tmp_path: Path, component: str, changes: dict[str, Any], told: dict[str, Any] | None
+def test_a_release_is_known_by_what_makes_it_that_model(
+    tmp_path: Path, component: str, changes: dict[str, Any], expected: dict[str, Any] | None
 ) -> None:
     base, *_ = releases = releases_of("sdxl")
     folder = write_release(base, tmp_path)
     file = tmp_path / component / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     found = find_releases(releases, "a/merge", folder)
-    if told is None:
+    if expected is None:
         assert found == []
     else:
-        assert found == [(base, {f"{component}.{setting}": pair for setting, pair in told.items()})]
+        assert found == [(base, {f"{component}.{setting}": pair for setting, pair in expected.items()})]
 
 
 @pytest.mark.parametrize(
-    ("place", "told"),
+    ("place", "expected"),
     [
         ("stable-diffusion-xl-base-1.0", ("stabilityai/stable-diffusion-xl-base-1.0", None, "SDXL base 1.0")),
         ("juggernaut", (None, None, None)),
@@ -231,19 +231,19 @@ def test_a_release_is_told_by_what_makes_it_that_model(
         ),
     ],
 )
-def test_of_a_local_folder_no_more_is_told_than_its_files_and_its_name_tell(
-    tmp_path: Path, place: str, told: tuple[str | None, str | None, str | None]
+def test_of_a_local_folder_no_more_is_known_than_by_its_files_and_its_name(
+    tmp_path: Path, place: str, expected: tuple[str | None, str | None, str | None]
 ) -> None:
     base, *_ = releases = releases_of("sdxl")
     folder = write_release(base, tmp_path / place)
     found = find_base_model(releases, str(folder.path), folder)
-    assert (found.hub_id, found.revision, found.release and found.release.name) == told
-    is_turbo = told[2] == "SDXL Turbo"
+    assert (found.hub_id, found.revision, found.release and found.release.name) == expected
+    is_turbo = expected[2] == "SDXL Turbo"
     assert found.architecture == f"stable-diffusion-xl-{'turbo-v1' if is_turbo else 'v1-base'}"
     assert found.version == "sdxl_base_v1-0"
 
 
-def test_of_weights_from_another_file_the_architecture_alone_is_told(tmp_path: Path) -> None:
+def test_of_weights_from_another_file_only_the_architecture_is_known(tmp_path: Path) -> None:
     base, *_ = releases = releases_of("flux")
     folder = write_release(base, tmp_path / "FLUX.1-dev")
     folder = replace(folder, files={"transformer": ComponentFile(path=tmp_path / "mine.safetensors", key="")})

@@ -1,5 +1,6 @@
 """Files with weights in formats of their own: what is read of them, and what is refused by name."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -9,7 +10,6 @@ import torch
 from diffusers import FluxTransformer2DModel
 from original_layouts import convert_width_of, original_layout
 from safetensors.torch import load_file, save_file
-from stored_weights import E4M3, comfy_quant, scaled
 from torch import Tensor
 
 from diffsynth_lite.errors import UserError
@@ -17,6 +17,33 @@ from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.base.folder import ComponentFile
 from diffsynth_lite.pipelines.base.quantized import load_frozen_component
 from diffsynth_lite.pipelines.flux import Flux, tiny
+
+E4M3 = torch.float8_e4m3fn
+
+
+def comfy_quant(kind: str) -> Tensor:
+    """The marker of a layer in the newer spelling."""
+    return torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+
+
+def scaled(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights in 8 bits with scales of all or of rows, in both spellings by turns; and the products."""
+    generator = torch.Generator().manual_seed(0)
+    stored, dense = {"scaled_fp8": torch.zeros(0, dtype=E4M3)}, {}
+    for place, (name, tensor) in enumerate(tensors.items()):
+        stored[name] = dense[name] = tensor
+        if tensor.ndim == 1 or not name.endswith(".weight"):
+            continue
+        layer = name.removesuffix(".weight")
+        scale = torch.rand(len(tensor) if place % 3 else 1, generator=generator) + 0.5
+        stored[name] = tensor.to(E4M3)
+        dense[name] = stored[name].float() * scale.view(-1, *(1,) * (tensor.ndim - 1))
+        if place % 2:
+            stored |= {f"{layer}.scale_weight": scale, f"{layer}.scale_input": torch.ones(())}
+        else:
+            stored |= {f"{layer}.weight_scale": scale, f"{layer}.comfy_quant": comfy_quant("float8_e4m3fn")}
+    return stored, dense
+
 
 KEY = "model.transformer_file"
 
@@ -80,7 +107,7 @@ LEFT_OVER = {"b.weight": torch.ones(2, 2).to(E4M3), "b.scale_weight": torch.tens
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "words"),
     [
         ({"x_embedder.scale_weight": None}, r"lack their scale or their weight, such as x_embedder\.weight"),
         (LEFT_OVER, r"1 of its scales belong to no layer of the model, such as that of b\.weight"),
@@ -95,12 +122,12 @@ LEFT_OVER = {"b.weight": torch.ones(2, 2).to(E4M3), "b.scale_weight": torch.tens
     ],
 )
 def test_a_file_with_scales_that_do_not_fit_or_in_another_format_is_refused(
-    flux: Path, in_8_bits: dict[str, Tensor], tmp_path: Path, changed: dict[str, Tensor | None], told: str
+    flux: Path, in_8_bits: dict[str, Tensor], tmp_path: Path, changed: dict[str, Tensor | None], words: str
 ) -> None:
     tensors = {name: tensor for name, tensor in (in_8_bits | changed).items() if tensor is not None}
     file = tmp_path / "flux.safetensors"
     save_file(tensors, file)
-    with pytest.raises(UserError, match=f"{KEY}: {file} is not read: .*{told}"):
+    with pytest.raises(UserError, match=f"{KEY}: {file} is not read: .*{words}"):
         loaded(flux, file)
 
 

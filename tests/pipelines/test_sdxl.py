@@ -214,9 +214,9 @@ def test_a_preview_with_an_empty_negative_prompt_is_what_the_pipeline_generates(
         num_inference_steps=2,
         generator=torch.Generator().manual_seed(3),
     ).images[0]
-    ((drawn,),) = family.sample(
+    ((generated,),) = family.sample(
         family.load_transformer(torch.float32),
         torch.float32,
         [request_of_sdxl(family, " ", guidance_scale=5.0)],
     )
-    assert drawn.tobytes() == expected.tobytes()
+    assert generated.tobytes() == expected.tobytes()

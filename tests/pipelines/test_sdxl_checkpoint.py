@@ -1,4 +1,4 @@
-"""SDXL from one whole checkpoint: its UNet, text encoders and autoencoder, and what it says of noise."""
+"""SDXL from one whole checkpoint: its UNet, text encoders and autoencoder, and its settings of noise."""
 
 import logging
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_what_is_encoded_is_known_by_the_file(places: dict[str, Path], tmp_path:
         assert len(set(of_each)) == 3
 
 
-def test_a_file_with_a_unet_alone_leaves_the_rest_to_the_folder(
+def test_a_file_with_only_a_unet_leaves_the_rest_to_the_folder(
     places: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -120,7 +120,7 @@ def test_a_file_with_a_unet_alone_leaves_the_rest_to_the_folder(
         assert_same(family.load_component(part, torch.float32), theirs)
 
 
-def test_the_file_says_what_the_unet_predicts(places: dict[str, Path], tmp_path: Path) -> None:
+def test_the_file_decides_what_the_unet_predicts(places: dict[str, Path], tmp_path: Path) -> None:
     tensors = load_file(places["unet"])
     assert bound(places["base"], places["unet"]).prediction_type == "epsilon"
     file = write(tensors | {"v_pred": torch.ones(0)}, tmp_path / "v.safetensors")

@@ -1,4 +1,4 @@
-"""SDXL with a LoRA on its text encoders too: they run in every step, beside the UNet, in one forward."""
+"""SDXL with a LoRA on its text encoders too: several components in one model, run in one forward."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,15 +25,21 @@ from family_sample import (
 from held_step import assert_same_cost, step_on_cpu
 from processes import on_ranks
 from release_layouts import request_of_sdxl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers, without_adapter
+from diffsynth_lite.lora import (
+    adapter_settings,
+    adapter_tensors,
+    add_adapter,
+    find_target_layers,
+    without_adapter,
+)
 from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder
-from diffsynth_lite.pipelines.base.composite import Composite
+from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, split_adapter
 from diffsynth_lite.pipelines.sdxl import SDXL
 from diffsynth_lite.training.lora_file import read_initial_lora
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
@@ -143,7 +149,7 @@ def test_both_encoders_get_a_lora_but_on_the_layer_that_the_unet_does_not_see(sa
         for name in (*attention, "mlp.fc1", "mlp.fc2")
     }
     assert {name for name in found[0] if not name.startswith("unet.")} == expected
-    # Two attentions and a feed-forward part a block, and what stands around the blocks.
+    # Two attentions and a feed-forward part a block, and what is around the blocks.
     assert sum(name.startswith("unet.") for name in found[0]) == (4 * 2 + 2) * (2 + 2 + 2 * 2) + 2 * 4
 
 
@@ -229,8 +235,8 @@ def test_previews_are_drawn_from_prompts_as_the_trained_encoders_see_them(
             generator=torch.Generator().manual_seed(3),
         ).images[0]
         request = request_of_sdxl(family, negative, guidance_scale=5.0)
-        ((drawn,),) = family.sample(model, torch.float32, [request])
-        assert drawn.tobytes() == expected.tobytes()
+        ((generated,),) = family.sample(model, torch.float32, [request])
+        assert generated.tobytes() == expected.tobytes()
 
 
 def train_on_a_rank(rank: int, folder: Path, sample: Sample) -> None:
@@ -272,3 +278,43 @@ def test_a_step_holds_what_is_counted_of_the_text_encoders_too(sample: Sample) -
     assert family.noise_path  # a table on the CPU
     counted = MemoryCounter(family, layers, rank=4, **inputs).count(settings)
     assert_same_cost(counted.step, step_on_cpu(family, model, settings, **inputs))
+
+
+LAYERS = ("first.0", "second.0", "second.2")
+
+
+def composite() -> Composite:
+    def component() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4))
+
+    return Composite({"first": component(), "second": component()})
+
+
+def test_one_forward_runs_what_it_is_given_on_the_components() -> None:
+    model, values = composite(), torch.ones(1, 4)
+    result = model(lambda parts: parts.second(parts.first(values)))
+    assert torch.equal(result, model.second(model.first(values)))
+
+
+def test_an_adapter_is_split_by_component_and_joined_again() -> None:
+    model = composite()
+    add_adapter(model, LAYERS, rank=2, alpha=4, dropout=0.0, seed=0)
+    tensors, settings = adapter_tensors(model), adapter_settings(model)
+    parts = split_adapter(tensors, settings, ("first", "second"))
+    assert {name: part[1]["target_modules"] for name, part in parts.items()} == {
+        "first": ["0"],
+        "second": ["0", "2"],
+    }
+    assert set(parts["first"][0]) == {"0.lora_A.weight", "0.lora_B.weight"}
+    assert all(part[1]["lora_alpha"] == 4 for part in parts.values())
+    joined, joined_settings = join_adapter(parts)
+    assert joined_settings == settings
+    assert joined.keys() == tensors.keys()
+    assert all(joined[name] is tensors[name] for name in tensors)
+
+
+def test_a_single_component_has_no_prefix_in_either_direction() -> None:
+    tensors, settings = {"0.lora_A.weight": torch.ones(2)}, {"r": 2, "target_modules": ["0"]}
+    parts = split_adapter(tensors, settings, ("transformer",))
+    assert parts == {"transformer": (tensors, settings)}
+    assert join_adapter(parts) == (tensors, settings)

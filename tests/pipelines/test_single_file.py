@@ -15,7 +15,7 @@ from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from family_sample import CPU, Sample
 from original_layouts import convert_width_of, original_layout
 from safetensors.torch import save_file
-from stored_weights import scaled
+from test_scaled_files import scaled
 from torch import Tensor, nn
 
 from diffsynth_lite.core.weights import Int8, Quantization, StoredTensors
@@ -51,7 +51,7 @@ KINDS = {
     "WanTransformer3DModel": ("a Wan", "wan-"),
     "ZImageTransformer2DModel": ("z-image", "z-image"),
 }
-"""What a file of a model is said to be, in either layout, where another is asked for."""
+"""What a file of a model is reported to be, in either layout, where another is asked for."""
 
 
 def write(tensors: dict[str, Tensor], file: Path) -> ComponentFile:
@@ -69,7 +69,7 @@ def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def layouts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a model as they may stand in a file, with the prefixes that names have in some."""
+    """The tensors of a model as they may be in a file, with the prefixes that names have in some."""
     found = {"diffusers": with_prefix(model.state_dict(), "transformer.")}
     original = original_layout(model) if type(model).__name__ in SINGLE_FILE_LOADABLE_CLASSES else None
     if original is not None:
@@ -148,7 +148,7 @@ def test_weights_with_scales_are_the_exact_products(
     assert differing(*loaded) == []
 
 
-def test_a_file_of_another_model_is_said_to_be_what_it_is(family: ModelFamily, tmp_path: Path) -> None:
+def test_a_file_of_another_model_is_named_for_what_it_is(family: ModelFamily, tmp_path: Path) -> None:
     model = family.load_transformer(torch.float32)
     of_wan = WanTransformer3DModel, WanVACETransformer3DModel  # one has the layers of the other
     other = QwenImageTransformer2DModel if isinstance(model, of_wan) else WanTransformer3DModel
@@ -199,7 +199,7 @@ def test_a_file_of_something_else_is_refused_by_what_it_seems_to_be(
         read_single_file(file, wan)
 
 
-def test_of_a_class_that_diffusers_knows_one_layout_of_that_is_said(tmp_path: Path) -> None:
+def test_of_a_class_that_diffusers_knows_one_layout_of_is_reported_so(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = CogVideoXTransformer3DModel(num_layers=1, use_rotary_positional_embeddings=True)
     file = write({"a": torch.ones(1)}, tmp_path / "x.safetensors")

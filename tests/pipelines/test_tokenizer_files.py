@@ -44,7 +44,7 @@ class Kind:
         added_tokens: ids of tokens that are not in ``files``.
         encoder: folder and maker of a text encoder for it, where the family's own tiny one has another.
         model: the SentencePiece model in ``files``.
-        settings: in ``tokenizer_config.json``, where ``tokenizer.json`` says it too.
+        settings: in ``tokenizer_config.json``, where ``tokenizer.json`` has it too.
     """
 
     family: str
@@ -78,8 +78,8 @@ def of_sentencepiece(
     tokenizer = tokenizer_class.from_pretrained(path, **settings)
     component = "tokenizer_2" if family == "flux" else "tokenizer"
     encoder = (component.replace("tokenizer", "text_encoder"), encoder)
-    told = {name: value for name, value in settings.items() if name == "add_bos_token"}
-    return Kind(family, component, tokenizer, {file: model}, encoder=encoder, model=model, settings=told)
+    given = {name: value for name, value in settings.items() if name == "add_bos_token"}
+    return Kind(family, component, tokenizer, {file: model}, encoder=encoder, model=model, settings=given)
 
 
 def t5(family: str, encoder: Any, path: Path, **settings: Any) -> Kind:
@@ -239,7 +239,7 @@ def test_every_kind_of_files_that_releases_have_is_one_of_these(tmp_path: Path) 
     assert {(name, files) for name, files in released if files and "tokenizer.json" not in files} <= loaded
 
 
-def test_a_spiece_model_alone_is_of_the_class_that_the_pipeline_names(tmp_path: Path) -> None:
+def test_a_lone_spiece_model_is_of_the_class_that_the_pipeline_names(tmp_path: Path) -> None:
     kind = t5("ltx_video", tiny_t5, tmp_path)
     for class_name in ("T5Tokenizer", "T5TokenizerFast"):
         tokenizer = load_tokenizer(tmp_path, class_name)
@@ -283,7 +283,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:d60acb\nsize 
         (None, {"tokenizer_config.json": b'{"tokenizer_class": "CLIPTokenizer"}'}, r"lacks tokenizer\.json"),
     ],
 )
-def test_what_is_wrong_with_a_tokenizer_is_said_and_asks_for_no_second_download(
+def test_what_is_wrong_with_a_tokenizer_is_reported_and_asks_for_no_second_download(
     class_name: str | None, files: dict[str, bytes], message: str, tmp_path: Path
 ) -> None:
     for name, content in files.items():

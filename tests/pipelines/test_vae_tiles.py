@@ -1,4 +1,4 @@
-"""Autoencoders in tiles: which sizes are taken apart, and what happens where a device is full."""
+"""Autoencoders in tiles: which sizes are split, and what happens where a device is full."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,16 +56,16 @@ def pixels(vae: Any, width: int, num_frames: int = 1) -> Tensor:
 
 
 @torch.no_grad()
-def encoded(vae: Any, picture: Tensor) -> Tensor:
-    output = vae.encode(picture)
+def encoded(vae: Any, image: Tensor) -> Tensor:
+    output = vae.encode(image)
     latents: Tensor = output.latent if hasattr(output, "latent") else output.latent_dist.mode()
     return latents
 
 
 @torch.no_grad()
 def decoded(vae: Any, latents: Tensor) -> Tensor:
-    picture: Tensor = vae.decode(latents).sample
-    return picture
+    image: Tensor = vae.decode(latents).sample
+    return image
 
 
 def sizes_seen(module: torch.nn.Module) -> list[torch.Size]:
@@ -83,16 +83,16 @@ def test_what_is_larger_than_a_tile_is_encoded_and_decoded_in_parts_and_nothing_
     in_encoder, in_decoder = sizes_seen(tiled.encoder), sizes_seen(tiled.decoder)
     for width in (tiles.largest_whole, tiles.side + MORE):
         in_encoder.clear()
-        picture = pixels(tiled, width)
-        expected, found = encoded(whole, picture), encoded(tiled, picture)
+        image = pixels(tiled, width)
+        expected, found = encoded(whole, image), encoded(tiled, image)
         assert found.shape == expected.shape
         is_split = tiles.split(width, HEIGHT)
         assert is_split == (width > tiles.largest_whole)
         assert (len(in_encoder) > 1) == is_split
         assert torch.equal(found, expected) != is_split
         assert max(size[-1] for size in in_encoder) == min(width, tiles.side) // tiles.patch
-    pictures = decoded(whole, expected), decoded(tiled, expected)
-    assert pictures[0].shape == pictures[1].shape == picture.shape
+    images = decoded(whole, expected), decoded(tiled, expected)
+    assert images[0].shape == images[1].shape == image.shape
     assert len(in_decoder) > 1
     assert max(size[-1] for size in in_decoder) < expected.shape[-1]
 
@@ -119,7 +119,7 @@ def test_an_autoencoder_that_is_not_known_has_no_tiles() -> None:
     assert str(tiles_of(AutoencoderKLWan, {"patch_size": 2})) == "tiles of 512 pixels, 384 apart"
 
 
-def test_a_picture_that_does_not_fit_on_the_device_is_decoded_in_tiles(
+def test_an_image_that_does_not_fit_on_the_device_is_decoded_in_tiles(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
@@ -141,5 +141,5 @@ def test_a_picture_that_does_not_fit_on_the_device_is_decoded_in_tiles(
         assert torch.equal(decoded(vae, large), decoded(expected, large))
     assert sum(size[-1] > tiles.side // 8 for size in room) == 1  # the second time nobody tries
     assert caplog.text.count("it is decoded in tiles of 512 pixels, 384 apart") == 1
-    picture = pixels(vae, tiles.side + MORE)
-    assert torch.equal(encoded(vae, picture), encoded(tiny_sdxl_vae(), picture))
+    image = pixels(vae, tiles.side + MORE)
+    assert torch.equal(encoded(vae, image), encoded(tiny_sdxl_vae(), image))

@@ -188,12 +188,12 @@ def test_a_clip_starts_from_its_own_first_frame_unless_the_data_names_one(
         assert not torch.equal(own["condition_latents"], other["condition_latents"])
 
 
-def test_clips_are_encoded_alike_alone_and_together(families: dict[str, WanI2V]) -> None:
+def test_clips_are_encoded_alike_singly_and_together(families: dict[str, WanI2V]) -> None:
     encode = families["flf2v"].load_media_encoder(torch.float32, CPU)
     media = build_media(families["flf2v"])
     for item, together in zip(media, encode(media), strict=True):
-        (alone,) = encode([item])
-        for name, tensor in alone.items():
+        (single,) = encode([item])
+        for name, tensor in single.items():
             torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=1e-5)
 
 
@@ -210,13 +210,13 @@ def test_each_sample_of_a_batch_sees_its_own_images(
         together = family.predict(transformer, noisy, SIGMA, conditioning)
         for place, sample in enumerate(conditioning):
             here = slice(place, place + 1)
-            alone = family.predict(transformer, noisy[here], SIGMA[here], [sample])
-            torch.testing.assert_close(together[here], alone, rtol=1e-4, atol=1e-5)
+            single = family.predict(transformer, noisy[here], SIGMA[here], [sample])
+            torch.testing.assert_close(together[here], single, rtol=1e-4, atol=1e-5)
             stranger = conditioning[place - 1]["image_embeds"].flip(0)
             other = family.predict(
                 transformer, noisy[here], SIGMA[here], [sample | {"image_embeds": stranger}]
             )
-            assert not torch.allclose(alone, other, atol=1e-4)
+            assert not torch.allclose(single, other, atol=1e-4)
 
 
 def preview(prompt: Conditioning, *images: Any) -> PreviewRequest:

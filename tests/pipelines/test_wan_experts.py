@@ -4,13 +4,14 @@ import dataclasses
 import json
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
-from diffusers import WanImageToVideoPipeline, WanPipeline
+from diffusers import WanPipeline
 from diffusers.training_utils import free_memory
 from family_sample import (
     CPU,
@@ -39,26 +40,42 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
 from diffsynth_lite.lora.spelling import DIFFUSERS
 from diffsynth_lite.lora.updates import pairs_of
-from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, PreviewRequest
+from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.pipelines.wan import Wan, tiny
 from diffsynth_lite.pipelines.wan_i2v import WanI2V
 
-LEVELS = torch.tensor([0.1, 0.95, 0.875, 0.8749])
+BOTH = ("transformer", "transformer_2")
+FILES = {"pytorch_lora_weights_high_noise.safetensors", "pytorch_lora_weights_low_noise.safetensors"}
 
 
-HIGH, LOW = [1, 2], [0, 3]
+@dataclass(frozen=True)
+class Batch:
+    """Samples for both experts of a family, and which are whose.
 
+    Attributes:
+        places: of the samples of each expert.
+    """
 
-FILES = ["pytorch_lora_weights_high_noise.safetensors", "pytorch_lora_weights_low_noise.safetensors"]
+    family: Wan
+    latents: torch.Tensor
+    sigma: torch.Tensor
+    conditioning: list[Conditioning]
+    places: dict[str, list[int]]
+
+    def predict(
+        self, family: Wan, model: torch.nn.Module, places: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """The velocities of some samples, or of all."""
+        places = range(len(self.latents)) if places is None else places
+        chosen = [self.conditioning[place] for place in places]
+        return family.predict(model, self.latents[list(places)], self.sigma[list(places)], chosen)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> PipelineFolder:
-    path = tmp_path_factory.mktemp("experts")
-    two_experts().save_pretrained(path)
-    return PipelineFolder(path=path)
+def folder(sample_of: Callable[[str], Sample]) -> PipelineFolder:
+    return sample_of("wan experts").family.folder
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +84,38 @@ def family(folder: PipelineFolder) -> Wan:
 
 
 @pytest.fixture(scope="module")
-def latents() -> torch.Tensor:
-    return torch.randn(4, 16, 2, 4, 8, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
 def conditioning(family: Wan) -> list[Conditioning]:
     return encode_texts(family, *PROMPTS, "a star")
 
 
-def adapted(family: ModelFamily) -> torch.nn.Module:
+@pytest.fixture(scope="module")
+def of_texts(family: Wan, conditioning: list[Conditioning]) -> Batch:
+    latents = torch.randn(4, 16, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    sigma = torch.tensor([0.1, 0.95, 0.875, 0.8749])
+    places = {"transformer": [1, 2], "transformer_2": [0, 3]}
+    return Batch(family, latents, sigma, conditioning, places)
+
+
+@pytest.fixture(scope="module")
+def of_images(sample_of: Callable[[str], Sample]) -> Batch:
+    """Three clips, of which the second leads to a last frame."""
+    family = sample_of("wan_i2v a14b").family
+    media = build_media(family)
+    media[1] = dataclasses.replace(media[1], last_frame=picture(64, 32, 60))
+    encoded = family.load_media_encoder(torch.float32, CPU)(media)
+    latents = torch.stack([tensors.pop("latents") for tensors in encoded])
+    prompts = encode_texts(family, *PROMPTS)
+    conditioning = [prompt | tensors for prompt, tensors in zip(prompts, encoded, strict=True)]
+    places = {"transformer": [1, 2], "transformer_2": [0]}
+    return Batch(family, latents, torch.tensor([0.1, 0.95, 0.9]), conditioning, places)
+
+
+@pytest.fixture(scope="module", params=["of_texts", "of_images"])
+def batch(request: pytest.FixtureRequest) -> Batch:
+    return request.getfixturevalue(request.param)
+
+
+def adapted(family: Wan) -> torch.nn.Module:
     """The trained transformers with LoRAs whose update is not zero."""
     model = family.load_transformer(torch.float32).train()
     layers = find_target_layers(model, family.default_target_modules, unused_modules=())
@@ -88,16 +127,15 @@ def adapted(family: ModelFamily) -> torch.nn.Module:
     return model
 
 
-def request(conditioning: Sequence[Conditioning], **settings: float) -> PreviewRequest:
+def request(conditioning: Sequence[Conditioning], **settings: Any) -> PreviewRequest:
     fixed = {"width": 64, "height": 32, "num_frames": 5, "num_inference_steps": 8, "guidance_scale": 1.0}
     return PreviewRequest(
         conditioning=conditioning[0], negative=conditioning[1], seed=0, **{**fixed, **settings}
     )
 
 
-def test_each_sample_is_the_work_of_the_expert_of_its_noise_level(
-    family: Wan, latents: torch.Tensor, conditioning: list[Conditioning]
-) -> None:
+def test_each_sample_is_the_work_of_the_expert_of_its_noise_level(batch: Batch) -> None:
+    family = batch.family
     model = family.load_transformer(torch.float32)
     assert isinstance(model, Composite)
     calls: list[tuple[str, int]] = []
@@ -109,41 +147,45 @@ def test_each_sample_is_the_work_of_the_expert_of_its_noise_level(
             with_kwargs=True,
         )
     with torch.no_grad():
-        mixed = family.predict(model, latents, LEVELS, conditioning)
-        assert calls == [("transformer", 2), ("transformer_2", 2)]
+        mixed = batch.predict(family, model)
+        assert calls == [(name, len(places)) for name, places in batch.places.items()]
         assert len(forwards) == 1  # a wrapper for distributed training allows no second one
-        for name, places in (("transformer", HIGH), ("transformer_2", LOW)):
-            alone = Wan(family.folder, trained=[name])
-            expected = alone.predict(
-                alone.load_transformer(torch.float32),
-                latents[places],
-                LEVELS[places],
-                [conditioning[place] for place in places],
-            )
-            assert torch.equal(mixed[places], expected)
+        for name, places in batch.places.items():
+            single = type(family)(family.folder, trained=[name])
+            expert = single.load_transformer(torch.float32)
+            assert torch.equal(mixed[places], batch.predict(single, expert, places))
     assert not torch.allclose(mixed[0], mixed[1])
+
+
+def test_each_clip_takes_its_images_to_its_expert(of_images: Batch) -> None:
+    family, conditioning = of_images.family, of_images.conditioning
+    assert family.noise_ranges == ((0.9, 1.0), (0.0, 0.9))
+    strangers = dataclasses.replace(of_images, conditioning=[*conditioning[-1:], *conditioning[:-1]])
+    model = family.load_transformer(torch.float32)
+    with torch.no_grad():
+        own, other = (one.predict(family, model) for one in (of_images, strangers))
+    assert not any(torch.allclose(*pair, atol=1e-4) for pair in zip(own, other, strict=True))
 
 
 @pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
 def test_the_flags_change_nothing_and_only_the_blocks_of_the_expert_that_is_used_run(
-    family: Wan, latents: torch.Tensor, conditioning: list[Conditioning], flags: tuple[bool, bool]
+    of_texts: Batch, flags: tuple[bool, bool]
 ) -> None:
-    model = adapted(family)
+    model = adapted(of_texts.family)
 
     def run(places: list[int]) -> list[torch.Tensor | None]:
         model.zero_grad()
-        chosen = [conditioning[place] for place in places]
-        velocity = family.predict(model, latents[places], LEVELS[places], chosen)
+        velocity = of_texts.predict(of_texts.family, model, places)
         velocity.square().mean().backward()
         return [velocity.detach(), *(value.grad for value in model.parameters() if value.requires_grad)]
 
-    for places, used in ((HIGH, "transformer."), (LOW, "transformer_2.")):
+    for used, places in of_texts.places.items():
         expected, engine = run(places), engine_with(flags)
         with gradient_engine(engine):
             found = run(places)
         names = [name for name, value in model.named_parameters() if value.requires_grad]
         for name, first, second in zip(names, expected[1:], found[1:], strict=True):
-            assert (first is not None) == name.startswith(used), name
+            assert (first is not None) == name.startswith(f"{used}."), name
             assert (first is None and second is None) or torch.equal(first, second), name
         assert torch.equal(expected[0], found[0])
         report = engine.report()
@@ -162,23 +204,20 @@ def test_each_expert_is_trained_on_its_noise_levels(folder: PipelineFolder) -> N
 
 
 @pytest.mark.parametrize("trained", [None, ["transformer"], ["transformer_2"]])
-def test_each_saved_lora_draws_the_same_in_its_place_in_the_pipeline(
-    trained: list[str] | None,
-    folder: PipelineFolder,
-    tmp_path: Path,
-    latents: torch.Tensor,
-    conditioning: list[Conditioning],
+def test_each_saved_lora_does_the_same_in_its_place_in_the_pipeline(
+    trained: list[str] | None, batch: Batch, tmp_path: Path
 ) -> None:
-    family = Wan(folder, trained=trained)
+    both = batch.family
+    family = type(both)(both.folder, trained=trained)
     model = adapted(family).eval()
     tensors, settings = adapter_tensors(model), adapter_settings(model)
     files = [file.name for file in family.save_lora(tmp_path, tensors, settings)]
     assert files == [family.lora_file_name(name) for name in family.trained]
-    assert set(files) <= set(FILES)
+    assert set(files) <= FILES
     assert_does_as(pairs_of(*family.read_lora(tmp_path)), model)
     assert_does_as(family.loaded_lora(tmp_path), model)
 
-    pipeline = two_experts()
+    pipeline = both.pipeline.from_pretrained(both.folder.path)
     for name in family.trained:
         pipeline.load_lora_weights(
             tmp_path,
@@ -186,17 +225,15 @@ def test_each_saved_lora_draws_the_same_in_its_place_in_the_pipeline(
             adapter_name=name,
             load_into_transformer_2=name == "transformer_2",
         )
-    both = Wan(folder)
-    reloaded = Composite({name: pipeline.components[name] for name in both.trainable})
+    reloaded = Composite({name: pipeline.components[name] for name in BOTH})
     with torch.no_grad():
-        found = both.predict(reloaded, latents, LEVELS, conditioning)
-        before = both.predict(both.load_transformer(torch.float32), latents, LEVELS, conditioning)
-        for name, places in (("transformer", HIGH), ("transformer_2", LOW)):
-            chosen = [conditioning[place] for place in places]
+        found = batch.predict(both, reloaded)
+        before = batch.predict(both, both.load_transformer(torch.float32))
+        for name, places in batch.places.items():
             if name not in family.trained:
                 assert torch.equal(found[places], before[places])
                 continue
-            expected = family.predict(model, latents[places], LEVELS[places], chosen)
+            expected = batch.predict(family, model, places)
             assert torch.equal(found[places], expected)
             assert not torch.allclose(before[places], expected, atol=1e-3)
 
@@ -240,10 +277,10 @@ def test_previews_draw_with_both_experts_whichever_are_trained(
     trained: list[str] | None, folder: PipelineFolder, conditioning: list[Conditioning]
 ) -> None:
     family = Wan(folder, trained=trained)
-    drawn = [
+    generated = [
         family.sample(adapted(family).eval(), torch.float32, [request(conditioning)])[0] for _ in range(2)
     ]
-    assert [frame.tobytes() for frame in drawn[0]] == [frame.tobytes() for frame in drawn[1]]
+    assert [frame.tobytes() for frame in generated[0]] == [frame.tobytes() for frame in generated[1]]
 
     pipeline = two_experts()
     pipeline.register_modules(**family.parts_of(adapted(family).eval()))
@@ -253,7 +290,7 @@ def test_previews_draw_with_both_experts_whichever_are_trained(
             lambda _module, _args, name=name: calls.update({name: calls[name] + 1})
         )
     expected = generated_by(pipeline, family._prompt_embeds(conditioning[:1]))
-    assert [frame.tobytes() for frame in drawn[0]] == expected
+    assert [frame.tobytes() for frame in generated[0]] == expected
     assert min(calls.values()) > 0
 
     with group_of_one() as group:
@@ -294,8 +331,8 @@ def test_the_expert_that_is_not_trained_is_drawn_with_in_the_format_of_the_other
     model = adapted(family).eval()
     WeightStream([list(model.blocks)], CPU, num_slots=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    (drawn,) = family.sample(model, torch.float32, [request(conditioning)])
-    assert [frame.tobytes() for frame in drawn] == expected
+    (generated,) = family.sample(model, torch.float32, [request(conditioning)])
+    assert [frame.tobytes() for frame in generated] == expected
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -385,103 +422,20 @@ def test_half_a_pair_of_experts_is_refused_by_name(
         Wan(PipelineFolder(path=tmp_path))
 
 
-OF_IMAGES = torch.tensor([0.1, 0.95, 0.9])
-
-
-PLACES = {"transformer": [1, 2], "transformer_2": [0]}
-
-
-@pytest.fixture(scope="module")
-def of_images(sample_of: Callable[[str], Sample]) -> WanI2V:
-    return sample_of("wan_i2v a14b").family
-
-
-@pytest.fixture(scope="module")
-def batch(of_images: WanI2V) -> tuple[torch.Tensor, list[Conditioning]]:
-    """Latents and conditioning of three clips, of which the second leads to a last frame."""
-    media = build_media(of_images)
-    media[1] = dataclasses.replace(media[1], last_frame=picture(64, 32, 60))
-    encoded = of_images.load_media_encoder(torch.float32, CPU)(media)
-    prompts = encode_texts(of_images, *PROMPTS)
-    latents = torch.stack([tensors.pop("latents") for tensors in encoded])
-    return latents, [prompt | tensors for prompt, tensors in zip(prompts, encoded, strict=True)]
-
-
-def test_each_clip_goes_with_its_images_to_the_expert_of_its_noise_level(
-    of_images: WanI2V, batch: tuple[torch.Tensor, list[Conditioning]]
-) -> None:
-    assert of_images.noise_ranges == ((0.9, 1.0), (0.0, 0.9))
-    latents, conditioning = batch
-    model = of_images.load_transformer(torch.float32)
-    with torch.no_grad():
-        mixed = of_images.predict(model, latents, OF_IMAGES, conditioning)
-        for name, places in PLACES.items():
-            alone = WanI2V(of_images.folder, trained=[name])
-            expert = alone.load_transformer(torch.float32)
-            chosen = [conditioning[place] for place in places]
-            expected = alone.predict(expert, latents[places], OF_IMAGES[places], chosen)
-            assert torch.equal(mixed[places], expected)
-            strangers = [conditioning[place - 1] for place in places]
-            other = alone.predict(expert, latents[places], OF_IMAGES[places], strangers)
-            assert not torch.allclose(other, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("trained", [None, ["transformer_2"]])
-def test_each_saved_lora_from_images_does_the_same_in_its_place_in_the_pipeline(
-    trained: list[str] | None,
-    of_images: WanI2V,
-    batch: tuple[torch.Tensor, list[Conditioning]],
-    tmp_path: Path,
-) -> None:
-    latents, conditioning = batch
-    training = WanI2V(of_images.folder, trained=trained)
-    model = adapted(training).eval()
-    training.save_lora(tmp_path, adapter_tensors(model), adapter_settings(model))
-    pipeline = WanImageToVideoPipeline.from_pretrained(of_images.folder.path)
-    for name in training.trained:
-        pipeline.load_lora_weights(
-            tmp_path,
-            weight_name=training.lora_file_name(name),
-            adapter_name=name,
-            load_into_transformer_2=name == "transformer_2",
-        )
-    reloaded = Composite({name: pipeline.components[name] for name in of_images.trainable})
-    with torch.no_grad():
-        found = of_images.predict(reloaded, latents, OF_IMAGES, conditioning)
-        base = of_images.predict(of_images.load_transformer(torch.float32), latents, OF_IMAGES, conditioning)
-        for name, places in PLACES.items():
-            if name not in training.trained:
-                assert torch.equal(found[places], base[places])
-                continue
-            chosen = [conditioning[place] for place in places]
-            expected = training.predict(model, latents[places], OF_IMAGES[places], chosen)
-            assert torch.equal(found[places], expected)
-            assert not torch.allclose(base[places], expected, atol=1e-3)
-
-
 @pytest.mark.parametrize("trained", [None, ["transformer"]])
 def test_a_preview_continues_from_its_image_through_both_experts(
-    trained: list[str] | None, of_images: WanI2V, batch: tuple[torch.Tensor, list[Conditioning]]
+    trained: list[str] | None, of_images: Batch
 ) -> None:
-    of_images = WanI2V(of_images.folder, trained=trained)
-    model = adapted(of_images).eval()
-    item = build_media(of_images)[0]
-    prompt = {"prompt_embeds": batch[1][0]["prompt_embeds"]}
-    request = PreviewRequest(
-        conditioning=prompt,
-        negative=prompt,
-        inputs=(item.frames[0],),
-        width=64,
-        height=32,
-        num_frames=len(item.frames),
-        num_inference_steps=8,
-        guidance_scale=1.0,
-        seed=0,
-    )
-    (generated,) = of_images.sample(model, torch.float32, [request])
+    family = WanI2V(of_images.family.folder, trained=trained)
+    model = adapted(family).eval()
+    item = build_media(family)[0]
+    prompt = {"prompt_embeds": of_images.conditioning[0]["prompt_embeds"]}
+    size = {"num_frames": len(item.frames)}
+    asked = request([prompt, prompt], inputs=item.frames[:1], **size)
+    (generated,) = family.sample(model, torch.float32, [asked])
 
     pipeline = wan_of_images("a14b")
-    pipeline.register_modules(**of_images.parts_of(model))
+    pipeline.register_modules(**family.parts_of(model))
     pipeline.set_progress_bar_config(disable=True)
     calls: list[dict[str, Any]] = []
     for expert in (pipeline.transformer, pipeline.transformer_2):
@@ -490,7 +444,7 @@ def test_a_preview_continues_from_its_image_through_both_experts(
         )
     expected = pipeline(
         image=item.frames[0],
-        prompt_embeds=of_images._prompt_embeds([prompt]),
+        prompt_embeds=family._prompt_embeds([prompt]),
         guidance_scale=1.0,
         width=64,
         height=32,
@@ -502,33 +456,24 @@ def test_a_preview_continues_from_its_image_through_both_experts(
     assert [frame.tobytes() for frame in generated] == [frame.tobytes() for frame in expected]
     assert len({call["expert"] for call in calls}) == 2
     for call in calls:
-        assert torch.equal(call["hidden_states"][0, 16:], batch[1][0]["condition_latents"])
+        assert torch.equal(call["hidden_states"][0, 16:], of_images.conditioning[0]["condition_latents"])
 
 
 @pytest.mark.parametrize("images", [[picture(64, 32, 40)], [picture(64, 32, 40), picture(64, 32, 50)]])
 def test_a_preview_leads_to_a_last_frame_where_it_is_given_one(
-    images: list[Image.Image], of_images: WanI2V, batch: tuple[torch.Tensor, list[Conditioning]]
+    images: list[Image.Image], of_images: Batch
 ) -> None:
-    prompt = {"prompt_embeds": batch[1][0]["prompt_embeds"]}
-    request = PreviewRequest(
-        conditioning=prompt,
-        negative=prompt,
-        inputs=tuple(images),
-        width=64,
-        height=32,
-        num_frames=9,
-        num_inference_steps=2,
-        guidance_scale=1.0,
-        seed=0,
-    )
-    model, given = of_images.load_transformer(torch.float32), []
-    for expert in of_images.parts_of(model).values():
+    family = of_images.family
+    prompt = {"prompt_embeds": of_images.conditioning[0]["prompt_embeds"]}
+    model, given = family.load_transformer(torch.float32), []
+    for expert in family.parts_of(model).values():
         expert.register_forward_pre_hook(
             lambda _module, _args, kwargs: given.append(kwargs["hidden_states"][0, 16:]), with_kwargs=True
         )
-    of_images.sample(model, torch.float32, [request])
+    sizes = {"num_frames": 9, "num_inference_steps": 2}
+    family.sample(model, torch.float32, [request([prompt, prompt], inputs=tuple(images), **sizes)])
     last = images[1] if len(images) > 1 else None
-    item = dataclasses.replace(build_media(of_images)[0], first_frame=images[0], last_frame=last)
-    [encoded] = of_images.load_media_encoder(torch.float32, CPU)([item])
+    item = dataclasses.replace(build_media(family)[0], first_frame=images[0], last_frame=last)
+    [encoded] = family.load_media_encoder(torch.float32, CPU)([item])
     assert len(given) == 2
     assert all(torch.equal(condition, encoded["condition_latents"]) for condition in given)

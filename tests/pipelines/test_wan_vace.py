@@ -110,12 +110,12 @@ def test_items_with_and_without_masks_train_together(sample: Sample, prompt: Con
     model = sample.family.load_transformer(torch.float32)
     with torch.no_grad():
         together = sample.family.predict(model, latents, LEVEL.expand(4), conditioning)
-        alone = [
+        single = [
             sample.family.predict(model, latents[place, None], LEVEL, conditioning[place : place + 1])
             for place in range(4)
         ]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
-    differences = [(one - other).abs().max() for one in alone for other in alone if one is not other]
+    torch.testing.assert_close(together, torch.cat(single), rtol=1e-4, atol=1e-5)
+    differences = [(one - other).abs().max() for one in single for other in single if one is not other]
     assert min(differences) > 1e-4
 
 

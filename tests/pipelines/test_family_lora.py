@@ -1,9 +1,9 @@
-"""What files call the layers of each family: a LoRA on every layer of its model comes to that layer.
+"""The layers that each family offers for a LoRA, and what files call them: the same to diffusers and ComfyUI.
 
-And does the same in ComfyUI as in diffusers. ComfyUI does not run: the names that it takes are frozen in
-``comfyui_names.py``.
+ComfyUI does not run: the names that it takes are frozen in ``comfyui_names.py``.
 """
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +12,24 @@ import pytest
 import torch
 from comfyui_names import CONVERTED, TAKEN, updates_in_comfyui
 from diffusers import UNet2DConditionModel
-from family_sample import SIGMA, Sample, adapted_transformer
+from family_sample import (
+    SIGMA,
+    Sample,
+    adapted_transformer,
+    assert_does_as,
+    engine_with,
+    load_lora,
+    pairs_on,
+    velocity_and_gradients,
+)
+from my_families.aura_flow import AuraFlow
+from my_families.aura_flow import tiny as tiny_aura_flow
 from original_layouts import original_layout
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from diffsynth_lite.core.gradient import blocks_of
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import (
     adapter_settings,
@@ -30,7 +42,7 @@ from diffsynth_lite.lora.conversion import FamilyNames, convert, spelled
 from diffsynth_lite.lora.kinds import Dora, Lokr
 from diffsynth_lite.lora.reading import contents_of, known_pairs, read_contents
 from diffsynth_lite.lora.updates import LoraPair, pairs_of
-from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names
 from diffsynth_lite.pipelines.base.composite import split_adapter
 from diffsynth_lite.training.lora_file import export_lora
 
@@ -236,12 +248,12 @@ def test_files_of_other_kinds_do_in_diffusers_and_in_comfyui_what_the_adapter_do
     if family.pipeline_loads_adapter:
         pipeline = sample.fresh_pipeline()
         pipeline.load_lora_weights(file.parent)
-        drawn = pipeline.transformer.eval()
+        loaded = pipeline.transformer.eval()
     else:
-        drawn = family.load_transformer(torch.float32)
-        add_finished_lora(drawn, "read", *family.read_lora(file))
+        loaded = family.load_transformer(torch.float32)
+        add_finished_lora(loaded, "read", *family.read_lora(file))
     outputs = [
-        family.predict(one.eval(), sample.latents, SIGMA, sample.conditioning) for one in (model, drawn)
+        family.predict(one.eval(), sample.latents, SIGMA, sample.conditioning) for one in (model, loaded)
     ]
     torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
     content = load_file(file)
@@ -283,3 +295,106 @@ def differing(expected: dict[str, LoraPair], found: dict[str, LoraPair]) -> list
         for layer in expected.keys() | found.keys()
         if layer not in expected or layer not in found or expected[layer].distance(found[layer]) != 0
     ]
+
+
+SETS = ("attention", "all")
+BEYOND_BLOCKS = {"sdxl": ("proj_in", "proj_out")}
+"""Endings of what ``all`` holds next to the layers of the blocks."""
+NOT_TRAINED = {"sdxl": ("time_emb_proj",)}
+"""Endings of linear layers of the blocks that ``all`` leaves out."""
+
+
+def set_of(sample: Sample, name: str) -> tuple[str, ...]:
+    """Those kept elsewhere need not name any."""
+    if sample.name not in family_names() and not sample.family.target_sets:
+        pytest.skip("names no sets")
+    return sample.family.target_sets[name]
+
+
+def target_layers_of(sample: Sample, model: torch.nn.Module, targets: tuple[str, ...]) -> set[str]:
+    return {*find_target_layers(model, targets, unused_modules=sample.family.unused_modules(model))}
+
+
+def linear_layers_in(model: torch.nn.Module, modules: list[str]) -> set[str]:
+    inside = tuple(f"{module}." for module in modules)
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.startswith(inside)
+    }
+
+
+def test_the_sets_hold_all_linear_layers_of_the_blocks_and_those_of_their_attention(sample: Sample) -> None:
+    family = sample.family
+    model = family.empty_transformer()
+    names = {module: name for name, module in model.named_modules()}
+    of_blocks = linear_layers_in(model, [names[block] for block in blocks_of(model, family.block_lists)])
+    unused = tuple(family.unused_modules(model))
+    used = {name for name in of_blocks if not name.startswith(unused)}
+    beyond = {name for name in names.values() if name.endswith(BEYOND_BLOCKS.get(sample.name, ()))}
+    left_out = {name for name in used if name.endswith(NOT_TRAINED.get(sample.name, ()))}
+    every = target_layers_of(sample, model, set_of(sample, "all"))
+    assert every == (used | beyond) - left_out
+    projections = linear_layers_in(
+        model, [name for module, name in names.items() if type(module).__name__.endswith("Attention")]
+    )
+    assert target_layers_of(sample, model, set_of(sample, "attention")) == projections & used
+    assert target_layers_of(sample, model, family.default_target_modules) <= every
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_adapter_of_a_set_learns_and_the_flags_change_nothing(sample: Sample, name: str) -> None:
+    transformer = adapted_transformer(sample, targets=set_of(sample, name))
+    velocity, gradients = velocity_and_gradients(sample, transformer)
+    assert [layer for layer, gradient in gradients.items() if gradient is None or not gradient.any()] == []
+    engine = engine_with((True, True))
+    # What the recompute left out and was needed after all runs at once in the second step.
+    for _ in range(2):
+        other_velocity, other_gradients = velocity_and_gradients(sample, transformer, engine)
+        assert torch.equal(velocity, other_velocity)
+        for layer, gradient in gradients.items():
+            assert torch.equal(gradient, other_gradients[layer]), layer
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_lora_of_a_set_does_the_same_in_the_diffusers_pipeline(
+    sample: Sample, name: str, tmp_path: Path
+) -> None:
+    family = sample.family
+    if set_of(sample, name) == family.default_target_modules:
+        pytest.skip("the default: test_a_saved_lora_does_the_same_in_the_diffusers_pipeline")
+    transformer = adapted_transformer(sample, targets=set_of(sample, name)).eval()
+    family.save_lora(tmp_path, adapter_tensors(transformer), adapter_settings(transformer))
+    assert_does_as(pairs_of(*family.read_lora(tmp_path)), transformer)
+    pipeline = sample.fresh_pipeline()
+    load_lora(pipeline, tmp_path)
+    assert_does_as(pairs_on(getattr(pipeline, *family.trained)), transformer)
+    with torch.no_grad():
+        reloaded, trained = (
+            family.predict(model, sample.latents, SIGMA, sample.conditioning)
+            for model in (getattr(pipeline, *family.trained), transformer)
+        )
+    assert torch.equal(reloaded, trained)
+
+
+def test_a_lora_that_its_pipeline_reads_is_taken_for_what_its_settings_make_it(tmp_path: Path) -> None:
+    tiny_aura_flow().save_pretrained(tmp_path)
+    family, lora = AuraFlow(PipelineFolder(path=tmp_path)), tmp_path / "lora"
+    layers = [f"joint_transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k")]
+    tensors = {f"{layer}.lora_{part}.weight": torch.ones(4, 4) for layer in layers for part in "AB"}
+    (file,) = family.save_lora(lora, tensors, {"r": 4, "lora_alpha": 4, "target_modules": layers})
+    stored = load_file(file)
+
+    def read(**settings: object) -> dict[str, LoraPair]:
+        stated = {f"transformer.{name}": value for name, value in settings.items()}
+        save_file(stored, file, {"format": "pt", "lora_adapter_metadata": json.dumps(stated)})
+        return pairs_of(*family.read_lora(lora))
+
+    pairs = read(r=4, lora_alpha=8, alpha_pattern={"to_k": 2}, target_modules=layers)
+    updates = [pairs[layer].up @ pairs[layer].down * (pairs[layer].alpha / 4) for layer in layers]
+    assert [float(update[0, 0]) for update in updates] == [8, 2]
+    with pytest.raises(UserError, match="is a DoRA by its settings"):
+        read(r=4, lora_alpha=8, use_dora=True)
+    save_file(stored, file, {"format": "pt", "lora_adapter_metadata": "[" * 100_000})
+    with pytest.raises(UserError, match="holds no LoRA that AuraFlowPipeline can read"):
+        family.read_lora(lora)

@@ -1,4 +1,4 @@
-"""LTX-2 with its sound, against diffusers' own transformer and pipelines, and closed formulas."""
+"""LTX-2 with its audio, against diffusers' own transformer and pipelines, and closed formulas."""
 
 import dataclasses
 import math
@@ -54,10 +54,10 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
 
 @pytest.fixture(scope="module")
 def audio_latents(sample: Sample) -> torch.Tensor:
-    """Of the sounds of three clips, the last of which has none."""
+    """Of the audio of three clips, the last of which has none."""
     media = [
-        dataclasses.replace(item, audio=sound)
-        for item, sound in zip(sample.media, (tone(440, 17), tone(1000, 17), None), strict=True)
+        dataclasses.replace(item, audio=audio)
+        for item, audio in zip(sample.media, (tone(440, 17), tone(1000, 17), None), strict=True)
     ]
     encoded = sample.family.load_media_encoder(torch.float32, CPU)(media)
     assert all(torch.equal(one["latents"], row) for one, row in zip(encoded, sample.latents, strict=True))
@@ -96,13 +96,13 @@ def test_a_tone_has_the_spectrum_that_its_formula_gives(place: int) -> None:
     mel = log_mel(waveform, **SETTINGS)
     assert mel.shape == (1, 2, waveform.shape[-1] // 160 + 1, 64)
     # Of a cosine of amplitude a on a place of the transform, Hann's window leaves a N / 4 there and half of
-    # it beside: the sums of the window, and of it times a cosine of one period.
+    # it next to it: the sums of the window, and of it times a cosine of one period.
     magnitudes = {place: 0.5 * N_FFT / 4, place - 1: 0.5 * N_FFT / 8, place + 1: 0.5 * N_FFT / 8}
     for band in range(64):
         expected = sum(triangle(band, at * RATE / N_FFT) * magnitude for at, magnitude in magnitudes.items())
-        told = mel[0, :, 10, band].exp()
-        assert told[0].item() == pytest.approx(max(expected, 1e-5), rel=2e-3, abs=2e-5)
-        assert told[1].item() == pytest.approx(max(expected / 2, 1e-5), rel=2e-3, abs=2e-5)
+        found = mel[0, :, 10, band].exp()
+        assert found[0].item() == pytest.approx(max(expected, 1e-5), rel=2e-3, abs=2e-5)
+        assert found[1].item() == pytest.approx(max(expected / 2, 1e-5), rel=2e-3, abs=2e-5)
 
 
 def test_noise_has_the_spectrum_of_another_implementation_and_silence_the_smallest() -> None:
@@ -119,7 +119,7 @@ def test_noise_has_the_spectrum_of_another_implementation_and_silence_the_smalle
 
 
 @pytest.mark.parametrize(("num_frames", "fps"), [(9, 24.0), (17, 24.0), (25, 25.0), (33, 30.0), (17, 12.5)])
-def test_a_clip_has_as_many_latents_of_sound_as_the_pipeline_draws(
+def test_a_clip_has_as_many_latents_of_audio_as_the_pipeline_generates(
     sample: Sample, num_frames: int, fps: float
 ) -> None:
     family, samples = sample.family, round(num_frames / fps * RATE)
@@ -144,12 +144,12 @@ def test_clips_that_are_too_short_for_a_spectrogram_are_refused(sample: Sample) 
         sample.family.audio_latents_shape(9, 9 * RATE / 512)
 
 
-def test_latents_are_those_that_the_pipeline_takes_and_silence_stands_in_for_none(
+def test_latents_are_those_that_the_pipeline_takes_and_silence_replaces_none(
     sample: Sample, audio_latents: torch.Tensor
 ) -> None:
     pipeline = LTX2Pipeline.from_pretrained(sample.family.folder.path)
     silence = Audio.silent(AudioFormat(sample_rate=RATE, num_channels=2), 17 / 24)
-    waveforms = torch.stack([sound.waveform for sound in (tone(440, 17), tone(1000, 17), silence)])
+    waveforms = torch.stack([audio.waveform for audio in (tone(440, 17), tone(1000, 17), silence)])
     settings = SETTINGS | {"num_bands": 16}
     with torch.no_grad():
         latents = pipeline.audio_vae.encode(log_mel(waveforms, **settings)).latent_dist.mode()
@@ -164,8 +164,8 @@ def test_of_the_latents_that_the_encoder_makes_the_last_is_left_out_where_it_is_
 ) -> None:
     audio_vae = LTX2Pipeline.from_pretrained(sample.family.folder.path).audio_vae
     # A tone that begins late, so that no latent is like another.
-    sound = tone(440, 9)
-    late = dataclasses.replace(sound, waveform=sound.waveform * torch.linspace(0, 1, 6000))
+    audio = tone(440, 9)
+    late = dataclasses.replace(audio, waveform=audio.waveform * torch.linspace(0, 1, 6000))
     with torch.no_grad():
         made = audio_vae.encode(
             log_mel(late.waveform[None], **SETTINGS | {"num_bands": 16})
@@ -179,13 +179,13 @@ def test_of_the_latents_that_the_encoder_makes_the_last_is_left_out_where_it_is_
     assert not torch.allclose(expected[:, 1:], expected[:, :-1], atol=1e-2)
 
 
-def test_what_is_kept_of_clips_is_named_by_what_makes_their_sound(sample: Sample) -> None:
-    apart = LTX2(sample.family.folder)
-    ours, without = (one.media_encoder_id(torch.float32) for one in (sample.family, apart))
+def test_what_is_kept_of_clips_is_named_by_what_makes_their_audio(sample: Sample) -> None:
+    silent = LTX2(sample.family.folder)
+    ours, without = (one.media_encoder_id(torch.float32) for one in (sample.family, silent))
     assert ours.startswith(without)
     assert sample.family.folder.fingerprint("audio_vae") in ours
     assert sample.family.folder.fingerprint("audio_vae") not in without
-    (encoded,) = apart.load_media_encoder(torch.float32, CPU)(sample.media[:1])
+    (encoded,) = silent.load_media_encoder(torch.float32, CPU)(sample.media[:1])
     assert "audio_latents" not in encoded
 
 
@@ -194,7 +194,7 @@ GATES = ("temb_ca_gate", "temb_ca_audio_gate")
 
 
 def as_ltx_core_modulates(
-    transformer: Any, timestep: torch.Tensor, sound: dict[str, Any]
+    transformer: Any, timestep: torch.Tensor, streams: dict[str, Any]
 ) -> tuple[Any, Any, torch.Tensor]:
     """The transformer's own forward: by levels of its own, but for gates, which are by those of the other."""
     kept: list[dict[str, torch.Tensor]] = []
@@ -206,11 +206,11 @@ def as_ltx_core_modulates(
         return given, named | kept[0]
 
     hook = transformer.transformer_blocks[0].register_forward_pre_hook(keep, with_kwargs=True)
-    forward(transformer, timestep, sound | {"use_cross_timestep": True}, isolate_modalities=False)
+    forward(transformer, timestep, streams | {"use_cross_timestep": True}, isolate_modalities=False)
     hook.remove()
     blocks = transformer.transformer_blocks
     hooks = [block.register_forward_pre_hook(put, with_kwargs=True) for block in blocks]
-    found = forward(transformer, timestep, sound | {"use_cross_timestep": False}, isolate_modalities=False)
+    found = forward(transformer, timestep, streams | {"use_cross_timestep": False}, isolate_modalities=False)
     for hook in hooks:
         hook.remove()
     return found
@@ -224,22 +224,22 @@ def test_model_fn_equals_the_transformers_own_forward_of_both(
 ) -> None:
     transformer = build().transformer
     timestep = torch.tensor([200.0, 700.0])
-    sound = some_audio(transformer, 1) | {"use_cross_timestep": True}
-    sound["audio_encoder_hidden_states"] = sound["audio_encoder_hidden_states"][:, :1].repeat(1, 7, 1)
+    streams = some_audio(transformer, 1) | {"use_cross_timestep": True}
+    streams["audio_encoder_hidden_states"] = streams["audio_encoder_hidden_states"][:, :1].repeat(1, 7, 1)
     sigma = torch.tensor([200.0, 700.0]) if audio_level is None else audio_level
-    sound |= {"audio_timestep": sigma, "audio_sigma": sigma}
-    sound["audio_encoder_attention_mask"] = (torch.arange(7) < torch.tensor([[7], [4]])).long()
+    streams |= {"audio_timestep": sigma, "audio_sigma": sigma}
+    streams["audio_encoder_attention_mask"] = (torch.arange(7) < torch.tensor([[7], [4]])).long()
     if per_token:
         timestep = timestep[:, None] * torch.rand(2, 24, generator=torch.Generator().manual_seed(1))
     if audio_level is None:
-        reference, inputs, sigma = forward(transformer, timestep, sound, isolate_modalities=False)
+        reference, inputs, sigma = forward(transformer, timestep, streams, isolate_modalities=False)
     else:
-        reference, inputs, sigma = as_ltx_core_modulates(transformer, timestep, sound)
-    audio = sound["audio_hidden_states"].unflatten(2, (4, 4)).transpose(1, 2)
+        reference, inputs, sigma = as_ltx_core_modulates(transformer, timestep, streams)
+    audio = streams["audio_hidden_states"].unflatten(2, (4, 4)).transpose(1, 2)
 
     def both(*given: Any, **settings: Any) -> torch.Tensor:
-        clips, sounds = model_fn_ltx2(*given, **settings)
-        return torch.cat([clips.flatten(2).transpose(1, 2).flatten(1), sounds.transpose(1, 2).flatten(1)], 1)
+        clips, audios = model_fn_ltx2(*given, **settings)
+        return torch.cat([clips.flatten(2).transpose(1, 2).flatten(1), audios.transpose(1, 2).flatten(1)], 1)
 
     learned = assert_equal_under_all_flags(
         transformer,
@@ -249,7 +249,7 @@ def test_model_fn_equals_the_transformers_own_forward_of_both(
         sigma=sigma,
         frame_rate=torch.tensor([24.0, 24.0]),
         audio_latents_bclm=audio,
-        audio_prompt_embeds_bld=sound["audio_encoder_hidden_states"],
+        audio_prompt_embeds_bld=streams["audio_encoder_hidden_states"],
         audio_sigma=audio_level,
     )
     assert all(gradient is not None and gradient.any() for gradient in learned.values())
@@ -258,9 +258,9 @@ def test_model_fn_equals_the_transformers_own_forward_of_both(
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 def test_a_level_of_its_own_that_is_that_of_the_clip_changes_nothing(build: Callable[[], Any]) -> None:
     transformer = build().transformer
-    sound = some_audio(transformer, 1)
+    streams = some_audio(transformer, 1)
     sigma = torch.tensor([200.0, 700.0])
-    _, (latents, *_), _ = forward(transformer, sigma, sound)
+    _, (latents, *_), _ = forward(transformer, sigma, streams)
     prompts = {
         "prompt_embeds_bld": torch.ones(2, 7, prompt_width(transformer)),
         "audio_prompt_embeds_bld": torch.ones(2, 7, prompt_width(transformer, "audio_")),
@@ -269,7 +269,7 @@ def test_a_level_of_its_own_that_is_that_of_the_clip_changes_nothing(build: Call
         **prompts,
         "sigma": sigma,
         "frame_rate": torch.tensor([24.0, 24.0]),
-        "audio_latents_bclm": sound["audio_hidden_states"].unflatten(2, (4, 4)).transpose(1, 2),
+        "audio_latents_bclm": streams["audio_hidden_states"].unflatten(2, (4, 4)).transpose(1, 2),
     }
     with torch.no_grad():
         shared, same, other = (
@@ -280,7 +280,7 @@ def test_a_level_of_its_own_that_is_that_of_the_clip_changes_nothing(build: Call
     assert not any(map(torch.equal, shared, other))
 
 
-def test_audio_with_a_level_of_its_own_is_told_it_and_a_first_frame_has_none(
+def test_audio_with_a_level_of_its_own_gets_it_and_a_first_frame_has_none(
     sample: Sample, audio_latents: torch.Tensor
 ) -> None:
     family, model = sample.family, sample.family.load_transformer(torch.float32)
@@ -304,11 +304,11 @@ def test_audio_with_a_level_of_its_own_is_told_it_and_a_first_frame_has_none(
 
     for name in modulators:
         getattr(model, name).register_forward_hook(keep(name))
-    (told,) = transformer_calls(
+    (call,) = transformer_calls(
         model, lambda: family.predict_with_audio(model, *batch, audio_sigma=torch.tensor([0.3]))
     )
-    assert torch.equal(told["timestep"][0], modulators["av_cross_attn_video_scale_shift"])
-    assert (told["sigma"].item(), told["audio_sigma"].item(), told["audio_timestep"].item()) == (
+    assert torch.equal(call["timestep"][0], modulators["av_cross_attn_video_scale_shift"])
+    assert (call["sigma"].item(), call["audio_sigma"].item(), call["audio_timestep"].item()) == (
         *(pytest.approx(800), pytest.approx(300), pytest.approx(300)),
     )
     for name, levels in modulators.items():
@@ -326,7 +326,7 @@ def predicted(
     return sample.family.predict_with_audio(transformer, *batch)
 
 
-def test_all_that_the_model_is_told_with_sound_is_what_the_pipeline_tells_it(
+def test_all_that_the_model_gets_with_audio_is_what_the_pipeline_gives_it(
     sample: Sample, audio_latents: torch.Tensor
 ) -> None:
     family = sample.family
@@ -336,16 +336,17 @@ def test_all_that_the_model_is_told_with_sound_is_what_the_pipeline_tells_it(
     (ours,) = transformer_calls(model, lambda: family.predict_with_audio(model, *batch))
     request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
     theirs, _ = transformer_calls(model, lambda: family.sample(model, torch.float32, [request]))
-    # The pipeline gives positions beside what they come of, and a mask that hides nothing.
+    # The pipeline gives positions next to what they come of, and a mask that hides nothing.
     derived = {"video_coords", "audio_coords", "encoder_attention_mask", "audio_encoder_attention_mask"}
-    told = {name for name, value in ours.items() if len(numbers(value))}
+    given = {name for name, value in ours.items() if len(numbers(value))}
     assert (
-        told - {"audio_timestep"} == {name for name, value in theirs.items() if len(numbers(value))} - derived
+        given - {"audio_timestep"}
+        == {name for name, value in theirs.items() if len(numbers(value))} - derived
     )
     assert torch.equal(ours["audio_timestep"], theirs["timestep"])
     coords = model.audio_rope.prepare_audio_coords(1, ours["audio_num_frames"], CPU)
     assert torch.equal(coords, theirs["audio_coords"])
-    for name in told - {"audio_timestep", "hidden_states", "audio_hidden_states"}:
+    for name in given - {"audio_timestep", "hidden_states", "audio_hidden_states"}:
         torch.testing.assert_close(numbers(ours[name]), numbers(theirs[name]), msg=name)
     for name in ("hidden_states", "audio_hidden_states"):
         assert ours[name].shape == theirs[name].shape
@@ -405,22 +406,22 @@ def test_a_released_model_gets_a_lora_on_either_stream_and_between_them(tmp_path
             model, family.default_target_modules, unused_modules=family.unused_modules(model)
         )
         assert len(layers) == 48 * num_attentions * 4
-    # A clip of the pipeline's default size: 25 latents of sound a second.
+    # A clip of the pipeline's default size: 25 latents of audio a second.
     assert family.audio_latents_shape(121, 24.0) == (8, 126, 16)
 
 
-def test_streams_hear_each_other_where_sound_is_learned(sample: Sample, audio_latents: torch.Tensor) -> None:
+def test_streams_hear_each_other_where_audio_is_learned(sample: Sample, audio_latents: torch.Tensor) -> None:
     transformer = sample.family.load_transformer(torch.float32)
     with torch.no_grad():
-        clips, sounds = predicted(sample, transformer, audio_latents)
+        clips, audios = predicted(sample, transformer, audio_latents)
         others, _ = predicted(sample, transformer, audio_latents.roll(1, 0))
-        apart = sample.family.predict(transformer, sample.latents, SIGMA, sample.conditioning)
-    assert (clips.shape, sounds.shape) == (sample.latents.shape, audio_latents.shape)
+        separate = sample.family.predict(transformer, sample.latents, SIGMA, sample.conditioning)
+    assert (clips.shape, audios.shape) == (sample.latents.shape, audio_latents.shape)
     assert not torch.allclose(clips, others, atol=1e-4)
-    assert not torch.allclose(clips, apart, atol=1e-4)
+    assert not torch.allclose(clips, separate, atol=1e-4)
 
 
-def test_a_clip_that_starts_from_a_picture_has_its_sound_at_the_noise_level_of_the_rest(
+def test_a_clip_that_starts_from_an_image_has_its_audio_at_the_noise_level_of_the_rest(
     sample: Sample, audio_latents: torch.Tensor
 ) -> None:
     family, start = sample.family, picture(128, 64, 40)
@@ -447,7 +448,7 @@ def test_a_clip_that_starts_from_a_picture_has_its_sound_at_the_noise_level_of_t
 @pytest.mark.parametrize(
     ("build", "rate", "gates"), [(tiny, 24000, ()), (ltx_2_3, 48000, ("to_gate_logits",))], ids=BUILDS
 )
-def test_a_preview_sounds_as_the_pipeline_has_it(
+def test_a_preview_has_audio_as_the_pipeline_has_it(
     build: Callable[[], Any], rate: int, gates: tuple[str, ...], tmp_path: Path
 ) -> None:
     sample = build_sample("ltx2", tmp_path, build)
@@ -461,11 +462,11 @@ def test_a_preview_sounds_as_the_pipeline_has_it(
     calls = transformer_calls(
         transformer, lambda: both.extend(family.sample(transformer, torch.float32, requests))
     )
-    # A step has two prompts at once, and the streams kept apart; of LTX-2.3 also a block without attention.
+    # A step has two prompts at once, and the streams kept separate; in 2.3 also a block without attention.
     assert len(calls) == 2 * 2 * (2 + len(gates))
     assert family.target_sets["attention"] == ("to_q", "to_k", "to_v", "to_out.0", *gates)
-    drawn, still = both
-    assert isinstance(drawn, ClipWithAudio)
+    generated, still = both
+    assert isinstance(generated, ClipWithAudio)
     assert isinstance(still, list)
     pipeline = LTX2Pipeline.from_pretrained(tmp_path)
     pipeline.set_progress_bar_config(disable=True)
@@ -478,9 +479,11 @@ def test_a_preview_sounds_as_the_pipeline_has_it(
         **other_guidance(family.folder, is_guided=True),
         **request.call_arguments(),
     )
-    assert [frame.tobytes() for frame in drawn.frames] == [frame.tobytes() for frame in expected.frames[0]]
-    torch.testing.assert_close(drawn.audio.waveform, expected.audio[0], rtol=1e-4, atol=1e-6)
-    assert drawn.audio.sample_rate == pipeline.vocoder.config.output_sampling_rate == rate
-    # 25 latents a second, of which the first stands for one frame of the spectrogram, the others for four.
-    assert drawn.audio.waveform.shape == (2, (4 * round(9 / 12 * 25) - 3) * rate // 100)
-    assert drawn.audio.waveform.abs().max() > 1e-3
+    assert [frame.tobytes() for frame in generated.frames] == [
+        frame.tobytes() for frame in expected.frames[0]
+    ]
+    torch.testing.assert_close(generated.audio.waveform, expected.audio[0], rtol=1e-4, atol=1e-6)
+    assert generated.audio.sample_rate == pipeline.vocoder.config.output_sampling_rate == rate
+    # 25 latents a second, of which the first is one frame of the spectrogram, the others for four.
+    assert generated.audio.waveform.shape == (2, (4 * round(9 / 12 * 25) - 3) * rate // 100)
+    assert generated.audio.waveform.abs().max() > 1e-3
