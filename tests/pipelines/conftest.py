@@ -8,6 +8,8 @@ import pytest
 import release_layouts as releases
 from family_sample import Sample, build_sample, families_to_test, small_edit_inputs
 
+from diffsynth_lite.pipelines import load_family
+
 Layouts = dict[str, tuple[str, Callable[[], Any]]]
 LAYOUTS: Layouts = {
     "flux2 klein": ("flux2", releases.klein),
@@ -42,6 +44,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_of_one = hasattr(metafunc.module, "FAMILY") or hasattr(metafunc.module, "sample")
     if "sample" in metafunc.fixturenames and not is_of_one:
         names = families_to_test(metafunc.config)
+        if only := metafunc.definition.get_closest_marker("families"):
+            names = [name for name in names if only.args[0](name, load_family(name))]
         is_marked = metafunc.definition.get_closest_marker("further_layouts")
         layouts = LAYOUTS | FURTHER_LAYOUTS if is_marked else LAYOUTS
         chosen = [layout for layout, (family, _) in layouts.items() if family in names]

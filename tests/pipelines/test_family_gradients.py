@@ -222,12 +222,11 @@ def test_every_adapter_gets_a_gradient(sample: Sample, transformer: torch.nn.Mod
     assert [name for name, gradient in gradients.items() if gradient is None] == []
 
 
+@pytest.mark.families(lambda _, family: family.unused_in_last_block)
 def test_layers_dropped_in_the_last_block_would_get_no_gradient(sample: Sample) -> None:
     family = sample.family
     transformer = family.load_transformer(torch.float32)
     unused = family.unused_modules(transformer)
-    if not unused:
-        pytest.skip("the last block has no layer that nobody uses")
     for name in unused:
         transformer.get_submodule(name).requires_grad_(True)
     used = blocks_of(transformer, family.block_lists)[0]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_names import CONVERTED, TAKEN, updates_in_comfyui
-from diffusers import UNet2DConditionModel
 from family_sample import (
     SIGMA,
     Sample,
@@ -42,7 +41,7 @@ from diffsynth_lite.lora.conversion import FamilyNames, convert, spelled
 from diffsynth_lite.lora.kinds import Dora, Lokr
 from diffsynth_lite.lora.reading import contents_of, known_pairs, read_contents
 from diffsynth_lite.lora.updates import LoraPair, pairs_of
-from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
 from diffsynth_lite.pipelines.base.composite import split_adapter
 from diffsynth_lite.training.lora_file import export_lora
 
@@ -66,46 +65,52 @@ def whole_weights(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("layout", ["diffusers", "original"])
-def test_a_lora_on_all_layers_comes_to_them(sample: Sample, layout: str) -> None:
-    if not sample.family.lora_layers:
-        pytest.skip("a family elsewhere, which says nothing of other programs' files")
-    (component,) = sample.family.trainable[:1]
-    model = sample.family.parts_of(sample.family.load_transformer(torch.float32))[component]
-    layers = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
-    ]
-    weights = {f"{name}.weight": model.get_submodule(name).weight.detach() for name in layers}
-    if layout == "diffusers":
-        tensors = whole_weights(weights, f"{component}.")
-    elif sample.name == "sana" or isinstance(model, UNet2DConditionModel):
-        pytest.skip(
-            "no file has a LoRA in these names; those of a small UNet are not those of the released one"
-        )
-    else:
-        original = original_layout(model) or {}
-        modules = {
-            name: weight
-            for name, weight in original.items()
-            if name.endswith("weight") and weight.ndim > 1 and name not in TABLES
-        }
-        tensors = whole_weights(modules, "diffusion_model.")
+def weights_of_layers(sample: Sample) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model of a family, and the weights of its layers by their names."""
+    family = sample.family
+    model = family.parts_of(family.load_transformer(torch.float32))[family.trainable[0]]
+    kinds = nn.Linear | nn.Conv2d | nn.Conv3d
+    layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    return model, {f"{name}.weight": model.get_submodule(name).weight.detach() for name in layers}
+
+
+@pytest.mark.families(lambda _, family: family.lora_layers)
+def test_a_lora_on_all_layers_comes_to_them_by_diffusers_names(sample: Sample) -> None:
+    _, weights = weights_of_layers(sample)
+    tensors = whole_weights(weights, f"{sample.family.trainable[0]}.")
+    assert_comes_to_layers(sample, tensors, weights)
+
+
+# No file has a LoRA in Sana's original names, and those of a small UNet are not those of the released one.
+@pytest.mark.families(lambda name, family: family.lora_layers and name not in ("sana", "sdxl"))
+def test_a_lora_on_all_layers_comes_to_them_by_the_original_names(sample: Sample) -> None:
+    model, weights = weights_of_layers(sample)
+    original = {
+        name: weight
+        for name, weight in (original_layout(model) or {}).items()
+        if name.endswith("weight") and weight.ndim > 1 and name not in TABLES
+    }
+    assert_comes_to_layers(sample, whole_weights(original, "diffusion_model."), weights)
+
+
+def assert_comes_to_layers(sample: Sample, tensors: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    component = sample.family.trainable[0]
     pairs = known_pairs(contents_of(Path("lora.safetensors"), tensors, {}), sample.family.lora_layers)
-    assert pairs.keys() == {f"{component}.{name}" for name in layers}
+    assert pairs.keys() == {f"{component}.{name.removesuffix('.weight')}" for name in weights}
     for name, weight in weights.items():
         pair = pairs[f"{component}.{name.removesuffix('.weight')}"]
         assert torch.equal(pair.up.flatten(1) @ pair.down.flatten(1), weight.flatten(1)), name
 
 
+def has_comparable_names(name: str, _: type[ModelFamily]) -> bool:
+    """Other tests compare the names of the others in ComfyUI, which has no Sana."""
+    return name in TAKEN and name not in (*CONVERTED, "sana", "sdxl")
+
+
+@pytest.mark.families(has_comparable_names)
 def test_kohyas_names_are_those_of_comfyuis_model_but_in_two_families(sample: Sample) -> None:
     family = sample.family
     spelling, component = family.lora_spelling, family.trainable[0]
-    if sample.name not in TAKEN or spelling.is_converted_for_comfyui or spelling.is_flat:
-        pytest.skip("a family elsewhere, or one whose names in ComfyUI other tests compare")
-    if sample.name == "sana":
-        pytest.skip("not in ComfyUI")
     model = family.parts_of(family.empty_transformer())[component]
     in_comfyui = {name.removesuffix(".weight").replace(".", "_") for name in original_layout(model) or {}}
     names = {
@@ -117,9 +122,9 @@ def test_kohyas_names_are_those_of_comfyuis_model_but_in_two_families(sample: Sa
     assert spelling.comfyui_takes_kohya_names == (sample.name not in ("qwen_image_21", "z_image"))
 
 
+# Of the others diffusers reads no such files, or only with the released model's sizes.
+@pytest.mark.families(lambda name, _: name in ("flux2", "qwen_image", "wan_i2v", "z_image"))
 def test_diffusers_gives_each_layer_the_same_update_by_kohya_names(sample: Sample) -> None:
-    if sample.name not in ("flux2", "qwen_image", "wan_i2v", "z_image"):
-        pytest.skip("diffusers reads no such files of this family, or only with the released model's sizes")
     family, pipeline = sample.family, sample.fresh_pipeline()
     pairs = {}
     targets = family.default_target_modules
@@ -223,11 +228,11 @@ KINDS = {
 """One of each kind of spelling, of pipelines that load the kind and of some that do not."""
 
 
+@pytest.mark.families(lambda name, _: name in KINDS)
 def test_files_of_other_kinds_do_in_diffusers_and_in_comfyui_what_the_adapter_does(
     sample: Sample, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if (kind := KINDS.get(sample.name)) is None:
-        pytest.skip("the kinds are tried on one family of each spelling")
+    kind = KINDS[sample.name]
     family = type(sample.family)(sample.family.folder)
     model = adapted_transformer(sample, kind=kind)
     layers = adapter_settings(model)["target_modules"]
@@ -252,9 +257,7 @@ def test_files_of_other_kinds_do_in_diffusers_and_in_comfyui_what_the_adapter_do
     else:
         loaded = family.load_transformer(torch.float32)
         add_finished_lora(loaded, "read", *family.read_lora(file))
-    outputs = [
-        family.predict(one.eval(), sample.latents, SIGMA, sample.conditioning) for one in (model, loaded)
-    ]
+    outputs = [predict(sample, one.eval()) for one in (model, loaded)]
     torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
     content = load_file(file)
     for layer in layers:
@@ -304,13 +307,6 @@ NOT_TRAINED = {"sdxl": ("time_emb_proj",)}
 """Endings of linear layers of the blocks that ``all`` leaves out."""
 
 
-def set_of(sample: Sample, name: str) -> tuple[str, ...]:
-    """Those kept elsewhere need not name any."""
-    if sample.name not in family_names() and not sample.family.target_sets:
-        pytest.skip("names no sets")
-    return sample.family.target_sets[name]
-
-
 def target_layers_of(sample: Sample, model: torch.nn.Module, targets: tuple[str, ...]) -> set[str]:
     return {*find_target_layers(model, targets, unused_modules=sample.family.unused_modules(model))}
 
@@ -324,6 +320,7 @@ def linear_layers_in(model: torch.nn.Module, modules: list[str]) -> set[str]:
     }
 
 
+@pytest.mark.families(lambda _, family: family.target_sets)
 def test_the_sets_hold_all_linear_layers_of_the_blocks_and_those_of_their_attention(sample: Sample) -> None:
     family = sample.family
     model = family.empty_transformer()
@@ -333,18 +330,19 @@ def test_the_sets_hold_all_linear_layers_of_the_blocks_and_those_of_their_attent
     used = {name for name in of_blocks if not name.startswith(unused)}
     beyond = {name for name in names.values() if name.endswith(BEYOND_BLOCKS.get(sample.name, ()))}
     left_out = {name for name in used if name.endswith(NOT_TRAINED.get(sample.name, ()))}
-    every = target_layers_of(sample, model, set_of(sample, "all"))
+    every = target_layers_of(sample, model, sample.family.target_sets["all"])
     assert every == (used | beyond) - left_out
     projections = linear_layers_in(
         model, [name for module, name in names.items() if type(module).__name__.endswith("Attention")]
     )
-    assert target_layers_of(sample, model, set_of(sample, "attention")) == projections & used
+    assert target_layers_of(sample, model, sample.family.target_sets["attention"]) == projections & used
     assert target_layers_of(sample, model, family.default_target_modules) <= every
 
 
+@pytest.mark.families(lambda _, family: family.target_sets)
 @pytest.mark.parametrize("name", SETS)
 def test_every_adapter_of_a_set_learns_and_the_flags_change_nothing(sample: Sample, name: str) -> None:
-    transformer = adapted_transformer(sample, targets=set_of(sample, name))
+    transformer = adapted_transformer(sample, targets=sample.family.target_sets[name])
     velocity, gradients = velocity_and_gradients(sample, transformer)
     assert [layer for layer, gradient in gradients.items() if gradient is None or not gradient.any()] == []
     engine = engine_with((True, True))
@@ -356,25 +354,27 @@ def test_every_adapter_of_a_set_learns_and_the_flags_change_nothing(sample: Samp
             assert torch.equal(gradient, other_gradients[layer]), layer
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_a_lora_of_a_set_does_the_same_in_the_diffusers_pipeline(
-    sample: Sample, name: str, tmp_path: Path
-) -> None:
+def test_a_saved_lora_does_the_same_in_the_diffusers_pipeline(sample: Sample, tmp_path: Path) -> None:
+    """On the default layers and on those of each set."""
     family = sample.family
-    if set_of(sample, name) == family.default_target_modules:
-        pytest.skip("the default: test_a_saved_lora_does_the_same_in_the_diffusers_pipeline")
-    transformer = adapted_transformer(sample, targets=set_of(sample, name)).eval()
-    family.save_lora(tmp_path, adapter_tensors(transformer), adapter_settings(transformer))
-    assert_does_as(pairs_of(*family.read_lora(tmp_path)), transformer)
-    pipeline = sample.fresh_pipeline()
-    load_lora(pipeline, tmp_path)
-    assert_does_as(pairs_on(getattr(pipeline, *family.trained)), transformer)
-    with torch.no_grad():
-        reloaded, trained = (
-            family.predict(model, sample.latents, SIGMA, sample.conditioning)
-            for model in (getattr(pipeline, *family.trained), transformer)
-        )
-    assert torch.equal(reloaded, trained)
+    for number, targets in enumerate({family.default_target_modules, *family.target_sets.values()}):
+        transformer, folder = adapted_transformer(sample, targets=targets).eval(), tmp_path / str(number)
+        files = family.save_lora(folder, adapter_tensors(transformer), adapter_settings(transformer))
+        assert [file.name for file in files] == ["pytorch_lora_weights.safetensors"]
+        assert_does_as(pairs_of(*family.read_lora(folder)), transformer)
+        assert_does_as(family.loaded_lora(folder), transformer)
+        pipeline = sample.fresh_pipeline()
+        fresh = getattr(pipeline, *family.trained)
+        with torch.no_grad():
+            base, _ = predict(sample, fresh), load_lora(pipeline, folder)
+            assert_does_as(pairs_on(fresh), transformer)
+            reloaded, trained = predict(sample, fresh), predict(sample, transformer)
+        assert torch.equal(reloaded, trained)
+        assert not torch.allclose(base, trained, atol=1e-3)
+
+
+def predict(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:
+    return sample.family.predict(transformer, sample.latents, SIGMA, sample.conditioning)
 
 
 def test_a_lora_that_its_pipeline_reads_is_taken_for_what_its_settings_make_it(tmp_path: Path) -> None:
