@@ -49,79 +49,19 @@ def ltx_line(num_tokens: int) -> float:
     )
 
 
-def of_anima(_num_tokens: int) -> list[float]:
-    return [
-        mean_level("logit_normal", 1),  # kohya's sd-scripts, by default, and OneTrainer, of its preset
-        mean_level("uniform", 3, "bell"),  # DiffSynth-Studio
-        mean_level("uniform", 3),  # the sampler's own
-    ]
+def of(
+    density: TimestepDensity, shift: float | Callable[[int], float], weighting: LossWeighting = "none"
+) -> Callable[[int], float]:
+    """The mean level by the number of tokens, of a shift that may depend on it."""
+    return lambda num_tokens: mean_level(density, shift(num_tokens) if callable(shift) else shift, weighting)
 
 
-def of_cogvideox(_num_tokens: int) -> list[float]:
-    return [mean_level("uniform", 1)]  # diffusers' training script
+def levels_of_ideogram4(side: float) -> torch.Tensor:
+    return torch.sigmoid(math.log(side / 512) + 1.5 * torch.special.ndtri(POINTS))
 
 
-def of_ernie(_num_tokens: int) -> list[float]:
-    return [
-        mean_level("uniform", 1),  # diffusion-pipe, by default
-        mean_level("uniform", 3, "bell"),  # DiffSynth-Studio
-        mean_level("uniform", 4),  # the sampler's own
-    ]
-
-
-def of_flux(num_tokens: int) -> list[float]:
-    return [
-        mean_level("uniform", 1),  # diffusers' training scripts
-        mean_level("logit_normal", flux_line(num_tokens)),  # musubi-tuner, flux_shift
-        mean_level("uniform", 3, "bell"),  # DiffSynth-Studio
-    ]
-
-
-def of_flux2(num_tokens: int) -> list[float]:
-    return [
-        mean_level("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
-        mean_level("logit_normal", flux_line(num_tokens)),  # musubi-tuner, flux2_shift
-    ]
-
-
-def of_ideogram4(num_tokens: int) -> list[float]:
-    def levels(side: float) -> torch.Tensor:
-        return torch.sigmoid(math.log(side / 512) + 1.5 * torch.special.ndtri(POINTS))
-
-    weights = loss_weight(levels(1024), "bell")
-    return [
-        levels(16 * math.sqrt(num_tokens)).mean().item(),  # diffusers' training script and musubi-tuner
-        ((levels(1024) * weights).sum() / weights.sum()).item(),  # DiffSynth-Studio
-    ]
-
-
-def of_krea2(_num_tokens: int) -> list[float]:
-    return [
-        mean_level("uniform", 1),  # diffusers' training script
-        mean_level("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
-        mean_level("logit_normal", math.exp(1.15)),  # musubi-tuner, krea2_shift, of 1280 x 1280 pixels
-    ]
-
-
-def of_hunyuan_video(_num_tokens: int) -> list[float]:
-    return [
-        mean_level("logit_normal", 1),  # diffusion-pipe
-        mean_level("logit_normal", 7),  # musubi-tuner, docs/hunyuan_video.md
-    ]
-
-
-def of_hunyuan_video_15(_num_tokens: int) -> list[float]:
-    return [
-        mean_level("logit_normal", 3),  # Tencent's trainer, train.py
-        mean_level("logit_normal", 2),  # musubi-tuner, docs/hunyuan_video_1_5.md
-    ]
-
-
-def of_ltx(num_tokens: int) -> list[float]:
-    return [
-        mean_level("logit_normal", 1),  # diffusion-pipe and finetrainers
-        mean_level("logit_normal", ltx_line(num_tokens)),  # Lightricks' trainer for LTX-Video
-    ]
+def mean_of_ideogram4(num_tokens: int) -> float:
+    return levels_of_ideogram4(16 * math.sqrt(num_tokens)).mean().item()
 
 
 def stretched_mean(num_tokens: int) -> float:
@@ -133,93 +73,103 @@ def stretched_mean(num_tokens: int) -> float:
     return 0.9 * reflected.mean().item() + 0.1 * (1 + 1e-3) / 2
 
 
-def of_ltx2(num_tokens: int) -> list[float]:
-    ends_at_a_tenth = 1 - 0.9 * (1 - shift_sigma(POINTS, ltx_line(4096)))
-    weights = loss_weight(ends_at_a_tenth, "bell")
-    return [
-        stretched_mean(num_tokens),  # Lightricks' trainer
-        ((ends_at_a_tenth * weights).sum() / weights.sum()).item(),  # DiffSynth-Studio
-        mean_level("uniform", ltx_line(min(num_tokens, 4096))),  # the sampler's own, to the end of its line
-    ]
+def weighted_mean(levels: torch.Tensor) -> float:
+    """With the weights of DiffSynth-Studio."""
+    weights = loss_weight(levels, "bell")
+    return ((levels * weights).sum() / weights.sum()).item()
 
 
-def of_qwen(_num_tokens: int) -> list[float]:
-    return [
-        mean_level("uniform", 1),  # diffusers' training script
-        mean_level("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
-        mean_level("logit_normal", 2.2),  # musubi-tuner, docs/qwen_image.md
-    ]
+def mean_of_ltx2(_num_tokens: int) -> float:
+    """Of DiffSynth-Studio, whose levels end at a tenth."""
+    return weighted_mean(1 - 0.9 * (1 - shift_sigma(POINTS, ltx_line(4096))))
 
 
-def of_qwen_21(num_tokens: int) -> list[float]:
+def qwen_21_line(num_tokens: int) -> float:
     mu = resolution_mu(num_tokens, base_shift=0.5, max_shift=0.9, base_tokens=256, max_tokens=8192)
-    return [
-        mean_level("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
-        mean_level("uniform", math.exp(mu)),  # what it is sampled with
-    ]
+    return math.exp(mu)
 
 
-def of_sana(_num_tokens: int) -> list[float]:
-    return [
-        mean_level("uniform", 1),  # diffusers' training script
-        mean_level("logit_normal", 3),  # its own training
-    ]
-
-
-def of_sd3(_num_tokens: int) -> list[float]:
-    return [
-        mean_level("logit_normal", 3),  # diffusers' training script
-        mean_level("uniform", 1),  # kohya's sd-scripts
-        mean_level("logit_normal", 1),  # diffusion-pipe
-    ]
-
-
-def of_sdxl(_num_tokens: int) -> list[float]:
-    return [mean_level("uniform", 1)]  # diffusers' training scripts
-
-
-def of_wan(_num_tokens: int) -> list[float]:
-    return [
-        mean_level("uniform", 5, "bell"),  # DiffSynth-Studio
-        mean_level("logit_normal", 3),  # musubi-tuner, docs/wan.md
-        mean_level("logit_normal", 5),  # the same with what Wan is sampled with at 720p
-    ]
-
-
-def of_z_image(_num_tokens: int) -> list[float]:
-    return [
-        mean_level("uniform", 6),  # diffusers' training script, of the base model
-        mean_level("uniform", 3, "bell"),  # DiffSynth-Studio
-        mean_level("logit_normal", 2),  # musubi-tuner, docs/zimage.md
-    ]
-
-
-REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
-    "anima": of_anima,
-    "chroma": of_flux,
-    "cogvideox": of_cogvideox,
-    "ernie_image": of_ernie,
-    "flux": of_flux,
-    "flux2": of_flux2,
-    "flux_fill": of_flux,
-    "flux_kontext": of_flux,
-    "ideogram4": of_ideogram4,
-    "krea2": of_krea2,
-    "hunyuan_video": of_hunyuan_video,
-    "hunyuan_video_15": of_hunyuan_video_15,
-    "ltx2": of_ltx2,
-    "ltx_video": of_ltx,
-    "qwen_image": of_qwen,
-    "qwen_image_21": of_qwen_21,
-    "qwen_image_edit": of_qwen,
-    "qwen_image_layered": of_qwen,
-    "sana": of_sana,
-    "sd3": of_sd3,
-    "sdxl": of_sdxl,
-    "wan": of_wan,
-    "wan_i2v": of_wan,
-    "wan_vace": of_wan,
-    "z_image": of_z_image,
+FLUX = (
+    of("uniform", 1),  # diffusers' training scripts
+    of("logit_normal", flux_line),  # musubi-tuner, flux_shift
+    of("uniform", 3, "bell"),  # DiffSynth-Studio
+)
+QWEN_IMAGE = (
+    of("uniform", 1),  # diffusers' training script
+    of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
+    of("logit_normal", 2.2),  # musubi-tuner, docs/qwen_image.md
+)
+WAN = (
+    of("uniform", 5, "bell"),  # DiffSynth-Studio
+    of("logit_normal", 3),  # musubi-tuner, docs/wan.md
+    of("logit_normal", 5),  # the same with what Wan is sampled with at 720p
+)
+REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
+    **dict.fromkeys(("chroma", "flux", "flux_fill", "flux_kontext"), FLUX),
+    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_layered"), QWEN_IMAGE),
+    **dict.fromkeys(("wan", "wan_i2v", "wan_vace"), WAN),
+    "anima": (
+        of("logit_normal", 1),  # kohya's sd-scripts, by default, and OneTrainer, of its preset
+        of("uniform", 3, "bell"),  # DiffSynth-Studio
+        of("uniform", 3),  # the sampler's own
+    ),
+    "cogvideox": (of("uniform", 1),),  # diffusers' training script
+    "ernie_image": (
+        of("uniform", 1),  # diffusion-pipe, by default
+        of("uniform", 3, "bell"),  # DiffSynth-Studio
+        of("uniform", 4),  # the sampler's own
+    ),
+    "flux2": (
+        of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
+        of("logit_normal", flux_line),  # musubi-tuner, flux2_shift
+    ),
+    "hunyuan_video": (
+        of("logit_normal", 1),  # diffusion-pipe
+        of("logit_normal", 7),  # musubi-tuner, docs/hunyuan_video.md
+    ),
+    "hunyuan_video_15": (
+        of("logit_normal", 3),  # Tencent's trainer, train.py
+        of("logit_normal", 2),  # musubi-tuner, docs/hunyuan_video_1_5.md
+    ),
+    "ideogram4": (
+        mean_of_ideogram4,  # diffusers' training script and musubi-tuner
+        lambda _: weighted_mean(levels_of_ideogram4(1024)),  # DiffSynth-Studio
+    ),
+    "krea2": (
+        of("uniform", 1),  # diffusers' training script
+        of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
+        of("logit_normal", math.exp(1.15)),  # musubi-tuner, krea2_shift, of 1280 x 1280 pixels
+    ),
+    "ltx2": (
+        stretched_mean,  # Lightricks' trainer
+        mean_of_ltx2,
+        of(
+            "uniform", lambda num_tokens: ltx_line(min(num_tokens, 4096))
+        ),  # the sampler's own line, to its end
+    ),
+    "ltx_video": (
+        of("logit_normal", 1),  # diffusion-pipe and finetrainers
+        of("logit_normal", ltx_line),  # Lightricks' trainer for LTX-Video
+    ),
+    "qwen_image_21": (
+        of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
+        of("uniform", qwen_21_line),  # what it is sampled with
+    ),
+    "sana": (
+        of("uniform", 1),  # diffusers' training script
+        of("logit_normal", 3),  # its own training
+    ),
+    "sd3": (
+        of("logit_normal", 3),  # diffusers' training script
+        of("uniform", 1),  # kohya's sd-scripts
+        of("logit_normal", 1),  # diffusion-pipe
+    ),
+    "sdxl": (of("uniform", 1),),  # diffusers' training scripts
+    "z_image": (
+        of("uniform", 6),  # diffusers' training script, of the base model
+        of("uniform", 3, "bell"),  # DiffSynth-Studio
+        of("logit_normal", 2),  # musubi-tuner, docs/zimage.md
+    ),
 }
 
 RELEASES = [(name, release) for name in family_names() for release in releases_of(name)]
@@ -230,8 +180,9 @@ RECIPES = [
 ]
 
 
-def require_within(mean: float, references: Sequence[float]) -> None:
+def require_within(mean: float, name: str, num_tokens: int) -> None:
     # One reference is exact; several span what is usual.
+    references = [reference(num_tokens) for reference in REFERENCES[name]]
     assert min(references) - 1e-4 <= mean <= max(references) + 1e-4
 
 
@@ -239,9 +190,7 @@ def require_within(mean: float, references: Sequence[float]) -> None:
 def test_the_family_default_is_within_what_others_train(name: str, release: Release, tmp_path: Path) -> None:
     family = load_family(name)(write_release(release, tmp_path))
     shape = family.latents_shape(*release.size)
-    require_within(
-        mean_level("uniform", family.family_shift(shape)), REFERENCES[name](family.num_tokens(shape))
-    )
+    require_within(mean_level("uniform", family.family_shift(shape)), name, family.num_tokens(shape))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -253,7 +202,7 @@ def test_a_recipe_is_within_what_others_train(path: Path, tmp_path: Path) -> Non
     levels = build_noise_levels(config, family)
     shape = family.latents_shape(*config.data.first_size, max(frame_counts_of(config, family)))
     mean = sum(part * shares.mean for part, shares in levels.shares(shape))
-    require_within(mean, REFERENCES[name](family.num_tokens(shape)))
+    require_within(mean, name, family.num_tokens(shape))
 
 
 def test_the_recipe_of_ltx2_has_the_noise_levels_of_its_authors(tmp_path: Path) -> None:

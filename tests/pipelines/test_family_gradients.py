@@ -175,6 +175,7 @@ def test_every_declared_block_is_called_through_the_engine_and_is_recomputed_and
     velocity_and_gradients(learned, transformer, engine)
     blocks = blocks_of(transformer, sample.family.block_lists) * num_forwards(sample)
     assert calls == [(block, *flags) for block in blocks]
+    assert not any("forward" in vars(block) for block in blocks)  # nothing is left on them
     report = engine.report()
     assert report.blocks_run == len(blocks) > 0
     assert report.blocks_recomputed == (len(blocks) if any(flags) else 0)

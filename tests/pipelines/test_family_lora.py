@@ -102,12 +102,8 @@ def assert_comes_to_layers(sample: Sample, tensors: dict[str, Tensor], weights: 
         assert torch.equal(pair.up.flatten(1) @ pair.down.flatten(1), weight.flatten(1)), name
 
 
-def has_comparable_names(name: str, _: type[ModelFamily]) -> bool:
-    """Other tests compare the names of the others in ComfyUI, which has no Sana."""
-    return name in TAKEN and name not in (*CONVERTED, "sana", "sdxl")
-
-
-@pytest.mark.families(has_comparable_names)
+# Other tests compare the names of the others in ComfyUI, which has no Sana.
+@pytest.mark.families(lambda name, _: name in TAKEN and name not in (*CONVERTED, "sana", "sdxl"))
 def test_kohyas_names_are_those_of_comfyuis_model_but_in_two_families(sample: Sample) -> None:
     family = sample.family
     spelling, component = family.lora_spelling, family.trainable[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_family_gradients as of_all_families
 import torch
 from diffusers import WanPipeline
 from family_sample import (
@@ -73,6 +74,15 @@ def test_the_facts_of_ti2v_come_from_its_folder(family: Wan, of_ti2v: Wan) -> No
     assert facts == [(16, 81, 16, 24), (32, 121, 24, 24)]
     with pytest.raises(UserError, match="48x32 is not divisible by 32"):
         of_ti2v.check_size(48, 32, keys="data.width, data.height")
+
+
+@pytest.mark.parametrize("name", ["wan_i2v a14b", "wan_i2v flf2v"])
+def test_models_of_images_are_run_as_by_their_own_forward(
+    sample_of: Callable[[str], Sample], name: str
+) -> None:
+    of_all_families.test_the_model_is_run_as_by_its_own_forward_to_the_last_gradient_under_all_flags(
+        sample_of(name)
+    )
 
 
 def calls_in(transformers: Sequence[torch.nn.Module | None], run: Callable[[], object]) -> list[Any]:
