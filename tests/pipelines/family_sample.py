@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import modular_pipelines
 import pytest
 import torch
+from diffusers import DiffusionPipeline, ModularPipeline
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+from diffusers.modular_pipelines.anima.before_denoise import AnimaTextConditioningStep
+from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import (
     pipeline_qwenimage_edit,
@@ -34,6 +36,7 @@ from diffsynth_lite.pipelines import (
     family_names,
     load_family,
 )
+from diffsynth_lite.pipelines.anima import without_torchvision
 
 CPU = torch.device("cpu")
 # Of different lengths, so that every family has to pad and to mask.
@@ -97,7 +100,7 @@ class Sample:
 
     def fresh_pipeline(self) -> Any:
         """The tiny pipeline as it was saved; reading an edit pipeline back would need torchvision."""
-        return modular_pipelines.called_as_others(self.build())
+        return called_as_others(self.build())
 
     def request(self, **settings: Any) -> PreviewRequest:
         """A preview of the first item, in the size of the batch."""
@@ -419,3 +422,55 @@ def assert_equal_under_all_flags(
             pair = gradient, expected[name]
             assert pair == (None, None) or torch.equal(*pair), (flags, name)
     return expected
+
+
+_READ = AnimaTextEncoderStep.__call__
+
+
+def read_pipeline(folder: Path) -> Any:
+    """What diffusers itself reads from a folder."""
+    if not (folder / "modular_model_index.json").exists():
+        return DiffusionPipeline.from_pretrained(folder)
+    pipeline = ModularPipeline.from_pretrained(str(folder))
+    pipeline.load_components()
+    return called_as_others(pipeline)
+
+
+def called_as_others(pipeline: Any) -> Any:
+    """The pipeline, whose call takes by name what it takes of a state, and the scale of its guider.
+
+    Its ``encode_prompt`` is what its blocks do with a prompt before they remove noise; the call uses the one
+    that it is given in its place.
+    """
+    if not isinstance(pipeline, ModularPipeline):
+        return pipeline
+
+    class Called(type(pipeline)):  # type: ignore[misc]
+        def encode_prompt(self, step: Any, state: Any) -> Any:
+            _READ(step, self, state)
+            return AnimaTextConditioningStep()(self, state)
+
+        def __call__(
+            self,
+            prompt: str,
+            negative_prompt: str | None = None,
+            guidance_scale: float = 4.0,
+            *,
+            width: int,
+            height: int,
+            num_inference_steps: int,
+            generator: torch.Generator,
+            output_type: str = "pil",
+        ) -> Any:
+            self.guider = self.guider.new(guidance_scale=guidance_scale, enabled=guidance_scale > 1)
+            given = {"width": width, "height": height, "generator": generator, "output_type": output_type}
+            given |= {"negative_prompt": negative_prompt, "num_inference_steps": num_inference_steps}
+            with pytest.MonkeyPatch.context() as patch, without_torchvision():
+                if "encode_prompt" in vars(self):
+                    call = lambda step, _, state: self.encode_prompt(step, state)  # noqa: E731
+                    patch.setattr(AnimaTextEncoderStep, "__call__", call)
+                return super().__call__(prompt=prompt, **given)
+
+    Called.__name__ = type(pipeline).__name__
+    pipeline.__class__ = Called
+    return pipeline

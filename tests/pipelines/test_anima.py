@@ -5,12 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import modular_pipelines
 import pytest
 import torch
 from diffusers.models.transformers import transformer_cosmos
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
-from family_sample import CPU, SIGMA, Sample, assert_equal_under_all_flags
+from family_sample import CPU, SIGMA, Sample, assert_equal_under_all_flags, read_pipeline
 from original_layouts import original_layout
 from safetensors.torch import save_file
 
@@ -94,7 +93,7 @@ def test_the_model_sees_512_rows_whatever_the_other_prompts_are(sample: Sample) 
 
 
 def test_latents_are_those_of_the_pipelines_own_encoding(sample: Sample) -> None:
-    components = modular_pipelines.read(sample.family.folder.path)
+    components = read_pipeline(sample.family.folder.path)
     pixels = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
     ours = sample.family.encode_pixels(components.vae, pixels)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import modular_pipelines
+import family_sample
 import numpy as np
 import pytest
 import torch
@@ -66,7 +66,7 @@ def read_pipeline(sample: Sample) -> Any:
 
     Not the one that was saved there: weights in other places of the memory are summed in another order.
     """
-    pipeline: Any = modular_pipelines.read(sample.family.folder.path)
+    pipeline: Any = family_sample.read_pipeline(sample.family.folder.path)
     pipeline.set_progress_bar_config(disable=True)
     if sample.family.prompt_sees_images:  # its own processor of texts and images needs torchvision
         pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)

@@ -1,8 +1,7 @@
-"""What single families have of their own: CogVideoX, ERNIE-Image, Ideogram 4, Krea 2, SD3 and Z-Image."""
+"""What single families of images have of their own: ERNIE-Image, Ideogram 4, Krea 2, SD3 and Z-Image."""
 
 import inspect
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from comfyui_names import COGVIDEOX as TAKEN
 from comfyui_names import updates_in_comfyui
 from diffusers import (
-    CogVideoXTransformer3DModel,
     FlowMatchEulerDiscreteScheduler,
     Ideogram4Pipeline,
     Krea2Pipeline,
@@ -42,10 +39,9 @@ from family_sample import (
 from transformers import DynamicCache, Qwen3ForCausalLM
 
 from diffsynth_lite.core.gradient import blocks_of
-from diffsynth_lite.core.noise import DiffusionPath, shift_sigma
+from diffsynth_lite.core.noise import shift_sigma
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
-from diffsynth_lite.lora.spelling import COGVIDEOX_IN_COMFYUI
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import (
     ModelFamily,
@@ -55,13 +51,10 @@ from diffsynth_lite.pipelines import (
     ideogram4,
     z_image,
 )
-from diffsynth_lite.pipelines.cogvideox import CogVideoX, model_fn_cogvideox
 from diffsynth_lite.pipelines.ernie_image import ErnieImage
 from diffsynth_lite.pipelines.krea2 import Krea2
 from diffsynth_lite.pipelines.sd3 import SD3
 from diffsynth_lite.pipelines.z_image import ZImage, model_fn_z_image
-from diffsynth_lite.releases import Release
-from diffsynth_lite.releases.cogvideox import COGVIDEOX as RELEASES
 
 
 @pytest.fixture(scope="module")
@@ -378,79 +371,3 @@ def test_z_image_turbo_is_known_by_the_shift_of_its_sampler(zimage: ZImage, tmp_
     distilled = ZImage(PipelineFolder(path=tmp_path)).distilled
     assert distilled is not None
     assert "a shift of 3, as Z-Image-Turbo's (the base model's is 6); better train the base" in distilled
-
-
-@pytest.fixture(scope="module", params=["cogvideox", "cogvideox 2b", "cogvideox 1.5"])
-def cogvideo(request: pytest.FixtureRequest, sample_of: Callable[[str], Sample]) -> Sample:
-    return sample_of(request.param)
-
-
-def test_by_twos_the_first_latent_frame_is_there_twice(cogvideo: Sample) -> None:
-    family, frames = cogvideo.family, cogvideo.latents[0].unbind(1)
-    assert isinstance(family, CogVideoX)
-    # 17 frames are 5 latent ones. By twos they are 6, of which the first two are the same.
-    assert len(frames) == (6 if family._is_1_5 else 5)
-    assert torch.equal(frames[0], frames[1]) == family._is_1_5
-    assert (family.default_num_frames, family.default_fps) == ((81, 16.0) if family._is_1_5 else (49, 8.0))
-    assert family.num_tokens(family.latents_shape(64, 32, 1)) == 2 * 4
-
-
-def test_latents_are_the_inverse_of_what_the_pipeline_decodes(cogvideo: Sample) -> None:
-    pipeline, family = cogvideo.fresh_pipeline(), cogvideo.family
-    media = cogvideo.media[:1]
-    pixels = pipeline.video_processor.preprocess_video(list(media[0].frames))
-    with torch.no_grad():
-        expected = pipeline.vae.encode(pixels).latent_dist.mode()
-    (encoded,) = family.load_media_encoder(torch.float32, CPU)(media)
-    latents = encoded["latents"][None, :, -expected.shape[2] :]
-    torch.testing.assert_close(latents / pipeline.vae_scaling_factor_image, expected)
-    with torch.no_grad():
-        assert pipeline.decode_latents(latents.transpose(1, 2)).shape == pixels.shape
-        # Of an even number of latent frames it makes more than there were: why clips have 8 k + 1 frames.
-        assert pipeline.vae.encode(pixels[:, :, :5]).latent_dist.mode().shape[2] == 2
-        assert pipeline.decode_latents(latents[:, :, :2].transpose(1, 2)).shape[2] == 8
-
-
-def test_the_last_timestep_is_pure_noise_and_the_target_is_v(cogvideo: Sample) -> None:
-    path = cogvideo.family.noise_path
-    assert isinstance(path, DiffusionPath)
-    clean, noise = torch.randn(2, 1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(path.add_noise(clean, noise, torch.ones(1)), noise)
-    assert torch.equal(path.target(clean, noise, torch.ones(1)), -clean)
-    assert path.timestep(torch.tensor([0.0, 1.0])).tolist() == [0, 999]
-    # As diffusers' training script has it: what it calls velocity of the target gives the clean latents back.
-    scheduler, timestep = cogvideo.family.load_scheduler(), torch.tensor([400])
-    level = (timestep + 0.5) / 1000
-    noisy, v = path.add_noise(clean, noise, level), path.target(clean, noise, level)
-    torch.testing.assert_close(noisy, scheduler.add_noise(clean, noise, timestep))
-    torch.testing.assert_close(scheduler.get_velocity(v, noisy, timestep), clean, rtol=0, atol=1e-5)
-
-
-def test_clips_beyond_the_table_of_places_are_refused(cogvideo: Sample) -> None:
-    cogvideo.family.check_size(160, 128, keys="data")
-    if not isinstance(cogvideo.family, CogVideoX) or not cogvideo.family._is_1_5:
-        cogvideo.family.check_size(1600, 1280, keys="data")
-        return
-    for width, height in ((176, 128), (160, 144)):
-        with pytest.raises(UserError, match=rf"data: {width}x{height}; .* of at most 160 x 128 pixels"):
-            cogvideo.family.check_size(width, height, keys="data")
-    transformer = cogvideo.fresh_pipeline().transformer
-    inputs = torch.randn(1, 16, 2, 18, 4), torch.tensor([3]), torch.randn(1, 226, 32)
-    with pytest.raises(RuntimeError, match="Sizes of tensors must match"), torch.no_grad():
-        model_fn_cogvideox(transformer, *inputs)
-
-
-@pytest.mark.parametrize(
-    ("release", "num_layers"),
-    list(zip(RELEASES, (245, 341, 342), strict=True)),
-    ids=[release.hub_id for release in RELEASES],
-)
-def test_comfyui_has_each_linear_layer_of_a_release(release: Release, num_layers: int) -> None:
-    with torch.device("meta"):
-        model = CogVideoXTransformer3DModel(**release.components["transformer"].config)
-    layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    keys = {COGVIDEOX_IN_COMFYUI.key(f"transformer.{layer}") for layer in layers}
-    assert len(keys) == len(layers) == num_layers
-    # Of 1.0 it is a convolution.
-    convolutions = set() if model.config.patch_size_t else {"diffusion_model.patch_embed.proj"}
-    assert {re.sub(r"\.\d+\.", ".*.", key) for key in keys} == set(TAKEN) - convolutions
