@@ -139,19 +139,19 @@ def small_edit_inputs() -> Iterator[None]:
         yield
 
 
-def picture(width: int, height: int, quality: int) -> Image.Image:
+def mandelbrot(width: int, height: int, quality: int) -> Image.Image:
     return Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), quality).convert("RGB")
 
 
 def clip(width: int, height: int, num_frames: int, quality: int) -> tuple[Image.Image, ...]:
-    return tuple(picture(width, height, quality + frame) for frame in range(num_frames))
+    return tuple(mandelbrot(width, height, quality + frame) for frame in range(num_frames))
 
 
 def layers_of(width: int, height: int, quality: int) -> tuple[Image.Image, ...]:
     """An opaque one, and one through which it is seen."""
-    above = picture(width, height, quality + 1).convert("RGBA")
-    above.putalpha(picture(width, height, quality + 2).convert("L"))
-    return picture(width, height, quality).convert("RGBA"), above
+    above = mandelbrot(width, height, quality + 1).convert("RGBA")
+    above.putalpha(mandelbrot(width, height, quality + 2).convert("L"))
+    return mandelbrot(width, height, quality).convert("RGBA"), above
 
 
 def hole(width: int, height: int, place: int) -> Image.Image:
@@ -181,7 +181,7 @@ def build_media(family: ModelFamily) -> list[Media]:
 
 def inputs_of(family: ModelFamily, place: int) -> tuple[Image.Image, ...]:
     """Images to edit: two of different sizes, where the family takes several."""
-    images = picture(100, 68, 20 + place), picture(68, 90, 30 + place)
+    images = mandelbrot(100, 68, 20 + place), mandelbrot(68, 90, 30 + place)
     return images if family.max_inputs is None else images[:1]
 
 
@@ -245,7 +245,7 @@ def items_with_images(sample: Sample) -> Iterator[Sample]:
         given = (
             {"inputs": inputs_of(family, 0)}
             if kind == "edit"
-            else {"first_frame": picture(*item.frames[0].size, 40)}
+            else {"first_frame": mandelbrot(*item.frames[0].size, 40)}
         )
         changed = replace(item, **given)
         (tensors,) = family.load_media_encoder(torch.float32, CPU)([changed])

@@ -25,8 +25,8 @@ from family_sample import (
     encode_sample,
     items_with_images,
     longest_prompts,
+    mandelbrot,
     numbers,
-    picture,
     transformer_calls,
 )
 from PIL.Image import Image
@@ -408,7 +408,7 @@ def requests_of(sample: Sample, scale: float) -> Iterator[PreviewRequest]:
     request = sample.request(num_inference_steps=2, guidance_scale=scale, seed=5)
     yield request
     if not request.inputs and {"edit", "image_to_video"} & set(sample.family.record_kinds):
-        yield dataclasses.replace(request, inputs=(picture(100, 80, 20),))
+        yield dataclasses.replace(request, inputs=(mandelbrot(100, 80, 20),))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from family_sample import (
     encode_texts,
     gradients,
     hole,
-    picture,
+    mandelbrot,
     transformer_calls,
 )
 from PIL import Image
@@ -36,7 +36,7 @@ from diffsynth_lite.releases.flux import FLUX, FLUX_FILL
 FAMILY = "flux"
 
 
-ITEM = Media(frames=(picture(64, 32, 10),), inpaint_mask=(hole(64, 32, 1),))
+ITEM = Media(frames=(mandelbrot(64, 32, 10),), inpaint_mask=(hole(64, 32, 1),))
 
 
 ROWS, COLUMNS = 2, 4  # tokens of an image of 64 x 32 pixels
@@ -162,7 +162,7 @@ def test_training_asks_for_no_guidance_and_a_preview_for_its_own(fill: FluxFill)
 
 
 def test_a_preview_keeps_the_middle_of_its_image_undistorted(fill: FluxFill) -> None:
-    transformer, wide = fill.load_transformer(torch.float32), picture(100, 32, 20)
+    transformer, wide = fill.load_transformer(torch.float32), mandelbrot(100, 32, 20)
     middle = wide.resize((64, 32), Image.Resampling.LANCZOS, box=(18, 0, 82, 32))
     requests = [request_of_fill(fill, inputs=(given,)) for given in (wide, middle, wide.resize((64, 32)))]
     [fitted], [cut], [distorted] = fill.sample(transformer, torch.float32, requests)
@@ -192,12 +192,12 @@ def test_the_folder_of_fill_and_its_encodings_are_not_taken_for_those_of_text_to
 
 def encoded_by_kontext(kontext: Any, *inputs: Image.Image) -> dict[str, torch.Tensor]:
     (encoded,) = kontext.load_media_encoder(torch.float32, CPU)(
-        [Media(frames=(picture(64, 32, 10),), inputs=inputs)]
+        [Media(frames=(mandelbrot(64, 32, 10),), inputs=inputs)]
     )
     return encoded
 
 
-WIDE, TALL = picture(100, 52, 20), picture(40, 90, 30)
+WIDE, TALL = mandelbrot(100, 52, 20), mandelbrot(40, 90, 30)
 
 
 def test_the_size_of_an_input_is_known_before_it_is_encoded(kontext: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Pipeline
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
-from family_sample import CPU, PROMPTS, Sample, encode_texts, picture, transformer_calls
+from family_sample import CPU, PROMPTS, Sample, encode_texts, mandelbrot, transformer_calls
 from PIL import Image
 from release_layouts import klein
 
@@ -27,7 +27,7 @@ FAMILY = "flux2"
 PROMPT = "a red circle"
 
 
-WIDE, TALL = picture(110, 70, 20), picture(64, 100, 30)
+WIDE, TALL = mandelbrot(110, 70, 20), mandelbrot(64, 100, 30)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_dev_and_klein_have_prompt_encodings_of_their_own(sample_of: Callable[[s
 
 
 def encoded_inputs(family: Flux2, *inputs: Image.Image) -> dict[str, torch.Tensor]:
-    media = Media(frames=(picture(64, 32, 10),), inputs=inputs)
+    media = Media(frames=(mandelbrot(64, 32, 10),), inputs=inputs)
     (encoded,) = family.load_media_encoder(torch.float32, CPU)([media])
     return {name: tensor for name, tensor in encoded.items() if name != "latents"}
 
@@ -191,7 +191,7 @@ def test_a_preview_is_what_the_pipeline_generates_from_the_text_and_the_images(f
 def test_the_size_of_an_input_is_known_before_it_is_encoded(family: Flux2) -> None:
     assert family.max_inputs is None
     assert not family.needs_inputs
-    for given in (WIDE, TALL, picture(64, 64, 20), picture(512, 64, 20)):
+    for given in (WIDE, TALL, mandelbrot(64, 64, 20), mandelbrot(512, 64, 20)):
         width, height = family.input_size(*given.size)
         assert encoded_inputs(family, given)["input_latents_0"].shape == family.latents_shape(
             width, height, 1
@@ -211,7 +211,7 @@ def test_an_input_above_a_megapixel_is_encoded_as_by_the_pipeline(tmp_path: Path
             mid_block_add_attention=False,
         )
     family = saved(Flux2Pipeline(**tiny().components | {"vae": vae.eval()}), tmp_path)
-    given = picture(1300, 900, 20)
+    given = mandelbrot(1300, 900, 20)
     pipeline = reference(family)
     pixels: list[torch.Tensor] = []
     pipeline.prepare_image_latents = lambda images, **_settings: pixels.extend(images) or (None, None)

@@ -32,8 +32,8 @@ from family_sample import (
     encode_texts,
     gradients,
     load_lora,
+    mandelbrot,
     pairs_on,
-    picture,
     velocity_and_gradients,
 )
 from transformers import DynamicCache, Qwen3ForCausalLM
@@ -85,7 +85,7 @@ def zimage(sample_of: Callable[[str], Sample]) -> ZImage:
 def test_latents_of_ernie_are_the_inverse_of_what_the_pipeline_decodes(ernie: ErnieImage) -> None:
     """It adds another number to the variance than that of the autoencoder's file, which FLUX.2 adds."""
     pipeline = ernie_image.tiny()
-    image, vae = picture(64, 32, 10), ernie_image.tiny().vae
+    image, vae = mandelbrot(64, 32, 10), ernie_image.tiny().vae
     assert vae.config.batch_norm_eps == 1e-4
     vae.bn.running_var.mul_(1e-4)  # so that the number counts
     pixels = pipeline.image_processor.preprocess(image)

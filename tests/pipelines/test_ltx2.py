@@ -20,7 +20,7 @@ from family_sample import (
     adapted_transformer,
     clip,
     gradients,
-    picture,
+    mandelbrot,
     transformer_calls,
 )
 from release_layouts import (
@@ -142,7 +142,7 @@ def test_the_frame_rate_of_a_clip_is_kept_with_its_latents(sample: Sample) -> No
 
 
 def test_a_first_frame_is_what_the_pipeline_starts_from(sample: Sample) -> None:
-    family, start = sample.family, picture(128, 64, 40)
+    family, start = sample.family, mandelbrot(128, 64, 40)
     (encoded,) = family.load_media_encoder(torch.float32, CPU)(
         [Media(frames=clip(128, 64, 9, 10), first_frame=start)]
     )
@@ -170,7 +170,7 @@ def test_a_first_frame_is_what_the_pipeline_starts_from(sample: Sample) -> None:
 
 
 def test_a_preview_from_an_image_is_what_the_pipeline_generates(sample: Sample) -> None:
-    family, start = sample.family, picture(128, 64, 40)
+    family, start = sample.family, mandelbrot(128, 64, 40)
     request = sample.request(num_inference_steps=2, guidance_scale=3.0, seed=5)
     request = dataclasses.replace(request, inputs=(start,), num_frames=9)
     (generated,) = family.sample(family.load_transformer(torch.float32), torch.float32, [request])

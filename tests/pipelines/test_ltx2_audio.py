@@ -20,7 +20,7 @@ from family_sample import (
     build_sample,
     clip,
     engine_with,
-    picture,
+    mandelbrot,
     transformer_calls,
 )
 from held_step import assert_same_cost, step_on_cpu
@@ -125,7 +125,7 @@ def test_a_clip_has_as_many_latents_of_audio_as_the_pipeline_generates(
     family, samples = sample.family, round(num_frames / fps * RATE)
     assert family.audio_format == AudioFormat(sample_rate=RATE, num_channels=2)
     waveform = torch.randn(2, samples, generator=torch.Generator().manual_seed(0)) / 4
-    frames = (picture(64, 64, 10),) * num_frames
+    frames = (mandelbrot(64, 64, 10),) * num_frames
     item = Media(frames=frames, fps=fps, audio=Audio(waveform=waveform, sample_rate=RATE))
     (encoded,) = family.load_media_encoder(torch.float32, CPU)([item])
     shape = family.audio_latents_shape(num_frames, fps)
@@ -173,7 +173,7 @@ def test_of_the_latents_that_the_encoder_makes_the_last_is_left_out_where_it_is_
     assert made.shape == (1, 4, 10, 4)
     packed = (LTX2Pipeline._pack_audio_latents(made) - audio_vae.latents_mean) / audio_vae.latents_std
     expected = packed[:, :9].unflatten(2, (4, 4)).transpose(1, 2)[0]
-    item = Media(frames=(picture(128, 64, 10),) * 9, fps=24.0, audio=late)
+    item = Media(frames=(mandelbrot(128, 64, 10),) * 9, fps=24.0, audio=late)
     (encoded,) = sample.family.load_media_encoder(torch.float32, CPU)([item])
     torch.testing.assert_close(encoded["audio_latents"], expected)
     assert not torch.allclose(expected[:, 1:], expected[:, :-1], atol=1e-2)
@@ -285,7 +285,7 @@ def test_audio_with_a_level_of_its_own_gets_it_and_a_first_frame_has_none(
 ) -> None:
     family, model = sample.family, sample.family.load_transformer(torch.float32)
     (encoded,) = family.load_media_encoder(torch.float32, CPU)(
-        [Media(frames=clip(128, 64, 17, 10), first_frame=picture(128, 64, 40), fps=24.0)]
+        [Media(frames=clip(128, 64, 17, 10), first_frame=mandelbrot(128, 64, 40), fps=24.0)]
     )
     kept = {name: encoded[name] for name in ("first_frame_latents", "frame_rate")}
     batch = encoded["latents"][None], audio_latents[:1], torch.tensor([0.8]), [sample.first | kept]
@@ -383,7 +383,7 @@ def test_a_step_holds_what_is_counted_of_it_also_where_audio_has_a_level_of_its_
     family = sample.family
     settings = StepSettings(mixed_precision="no", dtype=torch.float32, device_type="cpu")
     (encoded,) = family.load_media_encoder(torch.float32, CPU)(
-        [Media(frames=clip(128, 64, 17, 10), first_frame=picture(128, 64, 40), fps=24.0)]
+        [Media(frames=clip(128, 64, 17, 10), first_frame=mandelbrot(128, 64, 40), fps=24.0)]
     )
     kept = {name: encoded[name] for name in ("first_frame_latents", "frame_rate")}
     inputs: dict[str, Any] = {
@@ -424,7 +424,7 @@ def test_streams_hear_each_other_where_audio_is_learned(sample: Sample, audio_la
 def test_a_clip_that_starts_from_an_image_has_its_audio_at_the_noise_level_of_the_rest(
     sample: Sample, audio_latents: torch.Tensor
 ) -> None:
-    family, start = sample.family, picture(128, 64, 40)
+    family, start = sample.family, mandelbrot(128, 64, 40)
     (encoded,) = family.load_media_encoder(torch.float32, CPU)(
         [Media(frames=clip(128, 64, 17, 10), first_frame=start, fps=24.0)]
     )

@@ -27,7 +27,7 @@ from family_sample import (
     build_media,
     build_sample,
     encode_texts,
-    picture,
+    mandelbrot,
     transformer_calls,
 )
 from PIL import Image
@@ -56,7 +56,7 @@ def conditions(tmp_path_factory: pytest.TempPathFactory) -> Sample:
 @pytest.fixture(scope="module")
 def started(conditions: Sample) -> Sample:
     """The same clips, of which the first starts from an image that is not its own."""
-    first = dataclasses.replace(conditions.media[0], first_frame=picture(128, 64, 40))
+    first = dataclasses.replace(conditions.media[0], first_frame=mandelbrot(128, 64, 40))
     (encoded,) = conditions.family.load_media_encoder(torch.float32, CPU)([first])
     latents = conditions.latents.clone()
     latents[0] = encoded.pop("latents")
@@ -156,7 +156,7 @@ def noisy_start(family: LTXVideo, start: Image.Image, sigma: float) -> tuple[tor
 def test_a_first_frame_has_the_noise_that_the_pipeline_gives_it(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = picture(128, 64, 40)
+    start = mandelbrot(128, 64, 40)
     ours, noise = noisy_start(sample.family, start, 0.5)
     pipeline = LTXImageToVideoPipeline.from_pretrained(sample.family.folder.path)
     pipeline.set_progress_bar_config(disable=True)
@@ -176,7 +176,7 @@ def test_a_first_frame_has_the_noise_of_its_autoencoder_and_of_the_pipeline(
 ) -> None:
     pipeline = build()
     pipeline.save_pretrained(tmp_path)
-    start, vae = picture(128, 64, 40), pipeline.vae
+    start, vae = mandelbrot(128, 64, 40), pipeline.vae
     ours, noise = noisy_start(LTXVideo(PipelineFolder(path=tmp_path)), start, sigma)
     with torch.no_grad():
         posterior = vae.encode(pipeline.video_processor.preprocess_video([start])).latent_dist
@@ -205,7 +205,7 @@ def test_an_autoencoder_that_denoises_while_it_decodes_is_given_how_much(
     family = LTXVideo(PipelineFolder(path=tmp_path))
     given = decoding_timesteps(monkeypatch)
     request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=0)
-    requests = [request, dataclasses.replace(request, inputs=(picture(64, 64, 5),))]
+    requests = [request, dataclasses.replace(request, inputs=(mandelbrot(64, 64, 5),))]
     family.sample(family.load_transformer(torch.float32), torch.float32, requests)
     assert given == pytest.approx([0.05, 0.05])
 
@@ -363,7 +363,7 @@ def test_a_preview_is_what_the_pipeline_of_conditions_generates(
 ) -> None:
     request = conditions.request(num_inference_steps=4, guidance_scale=scale, seed=5)
     (negative,) = encode_texts(conditions.family, "blurred")
-    images = (picture(128, 64, 40),) if starts else ()
+    images = (mandelbrot(128, 64, 40),) if starts else ()
     request = dataclasses.replace(request, negative=negative, inputs=images)
     given = {"image": images[0]} if starts else {}
     expected = call(of_conditions, guidance_scale=scale, negative_prompt="blurred", **given)
@@ -376,7 +376,7 @@ def test_previews_of_a_bf16_model_are_decoded_by_an_fp32_autoencoder(
 ) -> None:
     given = decoding_timesteps(monkeypatch)
     request = conditions.request(num_inference_steps=2, guidance_scale=3.0, seed=5)
-    requests = [request, dataclasses.replace(request, inputs=(picture(150, 150, 5),))]
+    requests = [request, dataclasses.replace(request, inputs=(mandelbrot(150, 150, 5),))]
     generated = conditions.family.sample(
         conditions.family.load_transformer(torch.bfloat16), torch.float32, requests
     )

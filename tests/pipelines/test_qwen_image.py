@@ -18,7 +18,7 @@ from family_sample import (
     assert_equal_under_all_flags,
     encode_texts,
     layers_of,
-    picture,
+    mandelbrot,
     transformer_calls,
 )
 from PIL import Image
@@ -35,7 +35,7 @@ from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 
 FAMILY = "qwen_image"
 TWO_LEVELS = torch.tensor([0.2, 0.7])
-MEDIA = Media(frames=(picture(64, 32, 10),), layers=layers_of(64, 32, 20))
+MEDIA = Media(frames=(mandelbrot(64, 32, 10),), layers=layers_of(64, 32, 20))
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_samples_of_several_lengths_are_what_the_pipeline_makes_of_each(of_21: S
 
 def test_images_are_opaque_for_2_1(of_21: Sample) -> None:
     family, pipeline = of_21.family, of_21.fresh_pipeline()
-    image = picture(64, 32, 10)
+    image = mandelbrot(64, 32, 10)
     pixels = pipeline.image_processor.preprocess(image.convert("RGBA"))
     with torch.no_grad():
         expected = pipeline._encode_vae_image(pixels.unsqueeze(2), generator=None)
@@ -210,7 +210,7 @@ def generated(
     family: QwenImageLayered, transformer: Any, num_layers: int, **changes: Any
 ) -> list[Image.Image]:
     conditioning = {"prompt_embeds": torch.ones(5, 16)}
-    request = {"conditioning": conditioning, "negative": conditioning, "inputs": (picture(96, 96, 10),)}
+    request = {"conditioning": conditioning, "negative": conditioning, "inputs": (mandelbrot(96, 96, 10),)}
     request |= {"width": 64, "height": 32, "num_inference_steps": 2, "guidance_scale": 1.0, "seed": 0}
     request |= {"num_layers": num_layers} | changes
     [layers] = family.sample(transformer, torch.float32, [PreviewRequest(**request)])
@@ -271,23 +271,23 @@ def test_layers_are_encoded_in_tiles_like_other_images() -> None:
 
 
 PROMPT = "a red circle"
-WIDE, TALL = picture(100, 52, 20), picture(40, 90, 30)
+WIDE, TALL = mandelbrot(100, 52, 20), mandelbrot(40, 90, 30)
 
 
 @pytest.fixture(scope="module", params=["qwen_image_edit", "qwen_image_edit plus"])
 def edit(request: pytest.FixtureRequest, sample_of: Callable[[str], Sample]) -> QwenImageEdit:
-    family = sample_of(request.param).edit
-    family.check_folder()
+    edit = sample_of(request.param).family
+    edit.check_folder()
     return edit
 
 
-def encoded_inputs(edit: QwenImageEdit, pictures: tuple[Image.Image, ...]) -> dict[str, torch.Tensor]:
-    media = Media(frames=(picture(64, 32, 10),), inputs=pictures)
+def encoded_inputs(edit: QwenImageEdit, images: tuple[Image.Image, ...]) -> dict[str, torch.Tensor]:
+    media = Media(frames=(mandelbrot(64, 32, 10),), inputs=images)
     (encoded,) = edit.load_media_encoder(torch.float32, CPU)([media])
     return {name: tensor for name, tensor in encoded.items() if name != "latents"}
 
 
-@pytest.mark.parametrize("one", [WIDE, TALL, picture(64, 64, 20), picture(200, 31, 20)])
+@pytest.mark.parametrize("one", [WIDE, TALL, mandelbrot(64, 64, 20), mandelbrot(200, 31, 20)])
 def test_the_size_of_an_input_is_that_of_its_latents(edit: QwenImageEdit, one: Image.Image) -> None:
     [latents] = encoded_inputs(edit, (one,)).values()
     assert latents.shape == edit.latents_shape(*edit.input_size(*one.size), 1)
@@ -311,7 +311,7 @@ def test_a_number_of_images_that_the_pipeline_cannot_take_is_refused(edit: QwenI
 
 
 def test_the_two_releases_have_encodings_of_their_own(sample_of: Callable[[str], Sample]) -> None:
-    families = [sample_of(name).edit for name in ("qwen_image_edit", "qwen_image_edit plus")]
+    families = [sample_of(name).family for name in ("qwen_image_edit", "qwen_image_edit plus")]
     assert len({edit.prompt_encoder_id(torch.float32) for edit in families}) == 2
     assert len({edit.media_encoder_id(torch.float32) for edit in families}) == 2
 

@@ -26,7 +26,7 @@ from family_sample import (
     Sample,
     build_sample,
     encode_texts,
-    picture,
+    mandelbrot,
     transformer_calls,
 )
 from release_layouts import ti2v
@@ -162,8 +162,8 @@ def test_a_clip_starts_from_the_image_that_is_named_or_its_own_first_frame(
     of_images: HunyuanVideo15, is_named: bool
 ) -> None:
     clip = Media(
-        frames=tuple(picture(64, 32, 10 + frame) for frame in range(5)),
-        first_frame=picture(64, 32, 40) if is_named else None,
+        frames=tuple(mandelbrot(64, 32, 10 + frame) for frame in range(5)),
+        first_frame=mandelbrot(64, 32, 40) if is_named else None,
     )
     start = clip.first_frame or clip.frames[0]
     (encoded,) = of_images.load_media_encoder(torch.float32, CPU)([clip])
@@ -214,7 +214,7 @@ def clips(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def started(clips: Sample) -> Sample:
     """The same clips, of which the last two start from an image, whose latents the VAE is sure of."""
     media = [clips.media[0]] + [
-        dataclasses.replace(item, first_frame=picture(128, 64, 40 + place))
+        dataclasses.replace(item, first_frame=mandelbrot(128, 64, 40 + place))
         for place, item in enumerate(clips.media[1:])
     ]
     encoded = clips.family.load_media_encoder(torch.float32, CPU)(media)
@@ -317,7 +317,7 @@ def test_clips_with_and_without_a_first_frame_share_a_batch(started: Sample) -> 
 
 def test_a_clip_of_its_first_frame_only_is_refused(clips: Sample) -> None:
     encode = clips.family.load_media_encoder(torch.float32, CPU)
-    first = picture(128, 64, 9)
+    first = mandelbrot(128, 64, 9)
     with pytest.raises(UserError, match="clip of 1 frame"):
         encode([dataclasses.replace(clips.media[0], first_frame=first, frames=(first,))])
 
@@ -325,7 +325,9 @@ def test_a_clip_of_its_first_frame_only_is_refused(clips: Sample) -> None:
 def test_a_preview_from_an_image_has_its_size_and_follows_it(clips: Sample) -> None:
     transformer = clips.family.load_transformer(torch.float32)
     request = clips.request(num_inference_steps=2, guidance_scale=2.0, seed=5)
-    requests = [dataclasses.replace(request, inputs=(picture(150, 150, quality),)) for quality in (5, 5, 60)]
+    requests = [
+        dataclasses.replace(request, inputs=(mandelbrot(150, 150, quality),)) for quality in (5, 5, 60)
+    ]
     first, again, other = clips.family.sample(transformer, torch.float32, requests)
     assert [frame.size for frame in first] == [(128, 64)] * len(clips.media[0].frames)
     assert [frame.tobytes() for frame in first] == [frame.tobytes() for frame in again]

@@ -18,7 +18,7 @@ from family_sample import (
     Sample,
     build_media,
     encode_texts,
-    picture,
+    mandelbrot,
 )
 from PIL import ImageOps
 from release_layouts import wan_of_images
@@ -107,7 +107,7 @@ def test_the_model_is_given_the_images_as_by_the_pipeline(
     release: str, has_last: bool, families: dict[str, WanI2V], prompts: list[Conditioning]
 ) -> None:
     family, pipeline = families[release], wan_of_images(release)
-    first, last = picture(64, 32, 40), picture(64, 32, 50) if has_last else None
+    first, last = mandelbrot(64, 32, 40), mandelbrot(64, 32, 50) if has_last else None
     item = dataclasses.replace(build_media(family)[0], first_frame=first, last_frame=last)
     random_state = torch.random.get_rng_state()
     (encoded,) = family.load_media_encoder(torch.float32, CPU)([item])
@@ -190,7 +190,7 @@ def test_a_clip_starts_from_its_own_first_frame_unless_the_data_names_one(
         ("a14b", {"first_frame": first}),
     ):
         encode = families[release].load_media_encoder(torch.float32, CPU)
-        changes: list[dict[str, Any]] = [{}, named, {"first_frame": picture(64, 32, 90)}]
+        changes: list[dict[str, Any]] = [{}, named, {"first_frame": mandelbrot(64, 32, 90)}]
         own, same, other = encode([dataclasses.replace(item, **change) for change in changes])
         assert own.keys() == same.keys()
         assert all(torch.equal(own[name], same[name]) for name in own), release
@@ -249,7 +249,7 @@ def test_a_preview_continues_from_its_image_as_in_training(
 ) -> None:
     family = families[release]
     transformer = family.load_transformer(torch.float32)
-    images = [picture(100, 80, 40), picture(64, 32, 50)][:num_images]
+    images = [mandelbrot(100, 80, 40), mandelbrot(64, 32, 50)][:num_images]
     request, generated = preview(prompts[0], *images), []
     calls = calls_in(
         [transformer], lambda: generated.extend(family.sample(transformer, torch.float32, [request]))

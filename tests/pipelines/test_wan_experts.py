@@ -21,7 +21,7 @@ from family_sample import (
     build_media,
     encode_texts,
     engine_with,
-    picture,
+    mandelbrot,
 )
 from PIL import Image
 from processes import group_of_one
@@ -101,7 +101,7 @@ def of_images(sample_of: Callable[[str], Sample]) -> Batch:
     """Three clips, of which the second leads to a last frame."""
     family = sample_of("wan_i2v a14b").family
     media = build_media(family)
-    media[1] = dataclasses.replace(media[1], last_frame=picture(64, 32, 60))
+    media[1] = dataclasses.replace(media[1], last_frame=mandelbrot(64, 32, 60))
     encoded = family.load_media_encoder(torch.float32, CPU)(media)
     latents = torch.stack([tensors.pop("latents") for tensors in encoded])
     prompts = encode_texts(family, *PROMPTS)
@@ -459,7 +459,9 @@ def test_a_preview_continues_from_its_image_through_both_experts(
         assert torch.equal(call["hidden_states"][0, 16:], of_images.conditioning[0]["condition_latents"])
 
 
-@pytest.mark.parametrize("images", [[picture(64, 32, 40)], [picture(64, 32, 40), picture(64, 32, 50)]])
+@pytest.mark.parametrize(
+    "images", [[mandelbrot(64, 32, 40)], [mandelbrot(64, 32, 40), mandelbrot(64, 32, 50)]]
+)
 def test_a_preview_leads_to_a_last_frame_where_it_is_given_one(
     images: list[Image.Image], of_images: Batch
 ) -> None:

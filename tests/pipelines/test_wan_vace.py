@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanVACEPipeline
-from family_sample import CPU, PROMPTS, Sample, clip, encode_texts, picture, transformer_calls
+from family_sample import CPU, PROMPTS, Sample, clip, encode_texts, mandelbrot, transformer_calls
 from PIL import Image
 
 from diffsynth_lite.lora import find_target_layers
@@ -119,7 +119,7 @@ def test_items_with_and_without_masks_train_together(sample: Sample, prompt: Con
     assert min(differences) > 1e-4
 
 
-STILL = picture(WIDTH, HEIGHT, 50)
+STILL = mandelbrot(WIDTH, HEIGHT, 50)
 
 
 GENERATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

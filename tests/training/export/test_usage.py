@@ -10,7 +10,7 @@ import release_layouts
 import torch
 from card_code import LARGEST_DIFFERENCE, difference, generated
 from diffusers import LTXPipeline, WanVACEPipeline
-from family_sample import NEGATIVE, PROMPTS, Sample, adapted_transformer, build_sample, clip, hole, picture
+from family_sample import NEGATIVE, PROMPTS, Sample, adapted_transformer, build_sample, clip, hole, mandelbrot
 from torch import nn
 
 from diffsynth_lite.data.images import black_or_white, cover
@@ -116,10 +116,10 @@ def test_what_guides_a_clip_and_what_of_it_stays_are_read_from_files(monkeypatch
     width, height, times = plain.width, plain.height, [place / 16 for place in range(plain.num_frames)]
     write_video(Path("control.mp4"), clip(96, 48, plain.num_frames + 2, 40), fps=16)
     guides = tuple(cover(frame, width, height) for frame in read_frames(Path("control.mp4"), times))
-    picture(60, 50, 20).save("input.png")
-    picture(70, 40, 30).save("control.png")
+    mandelbrot(60, 50, 20).save("input.png")
+    mandelbrot(70, 40, 30).save("control.png")
     hole(90, 60, 0).save("mask.png")
-    still = (picture(60, 50, 20),)
+    still = (mandelbrot(60, 50, 20),)
     mask = (black_or_white(cover(hole(90, 60, 0), width, height)),) * plain.num_frames
     model, pipeline = export(sample), None
     for request in (
@@ -128,7 +128,7 @@ def test_what_guides_a_clip_and_what_of_it_stays_are_read_from_files(monkeypatch
         replace(plain, inpaint_mask=mask, inputs=still),
         replace(plain, inpaint_mask=mask, control=guides),
         replace(plain, inpaint_mask=mask, control=guides, inputs=still),
-        replace(plain, num_frames=1, control=(cover(picture(70, 40, 30), width, height),)),
+        replace(plain, num_frames=1, control=(cover(mandelbrot(70, 40, 30), width, height),)),
     ):
         code = code_for(family, request)
         assert code is not None
