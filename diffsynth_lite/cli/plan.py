@@ -1,4 +1,4 @@
-"""Say what training takes of the device and of host memory, and which settings fit, before any download."""
+"""Estimate what training takes of device and host memory, and which settings fit, before any download."""
 
 import argparse
 import logging
@@ -15,18 +15,18 @@ from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import UserError
 
 if TYPE_CHECKING:
-    from diffsynth_lite.training.planning.choices import Choice, Room
-    from diffsynth_lite.training.planning.device_speed import Gpu
+    from diffsynth_lite.training.planning.choices import Choice, MemoryBudget
     from diffsynth_lite.training.planning.memory_count import MemoryCount
     from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
     from diffsynth_lite.training.planning.step import StepSettings
+    from diffsynth_lite.training.planning.step_time import Gpu
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _SPLIT = (
-    "Of each sample a process computes its part of the tokens, one of {}. Previews are counted as if it drew "
-    "alone."
+    "Of each sample a process computes one of {} parts of the tokens. Previews are counted as if each "
+    "process generated its own."
 )
 _ESTIMATED = (
     "A step of batch {:g} is estimated to take {:.2f} s on one {}: from its data sheet and the part of it "
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device-gib",
         metavar="GIB",
         type=positive_number,
-        help="memory of the device that is free for training; says which settings fit it",
+        help="memory of the device that is free for training; shows which settings fit it",
     )
     parser.add_argument(
         "--host-gib",
@@ -69,9 +69,13 @@ def run(parsed: argparse.Namespace) -> None:
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
     from diffsynth_lite.training.data_settings import plan_rules
-    from diffsynth_lite.training.planning.choices import SMALLER_FORMATS, Room, choices_of_first_format
-    from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, gpu_here, gpu_named
+    from diffsynth_lite.training.planning.choices import (
+        SMALLER_FORMATS,
+        MemoryBudget,
+        choices_of_first_format,
+    )
     from diffsynth_lite.training.planning.phases import PhaseCounter
+    from diffsynth_lite.training.planning.step_time import ASSUMED_GPU, gpu_here, gpu_named
     from diffsynth_lite.training.planning.subject import (
         counter_of,
         family_without_weights,
@@ -107,13 +111,13 @@ def run(parsed: argparse.Namespace) -> None:
         if gpu:
             samples = config.train.global_batch_size * shared / parsed.processes
             text = _ESTIMATED.format(samples, timer.seconds(settings), gpu.name)
-            apart = " What the processes exchange comes on top." if parsed.processes > 1 else ""
-            console.print(f"{text}{apart}{_preserved(preserved_share(config))}", highlight=False)
+            exchange = " What the processes exchange comes on top." if parsed.processes > 1 else ""
+            console.print(f"{text}{exchange}{_preserved(preserved_share(config))}", highlight=False)
         if device_gib is None:
             return
         # What is given is the host's, which all processes share.
         host_bytes = parsed.host_gib * _GIB / parsed.processes
-        room = Room(device=device_gib * _GIB, host=host_bytes, num_sharing=parsed.processes)
+        room = MemoryBudget(device=device_gib * _GIB, host=host_bytes, num_sharing=parsed.processes)
         formats = settings.quantize, *SMALLER_FORMATS
         found = choices_of_first_format(counter, timer.seconds, [settings], room, formats)
         if found:
@@ -136,27 +140,29 @@ def _require_processes(config: Config, num_processes: int) -> None:
     """Check that there are as many as share something."""
     shards, shared = config.memory.shard_base, config.train.context_parallel
     if shards != "no" and num_processes == 1:
-        raise UserError(f"memory.shard_base: {shards} is over several processes: say how many, --processes 8")
+        raise UserError(
+            f"memory.shard_base: {shards} needs several processes: pass their number, --processes 8"
+        )
     if num_processes % shared:
         raise UserError(
-            f"train.context_parallel: {shared} must divide the processes: say how many, --processes {shared}"
+            f"train.context_parallel: {shared} must divide the processes: pass --processes {shared}"
         )
 
 
 def _needs(count: "MemoryCount", *, num_shards: int) -> Table:
     weights, visiting = "frozen weights", "slots of streamed weights"
     if num_shards > 1:
-        weights, visiting = f"frozen weights, one of {num_shards} shards", "gathered of all shards, at most"
+        weights, visiting = f"frozen weights, 1 of {num_shards} shards", "gathered of all shards, peak"
     rows: dict[str, tuple[float, float]] = {
         weights: (count.weights, count.weights_on_host),
         visiting: (count.slots, 0),
         "LoRA": (count.lora, 0),
         "its optimizer": (count.optimizer, 0),
-        "activations and gradients, at most": (count.step.peak, count.step.host),
-        **({"exchanged of split sequences, at most": (count.exchanged, 0)} if count.exchanged else {}),
-        "together": (count.device, count.host),
+        "activations and gradients, peak": (count.step.peak, count.step.host),
+        **({"exchanged of split sequences, peak": (count.exchanged, 0)} if count.exchanged else {}),
+        "total": (count.device, count.host),
     }
-    return _table("Training steps as the config says, GiB", rows)
+    return _table("Training steps as configured, GiB", rows)
 
 
 def _print_phases(console: Console, counter: "PhaseCounter", settings: "StepSettings") -> None:
@@ -165,18 +171,20 @@ def _print_phases(console: Console, counter: "PhaseCounter", settings: "StepSett
     except UserError as error:  # steps were counted all the same
         console.print(str(error), highlight=False, markup=False, soft_wrap=True)
         return
-    console.print(_table("Each phase at most, GiB", {one.name: (one.device, one.host) for one in phases}))
+    console.print(_table("Peak of each phase, GiB", {one.name: (one.device, one.host) for one in phases}))
     console.print(_most(phases), highlight=False, soft_wrap=True)
 
 
-def _print_remedies(console: Console, phases: "PhaseCounter", settings: "StepSettings", room: "Room") -> None:
+def _print_remedies(
+    console: Console, phases: "PhaseCounter", settings: "StepSettings", room: "MemoryBudget"
+) -> None:
     """Which other phases do not fit with these settings of the steps, and what would help."""
     from diffsynth_lite.training.planning.choices import as_overrides
-    from diffsynth_lite.training.planning.remedies import remedies
+    from diffsynth_lite.training.planning.phases import remedies
 
     try:
         found = list(remedies(phases, settings, room))
-    except UserError:  # said before
+    except UserError:  # printed before
         return
     for remedy in found:
         text = f"{remedy.before.name.capitalize()} does not fit: {_sizes(remedy.before)}"
@@ -233,5 +241,5 @@ def _print_choices(
         if gpu:
             time = f"{choice.seconds:.2f} s a step, {time}"
         console.print(f"{device:.1f} GiB, {host:.1f} GiB on the host, {time}:", highlight=False)
-        changes = " ".join(choice.overrides(config)) or "as the config says"
+        changes = " ".join(choice.overrides(config)) or "as configured"
         console.print(f"  {changes}", soft_wrap=True, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""This file says what autocast has a layer compute in, also on meta, where torch has none.
+"""This file finds the dtype that autocast has a layer compute in, also on meta, where torch has none.
 
 And it has layers that read the same tensor share one cast of it.
 """
@@ -27,7 +27,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @contextmanager
 def autocast_on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Scope in which :func:`autocast_dtype` says ``dtype`` of the meta device."""
+    """Scope in which :func:`autocast_dtype` returns ``dtype`` for the meta device."""
     token = _ON_META.set(dtype)
     try:
         yield

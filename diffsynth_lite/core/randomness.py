@@ -19,12 +19,8 @@ def counter_generator(seed: int, purpose: str, position: int) -> np.random.Gener
     """Generator whose stream overlaps with that of no other position, purpose or seed.
 
     Args:
-        seed: seed of the run, any integer >= 0.
         purpose: what is drawn, such as "noise"; purposes of one position are independent.
         position: global index of what the draw is for, in [0, 2**128).
-
-    Raises:
-        ValueError: ``seed`` or ``position`` is out of range.
     """
     if seed < 0 or not 0 <= position < 2**128:
         raise ValueError(f"seed {seed} must be >= 0 and position {position} in [0, 2**128)")
@@ -62,7 +58,6 @@ def random_state_scope(device: torch.device, seed: int | None = None) -> Iterato
     Dropout has no generator argument, so its masks are decided by seeding the global state in such a scope.
 
     Args:
-        device: of the model.
         seed: set at the start of the scope; None starts from the present state.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

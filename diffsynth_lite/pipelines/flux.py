@@ -13,8 +13,8 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeli
 from PIL.Image import Image
 from transformers import CLIPTextModel, T5EncoderModel
 
-from diffsynth_lite.core.context_parallel import SequenceSplit
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind

@@ -21,8 +21,8 @@ from diffusers.pipelines.flux2.pipeline_flux2 import SYSTEM_MESSAGE, compute_emp
 from PIL.Image import Image
 from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
-from diffsynth_lite.core.context_parallel import SequenceSplit
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui

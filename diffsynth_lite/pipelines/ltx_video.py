@@ -22,8 +22,8 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import T5EncoderModel
 
-from diffsynth_lite.core.context_parallel import SequenceSplit
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import LTX_VIDEO_NAMES

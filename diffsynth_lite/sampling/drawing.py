@@ -31,7 +31,7 @@ from diffsynth_lite.training.checkpoint.resume import choices_in
 from diffsynth_lite.training.checks import bind_family, check_loading, find_blocks
 from diffsynth_lite.training.encoding.run_encoding import encode_previews
 from diffsynth_lite.training.lora_file import read_lora
-from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
+from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory, with_placeholders
 from diffsynth_lite.training.preview_requests import build_preview_requests, check_previews
 from diffsynth_lite.training.previews import (
     OUT_OF_MEMORY_ADVICE,
@@ -155,7 +155,7 @@ def draw_samples(request: SampleRequest) -> Path:
 
 def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, ModelFamily, list[_ReadLora]]:
     """Check all that can be checked before weights load, and choose what ``memory`` leaves open."""
-    config, problems = before_choice(request.config), Problems()
+    config, problems = with_placeholders(request.config), Problems()
     if not config.validation.prompts:
         problems.append("--prompt: is missing, and validation.prompts of the config is empty; give a prompt")
     problems.attempt(partial(_require_one_process, accelerator))
@@ -167,7 +167,7 @@ def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, Mo
     problems.attempt(lambda: _require_alone(loras))
     _check_loading(problems, family, config, accelerator.device)
     problems.require_none()
-    if leaves_open(request.config):
+    if needs_auto_memory(request.config):
         earlier = _earlier_choices(request.run)
         config = choose_memory(request.config, family, accelerator, earlier=earlier).config
         _check_loading(problems, family, config, accelerator.device)

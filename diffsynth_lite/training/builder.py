@@ -11,8 +11,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
-from diffsynth_lite.core.losses_apart import LossesApart
-from diffsynth_lite.core.noise import SampleLosses
+from diffsynth_lite.core.noise import LossBreakdown, SampleLosses
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
 from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream, local_bytes
@@ -283,7 +282,7 @@ def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerat
         sample_losses=SampleLosses.of_run(
             seed=config.train.seed, num_samples=config.train.steps * config.train.global_batch_size
         ),
-        losses_apart=None if are_alike and not family.with_audio else LossesApart(),
+        losses_apart=None if are_alike and not family.with_audio else LossBreakdown(),
         audio_loss_weight=config.objective.audio_loss_weight,
         own_audio_levels=config.objective.audio_noise == "own",
         learns_silence=config.data.silent_clips == "learn",

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from torch.nn.functional import huber_loss
 
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
-from diffsynth_lite.core.losses_apart import LossesApart
 from diffsynth_lite.core.noise import (
     LevelShares,
+    LossBreakdown,
     LossByTenth,
     LossWeighting,
     SampleLosses,
@@ -230,7 +230,7 @@ class DenoisingObjective:
     counts: bool = True
     loss_by_tenth: LossByTenth = field(default_factory=LossByTenth)
     sample_losses: SampleLosses = field(default_factory=SampleLosses)
-    losses_apart: LossesApart | None = None
+    losses_apart: LossBreakdown | None = None
     audio_loss_weight: float = 1.0
     own_audio_levels: bool = False
     learns_silence: bool = False
@@ -301,7 +301,7 @@ class DenoisingObjective:
         return torch.ones_like(audio.has_audio) if self.learns_silence else audio.has_audio
 
     def totals_apart(self, accelerator: Accelerator) -> torch.Tensor:
-        """The losses of the step that is ending, of all devices, as :meth:`LossesApart.take` has them.
+        """The losses of the step that is ending, of all devices, as :meth:`LossBreakdown.take` has them.
 
         Args:
             accelerator: adds up those of its processes, which all call this.

@@ -24,7 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 from diffsynth_lite import __version__
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
-from diffsynth_lite.core.joint_passes import FailedWithinPassError
+from diffsynth_lite.core.parallel import FailedWithinPassError
 from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import RunStoppedError

@@ -38,7 +38,7 @@ from diffsynth_lite.training.distributed.sharding import (
     shards_of,
 )
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
-from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
+from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory, with_placeholders
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.shortages import shortages_explained
 from diffsynth_lite.training.stopping import GracePeriod, StopRequest, remove_old_requests
@@ -280,7 +280,7 @@ def _check(config: Config, accelerator: Accelerator) -> CheckedRun:
     """Check the run before weights load; its family knows what its processes share."""
     check_sharding(config, accelerator)
     check_context(config, accelerator)
-    checked = check_run(before_choice(config), accelerator)
+    checked = check_run(with_placeholders(config), accelerator)
     checked.family.shards = shards_of(config, checked.family, accelerator)
     checked.family.context = context_of(config, checked.family, accelerator)
     return checked
@@ -289,7 +289,7 @@ def _check(config: Config, accelerator: Accelerator) -> CheckedRun:
 def with_chosen_memory(run: Run) -> Run:
     """The run with what its config leaves open of ``memory`` chosen, before anything is encoded."""
     with run.clock.stage("checks"):
-        if leaves_open(run.config):
+        if needs_auto_memory(run.config):
             earlier = from_main_process(run.accelerator, run.resume_policy.earlier_choices)
             choice = choose_memory(run.config, run.family, run.accelerator, earlier=earlier)
             run = replace(

@@ -44,7 +44,7 @@ from diffsynth_lite.training.export.lora_facts import gather_lora_facts
 from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
 from diffsynth_lite.training.lora_file import read_initial_lora
 from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
-from diffsynth_lite.training.planning.automatic import what_fits
+from diffsynth_lite.training.planning.automatic import suggest_settings
 from diffsynth_lite.training.session import Run, Start
 from diffsynth_lite.training.shortages import Workload, out_of_memory_explained, shortages_explained
 from diffsynth_lite.training.streaming import (
@@ -307,6 +307,6 @@ def memory_explained(run: Run, data: TrainingData, built: TrainingObjects) -> Ab
         workload,
         transformer,
         built.optimizer,
-        plan=partial(what_fits, config, family, run.accelerator),
+        plan=partial(suggest_settings, config, family, run.accelerator),
         slot_bytes=weights.slot_bytes,
     )

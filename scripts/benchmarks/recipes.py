@@ -32,13 +32,13 @@ from diffsynth_lite.core.gradient import KEEP
 from diffsynth_lite.training.planning.choices import (
     SMALLER_FORMATS,
     Choice,
-    Room,
+    MemoryBudget,
     choices_of_first_format,
-    treated,
+    with_strategy,
 )
-from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, gpu_named
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
+from diffsynth_lite.training.planning.step_time import ASSUMED_GPU, gpu_named
 from diffsynth_lite.training.planning.subject import (
     counter_of,
     family_without_weights,
@@ -106,8 +106,10 @@ class Needs:
     def fits(self, card: int) -> bool:
         """Whether a card, in a machine as it usually is in, has enough."""
         device, host = SHARE * card * GIB, SHARE * HOSTS[card] * GIB
-        room = Room(device=device, host=min(host, self.host_gib * GIB), offload_ratio=self.offload_ratio)
-        return all(phase.fits(device, host) for phase in self.phases) and room.holds(self.step)
+        room = MemoryBudget(
+            device=device, host=min(host, self.host_gib * GIB), offload_ratio=self.offload_ratio
+        )
+        return all(phase.fits(device, host) for phase in self.phases) and room.fits(self.step)
 
 
 @cache
@@ -155,10 +157,10 @@ def choices_row(name: str) -> dict[str, str]:
     with family_without_weights(config) as family:
         counter, settings = counter_of(config, family), step_settings(config, family)
         seconds = timer_of(config, counter, gpu_named(ASSUMED_GPU)).seconds
-        kept = seconds(treated(settings, KEEP))
+        kept = seconds(with_strategy(settings, KEEP))
         row = {"recipe": name}
         for card, host in HOSTS.items():
-            room = Room(device=SHARE * card * GIB, host=SHARE * host * GIB, offload_ratio=0.5)
+            room = MemoryBudget(device=SHARE * card * GIB, host=SHARE * host * GIB, offload_ratio=0.5)
             formats = settings.quantize, *SMALLER_FORMATS
             found = choices_of_first_format(counter, seconds, [settings], room, formats)
             cell = _proposed(found[0], kept, counter.num_blocks) if found else "nothing fits"

@@ -64,7 +64,7 @@ _ANSWER = re.compile(
     r"out of memory: CUDA out of memory\. Tried to allocate 2\.00 GiB\. "
     r"In use: (?P<weights>.*) of frozen weights, (?P<trained>.*) of the LoRA and its optimizer, "
     r"(?P<rest>.*) of activations and the rest, at the peak\. What helps most: (?P<levers>.*)\. "
-    r"By count a step takes .* of the device; .*"
+    r"A step is estimated to take .* of the device; .*"
 )
 _LEVER = re.compile(r"(?P<setting>.*) \(about (?P<size>[0-9.e+]+) (?P<unit>KiB|MiB|GiB) less\)")
 

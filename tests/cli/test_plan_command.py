@@ -27,14 +27,14 @@ def test_a_release_is_planned_from_its_numbers_alone(capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert "Counted and estimated as with train.compile=off." in printed
     assert "sana, 1024x1024, micro-batch of 1" in printed
-    names = ("slots of streamed weights", "LoRA", "its optimizer", "activations and gradients, at most")
+    names = ("slots of streamed weights", "LoRA", "its optimizer", "activations and gradients, peak")
     device = [row(printed, name)[0] for name in ("frozen weights", *names)]
-    assert row(printed, "together")[0] == pytest.approx(sum(device), abs=0.03)
+    assert row(printed, "total")[0] == pytest.approx(sum(device), abs=0.03)
     # The LoRA and its average; two moments.
     lora, optimizer = (row(printed, name)[0] for name in ("LoRA", "its optimizer"))
     assert optimizer == pytest.approx(lora, abs=0.01)
     assert lora > 0.05  # so that one without the other would be seen
-    assert row(printed, "training") == row(printed, "together")
+    assert row(printed, "training") == row(printed, "total")
     (most,) = re.findall(r"The most: (\S+) GiB on the device, while encoding prompts\.", printed)
     assert float(most) == pytest.approx(row(printed, "encoding prompts")[0], abs=0.06)
     # What the model's settings say that lies on the host, in bfloat16.
@@ -51,9 +51,9 @@ def test_a_base_that_is_sharded_is_counted_as_each_process_has_it(
         assert plan("--config", "sana_lora.yaml", *room, *settings, "validation.prompts=[]", *ANY) == 0
         told.append(capsys.readouterr().out)
     whole, sharded = told
-    weights = row(sharded, "frozen weights, one of 4 shards")
+    weights = row(sharded, "frozen weights, 1 of 4 shards")
     assert weights == [pytest.approx(row(whole, "frozen weights")[0] / 4, abs=0.02), 0]
-    assert 0 < row(sharded, "gathered of all shards, at most")[0] < row(whole, "frozen weights")[0]
+    assert 0 < row(sharded, "gathered of all shards, peak")[0] < row(whole, "frozen weights")[0]
     assert "A step of batch 1 is estimated" in sharded
     assert "What the processes exchange comes on top." in " ".join(sharded.split())
     assert "stream_blocks" not in sharded
@@ -73,12 +73,14 @@ def test_a_sample_that_processes_share_is_counted_as_each_has_it(
         room = ("model.path=black-forest-labs/FLUX.1-dev", "--gpu=H100", "lora.target_modules=attention")
         assert plan(*given, *room, "train.global_batch_size=2", "--processes=4", *settings) == 0
         told[name] = capsys.readouterr().out
-    activations = {name: row(text, "activations and gradients, at most")[0] for name, text in told.items()}
+    activations = {name: row(text, "activations and gradients, peak")[0] for name, text in told.items()}
     assert activations["ulysses"] == activations["ring"] < 0.6 * activations["alone"]
-    exchanged = [row(told[name], "exchanged of split sequences, at most")[0] for name in ("ulysses", "ring")]
+    exchanged = [row(told[name], "exchanged of split sequences, peak")[0] for name in ("ulysses", "ring")]
     assert 0 < exchanged[0] < exchanged[1]
     assert "exchanged" not in told["alone"]
-    assert "one of 2. Previews are counted as if it drew alone." in " ".join(told["ulysses"].split())
+    assert "one of 2 parts of the tokens. Previews are counted as if each process generated" in " ".join(
+        told["ulysses"].split()
+    )
     seconds = {name: float(re.findall(r"estimated to take (\S+) s", text)[0]) for name, text in told.items()}
     assert seconds["ring"] < seconds["ulysses"] < seconds["alone"]  # Ulysses attends once more in backward
     assert "A step of batch 0.5 " in told["alone"]
@@ -122,8 +124,11 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
         ("memory.stream_blocks=61", "memory.stream_blocks: 61; the model has 60 blocks"),
         ("lora.target_modules=[nothing]", "lora.target_modules: nothing match no linear layer"),
         ("--gpu=RTX 1", "--gpu RTX 1: not known; known are RTX 3060 12GB, RTX 3090,"),
-        ("memory.shard_base=all", "memory.shard_base: all is over several processes: say how many"),
-        ("train.context_parallel=2", "train.context_parallel: 2 must divide the processes: say how many"),
+        ("memory.shard_base=all", "memory.shard_base: all needs several processes: pass --processes 8"),
+        (
+            "train.context_parallel=2",
+            "train.context_parallel: 2 must divide the processes: pass --proc",
+        ),
         ("--gpu=", "--gpu : not known; known are RTX 3060 12GB, RTX 3090,"),
     ],
 )

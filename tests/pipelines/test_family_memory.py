@@ -16,7 +16,7 @@ from diffsynth_lite.core.planning.kernels import ON_ALL_DEVICES, FusedKernels
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.lora.kinds import LORA, Dora, Lokr
-from diffsynth_lite.training.planning.encoder_count import count_media_encoder, count_prompt_encoder
+from diffsynth_lite.training.planning.inference_count import count_media_encoder, count_prompt_encoder
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 

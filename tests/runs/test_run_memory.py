@@ -111,7 +111,7 @@ def test_as_few_blocks_are_streamed_as_fit_by_count(
     start = (f"output.dir={tmp_path}", "--resume", str(half_way), *settings)
 
     assert plain_run.train(*start, f"memory.device_gib={counts[1] * 0.99}") == 2
-    assert "memory.stream_blocks: auto; with all blocks streamed a step takes" in caplog.text
+    assert "memory.stream_blocks: auto; with all blocks streamed a step is estimated to take" in caplog.text
     assert plain_run.train(*start, f"memory.device_gib={sum(counts) / 2}") == 0
     assert "memory.stream_blocks: auto streams 2 of 2 blocks" in caplog.text
     assert differing(checkpoint_tensors(plain_run.folder, 4), checkpoint_tensors(tmp_path, 4)) == []
@@ -274,7 +274,7 @@ def test_a_full_device_ends_the_run_with_the_settings_that_would_help(
     assert "train.micro_batch_size: 1" in caplog.text
     assert "KiB of frozen weights" in caplog.text
     counted = (
-        r"a step takes 1\.4 MiB of the device; with model.quantize=int8 .*, in a new run, it takes 1\.2 MiB"
+        r"estimated to take 1\.4 MiB of the device; with model.quantize=int8 .*, in a new run, it takes 1\.2"
     )
     assert re.search(counted, caplog.text)
     assert tiny_run.status()["state"] == "stopped"
@@ -349,10 +349,10 @@ def test_a_format_is_chosen_where_that_is_allowed_and_nothing_fits_without_and_t
     assert "chose model.quantize: int8, " in caplog.text
     caplog.clear()
     assert tiny_run.train(*allowed, f"memory.device_gib={10 * least}") == 0
-    assert "memory.auto: model.quantize: int8 stay, as the run's first start chose" in caplog.text
+    assert "memory.auto: model.quantize: int8 stay as the run's first start chose" in caplog.text
     assert "layers_quantised" in reports(tiny_run, tiny_run.folder)[-1]
     caplog.clear()
     drawn = ("--prompt", "a red circle", "--steps", "2", "--scale", "1")
     assert main(["sample", "--lora", str(tiny_run.folder), *drawn]) == 0
-    assert "memory.auto: model.quantize: int8 stay, as the run's first start chose" in caplog.text
+    assert "memory.auto: model.quantize: int8 stay as the run's first start chose" in caplog.text
     assert re.search(r"quantised +28 layers", caplog.text)

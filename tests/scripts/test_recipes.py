@@ -13,7 +13,7 @@ from diffsynth_lite.config import load_config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy
 from diffsynth_lite.core.planning import StepCost
 from diffsynth_lite.training.planning import choices
-from diffsynth_lite.training.planning.choices import Choice, Room
+from diffsynth_lite.training.planning.choices import Choice, MemoryBudget
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.planning.step import StepSettings
 
@@ -68,7 +68,9 @@ def test_the_readme_names_the_recipe_for_each_card() -> None:
 def test_what_plan_proposes_is_the_first_format_of_which_something_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def found(_counter: object, seconds: Seconds, kinds: list[StepSettings], room: Room) -> list[Choice]:
+    def found(
+        _counter: object, seconds: Seconds, kinds: list[StepSettings], room: MemoryBudget
+    ) -> list[Choice]:
         (settings,) = kinds
         if settings.quantize == "none" or room.device < 14 * GIB:
             return []

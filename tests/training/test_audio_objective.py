@@ -7,8 +7,7 @@ import pytest
 import torch
 from diffusers.loaders import PeftAdapterMixin
 
-from diffsynth_lite.core.losses_apart import LossesApart, MeanLosses, mean_losses
-from diffsynth_lite.core.noise import FlowMatchingPath
+from diffsynth_lite.core.noise import FlowMatchingPath, LossBreakdown, MeanLosses, mean_losses
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import AudioBatch, Batch, Bucket
 from diffsynth_lite.lora import add_adapter
@@ -136,7 +135,7 @@ def expected_errors(
 
 def test_the_loss_is_that_of_the_pictures_and_weighted_that_of_the_sound_where_there_is_some() -> None:
     given, model = batch(), TwoHeads()
-    tried = objective(losses_apart=LossesApart())
+    tried = objective(losses_apart=LossBreakdown())
     loss = tried.loss(model, given)
     assert model.calls == [("both", 3)]
     video, audio = expected_errors(given, model)
@@ -168,7 +167,7 @@ def test_silence_is_learned_where_that_is_asked_for_and_a_weight_of_0_hears_with
 
 def test_pictures_of_a_family_that_makes_sound_have_the_loss_of_pictures() -> None:
     given, model = batch(audio=None), TwoHeads()
-    tried = objective(losses_apart=LossesApart())
+    tried = objective(losses_apart=LossBreakdown())
     loss = tried.loss(model, given)
     assert model.calls == [("video", 3)]
     torch.testing.assert_close(loss, expected_errors(batch(), model)[0].mean())
@@ -216,7 +215,7 @@ def test_what_is_preserved_keeps_its_sound_too_and_is_counted_apart() -> None:
     add_adapter(model, ["layer"], rank=2, alpha=2, dropout=0, seed=0)
     torch.nn.init.normal_(model.layer.lora_B["default"].weight)
     model.train()
-    tried = objective(losses_apart=LossesApart())
+    tried = objective(losses_apart=LossBreakdown())
     loss = tried.loss(model, given)
     assert model.calls == [("both", 1), ("both", 3)]
     errors = []
@@ -249,7 +248,7 @@ def test_audio_with_levels_of_its_own_has_them_from_its_own_draws_tokens_and_wei
     given, model = batch(), TwoHeads()
     assert given.audio is not None
     tried = objective(
-        own_audio_levels=True, losses_apart=LossesApart(), noise_levels=by_shape(), weighting="sigma_sqrt"
+        own_audio_levels=True, losses_apart=LossBreakdown(), noise_levels=by_shape(), weighting="sigma_sqrt"
     )
     loss = tried.loss(model, given)
     sigma, audio_sigma = moved(given.uniform, 4), moved(given.audio.uniform, 2)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from diffusers.loaders import PeftAdapterMixin
 
-from diffsynth_lite.core.losses_apart import LossesApart, MeanLosses, mean_losses
-from diffsynth_lite.core.noise import FlowMatchingPath
+from diffsynth_lite.core.noise import FlowMatchingPath, LossBreakdown, MeanLosses, mean_losses
 from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter
@@ -324,7 +323,7 @@ def loss_and_gradients(given: Batch, model: Adapted, of: DenoisingObjective) -> 
 
 def test_what_is_preserved_has_the_estimate_without_the_adapter_as_its_target() -> None:
     given = dataclasses.replace(batch(), preserved=(1,), loss_weights=torch.tensor([1.0, 0.25]))
-    model, plain, tried = adapted(), Adapted(), of_model(losses_apart=LossesApart())
+    model, plain, tried = adapted(), Adapted(), of_model(losses_apart=LossBreakdown())
     found = loss_and_gradients(given, model, tried)
     assert model.seen == [1, 2]
     assert model.training
@@ -352,7 +351,7 @@ def test_what_is_preserved_has_the_estimate_without_the_adapter_as_its_target() 
 def test_a_sample_that_processes_share_is_counted_by_one_of_them() -> None:
     given, found = batch(), {}
     for counts in (True, False):
-        of = of_model(counts=counts, losses_apart=LossesApart())
+        of = of_model(counts=counts, losses_apart=LossBreakdown())
         values = loss_and_gradients(given, adapted(), of)
         kept = [name for name, *_ in of.sample_losses.take()]
         totals = of.loss_by_tenth.take(given.latents.device), of.losses_apart.take(given.latents.device)

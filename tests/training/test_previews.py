@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageStat
 
 from diffsynth_lite import __version__
-from diffsynth_lite.core.joint_passes import FailedWithinPassError
+from diffsynth_lite.core.parallel import FailedWithinPassError
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import PreviewRequest

@@ -59,7 +59,6 @@ def put_tensors(template: Any, tensors: Sequence[Tensor]) -> Any:
 
     Args:
         template: from ``take_tensors``; it can be used any number of times.
-        tensors: as many as were taken out, in the same order.
     """
     return _replace_leaves(template, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf)
 

@@ -32,10 +32,6 @@ def intercept_blocks(
             module's ``forward`` as ``block``.
         hookless: modules in which no hook is looked for, such as the blocks where they are known: to search
             them takes longer than all else.
-
-    Raises:
-        ValueError: ``model`` has no gradient checkpointing hook and ``blocks`` is not given, or ``blocks``
-            are not modules of it.
     """
     calls = itertools.count()
 
@@ -64,12 +60,8 @@ def blocks_of(model: nn.Module, block_lists: Sequence[str]) -> list[nn.Module]:
     Nothing is computed, so ``model`` can be on the meta device.
 
     Args:
-        model: a diffusers model, not wrapped.
         block_lists: names of its module lists, such as ``("transformer_blocks",)``, or of single modules in
             one, such as ``"mid_block.resnets.1"``.
-
-    Raises:
-        ValueError: a list is missing or empty, or the class has no gradient checkpointing hook.
     """
     name = type(model).__name__
     if not getattr(model, "_supports_gradient_checkpointing", True):
@@ -101,7 +93,6 @@ def blocks_in(model: nn.Module, block_lists: Sequence[str]) -> list[nn.Module]:
 
     Args:
         model: a diffusers model, plain or wrapped for distributed training or by ``torch.compile``.
-        block_lists: names of its module lists, or of single modules in one.
     """
     model = unwrapped(model)
     found = (model.get_submodule(block_list) for block_list in block_lists)

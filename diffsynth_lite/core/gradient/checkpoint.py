@@ -1,10 +1,9 @@
 """This file runs block calls: each by its engine and strategy, in the forward pass and in its recompute."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,18 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 from diffsynth_lite.core.autocast import drop_cast
 from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
-from diffsynth_lite.core.gradient.attention import SavedAttention
 from diffsynth_lite.core.gradient.blocks import (
     blocks_in,
     find_submodule,
     intercept_blocks,
-    module_of,
     unwrapped,
 )
 from diffsynth_lite.core.gradient.engine import GradientEngine, GradientFlags
 from diffsynth_lite.core.gradient.frames import changed_in_place
 from diffsynth_lite.core.gradient.policies import BlockPolicy, BlockStrategy
-from diffsynth_lite.core.gradient.unused_matmuls import products_deferred
+from diffsynth_lite.core.gradient.recompute import RecomputeSavings
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ def gradient_checkpoint_forward(
     is the plain call. Otherwise the activations inside ``model`` are dropped and recomputed in backward;
     tensors are found in positional and keyword arguments, also in tuples, lists, dicts and dataclasses.
 
-    The engine of the ``gradient_engine`` scope adds what its policy says for a selected block. Where some
+    The engine of the ``gradient_engine`` scope adds its policy for a selected block. Where some
     blocks have another strategy, run them by ``checkpoint_blocks`` or ``block_runner``, which know the place
     of each.
 
@@ -96,8 +93,6 @@ def gradient_checkpoint_forward(
         use_gradient_checkpointing: recompute the block in backward.
         use_gradient_checkpointing_offload: recompute it, and keep its input tensors in host memory between
             forward and backward, through the engine of the ``gradient_engine`` scope.
-        *args: positional arguments of the block.
-        **kwargs: keyword arguments of the block.
 
     Raises:
         RuntimeError: in backward, when an input was changed in place after the call.
@@ -134,7 +129,7 @@ def _checkpointed(
     engine = call.engine
     engine.count(blocks_checkpointed=1)
     tensors, template = take_tensors((args, kwargs))
-    savings = _RecomputeSavings(call, strategy, block)
+    savings = RecomputeSavings(engine, strategy, block, call.unused_matmuls)
     has_run = False
 
     def run(*inputs: Tensor | _NotOffloaded) -> Any:
@@ -176,41 +171,6 @@ def _running_again() -> Iterator[None]:
         _runs_again.reset(token)
 
 
-class _RecomputeSavings:
-    """What one block call spares its recomputes: saved attention, and matrix products that nobody needs.
-
-    Compiled blocks are left alone: their calls are not seen, and the compiler fuses and drops them itself.
-    """
-
-    def __init__(self, call: BlockCall, strategy: BlockStrategy, block: Callable[..., Any]) -> None:
-        engine, module = call.engine, module_of(block)
-        self._engine = engine
-        self._attention: SavedAttention | None = None
-        self._layers: list[nn.Module] = []
-        if module is not None and engine.is_compiled(module):
-            return
-        if strategy.save_attention != "no":
-            save = partial(engine.save_attention, offload=strategy.save_attention == "park")
-            self._attention = SavedAttention(save, engine.count)
-        if module is not None and engine.skip_dead_ops and strategy.checkpoint is None:
-            found = (find_submodule(module, name) for name in call.unused_matmuls)
-            self._layers = [layer for layer in found if layer is not None]
-
-    def forward(self) -> AbstractContextManager[Any]:
-        """Scope of the forward pass."""
-        return self._attention.recording() if self._attention else nullcontext()
-
-    @contextmanager
-    def recompute(self) -> Iterator[None]:
-        """Scope of one recompute."""
-        attention = self._attention.replaying() if self._attention else nullcontext()
-        with attention, products_deferred(self._layers, self._engine.needed_matmuls, self._count):
-            yield
-
-    def _count(self, products: int) -> None:
-        self._engine.count(dead_ops_skipped=products)
-
-
 class _NotOffloaded(NamedTuple):
     """A tensor that stays on the device, with the version that it had.
 
@@ -250,16 +210,11 @@ def checkpoint_blocks(
     Args:
         model: a diffusers model, plain or wrapped for distributed training; its forward is called once.
         block_lists: names of its module lists in call order, or of single modules in one.
-        forward: ``gradient_checkpoint_forward``, or what in the end calls it.
         policy: which blocks the two switches are for; None is the policy of the ``gradient_engine`` scope.
         unused_matmuls: names of layers in the blocks, such as ``"ff.net.2"``, whose results often are needed
             by no gradient. Their matrix products wait in the recompute until something reads the result.
         by_hook: through diffusers' own hook for gradient checkpointing. Without, for classes that have none
             or whose hook drops arguments, by their ``forward``.
-
-    Raises:
-        ValueError: no block has a layer of ``unused_matmuls``; and what ``intercept_blocks`` and
-            ``block_runner`` raise.
     """
     blocks = blocks_in(model, block_lists)
     for name in unused_matmuls:
@@ -286,7 +241,7 @@ def block_runner(
     unused_matmuls: Sequence[str] = (),
     forward: Callable[..., Any] = gradient_checkpoint_forward,
 ) -> Callable[..., Any]:
-    """A ``run`` for ``intercept_blocks``: each block by ``gradient_checkpoint_forward``, as the policy says.
+    """A ``run`` for ``intercept_blocks``: each block by ``gradient_checkpoint_forward`` and the policy.
 
     Args:
         num_blocks: block calls of one forward pass.
@@ -295,14 +250,9 @@ def block_runner(
         use_gradient_checkpointing_offload: the same, for the blocks that it offloads.
         policy: None is that of the ``gradient_engine`` scope.
         unused_matmuls: as in ``checkpoint_blocks``; names that a block does not have are passed over.
-        forward: what is called with each block.
 
     Returns:
         A function for one forward pass.
-
-    Raises:
-        ValueError: the policy names blocks that do not exist, or selects none; later, more than
-            ``num_blocks`` blocks were called.
     """
     # One for the whole pass, also outside of any scope.
     engine = current_engine()

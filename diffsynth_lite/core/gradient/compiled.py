@@ -7,7 +7,7 @@ shapes share their graphs.
 All sizes of inputs are symbols from the first graph on, and two that are equal by chance are two symbols. As
 torch does it by itself, the first graph has fixed sizes and later ones fewer, or the same symbol for both: a
 block then fits several graphs, and its recompute may come to another one than its forward did (pytorch issue
-166926). So which graph a block gets depends on its call alone.
+166926). So which graph a block gets depends only on its call.
 """
 
 import time
@@ -83,7 +83,7 @@ class BlockCompiler:
     ) -> None:
         self._num_blocks, self._max_graphs = len(blocks), max_graphs
         self._num_graphs = self._num_graph_runs = 0
-        self._num_told = self._num_runs_not_compiled = 0
+        self._num_reported = self._num_runs_not_compiled = 0
         self._seconds = 0.0
         self._ran: set[int] = set()
         if not blocks:
@@ -101,7 +101,7 @@ class BlockCompiler:
 
     def new_graphs(self) -> int:
         """How many graphs there are that an earlier call has not counted."""
-        new, self._num_told = self._num_graphs - self._num_told, self._num_graphs
+        new, self._num_reported = self._num_graphs - self._num_reported, self._num_graphs
         return new
 
     def report(self) -> CompileReport:
@@ -117,14 +117,7 @@ class BlockCompiler:
         )
 
     def require_effect(self, switch: str = "compile") -> None:
-        """Check that blocks ran compiled, where some are to.
-
-        Args:
-            switch: name of the setting.
-
-        Raises:
-            IneffectiveSwitchError: none did.
-        """
+        """Check that blocks ran compiled, where some are to."""
         if self._num_blocks and not self._ran:
             raise IneffectiveSwitchError(
                 f"{switch}: on, but none of {self._num_blocks} blocks ran compiled: the model does not call "
@@ -157,7 +150,7 @@ class BlockCompiler:
                 if type(value) is Tensor:
                     torch._dynamo.mark_static(value)
             tensors, template = take_tensors((args, kwargs))
-            args, kwargs = put_tensors(template, [_alone(tensor) for tensor in tensors])
+            args, kwargs = put_tensors(template, [_unshared(tensor) for tensor in tensors])
             with self._watched(place), _symbolic_sizes(self._max_graphs, only_known=self.is_full):
                 return compiled(*args, **kwargs)
 
@@ -180,19 +173,19 @@ class BlockCompiler:
                 self._num_runs_not_compiled += 1
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _unshared(tensor: Tensor) -> Tensor:
     """A tensor of the same memory, neither a view nor at an offset in its storage.
 
     Graphs are for these, too, and a recompute gets its inputs without bases, or from host memory.
     """
-    is_alone = tensor._base is None and not tensor.storage_offset()
-    if is_alone or type(tensor) is not Tensor or tensor.is_conj() or tensor.is_neg():
+    is_unshared = tensor._base is None and not tensor.storage_offset()
+    if is_unshared or type(tensor) is not Tensor or tensor.is_conj() or tensor.is_neg():
         return tensor
-    alone: Tensor = _Alone.apply(tensor)  # type: ignore[no-untyped-call]
-    return alone
+    unshared: Tensor = _Unshared.apply(tensor)  # type: ignore[no-untyped-call]
+    return unshared
 
 
-class _Alone(torch.autograd.Function):
+class _Unshared(torch.autograd.Function):
     """The identity, for views."""
 
     @staticmethod
@@ -239,10 +232,6 @@ def _symbolic_sizes(max_graphs: int, *, only_known: bool) -> Iterator[None]:
     """Scope of one run of a block, with the settings of the compiler that graphs of blocks need.
 
     They are of the thread: backward, and recomputes with it, runs on others.
-
-    Args:
-        max_graphs: that a class of blocks may have.
-        only_known: compile nothing more.
     """
     # Here: what does not compile need not wait for it.
     from torch.fx.experimental import _config as shape_settings
@@ -250,7 +239,7 @@ def _symbolic_sizes(max_graphs: int, *, only_known: bool) -> Iterator[None]:
     settings = torch._dynamo.config
     limit = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
     with ExitStack() as scopes:
-        # Past its own limit torch would go on with plain blocks, and say so in a warning of its own alone.
+        # Past its own limit torch would go on with plain blocks, and only warn of it.
         # DDP would have a block cut where its buckets of gradients end; each has few.
         scopes.enter_context(settings.patch({limit: max_graphs + 1, "optimize_ddp": False}))
         scopes.enter_context(shape_settings.patch(use_duck_shape=False))  # type: ignore[attr-defined]

@@ -50,17 +50,12 @@ class GradientEngine:
             offloaded, divided by the processes that share it. What does not fit stays on the device.
         resident_blocks: block calls, the last ones, whose tensors are still on the device.
         prefetched_blocks: block calls whose tensors are fetched ahead in backward.
-        backend: makes the copies. None: the one that suits each tensor's device.
         policy: what happens to the single blocks, as far as the switches of their calls permit it. None:
-            every block as its switches say.
+            every block by its flags.
         skip_dead_ops: leave out of the recompute the matrix products whose results no gradient needs, in the
             layers that the model family names.
         use_gradient_checkpointing: recompute the blocks of a model family's ``predict``. A block called with
             switches of its own follows these.
-        use_gradient_checkpointing_offload: also offload their inputs.
-
-    Raises:
-        ValueError: a number is negative.
     """
 
     def __init__(
@@ -177,9 +172,6 @@ class GradientEngine:
         """Offload any tensor with those of the block call that is running its forward pass.
 
         Whoever keeps the result keeps the values; keep it in the autograd graph only.
-
-        Raises:
-            RuntimeError: no block call of this engine is running its forward pass.
         """
         context = _context.get()
         if context is None or context.engine is not self:
@@ -192,7 +184,6 @@ class GradientEngine:
         """Save a tensor that attention computed in the running block call until its recompute.
 
         Args:
-            tensor: one without autograd history.
             offload: save it in host memory if it can go there. If not, it stays on the device.
 
         Returns:
@@ -311,11 +302,7 @@ class OffloadHandle:
         return isinstance(self._held, OffloadedTensor)
 
     def restore(self) -> Tensor:
-        """The tensor, without history; any number of times, on any thread.
-
-        Raises:
-            RuntimeError: it was changed in place since it was offloaded.
-        """
+        """The tensor, without history; any number of times, on any thread."""
         return self._context.engine.restore_in(self._context.frame, self._held)
 
 

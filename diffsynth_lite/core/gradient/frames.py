@@ -71,24 +71,14 @@ class NotOffloaded:
         self._version = tensor._version
 
     def restore(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: it was changed in place.
-        """
+        """The tensor."""
         if self._tensor._version != self._version:
             raise changed_in_place(self._tensor.shape)
         return self._tensor.detach()
 
 
 class OffloadedTensor:
-    """A tensor whose values are copied to host memory, so that it can leave its device and come back.
-
-    Args:
-        tensor: one for which there is no ``reason_not_to_offload``.
-        piece: host memory of ``num_bytes(tensor)``.
-        backend: makes the copies.
-    """
+    """A tensor whose values are copied to host memory, so that it can leave its device and come back."""
 
     def __init__(self, tensor: Tensor, piece: HostPiece, backend: Backend) -> None:
         self._copy: Copy | None = None
@@ -139,11 +129,7 @@ class OffloadedTensor:
         self._arriving = arriving
 
     def restore(self) -> Tensor:
-        """A tensor of the same values, shape, strides, dtype and device; the original while it is there.
-
-        Raises:
-            RuntimeError: the original was changed in place before it left.
-        """
+        """A tensor of the same values, shape, strides, dtype and device; the original while it is there."""
         if self._is_changed or (self._original is not None and self._original._version != self._version):
             raise changed_in_place(self._shape)
         if self._original is not None:
@@ -219,9 +205,6 @@ class ForwardPass:
 
     Args:
         shared_before: places of the tensors that later block calls of the previous pass received again.
-
-    Attributes:
-        restored_index: of the call that the last tensor was given back to.
     """
 
     def __init__(self, shared_before: frozenset[Place] = frozenset()) -> None:
@@ -287,11 +270,7 @@ def identity(tensor: Tensor) -> Any:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread.
-
-    Raises:
-        RuntimeError: this torch does not tell.
-    """
+    """Whether autograd is running a backward pass on this thread."""
     # There is no public function for it (pytorch pull request 141276 was closed). From torch 2.6 to 2.13 its
     # own checkpoint, FSDP2 and module_tracker ask in this way.
     graph_task_id = getattr(torch._C, "_current_graph_task_id", None)

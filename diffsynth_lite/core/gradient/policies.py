@@ -1,4 +1,4 @@
-"""This file says which blocks of a model are kept, recomputed or offloaded, and which save attention."""
+"""This file chooses which blocks of a model are kept, recomputed or offloaded, and which save attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,15 +20,11 @@ class BlockStrategy:
 
     Attributes:
         recompute: drop its activations and run it again in backward; if not, the block is plainly called.
-        offload: keep its inputs in host memory meanwhile.
         save_attention: keep the outputs of its attention on the device (``"keep"``), or offload them
             (``"park"``), so that the recompute does not run attention again.
         checkpoint: what runs the block in place of torch's non-reentrant checkpoint, for instance
             DeepSpeed's. It gets every input tensor as an argument of its own and handles RNG and memory
             itself, so that it goes with neither ``offload`` nor ``save_attention``.
-
-    Raises:
-        ValueError: parts that contradict each other.
     """
 
     recompute: bool = True
@@ -68,11 +64,6 @@ class BlockPolicy:
             one end; ``only`` the blocks listed; all but those (``skip``).
         n: number that belongs to ``every_n``, ``first_k`` and ``last_k``.
         blocks: indices from 0 in call order, for ``only`` and ``skip``.
-        selected: strategy of the blocks selected.
-        others: strategy of the rest.
-
-    Raises:
-        ValueError: ``n`` or ``blocks`` is missing, out of range, or belongs to another selection.
     """
 
     select: Selection = "all"
@@ -92,24 +83,13 @@ class BlockPolicy:
             raise ValueError(f"blocks is {self.blocks}; they count from 0, and each is named once")
 
     def strategy(self, index: int, num_blocks: int) -> BlockStrategy:
-        """The strategy of one block.
-
-        Args:
-            index: place of the block in call order, from 0.
-            num_blocks: block calls of one forward pass.
-
-        Raises:
-            ValueError: there is no such block.
-        """
+        """The strategy of one block."""
         if not 0 <= index < num_blocks:
             raise ValueError(f"block {index} was called in a model of {num_blocks} blocks")
         return self.selected if self._selects(index, num_blocks) else self.others
 
     def selection(self, num_blocks: int) -> list[int]:
         """The indices of the blocks selected.
-
-        Args:
-            num_blocks: block calls of one forward pass.
 
         Raises:
             ValueError: the policy names blocks that do not exist, or selects none.

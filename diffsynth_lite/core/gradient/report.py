@@ -115,11 +115,9 @@ class GradientReport:
         """Check that every switch that was on did what it promises.
 
         Args:
-            use_gradient_checkpointing_offload: implies the other switch.
             expected_blocks: block calls that there should have been since ``start_report``: the blocks of the
                 model times the forward passes.
             expected_checkpointed: those of them that the policy checkpoints; None is all.
-            save_attention: whether the policy saves attention outputs.
 
         Raises:
             IneffectiveSwitchError: a switch that was on had no effect, or not on all blocks.

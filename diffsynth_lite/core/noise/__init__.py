@@ -1,25 +1,36 @@
 """Which noise levels are trained, how they are reached, what is learned there, and how much each counts."""
 
-from diffsynth_lite.core.noise.densities import TimestepDensity, sigma_from_uniform
-from diffsynth_lite.core.noise.flow_matching import add_noise, velocity
-from diffsynth_lite.core.noise.paths import DiffusionPath, FlowMatchingPath, NoisePath, PredictionType
-from diffsynth_lite.core.noise.sample_losses import SampleLosses
-from diffsynth_lite.core.noise.shares import (
+from diffsynth_lite.core.noise.densities import (
     LevelShares,
-    LossByTenth,
+    TimestepDensity,
     draw_of_level,
+    exponential_shift,
     level_shares,
     mixed_shares,
+    resolution_mu,
+    shift_sigma,
+    sigma_from_uniform,
 )
-from diffsynth_lite.core.noise.shifts import exponential_shift, resolution_mu, shift_sigma
-from diffsynth_lite.core.noise.weights import LossWeighting, loss_weight
+from diffsynth_lite.core.noise.losses import LossBreakdown, LossByTenth, MeanLosses, SampleLosses, mean_losses
+from diffsynth_lite.core.noise.paths import (
+    DiffusionPath,
+    FlowMatchingPath,
+    LossWeighting,
+    NoisePath,
+    PredictionType,
+    add_noise,
+    loss_weight,
+    velocity,
+)
 
 __all__ = [
     "DiffusionPath",
     "FlowMatchingPath",
     "LevelShares",
+    "LossBreakdown",
     "LossByTenth",
     "LossWeighting",
+    "MeanLosses",
     "NoisePath",
     "PredictionType",
     "SampleLosses",
@@ -29,6 +40,7 @@ __all__ = [
     "exponential_shift",
     "level_shares",
     "loss_weight",
+    "mean_losses",
     "mixed_shares",
     "resolution_mu",
     "shift_sigma",

@@ -8,8 +8,7 @@ from diffsynth_lite.core.planning.kernels import (
     FusedKernels,
     backward_in_scope,
 )
-from diffsynth_lite.core.planning.meta_results import MetaResults
-from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend, LiveBytes, Work
+from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend, LiveBytes, MetaResults, Work
 from diffsynth_lite.core.planning.stand_ins import StandIns, one_pixel, zeros_like
 
 __all__ = [

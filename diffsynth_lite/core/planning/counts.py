@@ -1,19 +1,20 @@
 """This file counts what a training step takes, from a few blocks of each kind in place of all.
 
 A step is a row of segments: before the blocks, the forward pass of each, between forward and backward, the
-backward pass of each, and after them. In a run of blocks that are alike and treated alike, segments repeat:
-each changes what is held by the same bytes, needs the same for a while beside that, and computes the same.
-So a few blocks of a run say what any number of them takes.
+backward pass of each, and after them. In a run of blocks that are alike and have the same strategy, segments
+repeat: each changes what is held by the same bytes, needs the same for a while, and computes the same. So a
+few blocks of a run are enough to count any number of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import compress, pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_in
 from diffsynth_lite.core.gradient.arguments import take_tensors
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.frames import in_backward
@@ -26,9 +27,7 @@ class Repeat:
     """Blocks, neighbours in a counted model, that stand for more.
 
     Attributes:
-        first: place of the first of them in call order.
-        num_blocks: how many they are.
-        num_left_out: how often they come again in the whole model, beside those that are there.
+        num_left_out: how many more times they are in the whole model.
     """
 
     first: int
@@ -38,13 +37,11 @@ class Repeat:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Bytes that a training step holds beside weights and inputs, and what it computes.
+    """Bytes that a training step holds in addition to weights and inputs, and what it computes.
 
     Attributes:
         kept: on the device between forward and backward.
         peak: most on the device in the whole step, gradients included.
-        host: in host memory between forward and backward.
-        forward: what the forward pass does.
         backward: what the backward pass does, with what blocks compute again in it.
     """
 
@@ -106,14 +103,10 @@ def count_step(
     Args:
         loss: the forward pass, through the engine. The step before was of the same kind, so that the engine
             knows what the blocks share.
-        backward: the backward pass of it.
-        blocks: all that the forward pass calls, in call order.
-        meter: is entered, and does not count what the engine offloads.
-        engine: that runs the blocks.
         autocast: of the forward pass on meta; None is none, or a real one.
     """
     recorder = _Recorder(meter, engine, blocks)
-    released = autocast.releases_told(recorder.release) if autocast else nullcontext()
+    released = autocast.on_cast_released(recorder.release) if autocast else nullcontext()
     with meter, _parts_marked(blocks, recorder.mark), released:
         meter.start()
         recorder.mark("before")
@@ -131,9 +124,6 @@ class _Segment:
 
     Attributes:
         change: how many more bytes are on the device at its end than at its start.
-        extra: most bytes on the device in it, beside those at its start.
-        host_change: as ``change``, in host memory.
-        work: what it does.
     """
 
     change: int
@@ -149,11 +139,7 @@ class CountedStep:
     _segments: Mapping[Any, _Segment]
 
     def stretched(self, repeats: Sequence[Repeat] = ()) -> StepCost:
-        """What the step takes if some blocks stand for more: their parts come as often as they do.
-
-        Args:
-            repeats: which blocks these are, in call order; without, all are there.
-        """
+        """What the step takes if some blocks stand for more, whose parts are repeated."""
         level = host = peak = kept = most_on_host = 0
         work = forward = Work()
         for name in _with_repeats(self._segments, repeats):
@@ -210,7 +196,6 @@ def _parts_marked(blocks: Sequence[nn.Module], mark: Callable[[tuple[str, int]],
     """Scope in which ``mark`` is called where the forward pass of each block begins, and its backward pass.
 
     Args:
-        blocks: all that a forward pass calls, in call order.
         mark: gets ``("forward", place)`` and ``("backward", place)``; the latter once for each tensor that
             the block returns.
     """
@@ -254,3 +239,116 @@ def _with_repeats(names: Iterable[Any], repeats: Sequence[Repeat]) -> Iterator[A
     for name in names:
         yield name
         yield from again.get(name, [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewBlocks:
+    """Blocks of a model that stand for all of them under a policy.
+
+    Attributes:
+        kept: their places in each list of blocks.
+        kinds: a number for each of them, the same for blocks that are alike.
+        repeats: which of them stand for more. All else is the same for models that differ only in the
+            length of their runs.
+    """
+
+    kept: tuple[tuple[int, ...], ...]
+    kinds: tuple[int, ...]
+    policy: BlockPolicy
+    repeats: tuple[Repeat, ...]
+
+
+class BlockLists:
+    """The lists of blocks of a model, and which of their blocks are alike.
+
+    Args:
+        names: of its lists, as in ``blocks_in``.
+        ranks: of the layers with adapters, by their full names in the model: of each adapter that can be on
+            one, 0 for none.
+        are_alike: whether any of them are; else each stands for itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        ranks: Mapping[str, tuple[int, ...]],
+        *,
+        are_alike: bool = True,
+    ) -> None:
+        self._names, self._layers = tuple(names), tuple(ranks)
+        known: dict[Any, int] = {}
+        self._kinds = [
+            [
+                known.setdefault(_kind(block, f"{name}.", ranks) if are_alike else name, len(known))
+                for block, name in _named_blocks(model, block_list)
+            ]
+            for block_list in names
+        ]
+        self.num_blocks = sum(map(len, self._kinds))
+
+    def few(self, policy: BlockPolicy, *, num_neighbours: int) -> FewBlocks:
+        """The blocks that stand for all under a policy."""
+        is_chosen = [False] * self.num_blocks
+        for place in policy.selection(self.num_blocks):
+            is_chosen[place] = True
+        all_kept, kinds = [], list[tuple[int, bool]]()
+        repeats = list[Repeat]()
+        place = 0
+        for of_list in self._kinds:
+            treated = list(zip(of_list, is_chosen[place : place + len(of_list)], strict=True))
+            kept, found = fewer_blocks(treated, num_neighbours)
+            repeats += [replace(repeat, first=repeat.first + len(kinds)) for repeat in found]
+            kinds += [treated[index] for index in kept]
+            all_kept.append(tuple(kept))
+            place += len(of_list)
+        selected = tuple(compress(range(len(kinds)), (chosen for _, chosen in kinds)))
+        return FewBlocks(
+            kept=tuple(all_kept),
+            kinds=tuple(kind for kind, _ in kinds),
+            policy=replace(policy, select="only", n=None, blocks=selected),
+            repeats=tuple(repeats),
+        )
+
+    def keep_in(self, model: nn.Module, few: FewBlocks) -> dict[str, str]:
+        """Leave the other blocks out of a model like this one.
+
+        Returns:
+            The names that the layers with adapters then have, and those that they had.
+        """
+        names = {name: name for name in self._layers}
+        for block_list, of_list, kept in zip(self._names, self._kinds, few.kept, strict=True):
+            if len(kept) < len(of_list):
+                blocks = blocks_in(model, [block_list])
+                model.set_submodule(block_list, nn.ModuleList([blocks[index] for index in kept]))
+                names = _renamed(names, block_list, kept)
+        return names
+
+
+def _named_blocks(model: nn.Module, block_list: str) -> list[tuple[nn.Module, str]]:
+    blocks = blocks_in(model, [block_list])
+    if not isinstance(model.get_submodule(block_list), nn.ModuleList):
+        return [(blocks[0], block_list)]
+    return [(block, f"{block_list}.{index}") for index, block in enumerate(blocks)]
+
+
+def _kind(block: nn.Module, prefix: str, ranks: Mapping[str, tuple[int, ...]]) -> tuple[Any, ...]:
+    """Equal for blocks that are alike: their class, shapes of weights, and ranks of layers with adapters."""
+    shapes = tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
+    adapted = frozenset(
+        (name.removeprefix(prefix), rank) for name, rank in ranks.items() if name.startswith(prefix)
+    )
+    return type(block), shapes, adapted
+
+
+def _renamed(names: Mapping[str, str], block_list: str, kept: Sequence[int]) -> dict[str, str]:
+    """Names of layers, and those that they had, after some blocks of a list were left out."""
+    renamed, prefix = dict[str, str](), f"{block_list}."
+    for name, old in names.items():
+        if not name.startswith(prefix):
+            renamed[name] = old
+            continue
+        index, _, rest = name.removeprefix(prefix).partition(".")
+        if int(index) in kept:
+            renamed[f"{prefix}{kept.index(int(index))}.{rest}"] = old
+    return renamed

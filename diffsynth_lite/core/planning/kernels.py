@@ -1,6 +1,6 @@
 """This file has a model on the meta device call what it would call on a GPU, so that it can be counted.
 
-On meta torch takes attention and norms apart, and has no autocast. Here attention is one kernel, and
+On meta torch decomposes attention and norms, and has no autocast. Here attention is one kernel, and
 so may be the norm that GPUs have one for; autocast is done as on CUDA. Masks have no values there: they hold
 for all, as those of the longest prompts do.
 """
@@ -40,7 +40,7 @@ IN_FLOAT32 = frozenset(
 )
 """Those whose inputs it casts to fp32; ``interpolate`` stands for all ``upsample_...``."""
 TO_FLOAT32 = frozenset(("prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum"))
-"""Those that it has return fp32 unless they are told otherwise."""
+"""Those that it has return fp32 unless they are given a dtype."""
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
@@ -99,7 +99,7 @@ ON_CUDA: Replacements = {**ON_ALL_DEVICES, functional.rms_norm: _normalize}
 
 
 class FusedKernels(TorchFunctionMode):
-    """Scope in which functions run in one kernel that torch takes apart on meta, or that look at values.
+    """Scope in which functions run in one kernel that torch decomposes on meta, or that look at values.
 
     In it a model may also switch autocast off on meta.
     """
@@ -168,7 +168,7 @@ class CudaAutocast(TorchFunctionMode):
                 del self._casts[weight]
 
     @contextmanager
-    def releases_told(self, release: Callable[[nn.Parameter], object]) -> Iterator[None]:
+    def on_cast_released(self, release: Callable[[nn.Parameter], object]) -> Iterator[None]:
         """Scope in which ``release`` is called with each weight before what it was cast to is let go."""
         before, self._release = self._release, release
         try:

@@ -1,17 +1,124 @@
-"""This file counts bytes of live tensors, and what operators do, on any device or on meta."""
+"""This file counts bytes of live tensors, and what operators do, on any device or on meta.
+
+On meta torch is asked once for inputs that are alike: it works most of it out in Python, which takes longer
+than a GPU would need to compute the numbers.
+"""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from diffsynth_lite.core.planning.meta_results import MetaResults, tensors_in
 from diffsynth_lite.core.transfer.backends import PlainBackend
+
+_META = torch.device("meta")
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class _Layout(NamedTuple):
+    """What makes a difference between tensors on the meta device."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
+
+
+class _UnknownError(Exception):
+    """A call or a result that another one with the same key may differ from."""
+
+
+class MetaResults:
+    """Calls operators, those that make new tensors of others on the meta device once for alike inputs."""
+
+    def __init__(self) -> None:
+        self._makes_new: dict[Any, bool] = {}
+        self._known: dict[Any, Any] = {}
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of an operator, with the arguments of a mode's ``__torch_dispatch__``.
+
+        Tensors have the shape, strides and dtype that torch gives them, and memory of their own.
+        """
+        if func not in self._makes_new:
+            self._makes_new[func] = _makes_new(func)
+        if not self._makes_new[func]:
+            return func(*args, **kwargs)
+        try:
+            key = func, _described(args), tuple((name, _described(one)) for name, one in kwargs.items())
+        except _UnknownError:
+            return func(*args, **kwargs)
+        if key in self._known:
+            return _again(self._known[key])
+        value = func(*args, **kwargs)
+        try:
+            self._known[key] = _noted(value, {one.untyped_storage()._cdata for one in tensors_in(args)})
+        except _UnknownError:
+            self._makes_new[func] = False
+        return value
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operator; torch's pytree takes far longer."""
+    for value in values:
+        # A product that waits in a recompute is of a class of its own, and has no memory yet.
+        if type(value) in (Tensor, nn.Parameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def _makes_new(func: Any) -> bool:
+    """Whether an operator's schema has it change nothing, and return no view."""
+    schema = func._schema
+    return not schema.is_mutable and all(
+        one.alias_info is None for one in (*schema.arguments, *schema.returns)
+    )
+
+
+def _described(value: Any) -> Any:
+    """Equal for arguments of which an operator makes the same; numbers of other types promote otherwise."""
+    if type(value) in (Tensor, nn.Parameter):
+        if not value.is_meta or value.is_complex():  # numbers may matter, or be conjugated when they are read
+            raise _UnknownError
+        return _Layout(value.shape, value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    if type(value) not in _CONSTANTS:
+        raise _UnknownError
+    return type(value), value
+
+
+def _noted(value: Any, known: set[int]) -> Any:
+    """What to make of a result again, if it has memory of its own: some views are not called views."""
+    if isinstance(value, list | tuple):
+        return type(value), [_noted(one, known) for one in value]
+    if value is None:
+        return None
+    if type(value) is not Tensor or not value.is_meta:
+        raise _UnknownError
+    layout, storage = _Layout(value.shape, value.stride(), value.dtype), value.untyped_storage()
+    if storage._cdata in known or storage.nbytes() != layout.empty().untyped_storage().nbytes():
+        raise _UnknownError
+    known.add(storage._cdata)
+    return layout
+
+
+def _again(noted: Any) -> Any:
+    if isinstance(noted, _Layout):
+        return noted.empty()
+    if noted is None:
+        return None
+    kind, values = noted
+    return kind(map(_again, values))
+
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _aten = torch.ops.aten
@@ -33,8 +140,6 @@ class Work:
 
     Attributes:
         flops: floating point operations of matrix products, convolutions and attention.
-        attention_flops: those of attention.
-        num_bytes: read and written, by all operators.
     """
 
     flops: int = 0
@@ -57,12 +162,7 @@ class Work:
 
 
 class LiveBytes:
-    """Bytes of tensor storages, each counted once and as long as it is alive.
-
-    Attributes:
-        num_bytes: now.
-        peak_bytes: most since it was last set.
-    """
+    """Bytes of tensor storages, each counted once and as long as it is alive."""
 
     def __init__(self) -> None:
         self.num_bytes = self.peak_bytes = 0
@@ -103,7 +203,6 @@ class CountingMeter(TorchDispatchMode):
     What kernels use inside of themselves is not seen.
 
     Args:
-        device: whose memory is counted; None counts that of all.
         results: of operators on meta, where other meters share them.
     """
 
@@ -147,9 +246,14 @@ class CountingMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
             return NotImplemented  # a product that waits in a recompute is asked for again once it is needed
+        # In a backward pass, function modes would see each attribute that is read here.
+        with torch._C.DisableTorchFunction():
+            return self._counted(func, args, kwargs or {})
+
+    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator returns; its memory and work are added."""
         read = list(tensors_in((*args, *kwargs.values())))
         for tensor in read:
             self._live.add(tensor, is_counted=False)  # from outside

@@ -1,4 +1,4 @@
-"""This file has models without numbers stand in for real ones, in code that runs on the CPU as ever.
+"""This file has models without numbers stand in for real ones, in code that runs on the CPU.
 
 So what a pipeline really does with its models can be counted: which it calls, how often, and with what.
 """
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffsynth_lite.core.planning.kernels import ON_CUDA, FusedKernels, Replacements
-from diffsynth_lite.core.planning.meta_results import MetaResults, tensors_in
-from diffsynth_lite.core.planning.meters import CountingMeter
+from diffsynth_lite.core.planning.meters import CountingMeter, MetaResults, tensors_in
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -26,9 +25,7 @@ class CountedCall:
     """One call of a model.
 
     Attributes:
-        model: its name.
-        method: that is called.
-        peak: most bytes at once beside its weights, its inputs included.
+        peak: most bytes at once in addition to its weights, its inputs included.
     """
 
     model: str
@@ -41,12 +38,6 @@ class StandIns:
 
     To their callers they are on the CPU, and their weights are zeros that take no memory. In a call all but
     whole numbers is on the meta device, so that next to nothing is computed. What it returns are zeros.
-
-    Args:
-        kernels: that are fused where they run.
-
-    Attributes:
-        calls: all of them, in order.
     """
 
     def __init__(self, kernels: Replacements = ON_CUDA) -> None:
@@ -65,7 +56,6 @@ class StandIns:
         """Have a model on the meta device stand in for a real one.
 
         Args:
-            name: for ``calls``.
             returned: names of the methods that are called, and what the caller gets in place of a tensor that
                 each returns; None is ``forward``, which gives zeros of its shape.
             repeated: modules in it that run again and again on alike inputs, such as tiles, and are counted
@@ -119,7 +109,7 @@ def zeros_like(tensor: Tensor) -> Tensor:
 
 
 def one_pixel(tensor: Tensor) -> Tensor:
-    """Zeros for pictures of which nobody looks at more: a clip has gigabytes."""
+    """One zero for each image, whose values nobody reads: a clip has gigabytes."""
     return torch.zeros((*tensor.shape[:-2], 1, 1), dtype=tensor.dtype)
 
 
@@ -181,7 +171,7 @@ class _KnownNumbers(TorchDispatchMode):
             kwargs = {**kwargs, "device": _CPU}
         tensors = list(tensors_in((*args, *kwargs.values())))
         if any(tensor.is_meta for tensor in tensors) and not all(tensor.is_meta for tensor in tensors):
-            if func is torch.ops.aten.index.Tensor:  # how many a mask takes is known of its numbers alone
+            if func is torch.ops.aten.index.Tensor:  # only its numbers show how many a mask takes
                 args = args[0], [place for index in args[1] for place in _places(index)]
             args, kwargs = _mapped((args, kwargs), _to_meta)
         return func(*args, **kwargs)
@@ -218,12 +208,7 @@ class _Shape:
 
 
 class _Repeated:
-    """A function that is called once for inputs of each shape: other calls hold the same, and return alike.
-
-    Args:
-        function: may also change lists that it is given.
-        meter: gives the one that counts at the time.
-    """
+    """A function that is called once for inputs of each shape: other calls hold and return the same."""
 
     def __init__(self, function: Callable[..., Any], meter: Callable[[], CountingMeter]) -> None:
         self._function, self._meter = function, meter

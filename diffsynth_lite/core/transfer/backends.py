@@ -48,7 +48,7 @@ def backend_for(device: torch.device) -> Backend:
 
 
 def smallest_worth_moving(device: torch.device) -> int:
-    """Bytes of the smallest tensor that should leave ``device``, unless somebody says otherwise.
+    """Bytes of the smallest tensor that should leave ``device``, unless a setting changes it.
 
     64 KiB on accelerators, so that nothing waits for copies that free next to nothing; 0 on the CPU, where it
     is rehearsed, not needed.
@@ -84,13 +84,10 @@ class _Done:
 
 
 class CudaBackend:
-    """Copies between a CUDA device and pinned host memory, beside the computation.
+    """Copies between a CUDA device and pinned host memory, during the computation.
 
     Two streams, since devices have a copy engine for each direction. To wait for a copy makes the device
     wait, not the host.
-
-    Args:
-        device: one with an index, as that of a tensor has.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -175,7 +172,7 @@ def _pinned(
     def release() -> None:
         # The device may still be copying what nobody wants any more.
         synchronize()
-        # On any thread: where none was chosen, the first device would be opened beside this one.
+        # On any thread: where none was chosen, the first device would be opened, too.
         with torch.cuda.device(device):
             runtime.cudaHostUnregister(address)
 

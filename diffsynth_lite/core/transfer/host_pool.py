@@ -24,17 +24,16 @@ def default_host_bytes() -> int | None:
 def num_local_processes() -> int:
     """Processes of the run on this machine: one for each of its devices, or all where it has none.
 
-    A process does not know how many run beside it.
+    A process does not know how many others run.
     """
     num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return min(num_processes, torch.cuda.device_count() or num_processes)
 
 
 def available_host_bytes(meminfo: Path = _MEMINFO, control_group: Path = _CONTROL_GROUP) -> int | None:
-    """Bytes of host memory that this process can still use; None where the system does not say.
+    """Bytes of host memory that this process can still use; None where the system does not report it.
 
     Args:
-        meminfo: Linux' table of the machine's memory.
         control_group: folder with the limits of the container (control groups version 2).
     """
     limits = [_of_the_machine(meminfo), _of_the_container(control_group)]
@@ -137,7 +136,6 @@ class HostPool:
         """A piece of ``num_bytes``, or None when the cap or the system forbids one.
 
         Args:
-            num_bytes: above 0.
             allocate: makes a slab if one is needed. Only slabs made by an equal ``allocate`` are used.
         """
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -184,11 +182,7 @@ class HostPool:
 
 
 class _Slab:
-    """One allocation, and the ranges of it that are free.
-
-    Attributes:
-        largest: bytes of the largest free range.
-    """
+    """One allocation, and the ranges of it that are free."""
 
     def __init__(self, buffer: Tensor, allocate: AllocateHost) -> None:
         self.buffer, self.allocate = buffer, allocate

@@ -31,7 +31,6 @@ class HostMemory:
         backend: whose copies are fast from it.
         shared: uint8, the one copy; None lets each process have its own.
         is_filled_elsewhere: whether another process writes ``shared``, and this one only reads.
-        num_processes: of this machine that need it.
     """
 
     def __init__(
@@ -55,27 +54,25 @@ class HostMemory:
         in it differs, each has a copy of its own.
 
         Args:
-            num_bytes: of all pieces together.
-            contents: tells what will be in it; compared by ``==``.
             gather: among all processes, also of other machines.
         """
         own = _Wish(machine=_machine(), reach=_reach(), num_bytes=num_bytes, contents=contents)
         wishes: Sequence[_Wish] = gather(own)
-        beside = [rank for rank, wish in enumerate(wishes) if wish.machine == own.machine]
-        first = wishes[beside[0]]
-        can_share = len(beside) > 1 and all(wishes[rank].can_share_with(first) for rank in beside)
+        local_ranks = [rank for rank, wish in enumerate(wishes) if wish.machine == own.machine]
+        first = wishes[local_ranks[0]]
+        can_share = len(local_ranks) > 1 and all(wishes[rank].can_share_with(first) for rank in local_ranks)
         is_first = first.name == own.name
 
         made = _MemoryFile.made(num_bytes) if can_share and is_first else None
-        offered: _MemoryFile | None = gather(made)[beside[0]]
+        offered: _MemoryFile | None = gather(made)[local_ranks[0]]
         shared = None if offered is None else offered.mapped(backend, num_bytes)
         # The others have opened it, or never will.
         have_mapped = gather(shared is not None)
         if made is not None:
             os.close(made.descriptor)
-        if not all(have_mapped[rank] for rank in beside):
-            return cls(backend, num_processes=len(beside))
-        return cls(backend, shared, is_filled_elsewhere=not is_first, num_processes=len(beside))
+        if not all(have_mapped[rank] for rank in local_ranks):
+            return cls(backend, num_processes=len(local_ranks))
+        return cls(backend, shared, is_filled_elsewhere=not is_first, num_processes=len(local_ranks))
 
     @property
     def is_shared(self) -> bool:
@@ -113,7 +110,7 @@ class HostMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wish:
-    """What one process says to the others."""
+    """What one process asks of the others."""
 
     machine: str
     reach: tuple[int, int] | None
@@ -169,7 +166,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _machine() -> str:
-    """What tells this machine from others; containers of one machine have the same."""
+    """Identity of this machine; containers of one machine have the same."""
     return _BOOT_ID.read_text() if _BOOT_ID.exists() else platform.node()
 
 

@@ -39,7 +39,7 @@ _WOULD_DO = (
 
 
 class StoredFormatError(ValueError):
-    """Weights are stored in a format that is not read, or their scales do not fit; the message says which."""
+    """Weights are stored in a format that is not read, or their scales do not fit; the message names it."""
 
 
 def separate_scales(
@@ -51,7 +51,6 @@ def separate_scales(
 
     Args:
         tensors: by name; of weights only shape and dtype are looked at.
-        metadata: of the file's header.
 
     Returns:
         All but scales and markers; for each row of a scaled weight its scale, (rows, 1, ...), fp32, by the
@@ -74,7 +73,7 @@ def separate_scales(
                 f"{lacking[0]}; get the file again"
             )
         if not scales:
-            raise StoredFormatError(f"it says {_OLD_MARKER}, but holds no scales; get the file again")
+            raise StoredFormatError(f"it is marked {_OLD_MARKER}, but holds no scales; get the file again")
     return weights, scales
 
 
@@ -108,11 +107,7 @@ def _refuse_others(tensors: Mapping[str, Tensor], settings: Mapping[str, Mapping
 def _layer_settings(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What markers and header say of layers, by their names.
-
-    Raises:
-        StoredFormatError: something other than JSON objects.
-    """
+    """The settings of layers in markers and header, by the layers' names."""
     for name, tensor in tensors.items():
         if name.endswith(_MARKER):
             text = bytes(tensor.flatten().tolist()) if tensor.dtype == torch.uint8 else b""

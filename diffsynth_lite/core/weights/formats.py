@@ -44,11 +44,7 @@ def is_finite(numbers: Tensor) -> bool:
 
 
 def require_finite(rows: Tensor) -> None:
-    """Check that a weight, or some rows of it, are numbers.
-
-    Raises:
-        NotFiniteError: one is infinite or NaN.
-    """
+    """Check that a weight, or some rows of it, are numbers."""
     if not is_finite(rows):
         raise NotFiniteError
 
@@ -57,7 +53,6 @@ class WeightFormat(ABC):
     """How the weight of a linear layer is kept.
 
     Attributes:
-        name: as settings give it.
         row_step: rows are written from a multiple of it on.
     """
 
@@ -70,7 +65,7 @@ class WeightFormat(ABC):
         Raises:
             MissingKernelsError: its kernels are not installed.
         """
-        return  # most need torch alone
+        return  # most need only torch
 
     @abstractmethod
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -89,7 +84,7 @@ class WeightFormat(ABC):
 
         Args:
             rows: (R, num_columns), floating.
-            first_row: where they stand in the weight, a multiple of ``row_step``.
+            first_row: their place in the weight, a multiple of ``row_step``.
             values: of the weight, on any device, as ``scales``; None is not written.
             starts: places of the first numbers of both among all of the weight, where the memory is a part
                 of it; what belongs elsewhere is not written.

@@ -18,16 +18,15 @@ _ROWS_NUMBERS = 2**22
 
 
 class FrozenLinear(nn.Linear):
-    """Stands for a frozen ``nn.Linear``, and is one for whoever asks, such as peft, which adapts it as any.
+    """Replaces a frozen ``nn.Linear``, and is one, so that peft adapts it as any.
 
     Its two frozen parameters are ordinary tensors: what moves, broadcasts or lists tensors needs to know
     nothing of them. ``weight`` holds the format's values and not numbers to compute with; :meth:`dense`
     gives these. Nothing of the layer is cast by ``.to(dtype)``.
 
     Args:
-        layer: the one to stand for, also on the meta device; its weight is not read, its bias is taken over.
+        layer: the one to replace, also on the meta device; its weight is not read, its bias is taken over.
         weight_format: what the weight is kept in; it is empty until rows are written.
-        device: of the parameters.
     """
 
     def __init__(self, layer: nn.Linear, weight_format: WeightFormat, device: torch.device) -> None:
@@ -46,7 +45,7 @@ class FrozenLinear(nn.Linear):
         return self.out_features * self.in_features * self.plain_dtype.itemsize
 
     def write(self, rows: Tensor, first_row: int) -> None:
-        """Quantise rows of the weight, (R, in_features), on their device to where they stand in it.
+        """Quantise rows of the weight, (R, in_features), on their device, to their place in it.
 
         Raises:
             NotFiniteError: a number is infinite or NaN.
@@ -61,7 +60,7 @@ class FrozenLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in the input's dtype or autocast's."""
         input = input.to(autocast_dtype(input.device) or input.dtype)
-        # A compiler would take the function apart, and have its graph keep the dense weight for backward.
+        # A compiler would decompose the function, and have its graph keep the dense weight for backward.
         if torch.compiler.is_compiling():
             output: Tensor = checkpoint(self._product, input, use_reentrant=False)
         else:
@@ -93,7 +92,7 @@ def _bias_of(bias: Tensor, device: torch.device) -> nn.Parameter:
 class _Product(torch.autograd.Function):
     """``x @ weight.T + bias`` for a frozen layer, whose weight is made once more in backward.
 
-    Autograd alone would save the weight in its full size for each layer: what the format saves.
+    Autograd would save the weight in its full size for each layer: what the format saves.
     """
 
     @staticmethod
@@ -115,7 +114,6 @@ def weight_rows(layer: nn.Linear, device: torch.device) -> Iterator[Tensor]:
     """The weight that a plain or a frozen linear layer computes with, some rows at a time, in order.
 
     Args:
-        layer: its weight may be anywhere.
         device: where the rows are to be: at most 64 MiB are there of them at once. A sharded weight is
             gathered before, as a whole, by all processes together.
 
@@ -131,12 +129,7 @@ def weight_rows(layer: nn.Linear, device: torch.device) -> Iterator[Tensor]:
 
 
 def weight_norm(layer: nn.Linear, device: torch.device) -> Tensor:
-    """Frobenius norm of the weight that a linear layer computes with, a scalar in fp64.
-
-    Args:
-        layer: as of :func:`weight_rows`.
-        device: where it is computed.
-    """
+    """Frobenius norm of the weight that a linear layer computes with, a scalar in fp64."""
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for rows in weight_rows(layer, device):
         squares += torch.linalg.vector_norm(rows, dtype=torch.float64) ** 2
@@ -147,10 +140,6 @@ def row_norms(layer: nn.Linear, device: torch.device) -> Tensor:
     """Norm of each row of the weight that a linear layer computes with, (out_features,) in fp32.
 
     The sums are in fp64, so that it hardly ever shows in the last bit where they were computed.
-
-    Args:
-        layer: as of :func:`weight_rows`.
-        device: where they are computed.
     """
     norms = [
         torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in weight_rows(layer, device)
@@ -176,8 +165,6 @@ class Quantization:
     """Which layers of a frozen model are kept in another format than plain.
 
     Attributes:
-        format: of their weights.
-        layers: their full names in the model.
         device: where they are quantised, and the model is loaded to.
     """
 
@@ -198,8 +185,6 @@ class QuantizationReport:
     """What a model keeps in another format than plain; no layers where it keeps none.
 
     Attributes:
-        num_layers: linear layers.
-        num_bytes: of their weights, scales included.
         plain_bytes: what their weights would take in the model's dtype.
     """
 

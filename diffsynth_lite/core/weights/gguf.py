@@ -43,7 +43,6 @@ class GgufTensors(StoredTensors):
         Raises:
             MissingKernelsError: gguf is not installed.
             StoredFormatError: the file is damaged, or in a format that gguf cannot read.
-            OSError: it cannot be read.
         """
         gguf = _gguf()
         try:
@@ -100,12 +99,7 @@ class _Header:
         self._num_bytes = self._num_values = 0
 
     def check(self) -> None:
-        """Walk over all of it, as far as the file reaches.
-
-        Raises:
-            ValueError: it is in another format, or counts more than the file holds.
-            StoredFormatError: it is larger than is read.
-        """
+        """Walk over all of it, as far as the file reaches."""
         magic, version = self._number(4).to_bytes(4, "little"), self._number(4)
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(f"it begins with {magic!r}, version {version}, not with b'GGUF', version 2 or 3")

@@ -31,7 +31,6 @@ class StoredTensors:
     """Tensors that are read where they are used: those of files take no memory of their own.
 
     Attributes:
-        tensors: by name, on the CPU.
         per_row: a number for each row of some, (rows, 1, ...), by the same names: what it is to be
             multiplied by.
     """
@@ -46,7 +45,6 @@ class StoredTensors:
         Raises:
             StoredFormatError: weights are in a format that is not read, or lack their scales.
             safetensors.SafetensorError: a file is damaged.
-            OSError: a file cannot be read.
         """
         tensors: dict[str, Tensor] = {}
         metadata: dict[str, str] = {}
@@ -141,7 +139,6 @@ def load_frozen(
             :class:`FrozenLinear` in its place.
         stored: holds all tensors of the model as it is without formats; what else it holds is not read.
         device: where the model goes, and weights are quantised.
-        host_blocks: those whose weights go to host memory instead.
         shards: which parts of the weights this process gets; of the others nothing is read. None is all.
 
     Raises:
@@ -202,7 +199,6 @@ class _Writer:
     """Writes to a tensor of the model, or to the shard of it that is here.
 
     Attributes:
-        rows: of the stored tensor, that are to be written.
         write: takes some of them as they are stored, and the first one's place in the tensor.
     """
 

@@ -21,10 +21,6 @@ def frozen_weights(block: nn.Module, min_bytes: int) -> dict[nn.Parameter, list[
     """The weights of a block that can leave the device, each with all modules that hold it.
 
     Those that train stay, and so do small ones, tensor subclasses and what has gaps in memory.
-
-    Args:
-        block: also one on the meta device.
-        min_bytes: smaller ones stay.
     """
     found: dict[nn.Parameter, list[Holder]] = {}
     for module in block.modules():
@@ -51,9 +47,7 @@ class PackedBlock:
     broadcasts parameters sees them. Whoever reads one gets what the block was bound to last.
 
     Args:
-        weights: as of ``frozen_weights``; also on the meta device.
         host: of ``packed_bytes``, uint8.
-        place_of: of each weight's first byte in a cache line.
     """
 
     def __init__(
@@ -104,12 +98,6 @@ class PackedBlock:
 class HostBlocks:
     """Blocks whose weights are loaded to host memory at once, where a stream takes them over.
 
-    Args:
-        blocks_of: those of a model, which may be on the meta device.
-        device: where all else goes, and weights are quantised.
-        min_bytes: smaller weights go to the device.
-        memory: for the others.
-
     Attributes:
         packed: what was loaded, by its block.
     """
@@ -128,10 +116,6 @@ class HostBlocks:
 
     def make_memory(self, model: nn.Module, place_of: Callable[[nn.Parameter], int]) -> set[nn.Parameter]:
         """Give the model's blocks weights in host memory, which are to be filled.
-
-        Args:
-            model: frozen, on the meta device, in the dtypes that it is to have.
-            place_of: as of :class:`PackedBlock`.
 
         Returns:
             These weights.

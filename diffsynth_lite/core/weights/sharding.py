@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
-from diffsynth_lite.core.joint_passes import JointPasses
+from diffsynth_lite.core.parallel import JointPasses
 from diffsynth_lite.core.units import format_bytes
 
 
@@ -23,13 +23,8 @@ class BaseShards(JointPasses):
 
     Args:
         group: of the processes; each keeps about the same number of bytes.
-        device: of the shards.
         block_lists: where a model holds its blocks, as of ``blocks_in``; no block holds another one. The
             weights of each are gathered together, and those outside of blocks are, too.
-
-    Attributes:
-        num_shards: processes of the group.
-        device: as given.
     """
 
     def __init__(
@@ -44,7 +39,7 @@ class BaseShards(JointPasses):
         from torch.distributed.fsdp import fully_shard
 
         mesh = DeviceMesh.from_group(self._group, self.device.type)
-        # A number alone has no rows.
+        # A scalar has no rows.
         ignored = {parameter for parameter in model.parameters() if not parameter.ndim}
         for module in (*blocks_in(model, self._block_lists), model):
             module.register_forward_hook(_without_views)
@@ -97,13 +92,7 @@ def own_rows(tensor: Any) -> range:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReport:
-    """What a process keeps of the frozen weights of a model; nothing is sharded where it keeps all.
-
-    Attributes:
-        num_shards: processes that share the weights.
-        num_bytes: of frozen weights here.
-        whole_bytes: of all of them.
-    """
+    """What a process keeps of the frozen weights of a model; nothing is sharded where it keeps all."""
 
     num_shards: int
     num_bytes: int

@@ -35,12 +35,7 @@ _CopyUnderWay = tuple[Copy, Tensor, Tensor]
 
 
 def spread_evenly(num_blocks: int, num_streamed: int) -> list[int]:
-    """Places of the streamed blocks among all: spread, so that there is the most to compute between two.
-
-    Args:
-        num_blocks: blocks of the model.
-        num_streamed: at most as many.
-    """
+    """Places of the streamed blocks among all: spread, so that there is the most to compute between two."""
     return [(2 * place + 1) * num_blocks // (2 * num_streamed) for place in range(num_streamed)]
 
 
@@ -125,14 +120,7 @@ class StreamReport:
         return [f"{'streamed':<15} {held}; {moved}{late}"]
 
     def require_effect(self, switch: str = "stream_blocks") -> None:
-        """Check that weights moved, where some are streamed.
-
-        Args:
-            switch: name of the setting that streams them.
-
-        Raises:
-            IneffectiveSwitchError: none did; the message says why.
-        """
+        """Check that weights moved, where some are streamed."""
         if not self.blocks_streamed or self.weight_copies:
             return
         if not self.streamed_blocks_run:
@@ -156,16 +144,12 @@ class WeightStream:
     Args:
         models: the blocks to stream, of each model in the order in which its forward pass calls them. All
             share the slots. None streams nothing.
-        device: that the weights visit.
         num_slots: blocks on the device at once. With one, each block waits for its copy.
         min_bytes: smaller weights stay on the device. None: 64 KiB on accelerators, 0 on the CPU.
         backend: makes the copies; a gradient engine of the same device should share it, so that inputs and
             weights queue on the same streams. None: that of ``loaded``, or the one that suits the device.
-        loaded: blocks that are in host memory already. Weights of others are copied there, for this process
-            alone.
-
-    Raises:
-        ValueError: nothing would be saved, or the system has too little host memory.
+        loaded: blocks that are in host memory already. Weights of others are copied there, only for this
+            process.
     """
 
     def __init__(
@@ -323,12 +307,7 @@ class WeightStream:
 
 
 class _Slot:
-    """Memory of the device that holds the weights of one block at a time, or soon will.
-
-    Attributes:
-        flat: the memory, uint8.
-        place: of the block; None at first.
-    """
+    """Memory of the device that holds the weights of one block at a time, or soon will."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
@@ -383,11 +362,7 @@ class _SavedTensor:
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def restore(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: it was changed in place.
-        """
+        """The tensor."""
         # Autograd makes this check for the tensors that it saves itself, but not for those that hooks keep.
         if self._tensor._version != self._version:
             raise RuntimeError(

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from diffsynth_lite.core.context_parallel import ContextParallel, SequenceSplit
 from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
+from diffsynth_lite.core.parallel import ContextParallel, SequenceSplit
 from diffsynth_lite.core.weights import BaseShards, HostBlocks, Quantization
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.format import LoraFormat

@@ -21,8 +21,8 @@ from diffusers.utils import is_ftfy_available
 from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
-from diffsynth_lite.core.context_parallel import SequenceSplit
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import WAN_NAMES

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.core.context_parallel import MESH_DIMENSIONS, ContextParallel, SequenceSplit
+from diffsynth_lite.core.parallel import MESH_DIMENSIONS, ContextParallel, SequenceSplit
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily

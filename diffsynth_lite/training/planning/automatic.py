@@ -21,19 +21,24 @@ from diffsynth_lite.training.distributed.devices import num_data_ranks
 from diffsynth_lite.training.planning.choices import (
     SMALLER_FORMATS,
     Choice,
-    Room,
+    MemoryBudget,
     as_text,
     changed_settings,
     choices_of_first_format,
     least_of_device,
     least_streamed,
     setting_of,
-    treated,
+    with_strategy,
 )
-from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, COUNTED_SHARE, gpu_here, gpu_named
 from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
-from diffsynth_lite.training.planning.step_time import StepTimer
+from diffsynth_lite.training.planning.step_time import (
+    ASSUMED_GPU,
+    COUNTED_SHARE,
+    StepTimer,
+    gpu_here,
+    gpu_named,
+)
 from diffsynth_lite.training.planning.subject import counter_of, step_settings, timer_of, with_changes
 
 logger = logging.getLogger(__name__)
@@ -48,9 +53,8 @@ class ChosenMemory:
     """A config, and what was chosen of it.
 
     Attributes:
-        config: with all that was chosen.
-        lasting: what of that a run keeps when it goes on, by dotted key.
-        predicted: what a step takes, by count; None where nothing limits it.
+        lasting: what of that a resumed run keeps, by dotted key.
+        predicted: what a step is estimated to take; None where nothing limits it.
     """
 
     config: Config
@@ -58,13 +62,13 @@ class ChosenMemory:
     predicted: MemoryCount | None
 
 
-def leaves_open(config: Config) -> bool:
+def needs_auto_memory(config: Config) -> bool:
     """Whether there is anything to choose."""
     return config.memory.auto or config.memory.stream_blocks == "auto"
 
 
-def before_choice(config: Config) -> Config:
-    """A config as it can be checked before anything is chosen: what it says of streaming may not be done."""
+def with_placeholders(config: Config) -> Config:
+    """A config that can be checked before the choice: its number of streamed blocks may not be valid."""
     return with_changes(config, {"memory.stream_blocks": "auto"}) if config.memory.auto else config
 
 
@@ -78,7 +82,7 @@ def choose_memory(
     """Choose what a config leaves open, the same on all processes: the fastest that fits all of them.
 
     Args:
-        earlier: what the first start of a run that goes on chose, which stays; None for a new run.
+        earlier: what the first start of a resumed run chose, which stays; None for a new run.
 
     Raises:
         UserError: nothing fits; or what ``counter_of`` raises.
@@ -86,7 +90,7 @@ def choose_memory(
     memory = config.memory
     lasting = dict(earlier or {}) if memory.auto else {}
     if lasting:
-        logger.info("memory.auto: %s stay, as the run's first start chose.", _in_words(lasting))
+        logger.info("memory.auto: %s stay as the run's first start chose them.", _in_words(lasting))
     given = with_changes(config, lasting)
     room, card = _room(config, accelerator)
     settings = _settings_of(given, family, accelerator)
@@ -109,27 +113,23 @@ def choose_memory(
     return ChosenMemory(config=made, lasting=lasting, predicted=predicted)
 
 
-def what_fits(config: Config, family: ModelFamily, accelerator: Accelerator) -> str:
-    """What a step takes by count, and the fastest settings that take less and fit, for a person to copy.
-
-    Raises:
-        UserError: what ``counter_of`` raises.
-    """
+def suggest_settings(config: Config, family: ModelFamily, accelerator: Accelerator) -> str:
+    """What a step is estimated to take, and the fastest settings that take less and fit, to copy."""
     counter, settings = counter_of(config, family), _settings_of(config, family, accelerator)
     timer = timer_of(config, counter, gpu_here() or gpu_named(ASSUMED_GPU))
     taken = counter.count(settings).device
-    # Whatever the count says of it: it did not fit.
+    # Whatever was counted: it did not fit.
     room = _room_of(config, _whole_device_bytes(config, accelerator.device))
     room = replace(room, device=min(room.device, taken - 1))
-    told = f"By count a step takes {format_bytes(taken)} of the device; "
+    message = f"A step is estimated to take {format_bytes(taken)} of the device; "
     formats = settings.quantize, *filter(_is_there, SMALLER_FORMATS)
     found = choices_of_first_format(counter, timer.seconds, [settings], room, formats)
     if not found:
-        return f"{told}no settings that are known fit {_amount(room.device)}"
+        return f"{message}no settings that are known fit {_amount(room.device)}"
     best = found[0]
     where = "" if best.settings.quantize == settings.quantize else ", in a new run,"
     return (
-        f"{told}with {' '.join(best.overrides(config))}{where} it takes "
+        f"{message}with {' '.join(best.overrides(config))}{where} it takes "
         f"{format_bytes(best.count.device)}, and {format_bytes(best.count.host)} of the host"
     )
 
@@ -137,14 +137,14 @@ def what_fits(config: Config, family: ModelFamily, accelerator: Accelerator) -> 
 def _unlimited(config: Config, settings: StepSettings) -> StepSettings:
     if config.memory.auto:
         logger.info("memory.auto: the device is the host, so that all is kept; memory.device_gib limits it.")
-        return treated(settings, KEEP)
+        return with_strategy(settings, KEEP)
     logger.info("memory.stream_blocks: auto streams nothing: the device is the host.")
     return settings
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Finds what fits, and says why.
+    """Finds what fits, and logs why.
 
     Attributes:
         given: the config as it is, but for what an earlier start chose.
@@ -153,7 +153,7 @@ class _Search:
     given: Config
     counter: MemoryCounter
     timer: StepTimer
-    room: Room
+    room: MemoryBudget
 
     def least_streamed(self, settings: StepSettings) -> StepSettings:
         """As few streamed blocks as fit."""
@@ -161,12 +161,12 @@ class _Search:
         if chosen is None:
             least = self.counter.count(replace(settings, stream_blocks="all")).device
             raise UserError(
-                f"memory.stream_blocks: auto; with all blocks streamed a step takes {format_bytes(least)} by "
-                f"count, and {format_bytes(int(self.room.device))} may be taken: memory.auto: true looks at "
-                "the other settings, too, and `diffsynth-lite plan` says what fits"
+                "memory.stream_blocks: auto; with all blocks streamed a step is estimated to "
+                f"take {format_bytes(least)}, and {format_bytes(int(self.room.device))} are free: "
+                "memory.auto: true tries the other settings, too, and `diffsynth-lite plan` shows what fits"
             )
         logger.info(
-            "memory.stream_blocks: auto streams %d of %d blocks: a step takes %s by count, of %s.",
+            "memory.stream_blocks: auto streams %d of %d blocks: a step is estimated to take %s, of %s.",
             chosen.stream_blocks,
             self.counter.num_blocks,
             format_bytes(self.counter.count(chosen).device),
@@ -194,16 +194,15 @@ class _Search:
         plain = self.counter.count(settings)
         changes = changed_settings(choice.settings, self.given)
         overridden = {key: setting_of(self.given, key) for key in changes if not _is_default(self.given, key)}
-        kept = self.timer.seconds(treated(choice.settings, KEEP))
+        kept = self.timer.seconds(with_strategy(choice.settings, KEEP))
         logger.info(
-            "memory.auto: by count a step takes %s of the device and %s of the host as the config says; %s "
-            "and %s may be taken.",
+            "memory.auto: as configured, a step needs %s of GPU and %s of host memory (free: %s and %s).",
             *map(_amount, (plain.device, self.room.host_needed(plain), self.room.device, self.room.host)),
         )
         logger.info(
-            "memory.auto: chose %s: %s of the device, %s of the host. Where all fits, a step is estimated to "
-            "take %.2f of its time.",
-            _in_words(changes) or "what the config says",
+            "memory.auto: chose %s: %s of the device, %s of the host. Without memory saving a step "
+            "would take %.2f x as long.",
+            _in_words(changes) or "what is configured",
             *map(_amount, (choice.count.device, choice.count.host)),
             kept / choice.seconds,
         )
@@ -219,10 +218,10 @@ class _Search:
         if settings.quantize == "none" and "quantize" not in is_open:
             in_int8 = self.counter.count(replace(least, quantize="int8"))
             ways.insert(0, f"model.quantize: int8, with which it is {_amount(in_int8.device)} (a new run)")
-        changes = _in_words(changed_settings(least, self.given)) or "what the config says"
+        changes = _in_words(changed_settings(least, self.given)) or "what is configured"
         return (
             f"memory.auto: nothing fits {_amount(self.room.device)} of the device and "
-            f"{_amount(self.room.host)} of the host. Least of the device takes, by count, {changes}: "
+            f"{_amount(self.room.host)} of the host. Least of the device is needed with {changes}: "
             f"{_amount(count.device)}, and {_amount(self.room.host_needed(count))} of the host. "
             f"What would help: {'; '.join(ways)}"
         )
@@ -238,7 +237,7 @@ def _settings_of(config: Config, family: ModelFamily, accelerator: Accelerator) 
     )
 
 
-def _room(config: Config, accelerator: Accelerator) -> tuple[Room, str]:
+def _room(config: Config, accelerator: Accelerator) -> tuple[MemoryBudget, str]:
     """What every process may take, and the card that the main one has."""
     card = gpu_here()
     found = on_all_processes(
@@ -249,12 +248,12 @@ def _room(config: Config, accelerator: Accelerator) -> tuple[Room, str]:
     return replace(room, host=min(host for _, host, _ in found)), found[0][2] or ASSUMED_GPU
 
 
-def _room_of(config: Config, device_bytes: float) -> Room:
-    return Room(
+def _room_of(config: Config, device_bytes: float) -> MemoryBudget:
+    return MemoryBudget(
         device=device_bytes,
         host=_host_bytes(config),
         num_sharing=num_local_processes(),
-        # As the engine does where nothing is said.
+        # As the engine does by default.
         offload_ratio=0.5 if config.memory.host_gib is None else 1.0,
     )
 
@@ -277,7 +276,7 @@ def _whole_device_bytes(config: Config, device: torch.device) -> float:
 
 
 def _host_bytes(config: Config) -> float:
-    """What a process may take of host memory; infinite where the system does not say what there is."""
+    """What a process may take of host memory; infinite where the system does not report it."""
     if config.memory.host_gib is not None:
         return config.memory.host_gib * 1024**3
     available = available_host_bytes()

@@ -20,12 +20,12 @@ from diffsynth_lite.training.planning.step import StepSettings
 NUM_CHOICES = 8
 WeightFormatName = Literal["none", "int8", "nf4"]
 SMALLER_FORMATS: tuple[WeightFormatName, ...] = ("int8", "nf4")
-"""Values of ``model.quantize`` that are tried where nothing fits as a config says; other numbers follow."""
+"""Values of ``model.quantize`` that are tried where nothing fits as configured; other numbers follow."""
 _ATTENTION_KEPT = BlockStrategy(save_attention="keep")
 _ATTENTION_OFFLOADED = BlockStrategy(save_attention="park")
 _BOTH_OFFLOADED = BlockStrategy(offload=True, save_attention="park")
 _STRATEGIES = (KEEP, _ATTENTION_KEPT, _ATTENTION_OFFLOADED, _BOTH_OFFLOADED, RECOMPUTE, OFFLOAD)
-"""What may happen to blocks."""
+"""Strategies that are tried."""
 _SAME_SECONDS = 0.001
 """Relative: what is estimated to be closer than this counts as equally fast."""
 _MOST_COUNTS = 2
@@ -33,12 +33,10 @@ _MOST_COUNTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class MemoryBudget:
     """What a process may take.
 
     Attributes:
-        device: bytes of its device.
-        host: bytes of host memory.
         num_sharing: processes of the machine, which share streamed weights.
         offload_ratio: part of what the weights leave of host memory that the offload may take.
     """
@@ -48,7 +46,7 @@ class Room:
     num_sharing: int = 1
     offload_ratio: float = 1.0
 
-    def holds(self, count: MemoryCount) -> bool:
+    def fits(self, count: MemoryCount) -> bool:
         """Whether a step takes no more than this."""
         return count.device <= self.device and self.host_needed(count) <= self.host
 
@@ -62,9 +60,7 @@ class Choice:
     """Settings, and what a step takes under them.
 
     Attributes:
-        settings: of the step.
-        count: what it takes.
-        seconds: that it is estimated to take, which says more compared with those of another choice.
+        seconds: that it is estimated to take, more reliable as a ratio to those of another choice.
     """
 
     settings: StepSettings
@@ -115,17 +111,15 @@ def choices(
     counter: MemoryCounter,
     seconds: Callable[[StepSettings], float],
     kinds: Sequence[StepSettings],
-    room: Room,
+    room: MemoryBudget,
 ) -> list[Choice]:
     """The best settings that fit, the fastest first: of those that are as fast, what takes the host least.
 
     None of them takes as long as another, or longer, and no less memory.
 
     Args:
-        counter: of the model.
         seconds: that an optimizer step takes.
         kinds: settings as they may be, but for what happens to blocks and how many are streamed.
-        room: that there is.
     """
     search = _Search(counter, seconds, room)
     found = [choice for settings in kinds for choice in search.best_of_each_kind(settings)]
@@ -141,7 +135,7 @@ def choices_of_first_format(
     counter: MemoryCounter,
     seconds: Callable[[StepSettings], float],
     kinds: Sequence[StepSettings],
-    room: Room,
+    room: MemoryBudget,
     formats: Iterable[WeightFormatName],
 ) -> list[Choice]:
     """The ``choices`` in the first of some formats of weights in which anything fits; none if in none."""
@@ -152,7 +146,7 @@ def choices_of_first_format(
     return []
 
 
-def _is_no_better(choice: Choice, other: Choice, room: Room) -> bool:
+def _is_no_better(choice: Choice, other: Choice, room: MemoryBudget) -> bool:
     return (
         other.seconds <= choice.seconds * (1 + _SAME_SECONDS)
         and other.count.device <= choice.count.device
@@ -180,7 +174,9 @@ def least_of_device(counter: MemoryCounter, settings: StepSettings) -> StepSetti
 
     All are streamed, but where they are sharded.
     """
-    tried = [replace(treated(settings, strategy), stream_blocks="all") for strategy in _strategies(settings)]
+    tried = [
+        replace(with_strategy(settings, strategy), stream_blocks="all") for strategy in _strategies(settings)
+    ]
     if counter.num_blocks <= settings.stream_slots or settings.num_shards > 1:
         tried = [replace(one, stream_blocks=0) for one in tried]
     return min(tried, key=lambda one: counter.count(one).device)
@@ -191,9 +187,11 @@ def _strategies(settings: StepSettings) -> list[BlockStrategy]:
     return [one for one in _STRATEGIES if one.save_attention == "no" or saves]
 
 
-def treated(settings: StepSettings, strategy: BlockStrategy, num_first: int | None = None) -> StepSettings:
+def with_strategy(
+    settings: StepSettings, strategy: BlockStrategy, num_first: int | None = None
+) -> StepSettings:
     """The settings with all blocks, or the first ones, treated in a way, and none streamed."""
-    # As a config says it: the strategy of a policy offloads where the switch permits it.
+    # As in a config: the strategy of a policy offloads where the setting permits it.
     selected = BlockStrategy(offload=True, save_attention=strategy.save_attention)
     policy = BlockPolicy(selected=selected)
     if num_first is not None:
@@ -212,28 +210,30 @@ class _Search:
     or not.
     """
 
-    def __init__(self, counter: MemoryCounter, seconds: Callable[[StepSettings], float], room: Room) -> None:
+    def __init__(
+        self, counter: MemoryCounter, seconds: Callable[[StepSettings], float], room: MemoryBudget
+    ) -> None:
         self._counter, self._seconds, self._room = counter, seconds, room
 
     def best_of_each_kind(self, settings: StepSettings) -> Iterator[Choice]:
         """Those that fit."""
         effective = [one for one in _strategies(settings) if self._has_effect(settings, one)]
         for strategy in effective:
-            alike = least_streamed(self._counter, treated(settings, strategy), self._room.device)
+            alike = least_streamed(self._counter, with_strategy(settings, strategy), self._room.device)
             if alike is not None:
                 yield from self._if_it_fits(alike)
-        if self._counter.count(treated(settings, KEEP)).device > self._room.device:
+        if self._counter.count(with_strategy(settings, KEEP)).device > self._room.device:
             for strategy in self._worth_mixing(settings, effective):
                 yield from self._mixtures(settings, strategy)
 
     def _if_it_fits(self, settings: StepSettings) -> list[Choice]:
         count = self._counter.count(settings)
-        if not self._room.holds(count):
+        if not self._room.fits(count):
             return []
         return [Choice(settings=settings, count=count, seconds=self._seconds(settings))]
 
     def _has_effect(self, settings: StepSettings, strategy: BlockStrategy) -> bool:
-        """Whether a strategy does all that it says; what has no effect stops a run."""
+        """Whether all of a strategy has an effect; a setting without effect stops a run."""
         if strategy.save_attention == "no":
             return not strategy.offload or self._step(settings, strategy).host > 0
         without = RECOMPUTE if not strategy.offload else OFFLOAD
@@ -241,17 +241,17 @@ class _Search:
         return saves and self._has_effect(settings, without)
 
     def _step(self, settings: StepSettings, strategy: BlockStrategy) -> Any:
-        return self._counter.count(treated(settings, strategy)).step
+        return self._counter.count(with_strategy(settings, strategy)).step
 
     def _worth_mixing(
         self, settings: StepSettings, effective: Sequence[BlockStrategy]
     ) -> Iterator[BlockStrategy]:
         """Of strategies that take host memory, and of others, that which costs least for what it saves."""
-        kept = treated(settings, KEEP)
+        kept = with_strategy(settings, KEEP)
         device, seconds = self._counter.count(kept).device, self._seconds(kept)
 
         def cost(strategy: BlockStrategy) -> float:
-            alike = treated(settings, strategy)
+            alike = with_strategy(settings, strategy)
             saved = device - self._counter.count(alike).device
             return (self._seconds(alike) - seconds) / saved if saved > 0 else float("inf")
 
@@ -270,7 +270,8 @@ class _Search:
         streaming = list[Choice]()
         for num_streamed in _numbers_streamed(self._counter, settings):
             tried = [
-                replace(treated(settings, strategy, number), stream_blocks=num_streamed) for number in numbers
+                replace(with_strategy(settings, strategy, number), stream_blocks=num_streamed)
+                for number in numbers
             ]
             place = bisect_left(
                 tried, True, key=lambda one: self._counter.count(one).device <= self._room.device
@@ -284,9 +285,9 @@ class _Search:
             yield min(streaming, key=lambda choice: choice.seconds)
 
     def _numbers_mixed(self, settings: StepSettings, strategy: BlockStrategy) -> list[int]:
-        """How many blocks may be treated so while the others are kept, as far as few counts tell."""
+        """How many blocks may be treated so while the others are kept, as far as few counts show."""
         by_count = defaultdict[Any, list[int]](list)
         for number in range(1, self._counter.num_blocks):
-            by_count[self._counter.counted_as(treated(settings, strategy, number))].append(number)
+            by_count[self._counter.counted_as(with_strategy(settings, strategy, number))].append(number)
         most = sorted(by_count.values(), key=len, reverse=True)[:_MOST_COUNTS]
         return sorted(number for numbers in most for number in numbers)

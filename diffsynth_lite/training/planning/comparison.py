@@ -15,7 +15,7 @@ from diffsynth_lite.training.planning.memory_count import MemoryCount
 logger = logging.getLogger(__name__)
 
 _TOLERATED = 0.05
-"""Of what was predicted: a step that takes more than this beside it is a warning."""
+"""Of what was predicted: a step that takes more than this in addition is a warning."""
 
 
 class Trained(Protocol):
@@ -29,16 +29,11 @@ class Trained(Protocol):
 
 
 class StepComparison:
-    """Measures one step, and says how it compares with what was predicted; does nothing where nothing was.
+    """Measures one step, and compares it with what was predicted; does nothing where nothing was.
 
     That is the second one of a start: the first one makes what lasts, such as the optimizer's state. On CUDA
-    the allocator tells, and begins its peak anew; on the CPU each tensor that operators make is counted,
+    the allocator reports it, and its peak is reset; on the CPU each tensor that operators make is counted,
     which changes no number.
-
-    Args:
-        predicted: what a step takes.
-        log: takes a step and its metrics.
-        start_step: steps done before.
     """
 
     def __init__(

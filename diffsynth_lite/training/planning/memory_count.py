@@ -20,6 +20,7 @@ from diffsynth_lite.core.planning import (
     StepCost,
     count_step,
 )
+from diffsynth_lite.core.planning.counts import BlockLists, FewBlocks
 from diffsynth_lite.core.weights import (
     Quantization,
     counted_format,
@@ -39,7 +40,6 @@ from diffsynth_lite.lora.updates import LoraFile, pairs_of
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
 from diffsynth_lite.training.optimization.optimizer_state import OptimizerFacts
-from diffsynth_lite.training.planning.few_blocks import BlockLists, FewBlocks
 from diffsynth_lite.training.planning.split_sequences import Exchange
 from diffsynth_lite.training.planning.step import MetaModel, MetaStep, Sample, StepSettings
 
@@ -52,17 +52,13 @@ _MOMENTS_OF_ADAMW = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCount:
-    """Bytes that training holds, on the device but where it says otherwise.
+    """Bytes that training holds, on the device where nothing else is given.
 
     Attributes:
-        weights: frozen, and all the time on the device.
         slots: that streamed weights visit; of a sharded base, what is gathered of it at once.
-        lora: weights of the LoRA, and of its moving average.
-        optimizer: its state.
         gradients: of the LoRA, at the end of the backward pass.
-        step: what a step holds beside these, its gradients included, and what it computes.
-        exchanged: what processes that share samples hold of them beside their parts.
-        weights_on_host: frozen, in host memory.
+        step: what a step holds in addition, its gradients included, and what it computes.
+        exchanged: what processes that share samples hold in addition to their parts.
     """
 
     weights: int
@@ -96,23 +92,13 @@ class MemoryCounter:
     Of several experts that are trained the first runs in a step; weights and LoRA are those of all.
 
     Args:
-        family: bound to a folder, with or without weights.
         layers: full names, in the family's ``empty_transformer()``, of those with a LoRA.
-        rank: of the LoRA.
-        own: of layers that have another rank.
-        kind: of the LoRA.
-        dropout: of the LoRA.
         optimizer: what it keeps; as AdamW where it is None.
-        latents_shape: of one sample.
-        audio_latents_shape: of its sound; None where none is learned.
-        own_audio_level: whether that has a noise level of its own.
         conditioning: of one sample; its values do not matter.
-        training_adapter: a frozen one on the model beside it.
+        training_adapter: a second, frozen one on the model.
         exchange: where sequences are split, in which case the sample is what one process computes of it.
 
     Attributes:
-        family: as given.
-        num_blocks: of one model.
         lora_bytes: of the weights of the LoRA, in fp32.
         optimizer: what it keeps.
         training_adapter_bytes: of those of the frozen adapter, which count as frozen weights, in fp32.
@@ -140,22 +126,22 @@ class MemoryCounter:
         self._sample = Sample(tuple(latents_shape), conditioning, audio_latents_shape, own_audio_level)
         model = family.empty_transformer()
         self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank, own=own, kind=kind)
-        # Beside what trains, in fp32, too.
+        # In addition to what trains, in fp32, too.
         self._constant_bytes = torch.float32.itemsize * sum(
             kind.num_constants(len(model.get_parameter(f"{layer}.weight"))) for layer in layers
         )
         adamw = OptimizerFacts(state_bytes=_MOMENTS_OF_ADAMW * self.lora_bytes, has_average=False)
         self.optimizer = adamw if optimizer is None else optimizer
         parts, first = family.parts_of(model), family.trained[0]
-        # Of experts a step runs one; what else is trained, such as text encoders, runs beside it.
-        beside = [name for name, part in parts.items() if type(part) is not type(parts[first])]
-        self._first = type(family)(family.folder, trained=[first, *beside])
+        # Of experts a step runs one; what else is trained, such as text encoders, runs, too.
+        others = [name for name, part in parts.items() if type(part) is not type(parts[first])]
+        self._first = type(family)(family.folder, trained=[first, *others])
         self._first.with_audio = family.with_audio
-        self._prefix = f"{first}." if beside else ""
-        self._layers_beside = [name for name in layers if name.partition(".")[0] in beside]
+        self._prefix = f"{first}." if others else ""
+        self._other_layers = [name for name in layers if name.partition(".")[0] in others]
         prefix = "" if len(parts) == 1 else f"{first}."
         names = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
-        self._own_beside = {name: size for name, size in own.items() if name in self._layers_beside}
+        self._own_of_others = {name: size for name, size in own.items() if name in self._other_layers}
         self._own = {name: own[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in own}
         ranks = {name: self._own[name].rank if name in self._own else rank for name in names}
         self._frozen, self._first_prefix = _FrozenAdapter(training_adapter), prefix
@@ -163,26 +149,23 @@ class MemoryCounter:
         frozen = {
             name.removeprefix(prefix): width
             for name, width in self._frozen.ranks.items()
-            if name.startswith(prefix) and name.partition(".")[0] not in beside
+            if name.startswith(prefix) and name.partition(".")[0] not in others
         }
         both = {name: (ranks.get(name, 0), frozen.get(name, 0)) for name in dict.fromkeys([*ranks, *frozen])}
         self._block_lists = BlockLists(
             parts[first], family.block_lists, both, are_alike=family.is_counted_by_few_blocks
         )
         self._trained_layers, self._frozen_layers = set(ranks), set(frozen)
-        self._frozen_beside = [name for name in self._frozen.ranks if name.partition(".")[0] in beside]
+        self._other_frozen_layers = [name for name in self._frozen.ranks if name.partition(".")[0] in others]
         self.num_blocks = self._block_lists.num_blocks
         self._meta_results = MetaResults()
         self._weights: dict[Any, list[_ModelBytes]] = {}
         self._models: dict[Any, MetaModel] = {}
         self._steps: dict[Any, CountedStep] = {}
+        self._needed_matmuls: dict[nn.Module, dict[tuple[int, ...], set[nn.Module]]] = {}
 
     def count(self, settings: StepSettings) -> MemoryCount:
-        """What training under these settings holds.
-
-        Raises:
-            UserError: ``quantize_skip`` names layers that are not there.
-        """
+        """What training under these settings holds."""
         models, num_shards = self._model_bytes(settings), settings.num_shards
         streamed = [block for model in models for block in model.streamed(settings.stream_blocks).values()]
         resident = sum(model.share(num_shards) for model in models) - sum(block.plain for block in streamed)
@@ -205,11 +188,7 @@ class MemoryCounter:
         return self._exchange.num_bytes(settings.micro_batch_size, settings.itemsize)
 
     def streamed_bytes(self, settings: StepSettings) -> dict[int, int]:
-        """Bytes that a copy to a slot takes, of each streamed block of one model, by its place.
-
-        Raises:
-            UserError: as ``count``.
-        """
+        """Bytes that a copy to a slot takes, of each streamed block of one model, by its place."""
         streamed = self._model_bytes(settings)[0].streamed(settings.stream_blocks)
         return {place: block.packed for place, block in streamed.items() if block.packed}
 
@@ -241,7 +220,7 @@ class MemoryCounter:
         return model
 
     def counted_as(self, settings: StepSettings) -> Any:
-        """Equal for settings whose activations one count tells, which takes a second or more."""
+        """Equal for settings that share a count of activations, which takes a second or more."""
         return self._count_of(settings)[0]
 
     def _count_of(self, settings: StepSettings) -> tuple[tuple[StepSettings, tuple[int, ...]], FewBlocks]:
@@ -264,13 +243,18 @@ class MemoryCounter:
         """A step of the first model with a few of its blocks."""
         meter = CountingMeter(_META, self._meta_results)
         step = self._step_of(settings, few, meter)
-        step.warm_up(settings)
+        recomputed = settings.recomputed_blocks(len(step.blocks))
+        needed = self._needed_matmuls.setdefault(step.model, {})
+        if settings.offloads:
+            step.warm_up(needed.get(recomputed))
         if settings.accumulates:
             for parameter in step.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        return count_step(
+        counted = count_step(
             step.forward, step.backward, step.blocks, meter, step.engine, autocast=step.autocast
         )
+        needed[recomputed] = set(step.engine.needed_matmuls)
+        return counted
 
     def _few_blocks(self, settings: StepSettings) -> FewBlocks:
         num_neighbours = max(1, settings.resident_blocks, settings.prefetched_blocks)
@@ -303,8 +287,8 @@ class MemoryCounter:
         own = {f"{self._prefix}{name}": self._own[old] for name, old in kept.items() if old in self._own}
         self._quantized(first, settings)
         layers = [f"{self._prefix}{name}" for name, old in kept.items() if old in self._trained_layers]
-        layers += self._layers_beside
-        own |= self._own_beside
+        layers += self._other_layers
+        own |= self._own_of_others
         sizes: dict[str, Any] = {"rank": self._rank, "alpha": 1, "own": own}
         add_adapter(model, layers, **sizes, dropout=self._dropout, seed=0, kind=self._kind)
         frozen = {
@@ -312,10 +296,10 @@ class MemoryCounter:
             for name, old in kept.items()
             if old in self._frozen_layers
         }
-        self._frozen.add_to(model, frozen | {name: name for name in self._frozen_beside})
+        self._frozen.add_to(model, frozen | {name: name for name in self._other_frozen_layers})
         return MetaModel.of(model, precision, settings.device_type)
 
-    def model_that_draws(self, settings: StepSettings) -> nn.Module:
+    def preview_model(self, settings: StepSettings) -> nn.Module:
         """The first model, with a few of its blocks and its LoRA, on meta, as it is called for previews."""
         # Of several models the pipeline calls each by itself; what is prepared is all of them as one.
         precision = settings.mixed_precision if len(self.family.trained) == 1 else "no"
@@ -324,12 +308,7 @@ class MemoryCounter:
 
 
 class _FrozenAdapter:
-    """A frozen adapter beside the one that trains, or none; its numbers do not matter.
-
-    Attributes:
-        ranks: of its layers, by their full names.
-        num_bytes: of all its weights, in fp32.
-    """
+    """A frozen adapter in addition to the one that trains, or none; its numbers do not matter."""
 
     def __init__(self, adapter: LoraFile | None) -> None:
         tensors, self._settings = adapter or ({}, {})
@@ -338,11 +317,7 @@ class _FrozenAdapter:
         self.num_bytes = torch.float32.itemsize * sum(shape.numel() for shape in self._shapes.values())
 
     def add_to(self, model: nn.Module, layers: Mapping[str, str]) -> None:
-        """Put it on some of its layers.
-
-        Args:
-            layers: their names in the model, and their full names.
-        """
+        """Put it on some of its layers."""
         tensors = {
             f"{name}{half}": torch.zeros(self._shapes[f"{layer}{half}"])
             for name, layer in layers.items()
@@ -399,6 +374,8 @@ class _ModelBytes:
 
     def share(self, num_shards: int) -> int:
         """Bytes that the first of so many processes has, whose share is the largest."""
+        if num_shards == 1:
+            return self.total
         elsewhere = sum((number - -(-number // num_shards)) * size for number, size in self.rows)
         return self.total - elsewhere
 

@@ -1,6 +1,6 @@
-"""This file counts what each phase of a run takes: encoding, loading, training, drawing previews."""
+"""This file counts what each phase of a run takes, and finds settings with which a phase fits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
@@ -8,21 +8,23 @@ from typing import Any, Literal, TypeVar, get_args
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.pipelines.wan.experts import NUM_SLOTS
-from diffsynth_lite.training.planning.encoder_count import (
+from diffsynth_lite.training.planning.choices import MemoryBudget
+from diffsynth_lite.training.planning.inference_count import (
     EncoderBytes,
+    PreviewBytes,
     count_media_encoder,
+    count_preview,
     count_prompt_encoder,
 )
 from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
-from diffsynth_lite.training.planning.preview_count import PreviewBytes, count_preview
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.subject import with_changes
 from diffsynth_lite.training.planning.without_weights import copied_bytes, frozen_component
+from diffsynth_lite.training.preview_requests import preview_size
 from diffsynth_lite.training.streaming import SLOTS_TO_DRAW
 
 _Counted = TypeVar("_Counted")
-PhaseName = Literal["encoding media", "encoding prompts", "loading", "training", "drawing previews"]
+PhaseName = Literal["encoding media", "encoding prompts", "loading", "training", "generating previews"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +32,6 @@ class Phase:
     """What a phase of a run takes at most.
 
     Attributes:
-        name: of it.
-        device: bytes there.
-        host: bytes of host memory.
         least_device: bytes of the device where it has no more: previews are then decoded in tiles.
     """
 
@@ -47,18 +46,7 @@ class Phase:
 
 
 class PhaseCounter:
-    """Counts the phases of a run, in one process.
-
-    Args:
-        config: of the run.
-        family: bound to a folder, with or without weights.
-        counter: of its training steps.
-        size: the largest one that is trained on.
-        num_inputs: pictures of that size that an item starts from.
-
-    Attributes:
-        config: as given, as are ``family`` and ``size``.
-    """
+    """Counts the phases of a run, in one process."""
 
     def __init__(
         self, config: Config, family: ModelFamily, counter: MemoryCounter, *, size: Bucket, num_inputs: int
@@ -68,11 +56,7 @@ class PhaseCounter:
         self._known: dict[str, Any] = {}
 
     def count(self, settings: StepSettings) -> list[Phase]:
-        """The phases of a run that takes its steps under these settings, in order.
-
-        Raises:
-            UserError: as ``phase``.
-        """
+        """The phases of a run that takes its steps under these settings, in order."""
         return [self.phase(name, settings) for name in get_args(PhaseName)]
 
     def phase(self, name: PhaseName, settings: StepSettings) -> Phase:
@@ -91,9 +75,9 @@ class PhaseCounter:
                 return self._loading(self._counter.count(settings), settings)
             case "training":
                 return self._training(self._counter.count(settings))
-            case "drawing previews" if self.config.validation.prompts:
+            case "generating previews" if self.config.validation.prompts:
                 return self._drawing(self._counter.count(settings), settings)
-            case "drawing previews":
+            case "generating previews":
                 return _phase(name, 0, 0)
 
     def changed(self, changes: Mapping[str, object]) -> "PhaseCounter":
@@ -123,13 +107,13 @@ class PhaseCounter:
 
     def _encoding(self, name: PhaseName, encoder: EncoderBytes) -> Phase:
         """One encoder after the other, unless both stay."""
-        beside = self._beside
-        device, host = max(encoder.device, beside.device), max(encoder.host, beside.host)
+        resident = self._resident_encoders
+        device, host = max(encoder.device, resident.device), max(encoder.host, resident.host)
         return _phase(name, device + encoder.calls, host + encoder.passing)
 
     @property
-    def _beside(self) -> EncoderBytes:
-        """What stays beside the model: both encoders, where data are encoded while it trains."""
+    def _resident_encoders(self) -> EncoderBytes:
+        """What stays with the model: both encoders, where data are encoded while it trains."""
         if self.config.data.cache:
             return EncoderBytes(device=0, calls=0, host=0, passing=0)
         encoders = self._media, self._prompts
@@ -147,7 +131,9 @@ class PhaseCounter:
             copied = self._once(lambda: self._copied(settings), "copied", settings.dtype)
         device = step.weights + step.slots + step.lora
         return _phase(
-            "loading", self._beside.device + device, self._beside.host + step.weights_on_host + copied
+            "loading",
+            self._resident_encoders.device + device,
+            self._resident_encoders.host + step.weights_on_host + copied,
         )
 
     def _copied(self, settings: StepSettings) -> int:
@@ -156,10 +142,10 @@ class PhaseCounter:
         return sum(copied_bytes(family, where, name, part) for name, part in parts.items())
 
     def _training(self, step: MemoryCount) -> Phase:
-        beside = self._beside
+        resident = self._resident_encoders
         # A batch is encoded between two steps.
-        peak = max(step.device, step.between_steps + beside.calls)
-        return _phase("training", beside.device + peak, beside.host + step.host)
+        peak = max(step.device, step.between_steps + resident.calls)
+        return _phase("training", resident.device + peak, resident.host + step.host)
 
     def _drawing(self, step: MemoryCount, settings: StepSettings) -> Phase:
         """The model without gradients, and the autoencoder, which is loaded for it; between two steps."""
@@ -167,33 +153,115 @@ class PhaseCounter:
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
         keys = "preview", formats, self.config.model, self.config.validation
         drawn: PreviewBytes = self._once(lambda: count_preview(*subject), *keys)
-        held = step.between_steps + self._beside.device + drawn.weights
+        held = step.between_steps + self._resident_encoders.device + drawn.weights
         is_moving = settings.has_average and self.config.validation.use_ema
         if is_moving or self._counter.optimizer.has_average:
-            held += self._counter.lora_bytes  # what is trained waits while the average draws
-        host = self._beside.host + step.host + drawn.copies
+            held += self._counter.lora_bytes  # what is trained waits while the average generates
+        host = self._resident_encoders.host + step.host + drawn.copies
         if set(self.family.denoisers) - set(self.family.trained):
-            # The other expert draws, too, and waits in host memory, or is sharded likewise.
+            # Here: other families would be imported for it.
+            from diffsynth_lite.pipelines.wan.experts import NUM_SLOTS
+
+            # The other expert generates, too, and waits in host memory, or is sharded as well.
             other = replace(step, slots=0, weights_on_host=0)
             if settings.num_shards == 1:
                 other = self._counter.count(replace(settings, stream_blocks="all", stream_slots=NUM_SLOTS))
-            held, host = held + self._beside_adapter(other) + other.slots, host + other.weights_on_host
+            held, host = held + self._bytes_without_adapter(other) + other.slots, host + other.weights_on_host
         if self.config.validation.model_path is not None:
-            # All of another model, likewise, with the LoRA once more.
+            # All of another model, with the LoRA once more.
             other = self._counter.count(replace(settings, stream_blocks="all", stream_slots=SLOTS_TO_DRAW))
-            held += self._beside_adapter(other) + other.slots + self._counter.lora_bytes
+            held += self._bytes_without_adapter(other) + other.slots + self._counter.lora_bytes
             host += other.weights_on_host
         return Phase(
-            name="drawing previews",
+            name="generating previews",
             device=held + drawn.calls,
             host=host,
             least_device=held + drawn.calls_in_tiles,
         )
 
-    def _beside_adapter(self, other: MemoryCount) -> int:
-        """Bytes of the weights of a model that only draws: no training adapter is on it."""
+    def _bytes_without_adapter(self, other: MemoryCount) -> int:
+        """Bytes of the weights of a model that only generates: no training adapter is on it."""
         return other.weights - self._counter.training_adapter_bytes
 
 
 def _phase(name: PhaseName, device: int, host: int) -> Phase:
     return Phase(name=name, device=device, host=host, least_device=device)
+
+
+_Changes = dict[str, Any]
+
+_OTHER_NUMBERS = frozenset(("model.text_encoder_quantize", "model.vae_dtype", "model.vae_tiling"))
+"""Settings that change what a run is."""
+_STREAMED: _Changes = {"memory.stream_text_encoder": True}
+_IN_TILES: _Changes = {"model.vae_tiling": True}
+_IN_BFLOAT16: _Changes = {"model.vae_dtype": "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Settings with which a phase fits.
+
+    Attributes:
+        after: what it takes with them; None where none are known, and ``changes`` is empty.
+    """
+
+    before: Phase
+    changes: _Changes
+    after: Phase | None
+
+    @property
+    def changes_numbers(self) -> bool:
+        """Whether the run is another one with them."""
+        return not _OTHER_NUMBERS.isdisjoint(self.changes)
+
+
+def remedies(phases: PhaseCounter, settings: StepSettings, room: MemoryBudget) -> Iterator[Remedy]:
+    """For each phase that does not fit, the first settings that make it fit: those that change least.
+
+    What helps the steps themselves is not looked for.
+    """
+    for before in phases.count(settings):
+        if before.fits(room.device, room.host):
+            continue
+        found = Remedy(before=before, changes={}, after=None)
+        for changes in _helping(before, phases, settings):
+            number = changes.get("memory.stream_blocks", settings.stream_blocks)
+            after = phases.changed(changes).phase(before.name, replace(settings, stream_blocks=number))
+            if after.fits(room.device, room.host):
+                found = Remedy(before=before, changes=changes, after=after)
+                break
+        yield found
+
+
+def _helping(phase: Phase, phases: PhaseCounter, settings: StepSettings) -> Iterator[_Changes]:
+    """What may help a phase, first what changes least."""
+    own = list(_of_phase(phase, phases, settings))
+    if phases.config.data.cache:
+        yield from own
+        return
+    # The encoders then go before the model comes.
+    yield from ({"data.cache": True, **changes} for changes in ({}, *own))
+
+
+def _of_phase(phase: Phase, phases: PhaseCounter, settings: StepSettings) -> Iterator[_Changes]:
+    match phase.name:
+        case "encoding media":
+            tiles, size = phases.family.known_vae_tiles, phases.size
+            if tiles is not None and tiles.split(size.width, size.height, size.num_frames):
+                yield from (_IN_TILES, _IN_TILES | _IN_BFLOAT16)
+            yield _IN_BFLOAT16
+        case "encoding prompts":
+            yield _STREAMED
+            formats: list[_Changes] = [{"model.text_encoder_quantize": name} for name in ("int8", "nf4")]
+            yield from formats
+            yield from (_STREAMED | changes for changes in formats)
+        case "loading" if settings.quantize == "none" and not settings.stream_blocks:
+            # A model of which something is streamed, or sharded, is filled in place, and cast row by row.
+            yield {"memory.stream_blocks": settings.stream_slots + 1}
+        case "generating previews":
+            yield _IN_BFLOAT16
+            width, height = preview_size(phases.config, phases.family)
+            divisor = phases.family.size_divisor
+            sides = [max(divisor, side // 2 // divisor * divisor) for side in (width, height)]
+            yield dict(zip(("validation.width", "validation.height"), sides, strict=True))
+            yield {"validation.prompts": []}

@@ -1,4 +1,4 @@
-"""This file says what of a sample one of several processes computes that share it, and what they exchange."""
+"""This file finds the part of a sample that one of several processes computes, and what they exchange."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from diffsynth_lite.core.context_parallel import ContextKind
+from diffsynth_lite.core.parallel import ContextKind
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 
 _COPIES_OF_ULYSSES = 6
@@ -15,7 +15,7 @@ _COPIES_OF_ULYSSES = 6
 diffusers 0.42 is written; not measured on a GPU."""
 _GRADIENTS_OF_A_RING = 7
 """Of a share of queries, in fp32: gradients of queries, keys and values, and twice those of the last two on
-their way. Likewise."""
+their way. Not measured on a GPU."""
 
 
 def share_of(latents_shape: Sequence[int], num_processes: int) -> tuple[int, ...]:
@@ -29,7 +29,7 @@ def share_of(latents_shape: Sequence[int], num_processes: int) -> tuple[int, ...
 
 
 def is_prompt_split(family: ModelFamily) -> bool:
-    """Whether the tokens of prompts are split as those of pictures are, and attend with them."""
+    """Whether the tokens of prompts are split as those of images are, and attend with them."""
     return family.sequence_split is not None and family.sequence_split.prompts != "whole"
 
 
@@ -43,15 +43,9 @@ def shared_conditioning(family: ModelFamily, conditioning: Conditioning, num_pro
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """What processes that share samples hold of them beside their parts.
+    """What processes that share samples hold in addition to their parts.
 
     Attributes:
-        num_processes: that share each.
-        kind: of attention.
-        tokens: of the part of a sample.
-        prompt_tokens: of the part of its prompt, where that is split, too.
-        width: numbers of a token.
-        num_blocks: with attention to all tokens.
         embeds_whole: whether all tokens are there until the first block.
     """
 

@@ -1,6 +1,7 @@
 """This file takes a training step on torch's meta device, as a device would under given settings."""
 
 import sys
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,8 +32,6 @@ class StepSettings:
 
     Attributes:
         accumulates: whether a step has several micro-batches, whose gradients are added up.
-        policy: which blocks are checkpointed, and what they keep.
-        has_average: whether a moving average of the LoRA is kept.
         compiles: whether blocks are compiled, which is not counted: they show no attention to save.
         num_shards: processes over which the frozen weights are sharded.
         saves_attention: whether it can be saved: a ring computes it part by part.
@@ -98,14 +97,15 @@ class StepSettings:
         applied = self.in_effect().policy
         return any(one.offload or one.save_attention == "park" for one in (applied.selected, applied.others))
 
+    def recomputed_blocks(self, num_blocks: int) -> tuple[int, ...]:
+        """The places of the blocks that run again in the backward pass."""
+        policy = self.in_effect().policy
+        return tuple(place for place in range(num_blocks) if policy.strategy(place, num_blocks).recompute)
+
 
 @dataclass(frozen=True)
 class Sample:
-    """What a model is given of one sample: the shapes of its latents, and its conditioning.
-
-    Attributes:
-        own_audio_level: whether its audio is at a noise level of its own.
-    """
+    """What a model is given of one sample: the shapes of its latents, and its conditioning."""
 
     latents_shape: tuple[int, ...]
     conditioning: Conditioning
@@ -118,7 +118,6 @@ class MetaModel:
     """A model on meta with a few blocks and its LoRA, as a run of a precision has it.
 
     Attributes:
-        autocast: of its forward pass; None where the run has none.
         lasting: bytes of what it keeps of its first step, such as rotary tables.
     """
 
@@ -142,15 +141,8 @@ class MetaModel:
 class MetaStep:
     """Forward and backward of a model on meta, as on a device and under the run's precision.
 
-    Args:
-        settings: with the policy of the model's blocks.
-        meter: is told what stands for host memory.
-
     Attributes:
-        model: with its adapters.
         blocks: that its forward pass calls, in call order.
-        engine: runs them.
-        autocast: of the forward pass; None where the run has none.
     """
 
     def __init__(
@@ -184,12 +176,18 @@ class MetaStep:
         self._sigma = torch.full((size,), 0.5, device=_META)
         self._audio_sigma = torch.full((size,), 0.5, device=_META) if sample.own_audio_level else None
 
-    def warm_up(self, settings: StepSettings) -> None:
-        """Take a step where one is needed before what the steps do is always the same."""
-        if settings.offloads:
-            # In the first step an engine learns what blocks share.
-            self.backward(self.forward())
+    def warm_up(self, needed: Collection[nn.Module] | None) -> None:
+        """Have the engine learn what it knows after a first step, in which it differs from later ones.
+
+        Args:
+            needed: layers whose products a recompute of these blocks needs; None takes a whole step for them.
+        """
+        loss = self.forward()  # shows which tensors blocks share
+        if needed is None:
+            self.backward(loss)
             self.model.zero_grad()
+        else:
+            self.engine.needed_matmuls.update(needed)
 
     def forward(self) -> Tensor:
         """The loss."""

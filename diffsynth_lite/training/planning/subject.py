@@ -1,4 +1,4 @@
-"""This file says what of a config is counted, without weights: its model, its largest size, its settings."""
+"""This file finds what is counted of a config, without weights: its model, its largest size, its settings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,6 @@ from diffsynth_lite.training.distributed.context import check_split, check_token
 from diffsynth_lite.training.distributed.devices import num_data_ranks
 from diffsynth_lite.training.layer_groups import adapter_kind, find_targets, layer_groups, own_sizes
 from diffsynth_lite.training.optimization.optimizers import examine_optimizer
-from diffsynth_lite.training.planning.device_speed import Gpu
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.split_sequences import (
     Exchange,
@@ -37,17 +36,13 @@ from diffsynth_lite.training.planning.split_sequences import (
     shared_conditioning,
 )
 from diffsynth_lite.training.planning.step import StepSettings
-from diffsynth_lite.training.planning.step_time import StepTimer
+from diffsynth_lite.training.planning.step_time import Gpu, StepTimer
 from diffsynth_lite.training.streaming import require_as_many_blocks
 
 
 @contextmanager
 def family_without_weights(config: Config) -> Iterator[ModelFamily]:
-    """The family of a config, bound to its local folder, or to the settings of a release that is known.
-
-    Raises:
-        UserError: there is neither; and what ``bind_family`` raises.
-    """
+    """The family of a config, bound to its local folder, or to the settings of a release that is known."""
     family_class, location = load_family(config.model.family), config.model.path
     if Path(location).expanduser().is_dir():
         yield bind_family(config, with_weights=False)
@@ -103,10 +98,6 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     """Counts steps of a config at its largest size, with a prompt as long as may be.
 
     Where processes share each sample that is what one of them has of it.
-
-    Raises:
-        UserError: the family does not say what its steps are conditioned on; or the config names layers or
-            blocks that are not there.
     """
     model = family.empty_transformer()
     num_blocks = len(blocks_in(family.parts_of(model)[family.trained[0]], family.block_lists))
@@ -118,12 +109,12 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     conditioning = family.example_conditioning(shape)
     if conditioning is None:
         raise UserError(
-            f"model.family: {config.model.family} does not say what its model is conditioned on "
+            f"model.family: {config.model.family} does not define what its model is conditioned on "
             "(example_conditioning), so that its steps cannot be counted"
         )
     conditioning = shared_conditioning(family, conditioning, shared)
-    picture = torch.ones(share_of(family.latents_shape(size.width, size.height, 1), shared))
-    inputs = {f"{INPUT}{place}": picture for place in range(num_inputs_of(config, family))}
+    image = torch.ones(share_of(family.latents_shape(size.width, size.height, 1), shared))
+    inputs = {f"{INPUT}{place}": image for place in range(num_inputs_of(config, family))}
     layers, rank = find_targets(family, model, config), config.lora.rank
     groups = layer_groups(config, family, layers)
     own, kind = own_sizes(groups), adapter_kind(config)
@@ -152,21 +143,17 @@ def _exchange(
     shape: Sequence[int],
     conditioning: Conditioning,
 ) -> Exchange:
-    """What processes exchange that share samples, of which each has one of this shape.
-
-    Raises:
-        UserError: the model cannot be split, or a size.
-    """
+    """What processes exchange that share samples, of which each has one of this shape."""
     check_split(config, family, model)
     if config.data.given_sizes:  # others are known when the data are
         check_tokens(config, family, sizes_of(config, family))
     first = family.parts_of(model)[family.trained[0]]
-    pictures = [tensor.shape for name, tensor in conditioning.items() if name.startswith(INPUT)]
+    images = [tensor.shape for name, tensor in conditioning.items() if name.startswith(INPUT)]
     return Exchange.of(
         first,
         kind=config.train.context_parallel_kind,
         num_processes=config.train.context_parallel,
-        tokens=sum(family.num_tokens(one) for one in (shape, *pictures)),
+        tokens=sum(family.num_tokens(one) for one in (shape, *images)),
         prompt_tokens=len(conditioning["prompt_embeds"]) if is_prompt_split(family) else 0,
         num_blocks=len(blocks_in(first, family.block_lists)),
     )
@@ -177,8 +164,8 @@ def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes:
     shared = config.train.context_parallel
     if shared > 1:
         # Attention to all tokens is more work than to those of a part.
-        alone = {"train.context_parallel": 1, "train.context_parallel_kind": "ulysses"}
-        counter = counter_of(with_changes(config, alone), counter.family)
+        unsplit = {"train.context_parallel": 1, "train.context_parallel_kind": "ulysses"}
+        counter = counter_of(with_changes(config, unsplit), counter.family)
     batch_size = -(-config.train.global_batch_size // num_data_ranks(config, num_processes))
     # diffusers' backward of Ulysses begins with attention's forward.
     attends_again = shared > 1 and config.train.context_parallel_kind == "ulysses"
@@ -193,7 +180,7 @@ def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes:
 
 
 def preserved_share(config: Config) -> float:
-    """Part of the samples that are preserved, if all sources hold as many items: none is looked at."""
+    """Part of the samples that are preserved, if all sources hold as many items: no file is read."""
     passes = [
         (source.repeats * source.weight, source.preserve) for source in config.data.sources_by_key.values()
     ]
@@ -211,7 +198,7 @@ def with_changes(config: Config, changes: Mapping[str, object]) -> Config:
 
 
 def num_inputs_of(config: Config, family: ModelFamily) -> int:
-    """Pictures that an item of an edit starts from, each taken to be as large as what is made."""
+    """Images that an item of an edit starts from, each counted as large as the result."""
     given = [
         len(source.input_columns) or len(source.input_dirs) for source in config.data.sources_by_key.values()
     ]

@@ -32,20 +32,16 @@ _TOKENIZERS = MappingProxyType(
     }
 )
 """By how the names of their classes begin: small ones, which cut and fill a prompt as those of releases."""
-_PICTURE_TOKEN = "<|image_pad|>"
-"""Of Qwen's text encoders; no others see pictures here."""
+_IMAGE_TOKEN = "<|image_pad|>"
+"""Of Qwen's text encoders; no others see images here."""
 
 
 def frozen_component(family: ModelFamily, name: str, dtype: torch.dtype) -> nn.Module:
-    """A component that is not trained, on the meta device, in the dtypes that its library loads it in.
-
-    Raises:
-        UserError: the family does not say what it is made of.
-    """
+    """A component that is not trained, on the meta device, in the dtypes that its library loads it in."""
     model = family.empty_component(name)
     if model is None:
         raise UserError(
-            f"model.family: {type(family).__name__} does not say what {name} is made of (empty_component), "
+            f"model.family: {type(family).__name__} does not define {name} (empty_component), "
             "so that it cannot be counted"
         )
     model.eval().requires_grad_(False)
@@ -71,11 +67,6 @@ def copied_bytes(family: ModelFamily, location: str, name: str, weights: nn.Modu
     """Bytes of host memory that a component takes while its library loads it.
 
     Weights in the dtype of their files are read in place; others are cast, all of them.
-
-    Args:
-        location: hub id or folder, as given.
-        name: of the component.
-        weights: as they are loaded.
     """
     dtypes = _stored_dtypes(family, location, name)
     return sum(weight.nbytes for weight in weights.parameters() if weight.dtype not in dtypes)
@@ -99,7 +90,6 @@ class WithoutWeights(DiffusersFamily):
     """What a family inherits from, before all else, to load models without numbers.
 
     Attributes:
-        counted: counts their calls.
         loaded: those that it has loaded, by component.
     """
 
@@ -111,7 +101,7 @@ class WithoutWeights(DiffusersFamily):
         if self.prompt_sees_images and name in self.text_encoders:
             # Not where the release has it, if the tokenizer is a small one.
             settings: Any = model.config
-            settings.image_token_id = self.load_tokenizer().convert_tokens_to_ids(_PICTURE_TOKEN)
+            settings.image_token_id = self.load_tokenizer().convert_tokens_to_ids(_IMAGE_TOKEN)
         if name in self.text_encoder_memory.quantizations:
             self.text_encoder_memory.quantizations[name].apply_to(model)
         if name != "vae":
@@ -149,16 +139,7 @@ class _FirstFull:
 def without_weights(
     family: ModelFamily, counted: StandIns, *, trained: Sequence[str], vae_tiling: bool = False
 ) -> WithoutWeights:
-    """The family as it is bound, but that what it loads are models without numbers, on the CPU.
-
-    Args:
-        counted: counts their calls.
-        trained: the components that it is to train.
-        vae_tiling: whether its autoencoder works in tiles.
-
-    Raises:
-        UserError: it loads its models in a way of its own.
-    """
+    """The family as it is bound, but that what it loads are models without numbers, on the CPU."""
     given = type(family)
     if not isinstance(family, DiffusersFamily):
         raise UserError(
@@ -173,7 +154,7 @@ def without_weights(
 
 @contextmanager
 def counted_silently() -> Iterator[None]:
-    """Scope in which nobody says that a prompt is too long, or a picture too large: they are meant to be."""
+    """Scope without warnings of prompts that are too long, or images too large: they are meant to be."""
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", vae_tiles.__name__)]
     before = [logger.level for logger in loggers]
     for logger in loggers:

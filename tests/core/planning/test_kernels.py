@@ -83,7 +83,7 @@ def test_a_part_of_a_model_that_switches_autocast_off_is_not_cast_and_other_devi
 def test_a_trained_weight_is_cast_once_in_a_forward_pass_and_let_go_with_it() -> None:
     weight, autocast, meter = nn.Parameter(meta(256, 256, dtype=FP32)), CudaAutocast(), CountingMeter()
     x, told = meta(256), []
-    with meter, autocast.releases_told(told.append):
+    with meter, autocast.on_cast_released(told.append):
         meter.start()
         with autocast.forward():
             for _ in range(2):

@@ -15,7 +15,6 @@ from release_layouts import ti2v, wan_of_images
 from ring_on_cpu import allow_rings
 from torch import Tensor
 
-from diffsynth_lite.core.context_parallel import MESH_DIMENSIONS, ContextParallel, SplitReport
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
     BlockStrategy,
@@ -23,7 +22,13 @@ from diffsynth_lite.core.gradient import (
     IneffectiveSwitchError,
     gradient_engine,
 )
-from diffsynth_lite.core.joint_passes import FailedWithinPassError, PeerFailedError
+from diffsynth_lite.core.parallel import (
+    MESH_DIMENSIONS,
+    ContextParallel,
+    FailedWithinPassError,
+    PeerFailedError,
+    SplitReport,
+)
 from diffsynth_lite.core.weights import BaseShards
 from diffsynth_lite.pipelines import (
     Conditioning,

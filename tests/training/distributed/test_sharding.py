@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.core.context_parallel import SequenceSplit
-from diffsynth_lite.core.joint_passes import FailedWithinPassError, PeerFailedError
+from diffsynth_lite.core.parallel import FailedWithinPassError, PeerFailedError, SequenceSplit
 from diffsynth_lite.core.weights import (
     BaseShards,
     Int8,

@@ -6,7 +6,7 @@ import pytest
 
 from diffsynth_lite.config import load_config
 from diffsynth_lite.core.planning import StepCost
-from diffsynth_lite.training.planning.choices import Choice, Room, choices, least_of_device
+from diffsynth_lite.training.planning.choices import Choice, MemoryBudget, choices, least_of_device
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.subject import step_settings
@@ -25,7 +25,7 @@ class Arithmetic:
 
     num_blocks = 10
 
-    def treated(self, settings: StepSettings) -> int:
+    def with_strategy(self, settings: StepSettings) -> int:
         policy = settings.in_effect().policy
         return len(policy.selection(self.num_blocks)) if policy.selected.recompute else 0
 
@@ -33,7 +33,7 @@ class Arithmetic:
         return replace(settings.in_effect().policy, select="all", n=None)
 
     def count(self, settings: StepSettings) -> MemoryCount:
-        strategy, treated = settings.in_effect().policy.selected, self.treated(settings)
+        strategy, treated = settings.in_effect().policy.selected, self.with_strategy(settings)
         saved = {"no": 0, "keep": 2, "park": 0}[strategy.save_attention]
         held = 10 * (self.num_blocks - treated) + treated * (saved + (not strategy.offload))
         host = treated * (strategy.offload + 2 * (strategy.save_attention == "park"))
@@ -50,7 +50,7 @@ class Arithmetic:
         )
 
     def seconds(self, settings: StepSettings) -> float:
-        strategy, treated = settings.in_effect().policy.selected, self.treated(settings)
+        strategy, treated = settings.in_effect().policy.selected, self.with_strategy(settings)
         again = treated * (0.5 if strategy.save_attention != "no" else 1)
         return 30 + again + 0.3 * int(settings.stream_blocks) + 0.01 * self.count(settings).step.host
 
@@ -60,12 +60,12 @@ ARITHMETIC = Arithmetic()
 
 def found(device: float, host: float = ANY, **settings: object) -> list[Choice]:
     kinds = [replace(StepSettings(), **settings)]
-    return choices(ARITHMETIC, ARITHMETIC.seconds, kinds, Room(device=device, host=host))
+    return choices(ARITHMETIC, ARITHMETIC.seconds, kinds, MemoryBudget(device=device, host=host))
 
 
 def in_words(choice: Choice) -> str:
     settings = choice.settings
-    strategy, treated = settings.in_effect().policy.selected, ARITHMETIC.treated(settings)
+    strategy, treated = settings.in_effect().policy.selected, ARITHMETIC.with_strategy(settings)
     attention = {"no": "", "keep": "+attention", "park": "+attention offloaded"}[strategy.save_attention]
     how = f"{treated} {'offloaded' if strategy.offload else 'again'}{attention}" if treated else "kept"
     return f"{how}, {settings.stream_blocks} streamed" if settings.stream_blocks else how
@@ -109,9 +109,9 @@ def test_processes_share_streamed_weights_and_the_offload_takes_a_part_of_what_t
     settings = replace(StepSettings(use_gradient_checkpointing_offload=True), stream_blocks="all")
     count = ARITHMETIC.count(settings)
     assert (count.weights_on_host, count.step.host) == (100, 10)
-    room = Room(device=ANY, host=45, num_sharing=4, offload_ratio=0.5)
-    assert room.holds(count)
-    assert not replace(room, host=44).holds(count)
+    room = MemoryBudget(device=ANY, host=45, num_sharing=4, offload_ratio=0.5)
+    assert room.fits(count)
+    assert not replace(room, host=44).fits(count)
 
 
 def test_the_settings_that_are_written_give_the_step_that_was_chosen() -> None:
@@ -129,7 +129,7 @@ def test_compiled_blocks_save_no_attention() -> None:
     config = load_config("qwen_lora.yaml", ["data.path=x", "train.compile=blocks"]).config
     settings = replace(step_settings(config, None), accumulates=False)
     assert settings.skip_dead_ops is False
-    best = choices(ARITHMETIC, ARITHMETIC.seconds, [settings], Room(device=60, host=ANY))
+    best = choices(ARITHMETIC, ARITHMETIC.seconds, [settings], MemoryBudget(device=60, host=ANY))
     assert best
     assert {choice.settings.policy.selected.save_attention for choice in best} == {"no"}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffsynth_lite.core.planning import Work
-from diffsynth_lite.training.planning.device_speed import GPUS, gpu_here, gpu_named
+from diffsynth_lite.training.planning.step_time import GPUS, gpu_here, gpu_named
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from family_subject import conditioning_of, family_of
 from held_step import CPU, assert_same_cost, step_on_cpu
 
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_in
-from diffsynth_lite.core.planning import count_step
+from diffsynth_lite.core.planning import count_step, counts
 from diffsynth_lite.core.weights import Int8, Quantization
 from diffsynth_lite.lora import add_adapter, add_training_adapter, find_target_layers
 from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
-from diffsynth_lite.training.planning import few_blocks, memory_count
+from diffsynth_lite.training.planning import memory_count
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 
@@ -71,7 +71,7 @@ def test_a_few_blocks_of_each_list_take_what_all_of_them_take(
         few = [counter.count(settings) for settings in mixtures]
         # Another number of blocks that are treated alike takes no other count.
         assert len(counted) == 1
-        monkeypatch.setattr(few_blocks, "fewer_blocks", lambda kinds, _: (list(range(len(kinds))), []))
+        monkeypatch.setattr(counts, "fewer_blocks", lambda kinds, _: (list(range(len(kinds))), []))
         whole = counter_of(family, release)
         assert [whole.count(settings) for settings in mixtures] == few
     assert len({count.device for count in few}) == len(few)
@@ -82,7 +82,7 @@ def test_blocks_of_which_each_counts_are_all_kept() -> None:
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList(torch.nn.Linear(2, 2, device="meta") for _ in range(9))
     alike, each = (
-        few_blocks.BlockLists(model, ["blocks"], {}, are_alike=are_alike).few(BlockPolicy(), num_neighbours=1)
+        counts.BlockLists(model, ["blocks"], {}, are_alike=are_alike).few(BlockPolicy(), num_neighbours=1)
         for are_alike in (True, False)
     )
     assert (alike.kept, len(alike.repeats)) == (((0, 1, 2, 3),), 1)

@@ -20,11 +20,10 @@ from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import ModelFamily, load_family
 from diffsynth_lite.training.checks import bind_family
 from diffsynth_lite.training.layer_groups import find_targets
-from diffsynth_lite.training.planning import encoder_count, preview_count
-from diffsynth_lite.training.planning.choices import Room
-from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
-from diffsynth_lite.training.planning.preview_count import preview_request
-from diffsynth_lite.training.planning.remedies import Remedy, remedies
+from diffsynth_lite.training.planning import inference_count
+from diffsynth_lite.training.planning.choices import MemoryBudget
+from diffsynth_lite.training.planning.inference_count import preview_request
+from diffsynth_lite.training.planning.phases import Phase, PhaseCounter, Remedy, remedies
 from diffsynth_lite.training.planning.subject import (
     counter_of,
     largest_size,
@@ -64,8 +63,7 @@ def by_name(phases: Iterable[Phase]) -> dict[str, Phase]:
 def test_encoding_and_previews_hold_what_is_counted(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (encoder_count, preview_count):
-        monkeypatch.setattr(module, "StandIns", partial(StandIns, ON_ALL_DEVICES))
+    monkeypatch.setattr(inference_count, "StandIns", partial(StandIns, ON_ALL_DEVICES))
     config = config_of(name, tmp_path / "tiny")
     family = bind_family(config)
     counted = by_name(counter_of_phases(config, family).count(step_settings(config, family)))
@@ -91,7 +89,7 @@ def test_encoding_and_previews_hold_what_is_counted(
 
     for phase, calls in (("encoding prompts", prompts), ("encoding media", media)):
         assert counted[phase].device == sum(calls.weights.values()) + calls.peak
-    drawing = counted["drawing previews"]
+    drawing = counted["generating previews"]
     found = held + 3 * lora + preview.weights["vae"] + preview.peak
     # But for 304 bytes in a call of the UNet.
     assert drawing.device == pytest.approx(found, rel=0.001 if name == "sdxl" else 0)
@@ -106,7 +104,7 @@ def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> No
     plain = by_name(phases.count(settings))
 
     def helping(name: str, *, device: float, host: float = math.inf) -> Remedy:
-        found = remedies(phases, settings, Room(device=device, host=host))
+        found = remedies(phases, settings, MemoryBudget(device=device, host=host))
         return next(remedy for remedy in found if remedy.before == plain[name])
 
     prompts, media = plain["encoding prompts"].device, plain["encoding media"].device
@@ -120,14 +118,14 @@ def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> No
     assert (quantised.changes, quantised.changes_numbers) == ({"model.text_encoder_quantize": "int8"}, True)
     assert helping("encoding media", device=media - 1).changes == {"model.vae_tiling": True}
     assert helping("encoding media", device=1).after is None
-    smaller = helping("drawing previews", device=plain["drawing previews"].least_device - 1)
+    smaller = helping("generating previews", device=plain["generating previews"].least_device - 1)
     assert smaller.changes == {"model.vae_dtype": "bfloat16"}
 
     # Another model that is drawn on: its LoRA, two slots of its blocks, and what is outside of these.
     elsewhere = by_name(phases.changed({"validation.model_path": "elsewhere"}).count(settings))
     streamed_model = counter_of(config, family).count(replace(settings, stream_blocks="all", stream_slots=2))
     added = streamed_model.weights + streamed_model.slots + streamed_model.lora
-    drawing, plain_drawing = elsewhere.pop("drawing previews"), plain["drawing previews"]
+    drawing, plain_drawing = elsewhere.pop("generating previews"), plain["generating previews"]
     assert drawing.device - plain_drawing.device == added
     assert drawing.host - plain_drawing.host == streamed_model.weights_on_host
     assert elsewhere.items() <= plain.items()
@@ -138,11 +136,13 @@ def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> No
     encoders = beside["training"].device - plain["training"].device
     assert beside["loading"].device - plain["loading"].device == encoders
     assert 0 < encoders < prompts + media
-    for remedy in remedies(live, settings, Room(device=beside["training"].device - 1, host=math.inf)):
+    for remedy in remedies(live, settings, MemoryBudget(device=beside["training"].device - 1, host=math.inf)):
         assert remedy.changes == {"data.cache": True}
     # What schedule-free trains waits while its average draws; it keeps as much as AdamW.
     counter = counter_of(with_changes(config, {"train.optimizer": "schedule_free"}), family)
     averaging = PhaseCounter(config, family, counter, size=phases.size, num_inputs=0)
-    waiting = averaging.phase("drawing previews", settings).device - plain["drawing previews"].device
+    waiting = averaging.phase("generating previews", settings).device - plain["generating previews"].device
     assert waiting == counter.lora_bytes
-    assert by_name(phases.changed({"validation.prompts": []}).count(settings))["drawing previews"].device == 0
+    assert (
+        by_name(phases.changed({"validation.prompts": []}).count(settings))["generating previews"].device == 0
+    )

@@ -14,10 +14,9 @@ from diffsynth_lite.core.planning import Work
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.releases.release import Pixels
-from diffsynth_lite.training.planning.device_speed import gpu_named
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
-from diffsynth_lite.training.planning.step_time import StepTimer
+from diffsynth_lite.training.planning.step_time import StepTimer, gpu_named
 
 NUM_BLOCKS = 8
 GPU = gpu_named("RTX 4090")

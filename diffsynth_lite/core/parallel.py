@@ -1,8 +1,9 @@
-"""This file splits the sequences of a model over processes, by diffusers' context parallelism.
+"""This file has processes run a model together: they fail together, and split its sequences.
 
-Each process of a group computes a part of the tokens of the same samples; attention sees all of them.
-diffusers splits and gathers as the ``_cp_plan`` of the model's class says. What comes out is whole in every
-process, and so is the loss; the gradient of a weight is the sum of what all processes of the group have.
+Context parallelism is diffusers': each process of a group computes a part of the tokens of the same samples;
+attention sees all of them. diffusers splits and gathers as the ``_cp_plan`` of the model's class declares.
+What comes out is whole in every process, and so is the loss; the gradient of a weight is the sum over all
+processes of the group.
 """
 
 import logging
@@ -15,7 +16,67 @@ import torch
 from torch import nn
 
 from diffsynth_lite.core.gradient import IneffectiveSwitchError
-from diffsynth_lite.core.joint_passes import JointPasses
+
+
+class PeerFailedError(RuntimeError):
+    """Another process failed, between two forward passes that all of them run together."""
+
+
+class FailedWithinPassError(RuntimeError):
+    """This process failed within a forward pass, in which the others wait for it and cannot be informed."""
+
+
+class JointPasses:
+    """Forward passes that the processes of a group run together."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup, device: torch.device) -> None:
+        self.device = device
+        self._group = group
+        self._asks_before_forward = self._is_in_forward = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Know of the forward passes of a model."""
+        # Before hooks of others, which wait for the other processes.
+        model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True)
+        model.register_forward_hook(lambda *_: self._end_forward())
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Scope in which a process that fails between two forward passes makes the others fail at their next
+        one, where they would wait for it; all of them enter it, and run as many passes.
+
+        Raises:
+            PeerFailedError: another process failed.
+            FailedWithinPassError: this one did, within a pass.
+        """
+        self._asks_before_forward, self._is_in_forward = True, False
+        try:
+            yield
+            self._require_all(succeeded=True)
+        except PeerFailedError:
+            raise
+        except Exception as error:
+            if self._is_in_forward:
+                raise FailedWithinPassError(str(error)) from error
+            self._require_all(succeeded=False)
+            raise
+        finally:
+            self._asks_before_forward = False
+
+    def _begin_forward(self) -> None:
+        if self._asks_before_forward:
+            self._require_all(succeeded=True)
+        self._is_in_forward = True
+
+    def _end_forward(self) -> None:
+        self._is_in_forward = False
+
+    def _require_all(self, *, succeeded: bool) -> None:
+        answers = torch.tensor(int(succeeded), device=self.device)
+        torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MIN, group=self._group)
+        if succeeded and not answers:
+            raise PeerFailedError("another process failed, and its error has the reason")
+
 
 ContextKind = Literal["ulysses", "ring"]
 """``ulysses``: for attention, processes exchange tokens for heads. ``ring``: each attends to the keys and
@@ -24,12 +85,12 @@ values of one process after the other, and adds up."""
 MESH_DIMENSIONS = ("data", "ring", "ulysses")
 """Of the mesh of all processes: the last two are those that share samples, and one of them is 1."""
 _RING_BACKEND = "_native_flash"
-"""diffusers' name of torch's flash attention; a ring needs a kernel that tells its log-sum-exp."""
+"""diffusers' name of torch's flash attention; a ring needs a kernel that returns its log-sum-exp."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSplit:
-    """What is true of splitting the sequences of a model family, beside the ``_cp_plan`` of its class.
+    """How the sequences of a model family are split, in addition to the ``_cp_plan`` of its class.
 
     Attributes:
         prompts: whether they are ``whole`` in each process; ``split``, all of one length that has to divide;
@@ -53,14 +114,7 @@ class SequenceSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitReport:
-    """What a process computes of the sequences of a model.
-
-    Attributes:
-        kind: of attention.
-        num_processes: that share a sequence.
-        tokens: of the longest one, here.
-        whole_tokens: of all processes.
-    """
+    """What a process computes of the sequences of a model."""
 
     kind: ContextKind
     num_processes: int
@@ -68,11 +122,7 @@ class SplitReport:
     whole_tokens: int
 
     def require_effect(self) -> None:
-        """Check that something was split.
-
-        Raises:
-            IneffectiveSwitchError: nothing was.
-        """
+        """Check that something was split."""
         if self.tokens * self.num_processes != self.whole_tokens or not self.tokens:
             raise IneffectiveSwitchError(
                 f"context_parallel: {self.num_processes} had no effect: of {self.whole_tokens} tokens this "
@@ -98,13 +148,7 @@ class ContextParallel(JointPasses):
 
     Args:
         mesh: of all processes, with ``MESH_DIMENSIONS``.
-        device: of the models.
-        kind: of attention.
         split: what is true of the models.
-
-    Attributes:
-        num_processes: of the group.
-        kind: as given.
     """
 
     def __init__(self, mesh: Any, device: torch.device, *, kind: ContextKind, split: SequenceSplit) -> None:
@@ -115,11 +159,7 @@ class ContextParallel(JointPasses):
         self._tokens = self._whole_tokens = 0
 
     def apply_to(self, model: nn.Module) -> None:
-        """Have a model of diffusers compute a part of each sequence, once its adapter is on it.
-
-        Raises:
-            ValueError: diffusers cannot, such as with the attention that its environment variable names.
-        """
+        """Have a model of diffusers compute a part of each sequence, once its adapter is on it."""
         from diffusers import ContextParallelConfig
 
         # An adapter that came later would be around layers whose results are gathered, and not see that.
