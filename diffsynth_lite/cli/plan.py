@@ -109,10 +109,8 @@ def run(parsed: argparse.Namespace) -> None:
         _print_phases(console, phases, settings)
         timer = timer_of(config, counter, gpu or gpu_named(ASSUMED_GPU), num_processes=parsed.processes)
         if gpu:
-            samples = config.train.global_batch_size * shared / parsed.processes
-            text = _ESTIMATED.format(samples, timer.seconds(settings), gpu.name)
-            exchange = " What the processes exchange comes on top." if parsed.processes > 1 else ""
-            console.print(f"{text}{exchange}{_preserved(preserved_share(config))}", highlight=False)
+            preserved = _preserved(preserved_share(config))
+            _print_time(console, config, timer.seconds(settings), gpu, parsed.processes, preserved)
         if device_gib is None:
             return
         # What is given is the host's, which all processes share.
@@ -127,6 +125,15 @@ def run(parsed: argparse.Namespace) -> None:
             return
     host = "" if math.isinf(parsed.host_gib) else f" with {parsed.host_gib:g} GiB of host memory"
     console.print(f"Nothing fits {device_gib:g} GiB{host}.")
+
+
+def _print_time(
+    console: Console, config: Config, seconds: float, gpu: "Gpu", num_processes: int, preserved: str
+) -> None:
+    samples = config.train.global_batch_size * config.train.context_parallel / num_processes
+    exchange = " What the processes exchange comes on top." if num_processes > 1 else ""
+    text = _ESTIMATED.format(samples, seconds, gpu.name)
+    console.print(f"{text}{exchange}{preserved}", highlight=False)
 
 
 def _preserved(share: float) -> str:
