@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gradient_models import Step, qwen_image_with_lora, training_step
+from gradient_models import Step, qwen_image
 from lazy_backend import LazyBackend
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -58,16 +58,29 @@ class Block(nn.Module):
         return hidden + self.trained(update + both[1])
 
 
+class Attending(nn.Module):
+    """Attention, and a last product whose result no gradient needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, both: tuple[Tensor, Tensor]) -> Tensor:
+        heads = self.first(hidden)[:, None]
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)[:, 0]
+        return hidden + both[0] * self.last(attended)
+
+
 class Model(nn.Module):
     """Blocks that receive views, at offsets in their memory, of tensors of another size."""
 
     gradient_checkpointing = False
 
-    def __init__(self, num_blocks: int = 4) -> None:
+    def __init__(self, num_blocks: int = 4, block: type[nn.Module] = Block) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.gradient_checkpointing = False
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
 
     def forward(self, tokens: Tensor, **kwargs: bool) -> Tensor:
         tables = torch.linspace(-1, 1, 4 * tokens.shape[1] * WIDTH).view(4, tokens.shape[1], WIDTH)
@@ -97,9 +110,10 @@ class Subject:
         if engine is None:
             output = self.model(tokens, **kwargs)
         else:
-            run = block_runner(len(self.model.blocks), True, True)
-            with gradient_engine(engine), intercept_blocks(self.model, run):
-                output = self.model(tokens, **kwargs)
+            with gradient_engine(engine):
+                run = block_runner(len(self.model.blocks), True, True, unused_matmuls=["last"])
+                with intercept_blocks(self.model, run):
+                    output = self.model(tokens, **kwargs)
         output.square().mean().backward()
         gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
         return Step(output.detach(), gradients)
@@ -197,7 +211,7 @@ def test_without_a_compiler_it_is_said_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_blocks_that_somebody_else_compiled_are_known_as_such() -> None:
-    case = qwen_image_with_lora()
+    case = qwen_image()
     blocks = blocks_of(case.model, ["transformer_blocks"])
     assert not any(map(is_compiled, blocks))
     case.model.compile_repeated_blocks(backend="eager")
@@ -205,13 +219,14 @@ def test_blocks_that_somebody_else_compiled_are_known_as_such() -> None:
 
 
 def test_in_compiled_blocks_neither_is_attention_saved_nor_are_products_left_out() -> None:
-    case = qwen_image_with_lora()
-    reference = training_step(case)
-    BlockCompiler(blocks_of(case.model, ["transformer_blocks"]), backend="eager")
-    engine = GradientEngine(policy=BlockPolicy(selected=BlockStrategy(offload=True, save_attention="keep")))
-    with gradient_engine(engine):
-        run = block_runner(3, True, True, unused_matmuls=["img_mlp.net.2"])
-        assert training_step(case, intercept_blocks(case.model, run)) == reference
+    policy = BlockPolicy(selected=BlockStrategy(offload=True, save_attention="keep"))
+    subject, given = Subject(Model(3, Attending), BlockCompiler([])), tokens(2, 6)
+    reference, engine = subject.step(given), GradientEngine(policy=policy)
+    assert subject.step(given, engine) == reference
+    assert engine.report().attention_saved == engine.report().dead_ops_skipped == 3
+    BlockCompiler([*subject.model.blocks], backend="eager")
+    engine = GradientEngine(policy=policy)
+    assert subject.step(given, engine) == reference
     report = engine.report()
     assert report.blocks_recomputed == 3
     assert report.tensors_offloaded > 0

@@ -1,11 +1,73 @@
-"""The paths from data to noise against diffusers' schedulers."""
+"""The paths from data to noise and the weights of losses, against diffusers and closed formulas."""
 
 import pytest
 import torch
-from diffusers import DDPMScheduler
-from diffusers.training_utils import compute_snr
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
+from hypothesis import given
+from hypothesis import strategies as st
 
-from diffsynth_lite.core.noise import DiffusionPath, FlowMatchingPath, loss_weight
+from diffsynth_lite.core.noise import DiffusionPath, FlowMatchingPath, add_noise, loss_weight, velocity
+
+SHAPES = st.sampled_from([(3,), (1, 5), (2, 4, 2), (2, 4, 2, 3), (2, 4, 1, 2, 3), (3, 1, 2, 1, 2, 2)])
+
+
+def whole_numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Whole numbers, on which float32 arithmetic with dyadic sigmas is exact."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@given(SHAPES, st.integers(0, 10_000), st.data())
+def test_one_euler_step_along_the_true_velocity_returns_the_latents(
+    shape: tuple[int, ...], seed: int, data: st.DataObject
+) -> None:
+    latents, noise = whole_numbers(shape, seed), whole_numbers(shape, seed + 1)
+    sixteenths = data.draw(st.lists(st.integers(0, 16), min_size=shape[0], max_size=shape[0]))
+    sigma = torch.tensor(sixteenths) / 16
+    noisy = add_noise(latents, noise, sigma)
+    for index, level in enumerate(sigma):
+        step_back = noisy[index] - level * velocity(latents, noise)[index]
+        assert torch.equal(step_back, latents[index])
+
+
+@given(SHAPES, st.integers(0, 10_000))
+def test_the_path_starts_at_the_latents_and_ends_at_the_noise(shape: tuple[int, ...], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    latents, noise = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    assert torch.equal(add_noise(latents, noise, torch.zeros(shape[0])), latents)
+    assert torch.equal(add_noise(latents, noise, torch.ones(shape[0])), noise)
+
+
+def test_noise_is_added_as_diffusers_scheduler_adds_it() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    latents, noise = torch.randn(4, 2, 3, 3), torch.randn(4, 2, 3, 3)
+    timesteps = scheduler.timesteps[[0, 250, 500, 999]]
+    expected = scheduler.scale_noise(latents, timesteps, noise)
+    # The scheduler adds the two terms in the other order.
+    torch.testing.assert_close(add_noise(latents, noise, timesteps / 1000), expected, rtol=0, atol=1e-6)
+
+
+def test_half_precision_inputs_are_mixed_in_float32() -> None:
+    latents, noise = torch.randn(2, 8).bfloat16(), torch.randn(2, 8).bfloat16()
+    sigma = torch.tensor([0.3, 0.6])
+    exact = add_noise(latents.float(), noise.float(), sigma)
+    assert torch.equal(add_noise(latents, noise, sigma), exact)
+    assert torch.equal(velocity(latents, noise), noise.float() - latents.float())
+    assert not torch.equal(exact, exact.bfloat16().float())
+
+
+@pytest.mark.parametrize("sigma", [torch.zeros(1), torch.zeros(3), torch.zeros(2, 1), torch.tensor(0.5)])
+def test_a_sigma_that_is_not_one_a_sample_is_refused(sigma: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="one a sample"):
+        add_noise(torch.zeros(2, 4), torch.zeros(2, 4), sigma)
+
+
+def test_noise_that_would_be_broadcast_is_refused() -> None:
+    with pytest.raises(ValueError, match="noise has shape"):
+        velocity(torch.zeros(2, 4), torch.zeros(1, 4))
+    with pytest.raises(ValueError, match="noise has shape"):
+        add_noise(torch.zeros(2, 4), torch.zeros(1, 4), torch.zeros(2))
+
 
 SHAPE = (5, 4, 3, 2)
 TIMESTEPS = torch.tensor([0, 1, 250, 500, 999])
@@ -72,3 +134,50 @@ def test_min_snr_counts_the_error_of_the_clean_latents_on_the_straight_path() ->
 def test_what_depends_on_the_path_is_no_weight_of_sigma_alone() -> None:
     with pytest.raises(ValueError, match="'min_snr' is not a weight of only sigma"):
         loss_weight(SIGMA, "min_snr")
+
+
+LEVELS = torch.linspace(0.001, 0.999, 999)
+
+
+@pytest.mark.parametrize("weighting", ["none", "sigma_sqrt", "cosmap"])
+def test_the_weights_equal_diffusers(weighting: str) -> None:
+    assert torch.equal(loss_weight(LEVELS, weighting), compute_loss_weighting_for_sd3(weighting, LEVELS))
+
+
+def test_the_weight_of_the_smallest_levels_is_bounded() -> None:
+    assert loss_weight(torch.tensor([0.0, 1e-8, 1e-3]), "sigma_sqrt").tolist() == pytest.approx([1e6] * 3)
+
+
+@pytest.mark.parametrize("weighting", ["none", "cosmap", "bell"])
+def test_the_weight_averages_to_one_over_uniform_sigma(weighting: str) -> None:
+    midpoints = (torch.arange(10_000) + 0.5) / 10_000
+    assert loss_weight(midpoints, weighting).mean().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_the_bell_is_the_table_of_diffsynth_on_an_unshifted_grid() -> None:
+    """The published recipe: a Gaussian over 1000 timesteps, minimum taken off, scaled to a mean of one."""
+    timesteps = torch.linspace(1000, 0, 1001, dtype=torch.float64)
+    gaussian = torch.exp(-2 * ((timesteps - 500) / 1000) ** 2)
+    lowered = gaussian - gaussian.min()
+    # The trapezoid rule over 1000 intervals, where upstream takes the plain mean of its grid.
+    table = lowered * 1000 / lowered.sum()
+    torch.testing.assert_close(loss_weight(timesteps / 1000, "bell"), table.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_bell_peaks_in_the_middle_and_ends_at_zero() -> None:
+    weight = loss_weight(torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]), "bell")
+    assert weight[0] == weight[4] == 0
+    assert weight[1] == weight[3]
+    assert weight.argmax() == 2
+
+
+@pytest.mark.parametrize("weighting", ["none", "sigma_sqrt", "cosmap", "bell"])
+def test_the_weight_is_float32_in_the_shape_of_sigma(weighting: str) -> None:
+    weight = loss_weight(torch.full((2, 3), 0.5, dtype=torch.bfloat16), weighting)
+    assert weight.shape == (2, 3)
+    assert weight.dtype == torch.float32
+
+
+def test_an_unknown_weighting_is_refused() -> None:
+    with pytest.raises(ValueError, match="'snr'"):
+        loss_weight(LEVELS, "snr")
