@@ -192,7 +192,7 @@ class ContextParallel(JointPasses):
         return plan | {"": inputs} if inputs else plan
 
     def _note_tokens(self, _module: nn.Module, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-        """Of a module whose result is gathered; previews are not what is reported."""
+        """Of a module whose result is gathered; previews are not reported."""
         if torch.is_grad_enabled() and output.shape[1] > self._whole_tokens:
             self._tokens, self._whole_tokens = inputs[0].shape[1], output.shape[1]
 

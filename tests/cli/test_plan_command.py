@@ -45,12 +45,12 @@ def test_a_base_that_is_sharded_is_counted_as_each_process_has_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choices, "_STRATEGIES", (KEEP,))  # a second for each
-    told = []
+    printed = []
     for settings in (("--processes=1",), ("--processes=4", "memory.shard_base=node")):
         room = ("--device-gib=24", "--gpu=RTX 4090", "train.global_batch_size=4")
         assert plan("--config", "sana_lora.yaml", *room, *settings, "validation.prompts=[]", *ANY) == 0
-        told.append(capsys.readouterr().out)
-    whole, sharded = told
+        printed.append(capsys.readouterr().out)
+    whole, sharded = printed
     weights = row(sharded, "frozen weights, 1 of 4 shards")
     assert weights == [pytest.approx(row(whole, "frozen weights")[0] / 4, abs=0.02), 0]
     assert 0 < row(sharded, "gathered of all shards, peak")[0] < row(whole, "frozen weights")[0]
@@ -63,28 +63,30 @@ def test_a_sample_that_processes_share_is_counted_as_each_has_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choices, "_STRATEGIES", (KEEP,))  # a second for each
-    told = {}
+    printed = {}
     for name, settings in (
-        ("alone", ()),
+        ("unsplit", ()),
         ("ulysses", ("train.context_parallel=2",)),
         ("ring", ("train.context_parallel=2", "train.context_parallel_kind=ring")),
     ):
         given = ("--config", "qwen_lora.yaml", "validation.prompts=[]", "model.family=flux", *ANY)
         room = ("model.path=black-forest-labs/FLUX.1-dev", "--gpu=H100", "lora.target_modules=attention")
         assert plan(*given, *room, "train.global_batch_size=2", "--processes=4", *settings) == 0
-        told[name] = capsys.readouterr().out
-    activations = {name: row(text, "activations and gradients, peak")[0] for name, text in told.items()}
-    assert activations["ulysses"] == activations["ring"] < 0.6 * activations["alone"]
-    exchanged = [row(told[name], "exchanged of split sequences, peak")[0] for name in ("ulysses", "ring")]
+        printed[name] = capsys.readouterr().out
+    activations = {name: row(text, "activations and gradients, peak")[0] for name, text in printed.items()}
+    assert activations["ulysses"] == activations["ring"] < 0.6 * activations["unsplit"]
+    exchanged = [row(printed[name], "exchanged of split sequences, peak")[0] for name in ("ulysses", "ring")]
     assert 0 < exchanged[0] < exchanged[1]
-    assert "exchanged" not in told["alone"]
+    assert "exchanged" not in printed["unsplit"]
     assert "one of 2 parts of the tokens. Previews are counted as if each process generated" in " ".join(
-        told["ulysses"].split()
+        printed["ulysses"].split()
     )
-    seconds = {name: float(re.findall(r"estimated to take (\S+) s", text)[0]) for name, text in told.items()}
-    assert seconds["ring"] < seconds["ulysses"] < seconds["alone"]  # Ulysses attends once more in backward
-    assert "A step of batch 0.5 " in told["alone"]
-    assert "A step of batch 1 " in told["ulysses"]
+    seconds = {
+        name: float(re.findall(r"estimated to take (\S+) s", text)[0]) for name, text in printed.items()
+    }
+    assert seconds["ring"] < seconds["ulysses"] < seconds["unsplit"]  # Ulysses attends once more in backward
+    assert "A step of batch 0.5 " in printed["unsplit"]
+    assert "A step of batch 1 " in printed["ulysses"]
 
 
 def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(

@@ -112,7 +112,7 @@ class GradientReport:
         expected_checkpointed: int | None = None,
         save_attention: bool = False,
     ) -> None:
-        """Check that every switch that was on did what it promises.
+        """Check that every flag that was on had its effect.
 
         Args:
             expected_blocks: block calls that there should have been since ``start_report``: the blocks of the

@@ -1,4 +1,4 @@
-"""Which noise levels are trained, how they are reached, what is learned there, and how much each counts."""
+"""Which noise levels are trained, how they are reached, the targets there, and how much each counts."""
 
 from diffsynth_lite.core.noise.densities import (
     LevelShares,

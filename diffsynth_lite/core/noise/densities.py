@@ -128,7 +128,8 @@ def sigma_from_uniform(
     if density == "uniform":
         sigma = draw
     elif density == "logit_normal":
-        sigma = _logit_normal_quantile(draw, mean=logit_mean, std=logit_std)
+        _require_positive(logit_std)
+        sigma = torch.sigmoid(logit_mean + logit_std * torch.special.ndtri(draw))
     elif density == "mode":
         sigma = _mode_quantile(draw, scale=mode_scale)
     elif density == "cosmap":
@@ -142,11 +143,6 @@ def sigma_from_uniform(
 def _rounded(sigma: Tensor) -> Tensor:
     """In float32, strictly inside (0, 1)."""
     return sigma.float().clamp(_MARGIN, 1 - _MARGIN)
-
-
-def _logit_normal_quantile(draw: Tensor, *, mean: float, std: float) -> Tensor:
-    _require_positive(std)
-    return torch.sigmoid(mean + std * torch.special.ndtri(draw))
 
 
 def _stretched_logit_normal_quantile(draw: Tensor, *, mean: float, std: float) -> Tensor:

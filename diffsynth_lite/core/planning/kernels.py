@@ -169,7 +169,7 @@ class CudaAutocast(TorchFunctionMode):
 
     @contextmanager
     def on_cast_released(self, release: Callable[[nn.Parameter], object]) -> Iterator[None]:
-        """Scope in which ``release`` is called with each weight before what it was cast to is let go."""
+        """Scope in which ``release`` is called with each weight before its cast is freed."""
         before, self._release = self._release, release
         try:
             yield

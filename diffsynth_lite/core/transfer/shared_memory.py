@@ -93,18 +93,16 @@ class HostMemory:
         Raises:
             HostMemoryError: the system refuses.
         """
-        piece = self.backend.allocate_host(num_bytes) if self._shared is None else self._next(num_bytes)
+        if self._shared is None:
+            piece = self.backend.allocate_host(num_bytes)
+        else:
+            piece = self._shared[self._num_taken : self._num_taken + num_bytes]
+            assert len(piece) == num_bytes, "more is taken than was asked for"
         if piece is None:
             raise HostMemoryError(
                 f"the system refused {format_bytes(num_bytes)} of host memory for one block"
             )
         self._num_taken += num_bytes
-        return piece
-
-    def _next(self, num_bytes: int) -> Tensor:
-        assert self._shared is not None
-        piece = self._shared[self._num_taken : self._num_taken + num_bytes]
-        assert len(piece) == num_bytes, "more is taken than was asked for"
         return piece
 
 

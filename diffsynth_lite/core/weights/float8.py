@@ -82,7 +82,7 @@ def _is_old_marker(name: str) -> bool:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor is no weight, but a scale or a marker of weights in 8 bits."""
+    """Whether a tensor is a scale or a marker of weights in 8 bits."""
     return name.endswith((_MARKER, *_SCALES, *_OF_ACTIVATIONS)) or _is_old_marker(name)
 
 

@@ -117,7 +117,7 @@ class StoredTensors:
         return sorted(name for name, tensor in model.state_dict().items() if shapes.get(name) != tensor.shape)
 
     def scales_left_over(self, model: nn.Module) -> list[str]:
-        """Names of what has numbers for its rows, and is no tensor of a plain model."""
+        """Names with numbers for rows that are not tensors of a plain model."""
         return sorted(self.per_row.keys() - model.state_dict().keys())
 
 

@@ -202,7 +202,7 @@ class _Search:
         logger.info(
             "memory.auto: chose %s: %s of the device, %s of the host. Without memory saving a step "
             "would take %.2f x as long.",
-            _in_words(changes) or "what is configured",
+            _in_words(changes) or "the configured settings",
             *map(_amount, (choice.count.device, choice.count.host)),
             kept / choice.seconds,
         )
@@ -218,7 +218,7 @@ class _Search:
         if settings.quantize == "none" and "quantize" not in is_open:
             in_int8 = self.counter.count(replace(least, quantize="int8"))
             ways.insert(0, f"model.quantize: int8, with which it is {_amount(in_int8.device)} (a new run)")
-        changes = _in_words(changed_settings(least, self.given)) or "what is configured"
+        changes = _in_words(changed_settings(least, self.given)) or "the configured settings"
         return (
             f"memory.auto: nothing fits {_amount(self.room.device)} of the device and "
             f"{_amount(self.room.host)} of the host. Least of the device is needed with {changes}: "

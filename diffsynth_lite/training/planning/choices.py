@@ -27,7 +27,7 @@ _BOTH_OFFLOADED = BlockStrategy(offload=True, save_attention="park")
 _STRATEGIES = (KEEP, _ATTENTION_KEPT, _ATTENTION_OFFLOADED, _BOTH_OFFLOADED, RECOMPUTE, OFFLOAD)
 """Strategies that are tried."""
 _SAME_SECONDS = 0.001
-"""Relative: what is estimated to be closer than this counts as equally fast."""
+"""Relative: closer estimates count as equally fast."""
 _MOST_COUNTS = 2
 """Of the mixtures of two strategies, each of a second or more: in most models these cover nearly all."""
 

@@ -1,4 +1,4 @@
-"""This file compares what a training step holds with what was predicted of it."""
+"""This file compares the memory of a training step with its prediction."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping

@@ -170,6 +170,8 @@ class MemoryCounter:
         streamed = [block for model in models for block in model.streamed(settings.stream_blocks).values()]
         resident = sum(model.share(num_shards) for model in models) - sum(block.plain for block in streamed)
         slots = settings.stream_slots * max((block.packed for block in streamed), default=0)
+        exchange = self._exchange
+        exchanged = exchange.num_bytes(settings.micro_batch_size, settings.itemsize) if exchange else 0
         return MemoryCount(
             weights=resident + self._frozen.num_bytes,
             slots=slots + max(model.gathered(num_shards) for model in models),
@@ -178,14 +180,8 @@ class MemoryCounter:
             gradients=self.lora_bytes,
             step=self._step_cost(settings),
             weights_on_host=sum(block.packed for block in streamed),
-            exchanged=self._exchanged_bytes(settings),
+            exchanged=exchanged,
         )
-
-    def _exchanged_bytes(self, settings: StepSettings) -> int:
-        """Of processes that share samples."""
-        if self._exchange is None:
-            return 0
-        return self._exchange.num_bytes(settings.micro_batch_size, settings.itemsize)
 
     def streamed_bytes(self, settings: StepSettings) -> dict[int, int]:
         """Bytes that a copy to a slot takes, of each streamed block of one model, by its place."""
@@ -242,7 +238,9 @@ class MemoryCounter:
     def _counted(self, settings: StepSettings, few: FewBlocks) -> CountedStep:
         """A step of the first model with a few of its blocks."""
         meter = CountingMeter(_META, self._meta_results)
-        step = self._step_of(settings, few, meter)
+        model = self._model_of(settings, few)
+        model.model.zero_grad()
+        step = MetaStep(model, self._first, self._sample, settings, meter)
         recomputed = settings.recomputed_blocks(len(step.blocks))
         needed = self._needed_matmuls.setdefault(step.model, {})
         if settings.offloads:
@@ -260,23 +258,14 @@ class MemoryCounter:
         num_neighbours = max(1, settings.resident_blocks, settings.prefetched_blocks)
         return self._block_lists.few(settings.policy, num_neighbours=num_neighbours)
 
-    def _step_of(self, settings: StepSettings, few: FewBlocks, meter: CountingMeter) -> MetaStep:
-        model = self._model_of(settings, few)
-        model.model.zero_grad()
-        settings = replace(settings, policy=few.policy)
-        return MetaStep(model, self._first, self._sample, settings, meter)
-
     def _model_of(self, settings: StepSettings, few: FewBlocks) -> MetaModel:
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
         key = few.kinds, formats, settings.micro_batch_size, settings.device_type
         if key not in self._models:
-            made, meter = (
-                self._built(settings, few, settings.mixed_precision),
-                CountingMeter(_META, self._meta_results),
-            )
-            few_settings = replace(settings, policy=few.policy)
+            made = self._built(settings, few, settings.mixed_precision)
+            meter = CountingMeter(_META, self._meta_results)
             with torch.no_grad(), meter:
-                MetaStep(made, self._first, self._sample, few_settings, meter).forward()
+                MetaStep(made, self._first, self._sample, settings, meter).forward()
             self._models[key] = replace(made, lasting=meter.num_bytes)
         return self._models[key]
 

@@ -1,4 +1,4 @@
-"""This file has a family load models without numbers, so that what it does with them can be counted."""
+"""This file has a family load models without numbers, so that its calls of them can be counted."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -139,7 +139,7 @@ class _FirstFull:
 def without_weights(
     family: ModelFamily, counted: StandIns, *, trained: Sequence[str], vae_tiling: bool = False
 ) -> WithoutWeights:
-    """The family as it is bound, but that what it loads are models without numbers, on the CPU."""
+    """The family as it is bound, but with models without numbers, on the CPU."""
     given = type(family)
     if not isinstance(family, DiffusersFamily):
         raise UserError(

@@ -90,7 +90,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.builds(Plain, inner, inner),
         st.builds(Frozen, inner),
         st.builds(WithUnsetField, inner),
-        # Output classes take a first field that is a container apart when it is the only one.
+        # Output classes take a first field that is a container as several when it is the only one.
         st.builds(DiffusersOutput, LEAVES, inner),
         st.builds(TransformersOutput, LEAVES, inner),
     )

@@ -1,4 +1,4 @@
-"""Compiled blocks: what they compute, which graphs they take, and what is said of them."""
+"""Compiled blocks: what they compute, which graphs they take, and their report."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

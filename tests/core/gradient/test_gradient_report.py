@@ -39,11 +39,14 @@ def report_of_a_step(
     return engine.report()
 
 
-def require(report: GradientReport, checkpointing: bool, offload: bool, expected: int = NUM_BLOCKS) -> None:
+def require(
+    report: GradientReport, checkpointing: bool, offload: bool, expected: int = NUM_BLOCKS, **more: Any
+) -> None:
     report.require_effect(
         use_gradient_checkpointing=checkpointing,
         use_gradient_checkpointing_offload=offload,
         expected_blocks=expected,
+        **more,
     )
 
 
@@ -63,26 +66,25 @@ def test_switches_that_are_off_need_no_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "names"),
+    ("flags", "covered", "required", "message"),
     [
-        ((True, False), "use_gradient_checkpointing: on"),
-        ((False, True), "use_gradient_checkpointing_offload: on"),
-        ((True, True), "use_gradient_checkpointing and use_gradient_checkpointing_offload: on"),
+        ((True, False), 0, (True, False), "^use_gradient_checkpointing: on, but no block was seen"),
+        ((False, True), 0, (False, True), "^use_gradient_checkpointing_offload: on, but no block was seen"),
+        (
+            (True, True),
+            0,
+            (True, True),
+            "^use_gradient_checkpointing and use_gradient_checkpointing_offload: on, but no block was seen",
+        ),
+        ((True, False), 2, (True, False), "only 2 of 3 block calls were seen"),
+        ((False, False), 3, (True, False), "0 of 3 block calls were checkpointed.*switch off"),
     ],
 )
-def test_no_block_was_seen(flags: tuple[bool, bool], names: str) -> None:
-    with pytest.raises(IneffectiveSwitchError, match=rf"^{names}, but no block was seen"):
-        require(report_of_a_step(flags, covered=0), *flags)
-
-
-def test_fewer_blocks_were_seen_than_expected() -> None:
-    with pytest.raises(IneffectiveSwitchError, match="only 2 of 3 block calls were seen"):
-        require(report_of_a_step((True, False), covered=2), True, False)
-
-
-def test_the_switch_did_not_reach_the_blocks() -> None:
-    with pytest.raises(IneffectiveSwitchError, match=r"0 of 3 block calls were checkpointed.*switch off"):
-        require(report_of_a_step((False, False)), True, False)
+def test_a_switch_that_did_not_reach_all_blocks_is_named(
+    flags: tuple[bool, bool], covered: int, required: tuple[bool, bool], message: str
+) -> None:
+    with pytest.raises(IneffectiveSwitchError, match=message):
+        require(report_of_a_step(flags, covered=covered), *required)
 
 
 def test_the_blocks_ran_without_grad() -> None:
@@ -106,19 +108,9 @@ def test_gradients_do_not_reach_the_blocks() -> None:
 
 def test_a_policy_that_did_not_reach_the_blocks() -> None:
     report = report_of_a_step((True, False))
-    report.require_effect(
-        use_gradient_checkpointing=True,
-        use_gradient_checkpointing_offload=False,
-        expected_blocks=3,
-        expected_checkpointed=3,
-    )
+    require(report, True, False, 3, expected_checkpointed=3)
     with pytest.raises(IneffectiveSwitchError, match=r"3 block calls .* selects 2: .* block_runner"):
-        report.require_effect(
-            use_gradient_checkpointing=True,
-            use_gradient_checkpointing_offload=False,
-            expected_blocks=3,
-            expected_checkpointed=2,
-        )
+        require(report, True, False, 3, expected_checkpointed=2)
 
 
 @pytest.mark.parametrize(
@@ -128,23 +120,13 @@ def test_a_policy_that_did_not_reach_the_blocks() -> None:
 def test_no_attention_was_saved(counts: dict[str, int], message: str) -> None:
     report = GradientReport(blocks_run=2, blocks_checkpointed=2, blocks_recomputed=2, **counts)
     with pytest.raises(IneffectiveSwitchError, match=f"^save_attention: on, but {message}"):
-        report.require_effect(
-            use_gradient_checkpointing=True,
-            use_gradient_checkpointing_offload=False,
-            expected_blocks=2,
-            save_attention=True,
-        )
+        require(report, True, False, 2, save_attention=True)
 
 
 def test_offloaded_attention_does_not_prove_that_inputs_are_offloaded() -> None:
     worked = {"blocks_run": 2, "blocks_checkpointed": 2, "blocks_recomputed": 2, "attention_saved": 2}
     report = GradientReport(**worked, tensors_offloaded=4, bytes_offloaded=64, attention_bytes_offloaded=64)
-    report.require_effect(
-        use_gradient_checkpointing=True,
-        use_gradient_checkpointing_offload=False,
-        expected_blocks=2,
-        save_attention=True,
-    )
+    require(report, True, False, 2, save_attention=True)
     with pytest.raises(IneffectiveSwitchError, match=r"^use_.*_offload: on, but nothing was offloaded"):
         require(report, True, True, expected=2)
 

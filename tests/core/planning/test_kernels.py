@@ -83,14 +83,14 @@ def test_a_part_of_a_model_that_switches_autocast_off_is_not_cast_and_other_devi
 
 def test_a_trained_weight_is_cast_once_in_a_forward_pass_and_let_go_with_it() -> None:
     weight, autocast, meter = nn.Parameter(meta(256, 256, dtype=FP32)), CudaAutocast(), CountingMeter()
-    x, told = meta(256), []
-    with meter, autocast.on_cast_released(told.append):
+    x, released = meta(256), []
+    with meter, autocast.on_cast_released(released.append):
         meter.start()
         with autocast.forward():
             for _ in range(2):
                 functional.linear(x, weight).detach()
             assert meter.num_bytes == weight.numel() * BF16.itemsize
-        assert told == [weight]
+        assert released == [weight]
         assert meter.num_bytes == 0
 
 
@@ -132,7 +132,7 @@ KIB = 1024
 
 
 class Layer(nn.Module):
-    """Takes a picture to one of as many channels, and keeps the last in a list."""
+    """Takes an image to one of as many channels, and keeps the last in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Layer(nn.Module):
 
 
 class Parts(nn.Module):
-    """Runs its layer on halves of a picture, as often as asked for, and returns the whole."""
+    """Runs its layer on halves of an image, as often as asked for, and returns the whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,17 +164,17 @@ class Parts(nn.Module):
 
 
 def test_a_call_holds_what_that_of_a_real_model_holds_and_repeated_parts_run_once() -> None:
-    picture, tokens = torch.ones(1, 4, 16, 16), torch.tensor([[1, 2] * 128])
+    image, tokens = torch.ones(1, 4, 16, 16), torch.tensor([[1, 2] * 128])
     real, meter = Parts(), CountingMeter()
     with torch.no_grad(), meter:
         meter.start()
-        expected = real(picture.clone(), tokens, 3)
+        expected = real(image.clone(), tokens, 3)
     stand_ins = StandIns()
     with META:
         empty = Parts()
     model = stand_ins.put(empty, "parts", repeated=("layer",))
     with torch.no_grad():
-        found = model(picture, tokens, 3)
+        found = model(image, tokens, 3)
     assert [(call.model, call.method, call.peak) for call in stand_ins.calls] == [
         ("parts", "forward", meter.peak_bytes)
     ]

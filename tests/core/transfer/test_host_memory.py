@@ -259,11 +259,11 @@ def test_where_they_cannot_share_each_process_has_a_copy(
 
 
 def test_a_process_alone_takes_new_memory_and_a_lack_of_it_is_an_error() -> None:
-    (alone,) = memories("anything")
-    assert (alone.take(512).nbytes, alone.num_copies, alone.num_processes) == (512, 1, 1)
-    (alone,) = memories("anything", backends=(Refuses,))
+    (private,) = memories("anything")
+    assert (private.take(512).nbytes, private.num_copies, private.num_processes) == (512, 1, 1)
+    (private,) = memories("anything", backends=(Refuses,))
     with pytest.raises(HostMemoryError, match=r"refused 4\.0 KiB of host memory"):
-        alone.take(4096)
+        private.take(4096)
 
 
 MAKER = f"""

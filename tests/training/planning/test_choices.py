@@ -127,8 +127,8 @@ def test_the_settings_that_are_written_give_the_step_that_was_chosen() -> None:
     assert any(choice.settings.policy.select == "first_k" for choice in best)
     for choice in best:
         made = load_config("qwen_lora.yaml", [*given, *choice.overrides(config)]).config
-        told = step_settings(made, None)
-        assert replace(told, accumulates=False) == choice.settings
+        settings = step_settings(made, None)
+        assert replace(settings, accumulates=False) == choice.settings
 
 
 def test_compiled_blocks_save_no_attention() -> None:
@@ -220,10 +220,10 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help() -> None:
         UserError, match=r"nothing fits 60 bytes .* of the host\. Least of the device"
     ) as error:
         chosen(60, 10)
-    told = str(error.value)
-    assert "train.use_gradient_checkpointing_offload: true" in told
-    assert "memory.stream_blocks: all" in told
-    assert "What would help: model.quantize: int8, with which it is 20 bytes (a new run); smaller" in told
+    message = str(error.value)
+    assert "train.use_gradient_checkpointing_offload: true" in message
+    assert "memory.stream_blocks: all" in message
+    assert "What would help: model.quantize: int8, with which it is 20 bytes (a new run); smaller" in message
 
 
 def test_the_micro_batch_that_takes_least_time_a_sample_is_chosen_where_it_may_be_and_stays() -> None:

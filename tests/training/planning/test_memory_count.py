@@ -303,13 +303,15 @@ def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> No
     assert drawing.host - plain_drawing.host == streamed_model.weights_on_host
     assert elsewhere.items() <= plain.items()
 
-    # Encoders that stay beside the model.
+    # Encoders that stay with the model.
     live = phases.changed({"data.cache": False})
-    beside = by_name(live.count(settings))
-    encoders = beside["training"].device - plain["training"].device
-    assert beside["loading"].device - plain["loading"].device == encoders
+    resident = by_name(live.count(settings))
+    encoders = resident["training"].device - plain["training"].device
+    assert resident["loading"].device - plain["loading"].device == encoders
     assert 0 < encoders < prompts + media
-    for remedy in remedies(live, settings, MemoryBudget(device=beside["training"].device - 1, host=math.inf)):
+    for remedy in remedies(
+        live, settings, MemoryBudget(device=resident["training"].device - 1, host=math.inf)
+    ):
         assert remedy.changes == {"data.cache": True}
     # What schedule-free trains waits while its average draws; it keeps as much as AdamW.
     counter = counter_of(with_changes(config, {"train.optimizer": "schedule_free"}), family)

@@ -193,11 +193,11 @@ def test_a_pass_without_gradients_is_a_forward_pass_more(counter: MemoryCounter)
 def test_processes_that_share_a_sample_take_a_part_each_and_ulysses_attends_again(
     counter: MemoryCounter,
 ) -> None:
-    alone = StepTimer(counter, GPU).seconds(AGAIN)
+    unsplit = StepTimer(counter, GPU).seconds(AGAIN)
     ring, ulysses = (
         StepTimer(counter, GPU, num_sharing=2, attends_again=again).seconds(AGAIN) for again in (False, True)
     )
     attention = Work(flops=counter.count(AGAIN).step.forward.attention_flops)
     assert attention.flops > 0
-    assert ring == pytest.approx(alone / 2)
-    assert ulysses == pytest.approx((alone + GPU.seconds(attention, 2)) / 2)
+    assert ring == pytest.approx(unsplit / 2)
+    assert ulysses == pytest.approx((unsplit + GPU.seconds(attention, 2)) / 2)
