@@ -309,6 +309,7 @@ def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> No
     encoders = resident["training"].device - plain["training"].device
     assert resident["loading"].device - plain["loading"].device == encoders
     assert 0 < encoders < prompts + media
+    budget = MemoryBudget(device=resident["training"].device - 1, host=math.inf)
     for remedy in remedies(
         live, settings, MemoryBudget(device=resident["training"].device - 1, host=math.inf)
     ):
