@@ -310,9 +310,7 @@ def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> No
     assert resident["loading"].device - plain["loading"].device == encoders
     assert 0 < encoders < prompts + media
     budget = MemoryBudget(device=resident["training"].device - 1, host=math.inf)
-    for remedy in remedies(
-        live, settings, MemoryBudget(device=resident["training"].device - 1, host=math.inf)
-    ):
+    for remedy in remedies(live, settings, budget):
         assert remedy.changes == {"data.cache": True}
     # What schedule-free trains waits while its average draws; it keeps as much as AdamW.
     counter = counter_of(with_changes(config, {"train.optimizer": "schedule_free"}), family)
