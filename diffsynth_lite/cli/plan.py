@@ -147,9 +147,7 @@ def _require_processes(config: Config, num_processes: int) -> None:
     """Check that there are as many as share something."""
     shards, shared = config.memory.shard_base, config.train.context_parallel
     if shards != "no" and num_processes == 1:
-        raise UserError(
-            f"memory.shard_base: {shards} needs several processes: pass their number, --processes 8"
-        )
+        raise UserError(f"memory.shard_base: {shards} needs several processes: pass --processes 8")
     if num_processes % shared:
         raise UserError(
             f"train.context_parallel: {shared} must divide the processes: pass --processes {shared}"
