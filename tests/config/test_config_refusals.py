@@ -1,9 +1,11 @@
-"""Every wrong config is one UserError whose lines name the file, the line and the key."""
+"""Every wrong setting is one line of a UserError: file and line or argument, key, and remedy."""
 
 import pytest
 
-from diffsynth_lite.config import load_config
+from diffsynth_lite.config import load_config, section_types
 from diffsynth_lite.errors import MAX_LINES, UserError
+
+NUM_KEYS = len(section_types()["train"].model_fields)
 
 # Section and setting, value as written, and what the message must say. The setting stands on line 2.
 WRONG_VALUES = [
@@ -164,55 +166,122 @@ def test_a_wrong_setting_is_reported_with_file_line_and_key(write, minimal, sect
     assert reason in line
 
 
-# Whole texts, where the message points, and what it says.
-WRONG_FILES = [
-    ("", ":1:", "is empty"),
-    ("# only a comment\n", ":1:", "is empty"),
-    ("- model\n", ":1:", "must be sections"),
-    ("just words\n", ":1:", "must be sections"),
-    ("train:\n\tsteps: 3\n", ":2:", "a tab is used to indent"),
-    ("train:\n  steps:\t3\n", ":2:", "a tab stands between words"),
-    ("train:\n  steps: 3\n  steps: 4\n", ":3 train.steps:", "is there already, on line 2"),
-    ("train:\n  steps: 3\ntrain:\n  seed: 4\n", ":3 train:", "is there already, on line 1"),
-    ("trian:\n  steps: 3\n", ":1 trian:", "did you mean 'train'?"),
-    ("trains.steps: 3\n", ":1 trains.steps:", "'steps' belongs under train, as train.steps"),
-    ("learning_rate: 3\n", ":1 learning_rate:", "belongs under train"),
-    ("learning_rte: 3\n", ":1 learning_rte:", "did you mean 'train.learning_rate'?"),
-    ("zzz: 3\n", ":1 zzz:", "there are model, lora"),
-    ("config:\nnetwork:\n  linear: 16\n", ":2 network:", "is the section lora here"),
-    ("process: 3\n", ":1 process:", "is of a file of another trainer"),
-    ("train:\n  seed: 1\n  batch_size: 4\n", ":3 train.batch_size:", "is train.micro_batch_size here"),
-    ("1: 3\n", ":1 1:", "unknown section"),
-    ("train: 3\n", ":1 train:", "key: value"),
-    ("train: [steps]\n", ":1 train:", "key: value"),
-    ("train:\n  steps:10\n", ":1 train:", "a space after each colon"),
-    ("{a: b}: c\n", ":1:", "a key must be plain text"),
-    ("train: &anchor\n  steps: 3\n", ":1:", "anchor"),
-    ("train: *anchor\n", ":1:", "alias"),
-    ("train:\n  steps: !!python/object/apply:os.system [ls]\n", ":2:", "tag"),
-    ("train:\n  steps: !!int 3\n", ":2:", "tag"),
-    ("a: &a [x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n", ":1:", "anchor"),
-    ("a: " + "[" * 100_000, ":1:", "nested too deeply"),
-    ("".join(f"{' ' * level}a:\n" for level in range(500)), ":9:", "nested too deeply"),
-    ("train:\n  steps: [3\n", ":3:", "not valid yaml"),
-    ("train:\n  steps: 'three\n", ":3:", "not valid yaml"),
-    ("train:\n  steps: 3: 4\n", ":2:", "not valid yaml"),
-    ("train:\n  steps: 3\n---\ntrain:\n", ":3:", "second yaml document"),
-    ("train:\n  steps: \x07\n", ":2:", "0x7 is not allowed"),
-    (b"train:\n  steps: \xff\n", ":2:", "UTF-8"),
-    ("train:\n  steps: 3\n".encode("utf-16"), ":1:", "UTF-8"),
-    ("train:\n".encode("utf-16-le"), ":1:", "0x0 is not allowed"),
-    (b"# " + b"x" * (1 << 20), ":1:", "too large"),
-]
-
-
-@pytest.mark.parametrize(("text", "place", "reason"), WRONG_FILES, ids=range(len(WRONG_FILES)))
-def test_a_wrong_file_is_reported_at_its_line(write, text, place, reason):
-    path = write(text)
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train.steps=ten", "got 'ten'; must be a whole number"),
+        ("train.steps=", 'got ""; must be a whole number'),
+        ("train.steps=[1]", "must be a whole number"),
+        ("train.steps", "has no value; write section.key=value"),
+        ("train=3", "train is a section"),
+        ("train.=3", "train is a section"),
+        ("=3", "unknown section"),
+        ("", "unknown section"),
+        ("steps=3", "'steps' belongs under train, as train.steps"),
+        ("+train.steps=3", "'+' has no meaning"),
+        ("~train.steps", "'~' has no meaning"),
+        ("--train.steps=3", "'-' has no meaning"),
+        ("trian.steps=3", "'steps' belongs under train, as train.steps"),
+        ("trian.stps=3", "did you mean"),
+        ("train.stps=3", "did you mean 'steps'?"),
+        ("train.steps.x=3", "did you mean 'steps'?"),
+        ("train.foo=3", f"unknown key; the {NUM_KEYS} keys of train are in docs/configuration.md"),
+        ("logging.foo=3", "unknown key; logging has every_steps, trackers"),
+        ("train.lr=1e-4", "is train.learning_rate here"),
+        ("network-dim=8", "is lora.rank here"),
+        ("train.num_frames=81", "is data.frame_counts here, a list; validation.num_frames is"),
+        ("model.quantization=nf4", "is model.quantize here"),
+        ("data.resolution=512", "is data.resolutions here"),
+        ("train.optimizer_type=adamw8bit", "is train.optimizer here"),
+        ("network.linear=16", "is lora.rank here"),
+        ("sample.width=512", "sample is the section validation here"),
+        ("validation.prompts[0]=a", "set the whole list, as validation.prompts=[...]"),
+        ("validation.prompts=a cat", "must be a list of texts"),
+        ("validation.prompts=[a, b", "write a list as '[a, b]'"),
+        ("validation.prompts=[a] b", "write a list as '[a, b]'"),
+        ("validation.prompts=[*a]", "write a list as '[a, b]'"),
+        ("data.metadata=None", "write null"),
+        ("data.path=\udcff", "half a character"),
+        ("memory.policy=auto", "planned"),
+        ("lora.dropout=2", "below 1"),
+        ("objective.logit_std=2", "has no effect"),
+        ("output.dir=./pictures", "is data.path"),
+    ],
+)
+def test_a_wrong_override_is_reported_as_typed(write, minimal, override, reason):
     with pytest.raises(UserError) as caught:
-        load_config(path)
-    line = next(line for line in str(caught.value).splitlines() if reason in line)
-    assert line.startswith(f"{path}{place}")
+        load_config(write(minimal), [override])
+    (line,) = str(caught.value).splitlines()
+    shown = override.encode("ascii", "backslashreplace").decode()
+    assert line.startswith(f"{shown} (command line): ")
+    assert reason in line
+
+
+def test_a_conflict_with_the_file_is_placed_at_the_first_of_the_two_that_was_set(write, minimal):
+    path = write(f"train:\n  micro_batch_size: 3\n{minimal}")
+    with pytest.raises(UserError) as caught:
+        load_config(path, ["train.global_batch_size=4"])
+    assert str(caught.value).startswith(f"{path}:2 train.micro_batch_size: 3 must divide")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.optimizer=AdamW8bit"], "did you mean 'adamw8bit'?"),
+        (["train.optimizer=my optimizer"], "must be adamw, adamw8bit, muon"),
+        (
+            ["train.optimizer_options=fast"],
+            "got 'fast'; must be names and their values, written {name: value",
+        ),
+        (["train.optimizer_options={a: {b: 1}}"], "got a 'key: value' block; must be names and their values"),
+        (["train.optimizer_options={a: 1, a: 2}"], "has a twice; keep one of them"),
+        (["train.optimizer_options={a: '${train.steps}'}"], "no value can be a reference"),
+        (["train.optimizer_options={lr: 1}"], "lr is train.learning_rate here; set that"),
+        (["train.optimizer_options={betas: [0.9]}"], "betas is train.adam_beta1 and train.adam_beta2 here"),
+        (
+            ["train.optimizer=prodigy"],
+            "learning_rate 0.0001: prodigy multiplies the learning rate",
+        ),
+        (
+            ["train.optimizer=schedule_free", "train.lr_scheduler=cosine"],
+            "cosine: schedule_free averages weights in place of a schedule",
+        ),
+        (
+            ["train.optimizer=schedule_free", "train.ema_decay=0.99"],
+            "0.99: what schedule_free trains is an average already",
+        ),
+        (["memory.save_attention=keep", "train.compile=blocks"], "needs to see attention run, which it"),
+        (["model.dtype=float16", "train.mixed_precision=no"], "float16 rounds small gradients to 0"),
+        (["memory.policy=skip", "memory.policy_blocks=[1, 1]"], "got ['1', '1']; has an entry twice"),
+        (
+            ["memory.save_attention=park", "train.use_gradient_checkpointing=off"],
+            "park is a way of checkpointing, which",
+        ),
+        (
+            ["memory.policy=last_k", "memory.policy_n=2", "train.use_gradient_checkpointing=off"],
+            "last_k is a way of checkpointing, which",
+        ),
+        (
+            ["train.use_gradient_checkpointing=off", "train.use_gradient_checkpointing_offload=on"],
+            "turn both on, or the offload off",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(write, minimal, overrides, message):
+    with pytest.raises(UserError) as caught:
+        load_config(write(minimal), overrides)
+    (line,) = str(caught.value).splitlines()
+    assert message in line
+
+
+def test_a_wrong_value_is_reported_though_a_later_one_replaces_it(write, minimal):
+    path = write(f"train:\n  steps: wide\n  warmup_steps: ${{train.steps}}\n{minimal}")
+    with pytest.raises(UserError) as caught:
+        load_config(path, ["train.steps=5", "train.warmup_steps=1", "train.seed=a", "train.seed=1"])
+    assert [line.split(";")[0] for line in str(caught.value).splitlines()] == [
+        f"{path}:2 train.steps: got 'wide'",
+        "train.seed=a (command line): got 'a'",
+    ]
 
 
 def test_very_many_problems_are_counted_and_the_first_ones_told(write, minimal):
