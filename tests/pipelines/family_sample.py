@@ -189,7 +189,8 @@ def longest_prompts(sample: Sample) -> dict[str, int]:
     """The limit of prompts that the call of the pipeline gets where its default is another."""
     if sample.name == "ideogram4":
         return {"max_sequence_length": 128}  # of 2048, which takes long
-    return {"max_sequence_length": sample.family.max_prompt_tokens} if sample.name == "flux" else {}
+    is_schnell = not sample.family.folder.component_config("transformer").get("guidance_embeds", True)
+    return {"max_sequence_length": 256} if sample.name == "flux" and is_schnell else {}
 
 
 def encode_texts(family: ModelFamily, *texts: str) -> list[Conditioning]:
