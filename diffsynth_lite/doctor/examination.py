@@ -52,7 +52,7 @@ from diffsynth_lite.training.data_settings import (
     own_audio_shape,
     plan_rules,
 )
-from diffsynth_lite.training.encoding.dataset import require_sound
+from diffsynth_lite.training.encoding.dataset import require_audio
 
 _Value = TypeVar("_Value")
 
@@ -206,7 +206,7 @@ def _training_findings(
     config, found = data.config, _findings(data, decoded)
     estimate = estimate_cache(data, cache) if config.data.cache else None
     if data.family.with_audio:
-        problems.attempt(lambda: require_sound(config, data.plan))
+        problems.attempt(lambda: require_audio(config, data.plan))
     facts = {"trained on": counted(len(data.items), "item"), **found.facts}
     return dataclasses.replace(
         found,

@@ -7,22 +7,25 @@ import base64
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffsynth_lite.errors import DifferentRunError
 from diffsynth_lite.files import replacing
+from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.report.charts import charts_of
-from diffsynth_lite.report.previews import embedded
+from diffsynth_lite.report.previews import Preview, embedded
+from diffsynth_lite.report.record import as_yaml
 from diffsynth_lite.report.run_report import RunReport, read_run
-from diffsynth_lite.report.side_by_side import differing_settings, results, shared_prompts
 from diffsynth_lite.run_folder.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -32,9 +35,24 @@ _WAITED_MULTIPLE = 100
 """Times as long as a page took to write, the next one waits: the files that it reads grow with the run."""
 _SCRIPTS = ("live.js", "vendor/uPlot.iife.min.js", "report.js")
 _TEMPLATES = ("page.html", "run.html", "several.html")
+_STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
 _HEAD_BYTES = 1000
 """Of a page, with the mark of the version that wrote it."""
-_STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
+_OF_THE_PLACE = ("output.dir", "logging.run_name")
+"""Settings that differ between any two runs, and change neither."""
+_MAX_STEPS = 8
+_LAST = {
+    "loss, smoothed": "loss_smoothed",
+    "loss on fixed noise": "train_fixed_noise_loss",
+    "loss on held-out data": "validation_loss",
+    "samples per second": "samples_per_s",
+    "peak memory in GiB": "peak_memory_gib",
+}
+"""Metrics whose last value is shown."""
+_LOWEST = {"lowest loss on held-out data": "validation_loss"}
+
+Rows = dict[str, list[str]]
+"""By what a row shows, a value for each run; empty where the run has none."""
 
 
 class ReportWriter:
@@ -128,6 +146,13 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
     """
     scripts = [_resource(name) for name in _SCRIPTS]
     charts = charts_of(dict.fromkeys(name for run in runs for name in run.series))
+    compared = None
+    if len(runs) > 1:
+        compared = {
+            "results": results(runs),
+            "settings": differing_settings([run.settings for run in runs]),
+            "prompts": shared_prompts(runs),
+        }
     page = (
         _environment()
         .get_template("page.html")
@@ -136,7 +161,7 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
             media=[
                 {} if is_served else embedded(run.folder, run.prompts, share=1 / len(runs)) for run in runs
             ],
-            compared=_compared(runs) if len(runs) > 1 else None,
+            compared=compared,
             renewal="ask" if is_served else "reload" if any(run.state.is_running for run in runs) else "none",
             run_page="" if is_served else "report.html",
             charts=[chart for chart in charts if any(chart.is_shown(run.series) for run in runs)],
@@ -156,14 +181,6 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
     )
     # Names of files and texts of json may hold surrogates, which UTF-8 has not.
     return page.encode(errors="replace").decode()
-
-
-def _compared(runs: Sequence[RunReport]) -> dict[str, object]:
-    return {
-        "results": results(runs),
-        "settings": differing_settings([run.settings for run in runs]),
-        "prompts": shared_prompts(runs),
-    }
 
 
 @cache
@@ -219,6 +236,79 @@ def _sparkline(values: Sequence[float]) -> str:
     return " ".join(
         f"{1 + place * width:.1f},{18 - (value - low) * height:.1f}" for place, value in enumerate(values)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPrompt:
+    """The previews that runs generated of one prompt.
+
+    Attributes:
+        steps: at which any of them has a preview.
+    """
+
+    prompt: str
+    steps: Sequence[int]
+    previews: Sequence[Sequence[Preview | None]]
+
+
+def results(runs: Sequence[RunReport]) -> Rows:
+    """The last values of the runs' metrics, and the lowest of a loss that may rise again."""
+    measures = [(name, metric, _last) for name, metric in _LAST.items()]
+    measures += [(name, metric, _lowest) for name, metric in _LOWEST.items()]
+    rows = {
+        name: [measure(run.series[metric].points) if metric in run.series else "" for run in runs]
+        for name, metric, measure in measures
+    }
+    return {name: values for name, values in rows.items() if any(values)}
+
+
+def _last(points: Sequence[tuple[int, float]]) -> str:
+    return f"{points[-1][1]:.4g}"
+
+
+def _lowest(points: Sequence[tuple[int, float]]) -> str:
+    value, step = min((value, step) for step, value in points)
+    return f"{value:.4g} at step {step}"
+
+
+def differing_settings(settings: Sequence[str]) -> Rows:
+    """The settings in which runs differ, by dotted key.
+
+    Args:
+        settings: of each run, as yaml; empty for a run that left none.
+    """
+    flat = [dict(_flat(yaml.safe_load(text) or {})) for text in settings]
+    keys = dict.fromkeys(key for each in flat for key in each if key not in _OF_THE_PLACE)
+    rows = {key: [each.get(key, "") for each in flat] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", as_yaml(value)
+
+
+def shared_prompts(runs: Sequence[RunReport]) -> list[SharedPrompt]:
+    """The prompts of which two runs or more have previews, in the order of the first of them."""
+    by_prompt: dict[str, list[dict[int, Preview]]] = {}
+    for place, run in enumerate(runs):
+        for prompt in run.prompts:
+            of_runs = by_prompt.setdefault(prompt.prompt, [{} for _ in runs])
+            of_runs[place] = {preview.step: preview for preview in prompt.previews}
+    shared = {prompt: of_runs for prompt, of_runs in by_prompt.items() if sum(map(bool, of_runs)) > 1}
+    return [_shared_prompt(prompt, of_runs) for prompt, of_runs in shared.items()]
+
+
+def _shared_prompt(prompt: str, of_runs: Sequence[Mapping[int, Preview]]) -> SharedPrompt:
+    """With as many steps as fit side by side; the last of each run is among them."""
+    last = {max(by_step) for by_step in of_runs if by_step}
+    others = sorted({step for by_step in of_runs for step in by_step} - last)
+    steps = sorted(last | set(evenly_spread(others, max(2, _MAX_STEPS - len(last)))))
+    previews = [[by_step.get(step) for step in steps] for by_step in of_runs]
+    return SharedPrompt(prompt=prompt, steps=steps, previews=previews)
 
 
 _FILTERS = {

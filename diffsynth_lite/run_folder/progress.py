@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from rich.console import Console
@@ -113,6 +113,7 @@ class Throughput:
         )
 
 
+@dataclass
 class StepReport:
     """Shows each step that a run takes: people in a terminal, in a log file and in the run folder.
 
@@ -124,31 +125,22 @@ class StepReport:
         clock: seconds, from any beginning on.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        metrics: MetricsLog,
-        *,
-        device: torch.device,
-        is_main: bool,
-        start_step: int,
-        total_steps: int,
-        every_steps: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._folder = folder
-        self._metrics = metrics
-        self._device = device
-        self._is_main = is_main
-        self._start_step = start_step
-        self._total_steps = total_steps
-        self._every_steps = every_steps
-        self._clock = clock
-        self._throughput = Throughput(total_steps=total_steps)
-        self._live: tuple[Progress, TaskID] | None = None
+    folder: RunFolder
+    metrics: MetricsLog
+    _: KW_ONLY
+    device: torch.device
+    is_main: bool
+    start_step: int
+    total_steps: int
+    every_steps: int
+    clock: Callable[[], float] = time.monotonic
+    _live: tuple[Progress, TaskID] | None = None
+    _status_written_at: float = -math.inf
+    _status_failed: bool = False
+
+    def __post_init__(self) -> None:
+        self._throughput = Throughput(total_steps=self.total_steps)
         self._without_row: deque[tuple[int, dict[str, float]]] = deque(maxlen=_MAX_LAST_STEPS)
-        self._status_written_at = -math.inf
-        self._status_failed = False
 
     @contextmanager
     def shown(self, console: Console) -> Iterator[None]:
@@ -157,24 +149,24 @@ class StepReport:
         Where the run diverges in it, its last steps get rows, whatever the interval: they show how.
         """
         with ExitStack() as open_line:
-            if self._is_main and console.is_terminal:
+            if self.is_main and console.is_terminal:
                 progress = open_line.enter_context(
                     Progress(TextColumn("{task.description}"), console=console)
                 )
-                task = progress.add_task("first step", total=self._total_steps, completed=self._start_step)
+                task = progress.add_task("first step", total=self.total_steps, completed=self.start_step)
                 self._live = (progress, task)
             try:
                 yield
             except RunDivergedError:
                 for step, values in self._without_row:
-                    self._metrics.log(step, values)
+                    self.metrics.log(step, values)
                 raise
 
     def after_step(self, result: StepResult) -> None:
         """Show one more step; the caller checks that the folder is still the run's."""
         self._throughput.update(result)
         self._show_line(result)
-        if self._is_main:
+        if self.is_main:
             self._write_status(result)
         losses = {
             "loss": result.loss,
@@ -187,24 +179,24 @@ class StepReport:
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "samples_per_s": self._throughput.samples_per_s,
-            "peak_memory_gib": peak_memory_gib(self._device),
+            "peak_memory_gib": peak_memory_gib(self.device),
         }
         values |= {f"{RATE_OF_GROUP}{name}": rate for name, rate in result.group_rates.items()}
         if result.learned_rate is not None:
             values["learned_rate"] = result.learned_rate
         if result.num_skipped:
             values["skipped_steps"] = result.num_skipped
-        if is_logged(result.step, self._every_steps):
-            self._metrics.log(result.step, values | metrics_by_noise(result.totals_by_noise))
+        if is_logged(result.step, self.every_steps):
+            self.metrics.log(result.step, values | metrics_by_noise(result.totals_by_noise))
             self._without_row.clear()
         else:
             self._without_row.append((result.step, values))
 
     def _show_line(self, result: StepResult) -> None:
-        is_due = result.step % self._every_steps == 0 or result.step == self._total_steps
+        is_due = result.step % self.every_steps == 0 or result.step == self.total_steps
         if self._live is None and not is_due:
             return
-        line = f"step {result.step}/{self._total_steps} {self._throughput.describe(result, self._device)}"
+        line = f"step {result.step}/{self.total_steps} {self._throughput.describe(result, self.device)}"
         if self._live is None:
             logger.info("%s", line)
             return
@@ -216,24 +208,24 @@ class StepReport:
 
         Where the disk is full it is left out, with one warning: a checkpoint ends the run soon enough.
         """
-        now = self._clock()
+        now = self.clock()
         if now - self._status_written_at < _STATUS_EVERY_S:
             return
         self._status_written_at = now
         progress = {
-            "total_steps": self._total_steps,
+            "total_steps": self.total_steps,
             "samples_per_s": round(self._throughput.samples_per_s, 4),
             "seconds_left": round(self._throughput.seconds_left(result)),
             "skipped_steps": result.num_skipped,
             "time": round(time.time(), 3),
         }
         try:
-            self._folder.write_status(
+            self.folder.write_status(
                 "running", exit_code=None, step=result.step, message="training", progress=progress
             )
         except OSError as error:
             if not self._status_failed:
-                logger.warning("%s could not be written: %s", self._folder.status_file, error)
+                logger.warning("%s could not be written: %s", self.folder.status_file, error)
             self._status_failed = True
 
 

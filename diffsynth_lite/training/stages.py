@@ -38,9 +38,8 @@ from diffsynth_lite.training.distributed.context import split_model
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
 from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.export.card import CardWriter
-from diffsynth_lite.training.export.disk_space import require_room, warn_of_previews
-from diffsynth_lite.training.export.lora_facts import gather_lora_facts
+from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
+from diffsynth_lite.training.export.disk_space import require_disk_space, warn_of_previews
 from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
 from diffsynth_lite.training.lora_file import read_initial_lora
 from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
@@ -104,7 +103,7 @@ def encode(run: Run, start: Start) -> TrainingData:
     """Encode the data; from then on only tensors are needed, and the records are dropped."""
     config, checked, accelerator = run.config, run.checked, run.accelerator
     saving = config, checked, run.store, start.step
-    on_main_process(accelerator, lambda: require_room(*saving))
+    on_main_process(accelerator, lambda: require_disk_space(*saving))
     on_main_process(accelerator, lambda: warn_of_previews(*saving))
     with run.clock.stage("encoding"):
         encode = encode_run if config.data.sealed is None else sealed_data
@@ -112,7 +111,7 @@ def encode(run: Run, start: Start) -> TrainingData:
         checked.drop_records()
         free_memory()
     # Again: the cache may be on the same disk.
-    on_main_process(accelerator, lambda: require_room(*saving))
+    on_main_process(accelerator, lambda: require_disk_space(*saving))
     return data
 
 

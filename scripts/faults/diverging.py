@@ -18,7 +18,7 @@ SETTINGS = (*PLAIN, f"train.steps={STEPS}", "output.checkpoint_every_steps=1", "
 SLOWER = ("train.learning_rate=0.005", "resume.allow=[train.learning_rate]")
 
 TESTS = (
-    "run_folder/test_progress.py::test_of_a_run_that_diverges_the_last_steps_have_rows_whatever_the_interval",
+    "run_folder/test_metrics.py::test_of_a_run_that_diverges_the_last_steps_have_rows_whatever_the_interval",
     "runs/test_run.py::test_too_many_skipped_steps_in_a_row_stop_the_run",
     "runs/test_run_requests.py::test_a_best_lora_of_a_run_that_goes_on_from_before_any_best_is_set_aside",
     "runs/test_run_initial_lora.py::test_a_lora_with_a_number_that_is_not_finite_is_refused_by_name",

@@ -8,9 +8,8 @@ from browser import DESKTOP_PX, PHONE_PX, Browser
 from run_folders import ATTACK, full_folder, of_chart
 
 from diffsynth_lite.cli.main import main
-from diffsynth_lite.report.page import render
+from diffsynth_lite.report.page import differing_settings, render, results, shared_prompts
 from diffsynth_lite.report.run_report import RunReport, read_run
-from diffsynth_lite.report.side_by_side import differing_settings, results, shared_prompts
 from diffsynth_lite.run_folder.folder import RunFolder
 
 

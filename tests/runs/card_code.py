@@ -54,7 +54,7 @@ def generated(
         exec(code, names)
     if clips:
         return clips[0], names["pipeline"]
-    files = sorted(Path.cwd().glob("layer-*.png")) or [Path("picture.png")]
+    files = sorted(Path.cwd().glob("layer-*.png")) or [Path("image.png")]
     return [_opened(file) for file in files], names["pipeline"]
 
 

@@ -211,7 +211,7 @@ def test_what_cannot_be_learned_is_refused_before_weights_load(
     for name in ("tone", "late", "mute"):
         write_sound_clip(clips / f"{name}.mov", None, seconds=0.9)
     assert run.train() == 2
-    assert "data.audio: true, but none of 4 clips has sound" in caplog.text
+    assert "data.audio: true, but none of 4 clips has audio" in caplog.text
     assert run.train("data.frame_counts=[1]", "data.silent_clips=learn") == 2
     assert "data.audio: true has no effect, as there are no clips of more than one frame" in caplog.text
 

@@ -50,7 +50,7 @@ def test_a_disk_without_room_for_checkpoints_is_refused_before_weights_load(
     monkeypatch.setattr("diffsynth_lite.training.export.disk_space.free_disk_bytes", lambda _: 2**10)
     monkeypatch.setattr(QwenImage, "load_transformer", None)
     assert begun_run.train() == 2
-    assert "the checkpoints that are there at once and the LoRA files take about" in caplog.text
+    assert "the checkpoints that exist at once and the LoRA files take about" in caplog.text
     assert "1.0 KiB are free" in caplog.text
     assert [row["step"] for row in begun_run.metrics() if "loss" in row] == [1, 2]
 
@@ -106,10 +106,10 @@ def test_previews_that_may_fill_the_disk_are_a_warning(
     )
     warn_of_previews(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
     # Two pictures of 64 x 32 before the first step and after the last one.
-    assert "previews may take up to 24.0 KiB beside the" not in caplog.text
+    assert "previews may take up to 24.0 KiB next to the" not in caplog.text
     monkeypatch.setattr("diffsynth_lite.training.export.disk_space.free_disk_bytes", lambda _: 2**14)
     warn_of_previews(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
-    assert "previews may take up to 24.0 KiB beside the" in caplog.text
+    assert "previews may take up to 24.0 KiB next to the" in caplog.text
 
 
 def test_a_folder_renamed_inside_a_save_ends_the_run_and_is_not_made_again(

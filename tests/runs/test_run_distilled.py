@@ -134,7 +134,7 @@ def test_previews_are_drawn_on_another_model_as_samples_on_it_are_and_training_i
         assert f"Model: {distilled_model.name}," in Image.open(preview).text["parameters"]
     assert f"a red circle (generated on {distilled_model.name})" in (run / "report.html").read_text()
     card = (run / "lora" / "README.md").read_text()
-    assert f"Samples are drawn on {distilled_model.name}, which it was not trained on." in card
+    assert f"Samples were generated on {distilled_model.name}, which it was not trained on." in card
     # Changed for a run that goes on: files of their own, and none of the earlier ones in the grid.
     assert tiny_run.train(f"output.dir={run}", *given[1:], groups, "train.steps=3") == 0
     names = {path.name for path in (run / "previews").glob("step-*.png")}

@@ -1,4 +1,4 @@
-"""This file reads the records of a run, plans what is trained on, and lists what cannot be used."""
+"""This file reads the records of a run, plans its data set, and lists items that cannot be used."""
 
 import json
 import logging
@@ -57,10 +57,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadRecords:
-    """What could be read of a data set, the same on all processes.
+    """The records of a data set that could be read, the same on all processes.
 
     Attributes:
-        unread: name of an item that is left out to the reason; it has no record.
+        unread: name of each item that could not be read to the reason.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -72,15 +72,15 @@ def read_records(
 ) -> tuple[ReadRecords, ReadRecords]:
     """The training and the held-out records of a run, after a look at the headers of their files.
 
-    There are none of a run from a sealed cache: the seal is looked at instead.
+    There are none for a run from a sealed cache: the seal is read instead.
 
-    The first of the processes that share a cache goes first and the others find its findings, so that no file
+    The first of the processes that share a cache goes first and the others use its findings, so that no file
     is read by all at once. Bad items are listed in the run's ``quarantine.jsonl``.
 
     Args:
-        problems: what is wrong with either is added; its records are then empty.
-        part: whose training records are read, and whose files are looked at. The held-out records are all
-            there: which of them are measured depends on how many there are.
+        problems: those of either data set are added; its records are then empty.
+        part: of the training records, and of the files that are looked at. All held-out records are read:
+            which of them are measured depends on their number.
     """
     if config.data.sealed is not None:
         problems.attempt(lambda: require_seal(config))
@@ -104,12 +104,12 @@ def read_records(
     def read() -> list[ReadRecords]:
         if part.is_whole:
             adopt_parts(index_file(cache_folder(config)))
-        # A UserError stays in here. Caught further out it would let this process go on to the next exchange,
-        # and wait there for one that has ended with another error.
+        # A UserError is caught here. Caught further out, this process would wait in the next exchange for one
+        # that has ended with another error.
         return [problems.attempt(work) or ReadRecords() for work in (read_training, read_held_out)]
 
     group = find_cache_group(config, accelerator)
-    group.log("data.cache_dir", cache_folder(config), own="what one lacks is encoded for it")
+    group.log("data.cache_dir", cache_folder(config), own="missing entries are encoded for each")
     (training, held_out), gathered = some_processes_first(
         accelerator,
         read,
@@ -136,7 +136,7 @@ def find_cache_group(config: Config, accelerator: Accelerator) -> FolderGroup:
 
 
 def _without(read: ReadRecords, unread: Sequence[Mapping[str, str]]) -> ReadRecords:
-    """What was read without what any process could not read."""
+    """The records without those that any process could not read."""
     of_any = dict(ChainMap(*map(dict, unread)))
     return ReadRecords(
         records=[record for record in read.records if record.name not in of_any], unread=of_any
@@ -146,7 +146,7 @@ def _without(read: ReadRecords, unread: Sequence[Mapping[str, str]]) -> ReadReco
 def _check_headers(
     config: Config, found: FoundRecords, own: Sequence[Record], quarantine: "Quarantine", part: Part
 ) -> None:
-    """Refuse what is known to be too much, by then; the caching pass finds the rest of it."""
+    """Refuse too many bad items early; the caching pass finds the others."""
     bad = found.unread
     if config.data.on_bad_item == "error":
         with open_memory(config, part) as memory:
@@ -190,7 +190,7 @@ def plan_dataset(
 
 
 def bad_records(plan: DatasetPlan, table: ItemTable, bad_keys: Mapping[str, str]) -> dict[str, str]:
-    """Name to the reason, of the records that the plan or one of their keys says to be bad."""
+    """Name to the reason, of records that are bad by the plan or by one of their keys."""
     bad = dict(plan.bad)
     if bad_keys:
         for item, row in zip(plan.items, table, strict=True):
@@ -199,8 +199,8 @@ def bad_records(plan: DatasetPlan, table: ItemTable, bad_keys: Mapping[str, str]
     return bad
 
 
-def say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
-    """Log how many items the autoencoder takes apart."""
+def check_vae_tiling(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
+    """Log how many items the autoencoder encodes in tiles, and refuse tiling without an effect."""
 
     def is_split(bucket: Bucket) -> bool:
         sizes = [(bucket.width, bucket.height, bucket.num_frames), *bucket.inputs]
@@ -215,27 +215,27 @@ def say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
     logger.info("model.vae_tiling: %d of %d items are encoded in %s.", num_split, len(items), tiles)
 
 
-def require_sound(config: Config, plan: DatasetPlan) -> None:
-    """Check that there is sound to learn where clips are learned with it; log how many have some."""
+def require_audio(config: Config, plan: DatasetPlan) -> None:
+    """Check that there are clips with audio to learn, and log how many."""
     clips = {item.record.name for item in plan.items if item.audio is not None}
     heard = [name for name in plan.audio if name in clips]
     if plan.items and not clips:
         raise UserError(
-            "data.audio: true has no effect, as there are no clips of more than one frame, and pictures have "
-            "no sound; set it to false"
+            "data.audio: true has no effect, as there are no clips of more than one frame, and images have "
+            "no audio; set it to false"
         )
     if plan.items and not heard and config.data.silent_clips == "ignore":
         raise UserError(
-            f"data.audio: true, but none of {len(clips)} clips has sound; set it to false, which trains the "
-            "pictures alone, or data.silent_clips: learn to have the model learn silence"
+            f"data.audio: true, but none of {len(clips)} clips has audio; set it to false to train only the "
+            "images, or data.silent_clips: learn to train silence"
         )
-    logger.info("data.audio: %d of %d clips have a track of sound.", len(heard), len(clips))
+    logger.info("data.audio: %d of %d clips have an audio track.", len(heard), len(clips))
 
 
 class Quarantine:
-    """``quarantine.jsonl`` of a run: one row an item that cannot be used; written anew by each start.
+    """``quarantine.jsonl`` of a run: one row for each item that cannot be used; each start writes it again.
 
-    A part has a file of its own in the cache, where no part writes over another's.
+    A part has its own file in the cache, so that parts do not overwrite each other's.
     """
 
     def __init__(self, config: Config, part: Part = WHOLE) -> None:
@@ -258,10 +258,10 @@ class Quarantine:
         self._rows |= dict.fromkeys(rows)
 
     def leave_out(self, names: Sequence[str], bad: Mapping[str, str]) -> None:
-        """Note what is bad, and warn that it is left out.
+        """Note bad items, and warn that they are left out.
 
         Raises:
-            BadItemsError: none is to be left out, or too many would be.
+            BadItemsError: no item may be left out, or too many would be.
         """
         self.add_rows((name, bad[name]) for name in names if name in bad)
         self.refuse(names, bad)
@@ -269,14 +269,14 @@ class Quarantine:
             logger.warning("%s. They are left out", summary_of_bad(names, bad))
 
     def refuse(self, names: Sequence[str], bad: Mapping[str, str]) -> None:
-        """Stop where the run would; how many are too many to leave out, only all parts together tell."""
+        """Stop where the run would; too many to leave out is known only for all parts together."""
         data = self._data
         if self._part.is_whole or data.on_bad_item == "error":
             refuse_bad_items(names, bad, on_bad_item=data.on_bad_item, max_bad_ratio=data.max_bad_ratio)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Scope in which an error about bad items also says where all of them are listed."""
+        """Scope in which an error about bad items also names the file that lists all of them."""
         try:
             yield
         except BadItemsError as error:

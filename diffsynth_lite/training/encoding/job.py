@@ -1,4 +1,4 @@
-"""This file says all that a run encodes: media and prompts, each once, by the key of its tensors."""
+"""This file lists everything that a run encodes: media and prompts, each once, by the key of its tensors."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,7 +29,7 @@ from diffsynth_lite.training.distributed.agreement import FolderGroup
 
 
 class EncodingJob:
-    """What a run encodes: media and prompts, each once, by the key of its tensors.
+    """Everything that a run encodes: media and prompts, each once, by the key of its tensors.
 
     Args:
         family: its encoders are loaded when they are first needed.
@@ -60,7 +60,13 @@ class EncodingJob:
         )
         self._prompt_encoder = Encoder(
             what="captions",
-            identity=_prompt_encoder_id(config, family),
+            # Nothing is added for plain weights: these are the keys of caches from before there were formats.
+            identity=family.prompt_encoder_id(text_dtype)
+            + (
+                ""
+                if config.model.text_encoder_quantize == "none"
+                else f" {config.model.text_encoder_quantize}"
+            ),
             load=lambda: family.text_encoder_memory.watched(
                 lambda: family.load_prompt_encoder(text_dtype, device)
             ),
@@ -68,11 +74,11 @@ class EncodingJob:
 
     @property
     def passes(self) -> tuple[tuple[Mapping[str, Encodable], Encoder], ...]:
-        """What each encoder encodes, in the order in which they are loaded."""
+        """The entries of each encoder, in the order in which the encoders are loaded."""
         return (self.media, self._media_encoder), (self.prompts, self._prompt_encoder)
 
     def leave_out(self, sealed: SealedEntries) -> None:
-        """Do not encode what is sealed."""
+        """Do not encode sealed entries."""
         self.media = {key: item for key, item in self.media.items() if key not in sealed}
         self.prompts = {key: prompt for key, prompt in self.prompts.items() if key not in sealed}
 
@@ -98,7 +104,7 @@ class EncodingJob:
         self.preview_keys.append((self._add_prompt(prompt), self._add_prompt(steered_from)))
 
     def usable(self, plan: DatasetPlan, table: ItemTable) -> UsableData:
-        """What of a data set is trained on, where the items of ``plan`` are some of those in ``table``."""
+        """The items to train on, where the items of ``plan`` are some of those in ``table``."""
         if len(plan.items) < len(table):
             names = {item.name for item in plan.items}
             table = ItemTable.build(row for row in table if row.name in names)
@@ -142,10 +148,3 @@ class EncodingJob:
         key = prompt.key(self.cache, self._prompt_encoder.identity)
         self.prompts.setdefault(key, prompt)
         return key
-
-
-def _prompt_encoder_id(config: Config, family: ModelFamily) -> str:
-    identity = family.prompt_encoder_id(getattr(torch, config.model.text_encoder_dtype))
-    text_format = config.model.text_encoder_quantize
-    # Nothing is added for plain weights: these are the keys of all caches from before there were formats.
-    return identity if text_format == "none" else f"{identity} {text_format}"

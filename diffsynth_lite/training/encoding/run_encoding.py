@@ -1,6 +1,6 @@
-"""This file encodes what a run needs of the VAE and the text encoder, before the transformer loads.
+"""This file encodes a run's data with the VAE and the text encoder, before the transformer loads.
 
-What is to be encoded is an `EncodingJob`; what the training then reads is its `TrainingData`.
+An `EncodingJob` lists what to encode; the training reads the result as `TrainingData`.
 """
 
 import logging
@@ -52,11 +52,11 @@ from diffsynth_lite.training.encoding.dataset import (
     Quarantine,
     ReadRecords,
     bad_records,
+    check_vae_tiling,
     find_cache_group,
     plan_dataset,
     records_of,
-    require_sound,
-    say_what_is_tiled,
+    require_audio,
 )
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem, thumbnail_of
@@ -71,13 +71,14 @@ class TrainingData:
     """The encoded data of a run.
 
     Attributes:
-        items: what is trained on, in order, with the keys of its tensors.
-        identity: what these items hold, wherever their tensors are.
+        items: of the training, in order, with the keys of their tensors.
+        identity: of the content of these items, wherever their tensors are.
         tag_counts: by the index of a source.
-        is_live: tensors are encoded when they are read, in the process that holds the encoders.
-        validation_items: what the fixed-noise loss is measured on: the first held-out items, or the first of
-            ``items`` where nothing is held out.
-        validation_identity: what the whole data set holds that they are the first ones of.
+        is_live: whether tensors are encoded when they are read, in the process that holds the encoders.
+        validation_items: for the fixed-noise loss: the first held-out items, or the first of ``items`` where
+            nothing is held out.
+        validation_identity: of the whole data set of these items.
+        tracked_items: those of ``items`` whose losses are measured one by one.
     """
 
     items: ItemTable
@@ -93,7 +94,7 @@ class TrainingData:
 
 
 class CheckedData(Protocol):
-    """What the checks of a run, or of a part of it, found of its data."""
+    """The data of a run, or of a part of it, by its checks."""
 
     @property
     def family(self) -> ModelFamily:
@@ -101,23 +102,23 @@ class CheckedData(Protocol):
 
     @property
     def training(self) -> ReadRecords:
-        """What is trained on, of a part its own records."""
+        """The training records, of a part its own."""
 
     @property
     def held_out(self) -> ReadRecords:
-        """All of it; where it is empty, the validation loss is measured on training items."""
+        """All of them; without any, the validation loss is measured on training items."""
 
     @property
     def drawing(self) -> ModelFamily:
-        """Bound to the folder of what previews are drawn on, which is the one of ``family`` or another."""
+        """For previews: bound to the folder of their model, ``family``'s or another."""
 
 
 def plan_encoding(
     config: Config, checked: CheckedData, accelerator: Accelerator, memory: FileMemory, part: Part = WHOLE
 ) -> EncodingJob:
-    """All that a run encodes with the encoders of its model: data, what is held out, prompts of previews.
+    """Everything that a run encodes with its model: training data, held-out data, prompts of previews.
 
-    No pixel is decoded but the first frames of clips that are new.
+    No pixel is decoded but the first frames of new clips.
     """
     family, training, held_out = checked.family, checked.training, checked.held_out
     rules, group = plan_rules(config, family), find_cache_group(config, accelerator)
@@ -130,9 +131,9 @@ def plan_encoding(
     require_same_items(accelerator, *(table for _, table in job.datasets))
     check_tokens(config, family, [size for _, table in job.datasets for size in table.buckets])
     if family.vae_tiles is not None and part.is_whole:
-        say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
+        check_vae_tiling(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
     if family.with_audio and part.is_whole:
-        require_sound(config, trained_on)
+        require_audio(config, trained_on)
     if config.validation.model_path is None:  # else another model's encoder has them
         _add_previews(config, family, job, memory, part)
     return job
@@ -141,7 +142,7 @@ def plan_encoding(
 def plan_previews(
     config: Config, family: ModelFamily, accelerator: Accelerator, memory: FileMemory, part: Part = WHOLE
 ) -> EncodingJob:
-    """The prompts of the previews of a run, or of those in a part, alone."""
+    """Only the prompts of the previews of a run, or of those in a part."""
     job = EncodingJob(config, family, accelerator.device, find_cache_group(config, accelerator))
     _add_previews(config, family, job, memory, part)
     return job
@@ -150,7 +151,7 @@ def plan_previews(
 def _add_previews(
     config: Config, family: ModelFamily, job: EncodingJob, memory: FileMemory, part: Part
 ) -> None:
-    """Have a job also encode the prompts of the previews, or of those in a part."""
+    """Add the prompts of the previews, or of those in a part, to a job."""
     index, background = MediaIndex(memory), config.data.background
     for place, text in enumerate(config.validation.prompts):
         if not part.owns(f"preview {place}"):
@@ -162,10 +163,10 @@ def _add_previews(
 
 
 def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -> TrainingData:
-    """Plan the data of a run, and encode what the cache does not hold, each process its share.
+    """Plan the data of a run, and encode entries missing in the cache, each process its share.
 
-    Where machines have caches of their own, each of these gets everything: the processes that share one share
-    the work. The encoders are freed on return, unless the run encodes while it trains.
+    Where machines have caches of their own, each gets everything: processes that share one share the work.
+    The encoders are freed on return, unless the run encodes while it trains.
     """
     with open_memory(config) as memory:
         job, held_out = plan_encoding(config, checked, accelerator, memory), checked.held_out
@@ -193,14 +194,7 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
 
 
 def encode_part(config: Config, checked: CheckedData, accelerator: Accelerator, *, part: Part) -> UsableData:
-    """Encode what a part of a run needs and the cache does not hold, in one process.
-
-    Args:
-        part: its share of the held-out items and previews, and its own files for what it remembers.
-
-    Returns:
-        What the run will train on in this part.
-    """
+    """Encode the missing entries of a part of a run in one process; returns its items to train on."""
     with open_memory(config, part) as memory:
         job = plan_encoding(config, checked, accelerator, memory, part)
         quarantine = Quarantine(config, part)
@@ -214,7 +208,7 @@ def encode_part(config: Config, checked: CheckedData, accelerator: Accelerator, 
 def encode_previews(
     config: Config, family: ModelFamily, accelerator: Accelerator, *, sealed: SealedEntries | None = None
 ) -> list[EncodedPrompt]:
-    """Encode the prompts of the previews alone, those that the cache does not hold; the encoder is freed.
+    """Encode only the prompts of the previews that the cache does not hold; the encoder is freed.
 
     Args:
         sealed: entries that are taken before those of the cache.
@@ -230,7 +224,7 @@ def encode_previews(
 
 
 def _encode_prompts(config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator) -> None:
-    """Encode what :func:`plan_previews` has planned."""
+    """Encode the plan of :func:`plan_previews`."""
     if bad := _encode_passes(config, job, memory, accelerator):
         raise UserError("\n".join(f"validation.inputs: {reason}" for reason in bad.values()))
 
@@ -258,7 +252,7 @@ def encode_job(
 ) -> list[UsableData]:
     """Encode media, then prompts; the usable items of each data set.
 
-    What is bad is the same for all processes, and the main process lists it, with ``unread`` held-out items.
+    Bad items are the same for all processes, and the main process lists them, with ``unread`` held-out items.
     """
     quarantine.add_rows(unread.items())
     try:
@@ -273,7 +267,7 @@ def encode_job(
 def _encode_passes(
     config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator
 ) -> dict[str, str]:
-    """Key to the reason, of what cannot be used; agreed on before the next encoder loads."""
+    """Key to the reason, of bad entries; agreed on before the next encoder loads."""
     stop_at_bad = config.data.on_bad_item == "error"
     is_hopeless = stop_at_bad and any(plan.bad for plan, _ in job.datasets)
     own = Shard(num_processes=len(job.group.ranks), process_index=job.group.place)
@@ -291,7 +285,7 @@ def _encode_passes(
     bad: dict[str, str] = {}
     num_new = 0
     for items, encoder in job.passes:
-        # Each process its share, and then what it still misses: nothing, unless a file system shows it late.
+        # Each process its share, then what it still misses: nothing, unless a file system shows files late.
         for shard in [own, Shard()][: accelerator.num_processes]:
             left = {key: item for key, item in items.items() if key not in bad}
             for found in on_all_processes(accelerator, partial(work, left, encoder, shard)):
@@ -310,7 +304,7 @@ def _encode_passes(
 def _usable_datasets(
     job: EncodingJob, bad_keys: Mapping[str, str], quarantine: Quarantine
 ) -> list[UsableData]:
-    """What of each data set is trained on or measured, or one error about all of them."""
+    """The items of each data set to train on or measure, or one error about all of them."""
     problems = Problems()
 
     def usable(plan: DatasetPlan, table: ItemTable) -> UsableData:
@@ -325,7 +319,7 @@ def _usable_datasets(
 
 
 def _require(tensors: EntryReader, key: str) -> dict[str, torch.Tensor]:
-    """Tensors that the caching pass has just made or seen."""
+    """Tensors that the caching pass has just made or found."""
     found = tensors.read(key)
     if found is None:
         raise RunStoppedError(
@@ -349,7 +343,7 @@ def _tracked_items(
                 position=place,
                 row=row,
                 caption=item.record.captions[0],
-                # What is encoded when it is read is encoded once.
+                # Without a cache it is encoded when it is first read.
                 read=read if config.data.cache else cache(read),
                 thumbnail=partial(thumbnail_of, item),
             )
@@ -358,7 +352,7 @@ def _tracked_items(
 
 
 def tracked_places(config: Config, table: ItemTable) -> list[int]:
-    """Which training items are measured one by one: of those that are learned, some, evenly spread."""
+    """Training items that are measured one by one: some of the learned ones, evenly spread."""
     return evenly_spread(table.places(learned_sources(config)), config.validation.item_losses)
 
 

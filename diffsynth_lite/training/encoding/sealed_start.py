@@ -1,4 +1,4 @@
-"""This file gives a run its data from a sealed cache: neither media nor single entries are read."""
+"""This file reads a run's data from a sealed cache, without its media and single entries."""
 
 import logging
 from functools import partial
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 def sealed_data(config: Config, checked: CheckedData, accelerator: Accelerator) -> TrainingData:
     """The data of a run from the seal that its config names.
 
-    What does not depend on the number of items is compared: settings, encoders, and what several processes
-    have. Items and entries are checked when they are read.
+    Settings, encoders and processes are compared, which takes equally long for any number of items. Items and
+    entries are checked when they are read.
     """
     family, group = checked.family, find_cache_group(config, accelerator)
     job = EncodingJob(config, family, accelerator.device, group)
@@ -55,7 +55,7 @@ def sealed_data(config: Config, checked: CheckedData, accelerator: Accelerator) 
     require_same_items(accelerator, items, held_out_items)
     check_tokens(config, family, [*items.buckets, *held_out_items.buckets])
     logger.info(
-        "data.sealed: %d items and %d entries of %s; media and cache are not looked at.",
+        "data.sealed: %d items and %d entries of %s; media and cache are not read.",
         *(len(items), document.num_entries, seal.folder),
     )
     entries = seal.entries(table)
@@ -96,7 +96,7 @@ def _require_same_encoders(seal: Seal, job: EncodingJob) -> None:
 
 
 def _tracked_items(config: Config, seal: Seal, items: ItemTable, entries: SealedEntries) -> list[TrackedItem]:
-    """The items, with small pictures of those that were tracked when it was sealed."""
+    """The items, with thumbnails of those that were tracked when it was sealed."""
     tracked = []
     for place in tracked_places(config, items):
         row = items.row(place)

@@ -1,4 +1,4 @@
-"""This file says which settings a sealed cache depends on, and holds those of a run against it."""
+"""This file collects the settings that a sealed cache depends on, and compares those of a run with it."""
 
 from typing import Any
 
@@ -15,18 +15,18 @@ _FREE_OF_DATA = frozenset(
 )
 """Settings of ``data`` that change no item, or are compared in another way."""
 _FREE_OF_SOURCES = frozenset(["repeats", "weight", "loss_weight", "preserve"])
-"""How often an item is seen, and what for, is no part of it."""
+"""Settings of how often and for what an item is used."""
 _OF_THE_MODEL = ("family", "text_encoder_dtype", "text_encoder_quantize", "vae_dtype", "vae_tiling")
 _DROPS_CAPTIONS = "data.caption_dropout above 0"
 _GUIDES_TARGETS = "objective.guidance_target above 1"
 _ASK_FOR_MORE = (_DROPS_CAPTIONS, _GUIDES_TARGETS)
-"""A seal that was made with one of these holds what a run without it needs."""
+"""A seal that was made with one of these also serves a run without it."""
 
 
 def seal_settings(config: Config) -> dict[str, Any]:
     """The settings that the items of a run depend on, by dotted key, with secrets masked.
 
-    Where the data are counts: a seal does not follow them to another folder.
+    The data's paths count: a seal is not valid for another folder.
     """
     data, validation = config.data, config.validation
     values = data.model_dump(mode="json", exclude={*_FREE_OF_DATA, *SourceSettings.model_fields})
@@ -37,7 +37,7 @@ def seal_settings(config: Config) -> dict[str, Any]:
     model = config.model.model_dump(mode="json", include=set(_OF_THE_MODEL))
     settings |= {f"model.{name}": value for name, value in model.items()}
     settings[_DROPS_CAPTIONS] = data.caption_dropout > 0
-    if config.objective.guidance_target is not None:  # else as in seals from before there was one
+    if config.objective.guidance_target is not None:  # else as in older seals
         settings[_GUIDES_TARGETS] = True
     settings["validation.data"] = validation.data
     if validation.data is not None:
@@ -48,7 +48,7 @@ def seal_settings(config: Config) -> dict[str, Any]:
 
 
 def unsealed(config: Config) -> Config:
-    """A config whose run looks at the media and the cache."""
+    """The config for a run from the media and the cache."""
     return config.model_copy(update={"data": config.data.model_copy(update={"sealed": None})})
 
 
@@ -73,7 +73,7 @@ def require_seal(config: Config) -> Seal:
 
 
 def _require_same_settings(seal: Seal, settings: dict[str, Any]) -> None:
-    # A seal from before there was a setting was made as with its default.
+    # A seal from before a setting existed counts as made with its default.
     defaults = DataSettings.defaults()
     sealed = {key: defaults.get(key.rpartition(".")[2]) for key in settings} | seal.document.settings
     differing = [

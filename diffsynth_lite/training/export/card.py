@@ -1,5 +1,7 @@
-"""This file says what the model card of a LoRA tells: its base model, how to use it, how it was trained."""
+"""This file describes a LoRA to its users: the metadata of its files, and its model card."""
 
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,18 +12,25 @@ from typing import Any
 
 from PIL import Image
 
+from diffsynth_lite import __version__
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import ROLES
-from diffsynth_lite.lora.metadata import LoraFacts
+from diffsynth_lite.data import ROLES, TagCounts
+from diffsynth_lite.lora.metadata import LoraFacts, SourceFacts
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
+from diffsynth_lite.redaction import redacted
 from diffsynth_lite.releases import BaseModel, Release
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.model_card import LORA_FOLDER, ModelCard, Sample, write_model_card
 from diffsynth_lite.run_folder.reading import TolerantReader
+from diffsynth_lite.training.checkpoint.resume import RunFingerprint
+from diffsynth_lite.training.data_settings import data_sources, learned_sources
+from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.export.usage import lora_files, usage_code
-from diffsynth_lite.training.optimization.optimizers import shown_name
+from diffsynth_lite.training.layer_groups import adapter_kind, usual_size
+from diffsynth_lite.training.optimization.optimizers import shown_arguments, shown_name
 from diffsynth_lite.training.preview_requests import EncodedPrompt, PreviewMedia, build_preview_requests
 from diffsynth_lite.training.previews import Previews
 
@@ -30,9 +39,9 @@ logger = logging.getLogger(__name__)
 _MAX_SAMPLES = 4
 _MAX_SIZES = 4
 _HUB_LICENCES = {"Apache-2.0": "apache-2.0", "CreativeML Open RAIL++-M": "openrail++"}
-"""Those of releases that are in the hub's list; any other is ``other`` there, with its name."""
+"""Licences of releases in the hub's list; any other is ``other`` there, with its name."""
 _BASE_FOLDER = "path/to/the/base/model"
-"""What the code loads where the base model has no known place on the hub."""
+"""Loaded by the code where the base model has no known place on the hub."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +49,8 @@ class CardWriter:
     """Writes the model card of a run's LoRA, each time that this is exported. Equal runs get equal cards.
 
     Attributes:
-        measures_average: whether that, and the previews, are of the moving average.
-        layers: full names of those that have the LoRA.
+        measures_average: whether the loss on fixed noise, and the previews, are of the moving average.
+        layers: full names of layers with a LoRA.
     """
 
     config: Config
@@ -54,10 +63,10 @@ class CardWriter:
     layers: Sequence[str]
 
     def write(self, lora_folder: Path, step: int) -> None:
-        """Write the card beside a LoRA; a card that cannot be written is a warning, and the run goes on."""
+        """Write the card of a LoRA; a card that cannot be written is a warning, and the run continues."""
         try:
             write_model_card(lora_folder, self._card(lora_folder, step))
-        except Exception as error:  # a card is never worth the run: a full disk, a family that says less
+        except Exception as error:  # a card is never worth the run: a full disk, a family with less metadata
             logger.warning(
                 "The model card in %s could not be written: %s",
                 lora_folder,
@@ -85,10 +94,10 @@ class CardWriter:
 
     @cached_property
     def _request(self) -> PreviewRequest:
-        """How a preview is drawn, or would be, but for its prompt."""
+        """How a preview is generated, or would be, but for its prompt."""
         if self.previews.requests:
             return self.previews.requests[0]
-        # Of data that start from images, where no preview says what it starts from.
+        # For data that start from images, where no preview has one.
         inputs = (Image.new("RGB", (1, 1)),) if self._starts_from_images else ()
         no_prompt = EncodedPrompt(conditioning={}, negative={}, media=PreviewMedia(inputs=inputs))
         return build_preview_requests(self.config, self.family, [no_prompt])[0]
@@ -109,7 +118,7 @@ class CardWriter:
         }
 
     def _task(self) -> str:
-        """What the hub calls a pipeline that is used as the data are: prompts with or without pictures."""
+        """The hub's name for the task: from prompts with or without images."""
         made = "image" if self.family.frame_step is None else "video"
         return f"{'image' if self._starts_from_images else 'text'}-to-{made}"
 
@@ -161,7 +170,7 @@ class CardWriter:
         family, location = self.previews.family, self.config.validation.model_path
         base = self.facts.base
         if self.previews.other is not None:
-            # With the steps and the guidance of the model that is drawn on.
+            # With the steps and the guidance of the model of the previews.
             base = find_base_model(family.releases, location or "", family.folder)
         return usage_code(
             family,
@@ -175,7 +184,7 @@ class CardWriter:
         )
 
     def _comfy_files(self) -> dict[str, str] | None:
-        """The files, and the components that each is for; None where ComfyUI knows none of the layers."""
+        """The components of each file; None where ComfyUI knows none of the layers."""
         if not isinstance(self.family, DiffusersFamily) or self._num_unknown_to_comfyui == len(self.layers):
             return None
         return {file: ", ".join(components) for file, components in lora_files(self.family).items()}
@@ -190,12 +199,13 @@ class CardWriter:
         train, objective = config.train, config.objective
         static = "" if objective.shift_value is None else f" {objective.shift_value:g}"
         audio = "" if objective.audio_noise == "shared" else ", audio at levels of its own"
+        options = "".join(f", {name} {value}" for name, value in train.optimizer_options.items())
         return {
             facts.kind: f"rank {facts.rank}, alpha {facts.alpha:g}, on {', '.join(self.family.trained)}",
             **_groups(config),
             "optimizer steps": f"{step} of {train.steps}, of {train.global_batch_size} samples each",
             "learning rate": f"{train.learning_rate:g}, {train.lr_scheduler}, warm-up {train.warmup_in_run}",
-            "optimizer": f"{shown_name(config)}, weight decay {train.weight_decay:g}{_options(config)}",
+            "optimizer": f"{shown_name(config)}, weight decay {train.weight_decay:g}{options}",
             "data": self._data(),
             "base weights": f"{config.model.dtype}, quantize: {config.model.quantize}",
             "mixed precision": train.mixed_precision,
@@ -228,22 +238,22 @@ class CardWriter:
     def _caveats(self, *, is_average: bool, has_samples: bool) -> Iterator[str]:
         yield from _caveats_of_base(self.facts.base, keeps_distillation=self.config.keeps_distillation)
         if self.config.model.training_adapter:
-            yield "It was trained beside a frozen adapter on the base model, and is to be used without that."
+            yield "It was trained with a frozen adapter on the base model, and is to be used without that."
         if self.config.lora.init_from:
-            yield "It started from another LoRA: what is shown of before training is with that one."
+            yield "It started from another LoRA: samples from before training are with that one."
         yield from self._caveats_of_use()
         if self.family.folder.files:
-            yield "Weights of the base model came from a file of their own, which the code does not load."
+            yield "Weights of the base model came from a separate file, which the code does not load."
         if (quantize := self.config.model.quantize) != "none":
-            yield f"It was trained on weights in {quantize}; on others it draws a little differently."
+            yield f"It was trained on weights in {quantize}; on others its results differ a little."
         if self.measures_average and not is_average:
             measured = "Samples and loss are" if has_samples else "The loss is"
             yield f"{measured} of the moving average of its weights."
         if not has_samples:
             yield "It has no samples."
         elif self.previews.other is not None:
-            yield f"Samples are drawn on {self.previews.source.model}, which it was not trained on."
-        yield "Nothing else was measured than what stands here."
+            yield f"Samples were generated on {self.previews.source.model}, which it was not trained on."
+        yield "Nothing else was measured."
 
     def _caveats_of_use(self) -> Iterator[str]:
         family = self.family
@@ -260,7 +270,7 @@ class CardWriter:
 
 
 def _groups(config: Config) -> dict[str, str]:
-    """What some of its layers have of their own, by how they are called."""
+    """Settings of layer groups, by their patterns."""
     own = {
         group.match: [
             f"{name.replace('_', ' ')} {value:g}"
@@ -274,13 +284,8 @@ def _groups(config: Config) -> dict[str, str]:
     return {f"of {name}": ", ".join(facts) for name, facts in own.items()} | second
 
 
-def _options(config: Config) -> str:
-    """What the optimizer was told beside."""
-    return "".join(f", {name} {value}" for name, value in config.train.optimizer_options.items())
-
-
 def _licence(release: Release) -> Mapping[str, str]:
-    """Of a base model, in the hub's words."""
+    """Keys of the header for a base model's licence."""
     if known := _HUB_LICENCES.get(release.licence):
         return {"license": known}
     name = re.sub("[^a-z0-9]+", "-", release.licence.lower()).strip("-")
@@ -310,3 +315,97 @@ def _caveats_of_base(base: BaseModel, *, keeps_distillation: bool) -> Iterator[s
             f"The base model was distilled to {base.release.distilled}. Training does not keep that, so that "
             "it may need more steps, and guidance."
         )
+
+
+def gather_lora_facts(
+    config: Config, family: ModelFamily, encoded: TrainingData, fingerprint: RunFingerprint
+) -> LoraFacts:
+    """The facts of a run, with secrets masked: its name, and the settings that change numbers."""
+    data, squares = config.data, [(edge, edge) for edge in config.data.resolutions]
+    return LoraFacts(
+        version=__version__,
+        name=redacted(config.logging.run_name),
+        family=config.model.family.rpartition(".")[2],
+        base=find_base_model(family.releases, config.model.path, family.folder),
+        contract=hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest(),
+        trigger_words=redacted(_trigger_words(config, encoded)),
+        kind=adapter_kind(config).title,
+        rank=config.lora.rank,
+        alpha=usual_size(config).alpha,
+        resolution=max(data.given_sizes or squares, key=lambda size: size[0] * size[1]),
+        items_by_size=_items_by_size(encoded),
+        sources=_sources(config, encoded),
+        sigma_range=(config.objective.sigma_min, config.objective.sigma_max),
+        prediction_type=_prediction_type(family),
+        training=_training(config),
+    )
+
+
+def _trigger_words(config: Config, encoded: TrainingData) -> tuple[str, ...]:
+    """The trigger words of the config; where it has none, the tags of all items."""
+    learned = [source for source in config.data.sources_by_key.values() if not source.preserve]
+    given = [source.trigger for source in learned if source.trigger]
+    if given:
+        return tuple(dict.fromkeys(given))
+    places, counts = learned_sources(config), encoded.tag_counts
+    first, *others = (counts[place].in_all for place in counts if place in places)
+    return tuple(tag for tag in first if all(tag in other for other in others))
+
+
+def _items_by_size(encoded: TrainingData) -> dict[tuple[int, int], int]:
+    counts: dict[tuple[int, int], int] = {}
+    for place, count in encoded.items.items_by_bucket.items():
+        bucket = encoded.items.buckets[place]
+        size = bucket.width, bucket.height
+        counts[size] = counts.get(size, 0) + count
+    return counts
+
+
+def _sources(config: Config, encoded: TrainingData) -> dict[str, SourceFacts]:
+    names, sources = config.data.sources_by_key, data_sources(config)
+    counts = encoded.items.items_by_source
+    return {
+        name: SourceFacts(
+            num_items=counts.get(place, 0),
+            passes=float(source.passes),
+            tag_counts=redacted(_tag_counts(encoded.tag_counts.get(place), source.trigger)),
+            is_preserved=source.preserve,
+        )
+        for place, (name, source) in enumerate(zip(names, sources, strict=True))
+    }
+
+
+def _tag_counts(counted: TagCounts | None, trigger: str | None) -> dict[str, int]:
+    """The most frequent first, the trigger before equally frequent ones: readers show the first few."""
+    by_tag = counted.by_tag if counted else {}
+    return dict(sorted(by_tag.items(), key=lambda entry: (-entry[1], entry[0] != trigger)))
+
+
+def _prediction_type(family: ModelFamily) -> str | None:
+    if not isinstance(family, DiffusionFamily):
+        return None
+    return "v" if family.prediction_type == "v_prediction" else str(family.prediction_type)
+
+
+def _training(config: Config) -> dict[str, Any]:
+    """Settings by their names in sd-scripts."""
+    train, data, objective = config.train, config.data, config.objective
+    is_min_snr, is_static = objective.loss_weighting == "min_snr", objective.shift == "static"
+    return {
+        "seed": train.seed,
+        "max_train_steps": train.steps,
+        "total_batch_size": train.global_batch_size,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler": train.lr_scheduler,
+        "lr_warmup_steps": train.warmup_in_run,
+        "optimizer": shown_arguments(config),
+        "max_grad_norm": train.max_grad_norm,
+        "mixed_precision": train.mixed_precision,
+        "network_dropout": config.lora.dropout or None,
+        "caption_dropout_rate": data.caption_dropout,
+        "shuffle_caption": data.tag_shuffles > 0,
+        "keep_tokens": data.keep_tags,
+        "random_crop": data.crop == "random",
+        "min_snr_gamma": objective.min_snr_gamma if is_min_snr else None,
+        "discrete_flow_shift": objective.shift_value if is_static else None,
+    }

@@ -1,4 +1,5 @@
-"""This file counts what a run is going to save, and checks that the disk holds it, before weights load."""
+"""This file counts the bytes that a run will save, and checks before weights load that the disk holds
+them."""
 
 import logging
 
@@ -20,17 +21,17 @@ logger = logging.getLogger(__name__)
 _NUM_ALWAYS_KEPT = 2
 """The newest checkpoint, and the one before it: until a step from the newest has had a finite loss."""
 _BYTES_PER_PIXEL = 3
-"""Of a PNG at most, but for its headers: what cannot be compressed stays as it is."""
+"""Of a PNG at most, without headers: content that cannot be compressed stays as it is."""
 
 
-def require_room(config: Config, checked: CheckedRun, store: CheckpointStore, start_step: int) -> None:
+def require_disk_space(config: Config, checked: CheckedRun, store: CheckpointStore, start_step: int) -> None:
     """Check that the disk holds the checkpoints and LoRA files of a run."""
     needed, free = _needed_bytes(config, checked, store, start_step), free_disk_bytes(store.folder)
     if free < needed:
         raise UserError(
-            "output.dir: the checkpoints that are there at once and the LoRA files take about "
-            f"{format_bytes(needed)} more, and {format_bytes(free)} are free at {store.folder.parent}; make "
-            "room, keep fewer (output.keep_checkpoints, output.keep_every_steps), or set another output.dir"
+            "output.dir: the checkpoints that exist at once and the LoRA files take about "
+            f"{format_bytes(needed)} more, and {format_bytes(free)} are free at {store.folder.parent}; free "
+            "space, keep fewer (output.keep_checkpoints, output.keep_every_steps), or set another output.dir"
         )
 
 
@@ -40,15 +41,15 @@ def warn_of_previews(config: Config, checked: CheckedRun, store: CheckpointStore
     previews = preview_bytes(config, checked.family, start_step)
     if previews and free < needed + previews:
         logger.warning(
-            "output.dir: previews may take up to %s beside the %s of checkpoints and LoRA files, and %s are "
-            "free at %s. A disk that they fill ends the run at its next checkpoint: draw fewer or smaller "
-            "ones (validation.every_steps, validation.width, validation.height), or make room.",
+            "output.dir: previews may take up to %s next to the %s of checkpoints and LoRA files, and %s are "
+            "free at %s. A full disk ends the run at its next checkpoint: generate fewer or smaller previews "
+            "(validation.every_steps, validation.width, validation.height), or free space.",
             *(format_bytes(previews), format_bytes(needed), format_bytes(free), store.folder.parent),
         )
 
 
 def num_checkpoints_to_come(config: Config, *, num_there: int, start_step: int) -> int:
-    """How many more checkpoints there are at most at once: an old one goes when the new one is complete."""
+    """How many more checkpoints exist at most at once: an old one is removed when a new one is complete."""
     output, steps = config.output, config.train.steps
     if start_step >= steps:
         return 0
@@ -65,17 +66,17 @@ def num_checkpoints_to_come(config: Config, *, num_there: int, start_step: int) 
 
 
 def preview_bytes(config: Config, family: ModelFamily, start_step: int) -> int:
-    """What the previews to come take at most; of clips the strips of their frames, the MP4 not counted."""
+    """Most bytes of the previews to come; of videos the strips of their frames, without the MP4."""
     steps, every = config.train.steps, config.validation.every_steps or config.train.steps
     if start_step >= steps:
         return 0
     num_times = steps // every - start_step // every + (steps % every > 0) + (start_step == 0)
     width, height = preview_size(config, family)
-    # Layers stand in the strip, and in a file each.
+    # Layers are in the strip, and in a file each.
     num_layers = 2 * num_preview_layers(config, family)
-    num_pictures = num_layers or min(num_preview_frames(config, family), STRIP_FRAMES)
-    picture: int = _BYTES_PER_PIXEL * width * height * num_pictures
-    return num_times * len(config.validation.prompts) * picture
+    num_images = num_layers or min(num_preview_frames(config, family), STRIP_FRAMES)
+    image: int = _BYTES_PER_PIXEL * width * height * num_images
+    return num_times * len(config.validation.prompts) * image
 
 
 def _needed_bytes(config: Config, checked: CheckedRun, store: CheckpointStore, start_step: int) -> int:
@@ -88,5 +89,5 @@ def _needed_bytes(config: Config, checked: CheckedRun, store: CheckpointStore, s
     )
     num_there = len(store.steps())
     num_more = num_checkpoints_to_come(config, num_there=num_there, start_step=start_step)
-    # A LoRA file is written beside the one that it replaces.
+    # A LoRA file is written next to the one that it replaces.
     return num_more * saved.checkpoint + (1 if num_there else 2) * saved.lora

@@ -1,4 +1,4 @@
-"""This file writes code that generates with a LoRA in diffusers what the previews of its run show."""
+"""This file writes code that generates the previews of a run with its LoRA in diffusers."""
 
 import inspect
 import re
@@ -21,15 +21,15 @@ _IMPORTED = {
 }
 """Names that the code imports where it has them, by their module."""
 _SAVE_LAYERS = """\
-for place, layer in enumerate(drawn.images[0], start=1):
+for place, layer in enumerate(result.images[0], start=1):
     layer.save(f"layer-{place}.png")"""
 _SAVE_WITH_AUDIO = """\
 encode_video(
-    drawn.frames[0],
+    result.frames[0],
     fps={fps:g},
-    audio=drawn.audio[0].float().cpu(),
+    audio=result.audio[0].float().cpu(),
     audio_sample_rate=pipeline.vocoder.config.output_sampling_rate,
-    output_path="clip.mp4",
+    output_path="video.mp4",
 )"""
 
 
@@ -49,7 +49,7 @@ def usage_code(
     Args:
         base: hub id or folder of the pipeline.
         lora: repository or folder of the LoRA.
-        negative_prompt: steered away from where the guidance runs the model twice.
+        negative_prompt: used where the guidance runs the model twice.
 
     Returns:
         Its lines; None where the family's pipeline is not one of diffusers, or nothing of diffusers loads the
@@ -85,7 +85,7 @@ def usage_code(
             *_imports(written),
             "",
             *setup,
-            "drawn = pipeline(",
+            "result = pipeline(",
             *(f"    {key}={value!r}," for key, value in call.items()),
             ")",
             save,
@@ -94,7 +94,7 @@ def usage_code(
 
 
 def _imports(written: str) -> Iterator[str]:
-    """The lines that import what code has; what is in quotes, such as the name of a base, is no code."""
+    """The lines that import what code has; text in quotes, such as the name of a base, is not code."""
     code = re.sub(r"""'[^']*'|"[^"]*\"""", "", written)
     for module, names in _IMPORTED.items():
         if used := [name for name in names if re.search(rf"\b{name}\b", code)]:
@@ -102,7 +102,7 @@ def _imports(written: str) -> Iterator[str]:
 
 
 def _taken_by(pipeline_class: Any) -> tuple[Collection[str], Collection[str]]:
-    """Names of what a pipeline's call takes, and of what the pipeline is made of."""
+    """Names of the arguments of a pipeline's call, and of the pipeline's components."""
     if issubclass(pipeline_class, ModularPipeline):
         pipeline = pipeline_class()
         return [one.name for one in pipeline.blocks.inputs if one.name], pipeline.component_names
@@ -121,7 +121,7 @@ def _opening(pipeline_class: Any, base: str, dtype: str) -> Iterator[str]:
 
 
 def _tokenizers(family: DiffusersFamily, base: str) -> Iterator[str]:
-    """The lines that load those again which the pipeline misreads."""
+    """The lines that load tokenizers again which the pipeline misreads."""
     classes = family.folder.parts()
     for part in family.tokenizers:
         if is_misread(family.folder.place(part).path, classes.get(part, ("", None))[1]):
@@ -136,12 +136,12 @@ def _guidance(
     takes: Collection[str],
     parts: Collection[str],
 ) -> dict[str, Any]:
-    """The scale, for a model that knows one; others also run with the negative prompt, above 1."""
+    """The scale for a model with guidance embeddings; others run again with the negative prompt, above 1."""
     if family.folder.component_config(family.trainable[0]).get("guidance_embeds"):
         return {"guidance_scale": scale}
     name = "true_cfg_scale" if "true_cfg_scale" in takes else "guidance_scale"
-    scales = {name: scale if scale > 1 else 0.0} if name in takes else {}  # else a guider knows it
-    # Where a pipeline embeds no negative prompt as zeros, previews have these for a blank one.
+    scales = {name: scale if scale > 1 else 0.0} if name in takes else {}  # else a guider has it
+    # Where a pipeline uses zeros without a negative prompt, previews use them for a blank one.
     is_zeros = "force_zeros_for_empty_prompt" in parts and not negative_prompt.strip()
     if scale <= 1 or "negative_prompt" not in takes or is_zeros:
         return scales
@@ -149,7 +149,7 @@ def _guidance(
 
 
 def _shape(family: DiffusersFamily, request: PreviewRequest, takes: Collection[str]) -> dict[str, Any]:
-    """The size of an image or a clip, and the number and rate of its frames."""
+    """The size of an image or a video, and the number and rate of its frames."""
     shape: dict[str, Any] = {}
     if "width" in takes:
         shape |= {"width": request.width, "height": request.height}
@@ -161,7 +161,7 @@ def _shape(family: DiffusersFamily, request: PreviewRequest, takes: Collection[s
 
 
 def _guider(scale: float, takes: Collection[str], parts: Collection[str]) -> Iterator[str]:
-    """The line that sets the scale of a pipeline whose call takes none."""
+    """The line that sets the guidance scale of a pipeline whose call takes none."""
     if "guider" in parts and "guidance_scale" not in takes:
         yield f"pipeline.guider = pipeline.guider.new(guidance_scale={max(scale, 1.0)!r})"
 
@@ -169,20 +169,20 @@ def _guider(scale: float, takes: Collection[str], parts: Collection[str]) -> Ite
 def _saving(
     family: DiffusersFamily, request: PreviewRequest, takes: Collection[str], fps: float | None
 ) -> str:
-    """The lines that write what was generated."""
+    """The lines that save the result."""
     if "layers" in takes:
         return _SAVE_LAYERS
     if "num_frames" not in takes:
-        return 'drawn.images[0].save("picture.png")'
+        return 'result.images[0].save("image.png")'
     if request.num_frames == 1:
-        return 'drawn.frames[0][0].save("picture.png")'
+        return 'result.frames[0][0].save("image.png")'
     if family.with_audio:
         return _SAVE_WITH_AUDIO.format(fps=fps)
-    return f'export_to_video(drawn.frames[0], "clip.mp4", fps={fps:g})'
+    return f'export_to_video(result.frames[0], "video.mp4", fps={fps:g})'
 
 
 def _loading(family: DiffusersFamily, lora: str) -> Iterator[str]:
-    """The call, or calls, that take the LoRA in."""
+    """The calls that load the LoRA."""
     for file, components in lora_files(family).items():
         arguments = [repr(lora)]
         if file != LORA_WEIGHT_NAME_SAFE:

@@ -67,16 +67,24 @@ def test_settings_that_decide_the_numbers_are_named_with_both_values(override: s
         require_same(fingerprint(override), fingerprint(), where="runs/a")
 
 
-def test_the_number_of_steps_is_part_of_a_schedule_that_depends_on_it() -> None:
-    cosine = "train.lr_scheduler=cosine"
-    with pytest.raises(DifferentRunError, match=r"train\.steps was 300, is 600"):
-        require_same(fingerprint(cosine, "train.steps=600"), fingerprint(cosine), where="runs/a")
+@pytest.mark.parametrize(
+    ("condition", "change", "words"),
+    [
+        ("train.lr_scheduler=cosine", "train.steps=600", r"train\.steps was 300, is 600"),
+        ("train.micro_batch_tokens=4096", "train.micro_batch_size=4", r"micro_batch_size was 8, is 4"),
+    ],
+)
+def test_steps_and_micro_batch_are_compared_where_another_setting_makes_them_matter(
+    condition: str, change: str, words: str
+) -> None:
+    with pytest.raises(DifferentRunError, match=words):
+        require_same(fingerprint(condition, change), fingerprint(condition), where="runs/a")
 
 
 def test_a_warm_up_is_compared_as_the_run_has_it() -> None:
     trial, whole = (fingerprint("train.warmup_steps=50", f"train.steps={steps}") for steps in (10, 1000))
-    for new, old, told in ((whole, trial, "was 9, is 50"), (trial, whole, "was 50, is 9")):
-        with pytest.raises(DifferentRunError, match=rf"train\.warmup_steps {told}.*less than train\.steps"):
+    for new, old, words in ((whole, trial, "was 9, is 50"), (trial, whole, "was 50, is 9")):
+        with pytest.raises(DifferentRunError, match=rf"train\.warmup_steps {words}.*less than train\.steps"):
             require_same(new, old, where="runs/a")
     assert require_same(whole, trial, where="runs/a", allow=["train.warmup_steps"])
     assert fingerprint("train.warmup_steps=50", "train.steps=51") == whole
@@ -129,12 +137,6 @@ def test_a_source_is_in_the_contract_with_what_decides_how_often_it_is_seen(tmp_
     assert found["data.trigger"] == [None, "ohwx"]
     moved = load_config(path, [two.replace("path: a", "path: c, metadata: d.csv")]).config
     assert settings_fingerprint(moved, model_fingerprint="weights") == found
-
-
-def test_the_micro_batch_is_part_of_a_token_budget() -> None:
-    budget = "train.micro_batch_tokens=4096"
-    with pytest.raises(DifferentRunError, match=r"train\.micro_batch_size was 8, is 4"):
-        require_same(fingerprint(budget, "train.micro_batch_size=4"), fingerprint(budget), where="runs/a")
 
 
 def test_every_section_is_either_in_the_contract_or_free_to_change() -> None:

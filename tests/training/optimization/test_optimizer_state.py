@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name: exact round trips, and strictness about what fits."""
+"""Optimizer state by parameter name, and the moving average: exact round trips, and what is refused."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -11,9 +11,10 @@ import schedulefree
 import torch
 from torch import Tensor, nn
 
-from diffsynth_lite.errors import CheckpointError
+from diffsynth_lite.errors import CheckpointError, UserError
 from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
+from diffsynth_lite.training.optimization.averages import MovingAverage
 from diffsynth_lite.training.optimization.optimizer_state import load_optimizer, optimizer_tensors
 
 Parameters = dict[str, nn.Parameter]
@@ -251,3 +252,71 @@ def test_state_that_is_neither_tensor_nor_number_is_refused() -> None:
     optimizer.step(loss)
     with pytest.raises(ValueError, match="LBFGS keeps al of w as a list"):
         optimizer_tensors(optimizer, named)
+
+
+def two_layers() -> nn.Sequential:
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    layers[0].requires_grad_(False)
+    return layers
+
+
+def train_to(layers: nn.Module, averaged: MovingAverage, values: list[float]) -> None:
+    for value in values:
+        with torch.no_grad():
+            layers[1].weight.fill_(value)
+        averaged.update()
+
+
+def test_the_average_follows_the_first_steps_closely_and_then_slowly() -> None:
+    layers = two_layers()
+    averaged = MovingAverage(layers, decay=0.15)
+    train_to(layers, averaged, [1.0, 2.0, 3.0])
+    # Decays 0 (the first value), 2/11 cut to 0.15, 0.15.
+    expected = 0.15 * (0.15 * 1 + 0.85 * 2) + 0.85 * 3
+    assert averaged.tensors()["1.weight"].unique().item() == pytest.approx(expected)
+    assert averaged.num_updates == 3
+
+
+def test_only_what_is_trained_is_averaged() -> None:
+    assert set(MovingAverage(two_layers(), decay=0.9).tensors()) == {"1.weight", "1.bias"}
+
+
+def test_the_models_own_weights_are_back_bit_for_bit_also_after_an_error() -> None:
+    layers = two_layers()
+    averaged = MovingAverage(layers, decay=0.9)
+    train_to(layers, averaged, [1.0, 2.0])
+    average = averaged.tensors()["1.weight"].clone()
+
+    def look_and_fail() -> None:
+        with averaged.applied():
+            assert torch.equal(layers[1].weight, average)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        look_and_fail()
+    assert layers[1].weight.unique().tolist() == [2.0]
+    assert torch.equal(averaged.tensors()["1.weight"], average)
+
+
+def test_a_continued_average_is_the_same_bit_for_bit_and_a_restarted_one_is_not() -> None:
+    layers, values = two_layers(), torch.linspace(0.1, 0.9, 20).tolist()
+    whole = MovingAverage(layers, decay=0.9)
+    train_to(layers, whole, values)
+
+    first, second, forgetful = (MovingAverage(layers, decay=0.9) for _ in range(3))
+    train_to(layers, first, values[:7])
+    second.load({name: tensor.clone() for name, tensor in first.tensors().items()}, first.num_updates)
+    train_to(layers, forgetful, values[:7])
+    forgetful.restart()
+    fresh = MovingAverage(layers, decay=0.9)
+    for averaged in (second, forgetful, fresh):
+        train_to(layers, averaged, values[7:])
+    assert torch.equal(whole.tensors()["1.weight"], second.tensors()["1.weight"])
+    assert torch.equal(fresh.tensors()["1.weight"], forgetful.tensors()["1.weight"])
+    assert not torch.equal(whole.tensors()["1.weight"], forgetful.tensors()["1.weight"])
+
+
+def test_the_average_of_another_adapter_is_refused() -> None:
+    averaged = MovingAverage(two_layers(), decay=0.9)
+    with pytest.raises(UserError, match="not those of this adapter"):
+        averaged.load({"1.weight": torch.zeros(2, 2)}, 3)
