@@ -1,4 +1,4 @@
-"""Records, media, the plan of what is trained on, its encoding and the cache, and the sample schedule."""
+"""Records, media, the plan of a data set, its encoding and the cache, and the sample schedule."""
 
 from diffsynth_lite.data.batches import (
     NOT_CONDITIONING,

@@ -1,7 +1,7 @@
-"""This file cuts the sound of a clip out of its file: the time of its frames, in a given form.
+"""This file cuts the audio of a clip out of its file: the time of its frames, in a given form.
 
-Video and sound of a file have one clock. Samples stand where their time stamps say, which Matroska rounds to
-a millisecond: before the first, after the last and in gaps there is silence, as when the file is played.
+Video and audio of a file have one clock. Samples are placed by their time stamps, which Matroska rounds to a
+millisecond: before the first, after the last and in gaps there is silence, as when the file is played.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -28,7 +28,7 @@ from diffsynth_lite.media import Audio, AudioFormat
 
 _FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
 DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswresample {_FFMPEG['libswresample']}"
-"""Name of what decides a clip's sound besides its bytes; part of cache keys, so change it with the code."""
+"""All that decides a clip's audio besides its bytes; part of cache keys, so change it with the code."""
 
 _LAYOUTS = {1: "mono", 2: "stereo"}
 """By the number of channels."""
@@ -39,30 +39,29 @@ _MOST_CHANNELS = 8
 _DECODER_OPTIONS = {"err_detect": "crccheck+bitstream+buffer+explode"}
 
 _MARGIN_S = Fraction(1, 20)
-"""Sound around a cut that the resampler's filter sees."""
+"""Audio around a cut that the resampler's filter sees."""
 
 _PRE_ROLL_S = 2
-"""Lossy codecs need what is before a sample; of Opus, which needs most, 80 ms."""
+"""Lossy codecs need the packets before a sample; Opus, which needs most, 80 ms."""
 
 _STAMP_TOLERANCE_S = Fraction(2, 1000)
 """By which time stamps may miss the end of the samples before: containers round them to a millisecond."""
 
 _MIN_PART = 0.5
-"""Of a clip, that the sound of its file must cover to be its sound."""
+"""Of a clip, that the audio of its file must cover to be its audio."""
 
 _SILENCE = 2.0**-15
-"""Peaks below the smallest step of 16 bits: of tracks that are there, and mute."""
+"""Peaks below the smallest step of 16 bits are those of a mute track."""
 
 _Samples = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioFacts:
-    """What the header of a file says of its sound.
+    """Facts of a file's header about its audio.
 
     Attributes:
         codec: its name.
-        sample_rate: samples a second.
         num_channels: 1 is mono, 2 stereo, 6 is 5.1.
     """
 
@@ -72,11 +71,7 @@ class AudioFacts:
 
 
 def check_audio(path: Path) -> AudioFacts | None:
-    """What the header of a clip says of its sound, of which nothing is decoded; None where it has none.
-
-    Raises:
-        UserError: the file is no clip, or its sound is of a kind that cannot be decoded.
-    """
+    """Facts of a clip's header about its audio, of which nothing is decoded; None where it has none."""
     with opened_clip(path) as clip:
         stream = _audio_stream(clip.container)
         if stream is None:
@@ -88,7 +83,7 @@ def check_audio(path: Path) -> AudioFacts | None:
 
 
 def read_audio(path: Path, start_s: float, duration_s: float, form: AudioFormat) -> Audio | None:
-    """The sound of a part of a clip.
+    """The audio of a part of a clip.
 
     Mono becomes both channels alike. More channels than are asked for are mixed by swresample's matrix,
     scaled so that nothing is clipped; of stereo that is the mean of both.
@@ -96,31 +91,22 @@ def read_audio(path: Path, start_s: float, duration_s: float, form: AudioFormat)
     Args:
         path: MP4, MOV, Matroska, WebM or AVI.
         start_s: seconds from the frame that is shown first.
-        duration_s: of the part.
 
     Returns:
-        ``round(duration_s * form.sample_rate)`` samples; None where the file has no sound then: its samples
+        ``round(duration_s * form.sample_rate)`` samples; None where the file has no audio then: its samples
         cover less than half of the part, or all of them are mute.
-
-    Raises:
-        UserError: the sound of the part is damaged or cut off, or of a kind that cannot be decoded or mixed.
     """
-    start = _video_start(path) + Fraction(start_s)
+    shown = clip_start(path)
+    start = shown.pts * shown.time_base + Fraction(start_s)
     part = _part(path, start, Fraction(duration_s))
     if part is None:
         return None
     waveform = _resampled(part, start, round(duration_s * form.sample_rate), form)
     if not np.isfinite(waveform).all():
-        raise UserError(f"{path}: its sound has numbers that are not finite; save it again")
+        raise UserError(f"{path}: its audio has numbers that are not finite; save it again")
     if np.abs(waveform).max() < _SILENCE:
         return None
     return Audio(waveform=torch.from_numpy(waveform), sample_rate=form.sample_rate)
-
-
-def _video_start(path: Path) -> Fraction:
-    """Seconds at which the first frame is shown, on the clock of the file."""
-    first = clip_start(path)
-    return first.pts * first.time_base
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,10 +127,10 @@ class _Part:
 
 
 def _part(path: Path, start: Fraction, duration: Fraction) -> _Part | None:
-    """A part of a file and a margin around it, silent where there is no sound; None where most of it is."""
+    """A part of a file and a margin around it, silent where there is no audio; None where most of it is."""
     sought = start - _MARGIN_S - _PRE_ROLL_S
     if sought > 0:
-        # Not all files can be sought in: damage is told from them by decoding from the start.
+        # Some whole files cannot be sought in; decoding from the start distinguishes them from damage.
         with suppress(UserError):
             return _decoded_part(path, start, duration, sought=sought)
     return _decoded_part(path, start, duration, sought=None)
@@ -162,7 +148,7 @@ def _decoded_part(
         rate, layout, num_channels = head.sample_rate, head.layout.name, head.layout.nb_channels
         if num_channels > _MOST_CHANNELS:
             raise UserError(
-                f"its sound has {num_channels} channels, of which {_MOST_CHANNELS} are mixed at most"
+                f"its audio has {num_channels} channels, of which {_MOST_CHANNELS} are mixed at most"
             )
         first, last = floor((start - _MARGIN_S) * rate), ceil((start + duration + _MARGIN_S) * rate)
         samples = np.zeros((num_channels, last - first), dtype=np.float32)
@@ -187,7 +173,7 @@ def _placed(frames: Iterable[AudioFrame]) -> Iterator[tuple[int, _Samples]]:
     converter: AudioResampler | None = None
     for frame in frames:
         if form not in (None, (frame.sample_rate, frame.layout.name)):
-            raise UserError("its sound changes its sample rate or channels; save it again")
+            raise UserError("its audio changes its sample rate or channels; save it again")
         form = frame.sample_rate, frame.layout.name
         place = round(_time(frame) * frame.sample_rate)
         tolerance = max(_STAMP_TOLERANCE_S, frame.time_base or Fraction()) * frame.sample_rate
@@ -200,7 +186,7 @@ def _placed(frames: Iterable[AudioFrame]) -> Iterator[tuple[int, _Samples]]:
 
 
 def _frames(container: InputContainer, sought: Fraction | None) -> Generator[AudioFrame, None, None]:
-    """Decoded sound from a time on, or a little before it, or from the start."""
+    """Decoded audio from a time on, or a little before it, or from the start."""
     stream = _audio_stream(container)
     if stream is None:
         return
@@ -210,24 +196,24 @@ def _frames(container: InputContainer, sought: Fraction | None) -> Generator[Aud
     last: Packet[AudioStream] | None = None
     for packet in container.demux(stream):
         if packet.is_corrupt:
-            raise UserError("its sound is damaged or cut off")
+            raise UserError("its audio is damaged or cut off")
         last = last if packet.dts is None else packet
         try:
             frames = packet.decode()
         except av.error.InvalidDataError as error:
-            raise UserError("its sound is damaged") from error
+            raise UserError("its audio is damaged") from error
         for frame in frames:
             if frame.is_corrupt:
-                raise UserError("its sound is damaged")
+                raise UserError("its audio is damaged")
             yield frame
     if _lacks_packets(container, stream, last):
-        raise UserError("its sound is cut off")
+        raise UserError("its audio is cut off")
 
 
 def _lacks_packets(
     container: InputContainer, stream: AudioStream, last: "Packet[AudioStream] | None"
 ) -> bool:
-    """Whether the index of a file, where it tells all packets, tells of some after the last one read."""
+    """Whether the index of a file, where it lists all packets, lists some after the last one read."""
     is_avi = container.format.name == "avi"
     if not (is_avi or "mp4" in container.format.name) or not len(stream.index_entries):
         return False
@@ -245,7 +231,7 @@ def _audio_stream(container: InputContainer) -> AudioStream | None:
         return None
     if not isinstance(stream, AudioStream) or stream.codec_context is None:
         raise UserError(
-            "its sound is of a kind that cannot be decoded; save it as AAC, or set data.audio: false"
+            "its audio is of a kind that cannot be decoded; save it as AAC, or set data.audio: false"
         )
     stream.codec_context.options = dict(_DECODER_OPTIONS)
     stream.codec_context.thread_count = 1
@@ -254,7 +240,7 @@ def _audio_stream(container: InputContainer) -> AudioStream | None:
 
 def _time(frame: AudioFrame) -> Fraction:
     if frame.pts is None or frame.time_base is None:
-        raise UserError("its sound has no time stamps; save it again")
+        raise UserError("its audio has no time stamps; save it again")
     return frame.pts * Fraction(frame.time_base)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,12 +36,12 @@ WORKER_TIMEOUT_S = 300.0
 """Wait for a worker before giving up; without a limit a hung file system hangs the run for ever."""
 
 KEPT_BYTES = 256 * 2**20
-"""Entries that each reading process keeps in memory; reading a small one costs more than what is in it."""
+"""Entries that each reading process keeps in memory."""
 
 OF_AUDIO = ("audio_latents", "has_audio")
-"""What an entry of media holds of its sound."""
+"""Tensors of an entry of media that are of its audio."""
 NOT_CONDITIONING = ("latents", "loss_mask", *OF_AUDIO)
-"""What it holds beside what the transformer is conditioned on."""
+"""Tensors of it that the transformer is not conditioned on."""
 
 
 class EntryReader(Protocol):
@@ -58,13 +58,13 @@ class EntryReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AudioBatch:
-    """The sound of the samples of one forward pass, which is noised and learned beside their clips.
+    """The audio of the samples of one forward pass, which is noised and learned with their clips.
 
     Attributes:
         latents: (B, ...), in the encoder's precision, on axes of their own.
         noise: (B, ...), float32.
         uniform: (B,), float32, in [0, 1), for noise levels of its own; independent of those of the clips.
-        has_audio: (B,), float32: 1 where a clip has sound, 0 where silence stands for it.
+        has_audio: (B,), float32: 1 where a clip has audio, 0 where it is silent.
     """
 
     latents: Tensor
@@ -76,13 +76,10 @@ class AudioBatch:
     def of(
         cls, media: Sequence[Mapping[str, Tensor]], *, seed: int, purpose: str, positions: Sequence[int]
     ) -> "AudioBatch | None":
-        """The sound of some entries of media; None where they have none, as pictures.
+        """The audio of some entries of media; None where they have none, as images.
 
         Args:
             media: all of one size and length.
-            seed: of the noise.
-            purpose: of the noise of the clips; the sound has noise of its own.
-            positions: of the noise of each.
         """
         if "audio_latents" not in media[0]:
             return None
@@ -107,17 +104,16 @@ class Batch:
     Attributes:
         bucket: size in pixels and frames, the same for all of them.
         positions: number of each sample in the run, consecutive.
-        names: names of their items, for messages.
         latents: (B, ...), in the encoder's precision.
         noise: (B, ...), float32.
         uniform: (B,), float32, in [0, 1), which the timestep density turns into noise levels.
         conditioning: B entries, left uncollated because their lengths differ; not to be changed in place.
-        unconditional: what they are conditioned on without their captions; empty where that is not needed.
+        unconditional: the same without their captions; empty where that is not needed.
         loss_mask: (B, 1, ...) at the size of the latents, 1 counts and 0 does not; None where all counts.
-        audio: of clips that are learned with their sound; None of others.
+        audio: of clips that are learned with their audio; None of others.
         loss_weights: (B,), float32, multiply the losses; None where all samples of the run count alike.
-        preserved: places of the samples on which the model is to stay what it is without the LoRA; None where
-            there is none, nor at the same time in other processes that run the model together with this one.
+        preserved: places of the regularization samples, on which the model is to stay as without the LoRA;
+            None where there is none, nor at the same time in other processes that run the model together.
         step_samples: samples of this optimizer step, over all micro-steps and processes.
         step_uniform: in [0, 1), a draw that all samples of this optimizer step share.
     """
@@ -163,16 +159,11 @@ class BatchStream:
     processes and workers, and a run resumes by starting at its next step.
 
     Args:
-        items: the data set, in the order that the schedule's indices mean.
-        entries: where the tensors of ``items`` are read.
-        schedule: which items make up each block.
         layout: which blocks this process takes.
-        seed: seed of the run.
         num_workers: processes that read ahead; 0 reads in this one.
-        start_step: optimizer step that the iteration starts with.
         caption_dropout: part of samples without caption, in [0, 1]; above 0 all have an unconditional one.
-        with_unconditional: whether batches have that beside the caption; then, too, all have one.
-        sources: of the items, by their index: what they are for, and how much they count. Empty: all alike.
+        with_unconditional: whether batches have both; then all have one, too.
+        sources: of the items, by their index, for weights of losses and regularization. Empty: all alike.
         runs_together: whether the processes run each forward pass together, each on samples of its own.
     """
 
@@ -194,22 +185,20 @@ class BatchStream:
         self._items = items
         self._schedule = schedule
         self._layout = layout
-        self._micro_batches = partial(_MicroBatches, entries, seed, caption_dropout, with_unconditional)
+        self._seed = seed
+        weights = [source.loss_weight for source in sources]
+        loss_weights = weights if set(weights) - {1.0} else None
+        self._micro_batches = partial(
+            _MicroBatches, entries, seed, caption_dropout, with_unconditional, loss_weights
+        )
         self._num_workers = num_workers
         self._start_step = start_step
-        weights = [source.loss_weight for source in sources]
-        self._loss_weights = tuple(weights) if set(weights) - {1.0} else None
         self._preserved = frozenset(place for place, source in enumerate(sources) if source.preserve)
         self._runs_together = runs_together
         self._warn_of_few_items()
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of each step, from the first step on, for ever.
-
-        Raises:
-            RunStoppedError: a cache entry has vanished or was damaged since the caching pass.
-            RuntimeError: torch's; a worker died, or gave nothing for ``WORKER_TIMEOUT_S``.
-        """
+        """Yield the micro-batches of each step, from the first step on, for ever."""
         requests = self._requests()
         watch = WorkerWatch(num_workers=self._num_workers, limit_s=WORKER_TIMEOUT_S)
         if self._num_workers:
@@ -217,9 +206,15 @@ class BatchStream:
         batches = watched_batches(self._loader(requests, watch), watch)
         try:
             while True:
-                yield [_or_raise(next(batches)) for _ in range(self._layout.num_micro_steps)]
+                step: list[Batch] = []
+                while len(step) < self._layout.num_micro_steps:
+                    batch = next(batches)
+                    if isinstance(batch, RunStoppedError):
+                        raise batch
+                    step.append(batch)
+                yield step
         except (GeneratorExit, RunStoppedError):
-            # A worker that is told to end while its thread still hands a batch over aborts ("terminate called
+            # A worker that is to end while its thread still hands a batch over aborts ("terminate called
             # without an active exception", torch 2.13), which torch may raise as an error of this process.
             requests.close()
             for _ in batches:
@@ -227,7 +222,7 @@ class BatchStream:
             raise
 
     def _loader(
-        self, requests: "Iterator[_Request]", watch: WorkerWatch
+        self, requests: "Iterator[Request]", watch: WorkerWatch
     ) -> "DataLoader[Batch | RunStoppedError]":
         return DataLoader(
             self._micro_batches(watch),
@@ -242,7 +237,7 @@ class BatchStream:
             generator=torch.Generator(),  # else the loader draws a number from torch's global generator
         )
 
-    def _requests(self) -> "Generator[_Request, None, None]":
+    def _requests(self) -> "Generator[Request, None, None]":
         layout, step = self._layout, self._start_step
         while True:
             # In order and once: the schedule keeps the cycle that it is in.
@@ -253,7 +248,7 @@ class BatchStream:
                 yield self._request(at_once, step_samples, step)
             step += 1
 
-    def _request(self, at_once: Sequence[Block], step_samples: int, step: int) -> "_Request":
+    def _request(self, at_once: Sequence[Block], step_samples: int, step: int) -> "Request":
         """This process' micro-batch of those that all take at the same time."""
         block = at_once[self._layout.process_index]
         looked_at = at_once if self._runs_together and self._preserved else [block]
@@ -262,14 +257,14 @@ class BatchStream:
         preserves = any(self._items.source(index) in self._preserved for index in indices)
         rows = tuple(self._items.row(index) for index in items[block.position])
         own = tuple(place for place, row in enumerate(rows) if row.source in self._preserved)
-        weights = self._loss_weights
-        return _Request(
-            position=block.position,
-            rows=rows,
-            step_samples=step_samples,
-            step=step,
-            loss_weights=weights and tuple(weights[row.source] for row in rows),
+        return rows, partial(
+            Batch,
+            bucket=rows[0].bucket,
+            positions=list(range(block.position, block.position + len(rows))),
+            names=[row.name for row in rows],
             preserved=own if preserves else None,
+            step_samples=step_samples,
+            step_uniform=uniform(self._seed, "step", step),
         )
 
     def _warn_of_few_items(self) -> None:
@@ -290,16 +285,8 @@ class BatchStream:
             logger.warning("buckets with fewer items than a micro-batch repeat them: %s", join_names(small))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """A micro-batch to be read: what a worker is sent."""
-
-    position: int
-    rows: tuple[ItemRow, ...]
-    step_samples: int
-    step: int
-    loss_weights: tuple[float, ...] | None
-    preserved: tuple[int, ...] | None
+Request: TypeAlias = "tuple[tuple[ItemRow, ...], partial[Batch]]"
+"""A micro-batch that a worker is to read: its items, and the batch without tensors."""
 
 
 class _MicroBatches(Dataset[Batch | RunStoppedError]):
@@ -311,38 +298,38 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
         seed: int,
         caption_dropout: float,
         with_unconditional: bool,
+        loss_weights: Sequence[float] | None,
         watch: WorkerWatch,
     ) -> None:
         self._entries = entries
         self._seed = seed
         self._caption_dropout = caption_dropout
         self._with_unconditional = with_unconditional
+        self._loss_weights = loss_weights
         self._watch = watch
         self._kept: dict[str, dict[str, Tensor]] = {}
         self._kept_bytes = 0
 
-    def __getitem__(self, request: _Request) -> Batch | RunStoppedError:
+    def __getitem__(self, request: Request) -> Batch | RunStoppedError:
         with self._watch.batch():
             try:
-                return self._batch(request)
+                return self._batch(*request)
             except RunStoppedError as error:
                 return error
 
-    def _batch(self, request: _Request) -> Batch:
+    def _batch(self, rows: Sequence[ItemRow], batch: "partial[Batch]") -> Batch:
         media: list[dict[str, Tensor]] = []
         captions: list[dict[str, Tensor]] = []
         empty: list[dict[str, Tensor]] = []
-        positions = list(range(request.position, request.position + len(request.rows)))
-        for position, row in zip(positions, request.rows, strict=True):
+        positions = batch.keywords["positions"]
+        for position, row in zip(positions, rows, strict=True):
             media.append(self._read(row.media_key, row.name))
             captions.append(self._read(self._caption_key(row, position), row.name))
             if self._with_unconditional and row.unconditional_key:
                 empty.append(self._read(row.unconditional_key, row.name))
         latents = torch.stack([entry["latents"] for entry in media])
-        return Batch(
-            bucket=request.rows[0].bucket,
-            positions=positions,
-            names=[row.name for row in request.rows],
+        weights = self._loss_weights
+        return batch(
             latents=latents,
             noise=torch.stack([normal(self._seed, "noise", place, latents.shape[1:]) for place in positions]),
             uniform=torch.tensor(
@@ -352,14 +339,11 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
             unconditional=_conditioning(empty, media) if empty else [],
             loss_mask=_stacked_masks([entry.get("loss_mask") for entry in media]),
             audio=AudioBatch.of(media, seed=self._seed, purpose="noise", positions=positions),
-            loss_weights=None if request.loss_weights is None else torch.tensor(request.loss_weights),
-            preserved=request.preserved,
-            step_samples=request.step_samples,
-            step_uniform=uniform(self._seed, "step", request.step),
+            loss_weights=None if weights is None else torch.tensor([weights[row.source] for row in rows]),
         )
 
     def _caption_key(self, row: ItemRow, position: int) -> str:
-        """Key of the caption that is drawn for a sample, or of the empty one that stands for none."""
+        """Key of the caption that is drawn for a sample, or of the empty one."""
         dropout, variants = self._caption_dropout, row.caption_keys
         if row.unconditional_key and uniform(self._seed, "caption-dropout", position) < dropout:
             return row.unconditional_key
@@ -391,7 +375,7 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
 def _conditioning(
     captions: Sequence[dict[str, Tensor]], media: Sequence[dict[str, Tensor]]
 ) -> list[dict[str, Tensor]]:
-    # Copied: what a worker hands over is an open file for as long as it lives, and entries are kept.
+    # Copied: a tensor from a worker is an open file for as long as it lives, and entries are kept.
     return [
         {name: tensor.clone() for name, tensor in (caption | entry).items() if name not in NOT_CONDITIONING}
         for caption, entry in zip(captions, media, strict=True)
@@ -406,9 +390,3 @@ def _stacked_masks(masks: Sequence[Tensor | None]) -> Tensor | None:
     # One from a file has one frame for all, one that leaves a first frame out has each.
     shape = [max(sides) for sides in zip(*(mask.shape for mask in given), strict=True)]
     return torch.stack([torch.ones(shape) if mask is None else mask.expand(shape) for mask in masks])
-
-
-def _or_raise(batch: Batch | RunStoppedError) -> Batch:
-    if isinstance(batch, RunStoppedError):
-        raise batch
-    return batch

@@ -17,14 +17,13 @@ to the divisor changed their shape a little count as of one shape."""
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Bucket:
-    """What all items of one batch have in common.
+    """The size and length that all items of a batch share.
 
     Attributes:
         width: in pixels.
-        height: in pixels.
-        num_frames: frames of a clip; 1 for pictures.
-        inputs: width and height that their input pictures are encoded at, in the order of the pictures.
-        num_layers: that the picture is taken apart into; 0 of most.
+        num_frames: frames of a clip; 1 for images.
+        inputs: width and height that their input images are encoded at, in the order of the images.
+        num_layers: that the image is split into; 0 of most.
     """
 
     width: int
@@ -34,14 +33,14 @@ class Bucket:
     num_layers: int = 0
 
     def __repr__(self) -> str:
-        # Checkpoints know their data by it: of a bucket without layers it is what it always was.
+        # Checkpoints know their data by it: that of a bucket without layers never changes.
         size = f"width={self.width}, height={self.height}, num_frames={self.num_frames}"
         layers = f", num_layers={self.num_layers}" if self.num_layers else ""
         return f"Bucket({size}, inputs={self.inputs}{layers})"
 
     @property
-    def num_pictures(self) -> int:
-        """What of an item stands along the axis of frames: its frames, or the picture and its layers."""
+    def num_images(self) -> int:
+        """Images of an item along the axis of frames: its frames, or the image and its layers."""
         return self.num_frames + self.num_layers
 
     @property
@@ -79,9 +78,6 @@ class BucketRule:
         max_aspect_ratio: longer over shorter side of the sizes of a resolution, at least 1.
         frame_counts: frames that a clip may have.
         upscale: also allow sizes that are larger than the item.
-
-    Raises:
-        UserError: values that allow no size, or no size that the family can train.
     """
 
     divisor: int
@@ -127,12 +123,8 @@ class BucketRule:
         Args:
             resolution_index: which of ``resolutions``, in [0, num_resolutions).
             width: of the upright item, in pixels.
-            height: of the upright item, in pixels.
-            num_frames: frames that the clip has at the wanted rate; None for a picture, which is always
+            num_frames: frames that the clip has at the wanted rate; None for an image, which is always
                 allowed and has one.
-
-        Raises:
-            UserError: nothing fits without enlarging the item, or the clip is too short.
         """
         place = (resolution_index, width, height)
         if place not in self._known:
@@ -140,7 +132,8 @@ class BucketRule:
             self._known[place] = self._best((width, height), allowed)
         size = self._known[place]
         if size is None:
-            least = " or ".join(f"{w}x{h}" for w, h in self._least_sizes())
+            least_sizes = [(self.step, self.step)] if self.resolutions else _smallest(self.sizes)
+            least = " or ".join(f"{w}x{h}" for w, h in least_sizes)
             raise UserError(
                 f"{width}x{height} pixels are too few: the least is {least}; "
                 "leave the item out or allow upscaling"
@@ -166,9 +159,6 @@ class BucketRule:
                 "leave the clip out, or allow a smaller frame count"
             )
         return max(covered)
-
-    def _least_sizes(self) -> list[Size]:
-        return [(self.step, self.step)] if self.resolutions else _smallest(self.sizes)
 
     def _allowed_sizes(self, resolution_index: int, width: int, height: int) -> list[Size]:
         """Sizes that fit the item; of a resolution only those that no other one exceeds."""

@@ -60,7 +60,7 @@ class TensorCache:
             return None
         try:
             # Not by safe_open, which leaks two integers for each tensor (safetensors 0.8.0, by PyO3's
-            # PySlice::new): a run reads entries for as long as it goes on.
+            # PySlice::new): a run reads entries for as long as it lasts.
             return parse_entry(key, path.read_bytes())
         except ValueError as error:
             _set_aside(path, state, str(error))
@@ -83,12 +83,7 @@ class TensorCache:
 
 
 def entry_content(key: str, tensors: Mapping[str, Tensor]) -> bytes:
-    """Content of the file of an entry, which :func:`parse_entry` reads.
-
-    Args:
-        key: of the entry.
-        tensors: contiguous, on the CPU.
-    """
+    """Content of an entry's file, which :func:`parse_entry` reads; ``tensors`` are contiguous, on the CPU."""
     return save(dict(tensors), metadata={"xxh3": _digest(key, tensors)})
 
 
@@ -145,10 +140,9 @@ def _digest(key: str, tensors: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """What a check of all entries found.
+    """Result of a check of all entries.
 
     Attributes:
-        num_entries: entries that were read.
         damaged: keys of those that were damaged, and are set aside.
     """
 
@@ -208,7 +202,6 @@ def verify(cache: TensorCache, progress: Callable[[int, int], None]) -> Verified
     """Read all entries; damaged ones are set aside, and made again by the next run that needs them.
 
     Args:
-        cache: all of its entries are read.
         progress: called after each entry with the number of those read, and of all.
     """
     keys = list(_keys(cache))
@@ -222,14 +215,12 @@ def verify(cache: TensorCache, progress: Callable[[int, int], None]) -> Verified
 
 
 def prune(cache: TensorCache, keep: Collection[str], *, dry_run: bool) -> Pruned:
-    """Delete the entries that are not kept, damaged ones, and what killed processes left unfinished.
+    """Delete the entries that are not kept, damaged ones, and unfinished ones of killed processes.
 
     Nothing else in the folder is touched.
 
     Args:
-        cache: entries are deleted from it.
         keep: keys of the entries that stay; a set, when they are many.
-        dry_run: only count.
     """
     return delete([path for path in _files(cache) if not _is_kept(path, keep)], dry_run=dry_run)
 

@@ -1,4 +1,4 @@
-"""This file makes the captions of an item out of what was written about it, and counts tags in them."""
+"""This file reads the captions of an item from text files or rows, and counts tags in them."""
 
 import logging
 import re
@@ -22,9 +22,9 @@ _SAVE_AS_UTF_8 = "not UTF-8 text; save it as UTF-8"
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
 MAX_TAGS = 500
-"""Of one source that are told."""
+"""Of one source that are reported."""
 _MAX_TAG_LETTERS = 128
-"""What is longer is a sentence."""
+"""A longer one is a sentence."""
 _MAX_COUNTED = 50_000
 """Different tags of one source that are counted at once: some 10 MB."""
 
@@ -34,11 +34,7 @@ class MissingCaption(UserError):
 
 
 def clean_caption(text: str) -> str:
-    """``text`` without white space around it; its inner lines stay.
-
-    Raises:
-        UserError: it is empty, text of another encoding, or too long.
-    """
+    """``text`` without white space around it; its inner lines stay."""
     size = len(text.encode(errors="surrogatepass"))
     if size > MAX_CAPTION_BYTES:
         raise _too_long(size)
@@ -57,12 +53,8 @@ def _too_long(size: int) -> UserError:
 def captions_in(cells: Mapping[str, object]) -> tuple[str, ...]:
     """Captions in the cells of one row: each holds a text, a list of texts, or nothing.
 
-    Args:
-        cells: column to what it holds.
-
     Raises:
         MissingCaption: no column holds a text.
-        UserError: one holds something else.
     """
     captions: list[str] = []
     for column, cell in cells.items():
@@ -79,7 +71,7 @@ def captions_in(cells: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def has_trigger(caption: str, trigger: str) -> bool:
-    """Whether the words of ``trigger`` stand in the caption, whole, in small or large letters."""
+    """Whether the caption has the words of ``trigger``, whole, in small or large letters."""
     return re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption, re.IGNORECASE) is not None
 
 
@@ -91,13 +83,12 @@ def with_trigger(caption: str, trigger: str) -> str:
 def tag_variants(caption: str, *, count: int, separator: str, keep: int) -> tuple[str, ...]:
     """The caption as it is written, and then with its tags in other orders.
 
-    They depend on the arguments alone, so that all runs share what a cache holds of them.
+    They depend only on the arguments, so that all runs share what a cache holds of them.
 
     Args:
-        caption: of tags.
         count: captions to make, >= 1; there are fewer when orders that were drawn are the same.
         separator: between tags, such as ``,``; white space around tags is not theirs. It is written as it is
-            given, and with a space behind it if it has none.
+            given, and with a space after it if it has none.
         keep: number of tags at the start, >= 0, that stay where they are, such as a trigger.
     """
     mark = separator.strip() or separator
@@ -116,7 +107,6 @@ class TagCounts:
     """The tags of a source.
 
     Attributes:
-        num_records: of the source.
         by_tag: how many of them hold a tag in any of their captions, the most frequent first.
     """
 
@@ -132,11 +122,8 @@ class TagCounts:
 def count_tags(records: Iterable[Record], separator: str) -> dict[int, TagCounts]:
     """The 500 most frequent tags of each source, by its index.
 
-    Of a source with more than 50,000 different tags rare ones are let go on the way, and what comes again is
-    counted anew.
-
-    Args:
-        separator: between tags; white space around them is not theirs.
+    Of a source with more than 50,000 different tags rare ones are dropped on the way, and counted from zero
+    if they come again.
     """
     mark = separator.strip() or separator
     counts: dict[int, Counter[str]] = {}
@@ -191,7 +178,6 @@ class CaptionFiles:
 
         Raises:
             MissingCaption: there is none.
-            UserError: one cannot be used.
         """
         texts = sorted(self._texts.get(stem(target), ()))
         if not texts:
@@ -221,7 +207,7 @@ class CaptionFiles:
         """Name the text files that belong to nothing."""
         if self._orphans:
             logger.warning(
-                "%s: %d caption files belong to no picture or clip: %s",
+                "%s: %d caption files belong to no image or clip: %s",
                 self._folder.path,
                 len(self._orphans),
                 join_names(self._orphans),

@@ -1,8 +1,8 @@
-"""This file encodes media and prompts: ahead into the cache, or while the training goes on.
+"""This file encodes media and prompts: ahead into the cache, or while training runs.
 
 Encoders come as functions that load them, so nothing is loaded when nothing is missing, and this file knows
-no model. They get one thing at a time: in a batch, numbers may depend on what else is in it, and an entry of
-the cache must depend on nothing but what its key names.
+no model. They get one thing at a time: in a batch, numbers may depend on the other items, and an entry of the
+cache must depend on nothing that its key does not name.
 """
 
 import functools
@@ -24,7 +24,7 @@ Encode = Callable[[Sequence[Any]], list[dict[str, Tensor]]]
 
 
 class Encodable(Protocol):
-    """What can be encoded: `TrainingItem` and `PromptItem`."""
+    """`TrainingItem` or `PromptItem`."""
 
     @property
     def where(self) -> str: ...
@@ -47,8 +47,7 @@ class Encoder:
     """One of the encoders of a model family.
 
     Attributes:
-        what: what it encodes, in the plural, for messages.
-        identity: name of all that decides its tensors besides what is encoded.
+        identity: name of all that decides its tensors besides the item.
         load: gives the function that encodes; the weights live as long as it does.
     """
 
@@ -61,7 +60,7 @@ class Encoder:
 class Shard:
     """The keys that one of ``num_processes`` processes encodes.
 
-    A key's owner depends on the key alone, so that processes which look at a changing cache at different
+    A key's owner depends only on the key, so that processes which look at a changing cache at different
     times still leave nothing out.
     """
 
@@ -75,11 +74,10 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedShard:
-    """What came of encoding a shard.
+    """Result of encoding a shard.
 
     Attributes:
-        num_new: entries that were made.
-        bad: key to the reason, of what cannot be used.
+        bad: key to the reason why an item cannot be used.
     """
 
     num_new: int
@@ -95,18 +93,14 @@ def encode_missing(
     shard: Shard,
     stop_at_bad: bool,
 ) -> EncodedShard:
-    """Encode what the cache does not hold. Killed at any time, it goes on where it was.
+    """Encode the items that the cache lacks. Killed at any time, it resumes where it was.
 
     Args:
-        items: key to what is encoded under it.
+        items: by key.
         encoder: loaded only when something is missing.
-        cache: the tensors are written to it.
         memory: knows the entries that were read and are whole.
         shard: the keys that this process encodes.
         stop_at_bad: after the first bad one, only look for more of them, as nothing will be trained.
-
-    Raises:
-        UserError: the encoder gave NaN or infinity.
     """
     missing = [key for key in items if shard.owns(key) and not is_present(cache, memory, key)]
     missing.sort(key=lambda key: items[key].group)
@@ -128,10 +122,10 @@ def encode_missing(
 
 
 def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shard: Shard) -> dict[str, str]:
-    """Decode what was never decoded, for runs that do not cache; what is good is remembered.
+    """Decode items that were never decoded, for runs that do not cache; good ones are remembered.
 
     Returns:
-        Key to the reason, of what cannot be used.
+        Key to the reason why an item cannot be used.
     """
     seen = FileState(0, 0)
     unknown = [
@@ -152,7 +146,7 @@ def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shar
 def _load_each(
     items: Mapping[str, Encodable], keys: Sequence[str], bad: dict[str, str], text: str
 ) -> Iterator[tuple[str, Any]]:
-    """Each key with what is decoded of it; those that cannot be used go to ``bad``, with the reason."""
+    """Each key with its decoded item; those that cannot be used go to ``bad``, with the reason."""
     progress = ProgressLog(text, len(keys))
     for key in keys:
         try:
@@ -168,18 +162,14 @@ class LiveTensors:
     """Tensors by key like those of a cache, but made when they are read; the encoders stay loaded.
 
     Args:
-        groups: what can be read, by key, each with its encoder.
+        groups: items by key, each group with its encoder.
     """
 
     def __init__(self, groups: Iterable[tuple[Mapping[str, Encodable], Encoder]]) -> None:
         self._groups = [(items, functools.cache(encoder.load)) for items, encoder in groups]
 
     def read(self, key: str) -> dict[str, Tensor] | None:
-        """Tensors of ``key`` on the CPU, or None where it is not known.
-
-        Raises:
-            UserError: a file has changed into a bad one, or the encoder gave NaN or infinity.
-        """
+        """Tensors of ``key`` on the CPU, or None where it is not known."""
         for items, load_encoder in self._groups:
             if key in items:
                 return _tensors(items[key], items[key].load(), load_encoder())

@@ -21,7 +21,6 @@ class Folder:
     """The files below a folder.
 
     Attributes:
-        path: absolute, or relative to the working folder.
         files: relative name with forward slashes to the reason why the file cannot be used, or ""; sorted.
         allow_outside: whether files outside may be asked for.
     """
@@ -31,21 +30,13 @@ class Folder:
     allow_outside: bool
 
     def use(self, name: str) -> Path:
-        """Path of a file in ``files``.
-
-        Raises:
-            UserError: it cannot be used.
-        """
+        """Path of a file in ``files``."""
         if problem := self.files[name]:
             raise UserError(f"{name} {problem}")
         return self.path / name
 
     def find(self, wanted: object) -> tuple[str, Path]:
-        """Name and path of the file that a row asks for.
-
-        Raises:
-            UserError: it is not there, cannot be used, or is not for rows to ask for.
-        """
+        """Name and path of the file that a row asks for."""
         if isinstance(wanted, str) and wanted in self.files:
             return wanted, self.use(wanted)
         if not isinstance(wanted, str) or not wanted.strip():
@@ -71,9 +62,6 @@ def list_folder(path: Path, *, allow_outside: bool) -> Folder:
 
     Folders that are links are read only if ``allow_outside``, and never those that lead to a place that is
     read anyway.
-
-    Raises:
-        UserError: ``path`` or a folder below is not a folder that can be read.
     """
     if not path.exists():
         raise UserError(f"{path}: no such folder")
@@ -89,7 +77,7 @@ def list_folder(path: Path, *, allow_outside: bool) -> Folder:
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
     if linked:
-        remedy = "they lead to what is read already" if allow_outside else "set allow_outside to read them"
+        remedy = "they lead to folders that are read" if allow_outside else "set allow_outside to read them"
         names = join_names(sorted(linked))
         logger.warning("%s: %d linked folders are not read, %s: %s", path, len(linked), remedy, names)
     return Folder(path=path, files=dict(sorted(files.items())), allow_outside=allow_outside)
@@ -106,17 +94,14 @@ def _walk(
             visible = [entry for entry in entries if not entry.name.startswith(".")]
         for entry in visible:
             name = prefix + entry.name
-            if not _is_folder(entry):
+            # The method of an entry raises for a link that leads to itself.
+            is_folder = Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
+            if not is_folder:
                 yield name, entry
             elif entry.is_symlink() and not _is_new(entry.path, read, follow=follow):
                 linked.append(name)
             else:
                 folders.append((f"{name}/", entry.path))
-
-
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Like its own method, which raises for a link that leads to itself."""
-    return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
 
 
 def _is_new(link: str, read: list[str], *, follow: bool) -> bool:
@@ -146,14 +131,7 @@ def _is_within(path: str, root: str) -> bool:
 
 
 class PairFolders:
-    """Folders that hold a file for each target, of the same relative name but for the suffix.
-
-    Args:
-        source: names the folders.
-
-    Raises:
-        UserError: one cannot be read, or is the folder of the targets.
-    """
+    """Folders that hold a file for each target, of the same relative name except for the suffix."""
 
     def __init__(self, source: Source) -> None:
         def opened(path: Path) -> _PairFolder:
@@ -163,15 +141,11 @@ class PairFolders:
         self._inside = tuple(_names_below(source.folder, path) for path in source.pair_dirs)
 
     def hold(self, name: str) -> bool:
-        """Whether a file of the targets' folder stands in one of the folders, and so is no target."""
+        """Whether a file of the targets' folder is in one of the folders, and so is not a target."""
         return name.startswith(self._inside)
 
     def of(self, target: str) -> Companions:
-        """Files that belong to a target.
-
-        Raises:
-            UserError: one is missing, or there are two.
-        """
+        """Files that belong to a target."""
         return Companions.of(
             {
                 role: [folder.find(target, role.suffixes(target)) for folder in folders]
@@ -197,7 +171,7 @@ class _PairFolder:
 
 
 def _names_below(root: Path | None, folder: Path) -> str:
-    """What the names of the files of ``folder`` start with, seen from ``root``; none if it is outside."""
+    """Start of the names of the files of ``folder``, seen from ``root``; none if it is outside."""
     assert root is not None
     if folder.resolve() == root.resolve():
         raise UserError(f"{folder}: holds the targets themselves; the files that belong to them need another")
@@ -212,16 +186,12 @@ def companions_in_row(
     cell: Callable[[str], object],
     find: Callable[[object], tuple[str, Path]],
 ) -> Companions:
-    """Files that a row names beside its target.
+    """Files that a row names for its target.
 
     Args:
         source: its columns must name files; of several input columns some may be empty.
-        target: its name.
         cell: column to its content in the row.
         find: content of a cell to name and path of the file.
-
-    Raises:
-        UserError: a file is missing, or no picture where that is wanted, or no clip.
     """
     found = {}
     for role in ROLES:
@@ -249,24 +219,22 @@ def _named(
     except UserError as error:
         raise UserError(f"{column!r}: {error}") from None
     if not path.name.lower().endswith(suffixes):
-        kinds = [word for word, one in (("picture", ".png"), ("clip", ".mp4")) if one in suffixes]
-        raise UserError(f"{column!r}: {path.name} is no {' or '.join(kinds)}; {', '.join(suffixes)} are read")
+        kinds = [word for word, one in (("an image", ".png"), ("a clip", ".mp4")) if one in suffixes]
+        raise UserError(
+            f"{column!r}: {path.name} is not {' or '.join(kinds)}; {', '.join(suffixes)} are read"
+        )
     return path
 
 
 def refuse_mixed_kinds(target: str, companions: Companions) -> None:
-    """Refuse files that belong to the other kind of target.
-
-    Raises:
-        UserError: a clip has inputs of an edit, or a picture a first or last frame.
-    """
+    """Refuse files that belong to the other kind of target."""
     for role in companions.by_role:
         if role.only is not None and not role.only(target):
             raise UserError(role.misfit)
 
 
 def is_regular_file(path: Path) -> bool:
-    """Whether a file is there; a path that is too long for any, or may not be looked at, is none.
+    """Whether a file is there; a path that is too long, or may not be looked at, is not one.
 
     Raises:
         OSError: the machine failed.

@@ -1,4 +1,4 @@
-"""This file turns an image file into upright RGB pixels, and refuses what would go in wrong."""
+"""This file turns an image file into upright RGB pixels, and refuses files that would be read wrong."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,12 +21,12 @@ MAX_PIXELS = 2**26
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", *(("AVIF",) if features.check("avif") else ()))
 _GREY_16 = ("I;16", "I;16B", "I")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", *_GREY_16)
-_OUT_OF_MEMORY = ImageFile.ERRORS[-9]  # what Pillow says in an OSError without a number
+_OUT_OF_MEMORY = ImageFile.ERRORS[-9]  # Pillow's text in an OSError without a number
 _NEARER_WHITE = [255 * (2 * value > 255) for value in range(256)]
 _SIDEWAYS = (5, 6, 7, 8)  # the EXIF orientations that swap width and height
 
 DECODER_ID = f"v1 Pillow {PIL.__version__.partition('.')[0]}"
-"""Name of what decides pixels besides a file's bytes; part of cache keys, so change it with the code."""
+"""All that decides pixels besides a file's bytes; part of cache keys, so change it with the code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +38,7 @@ class ImageFacts:
 
 
 def check_image(path: Path) -> ImageFacts:
-    """Check the header of an image file without decoding it.
-
-    Raises:
-        UserError: the format, the size or the kind of pixels cannot be used.
-    """
+    """Check the header of an image file without decoding it."""
     with _opened(path) as image:
         # The size of a TIFF is the upright one already.
         sideways = image.format != "TIFF" and _exif(image).get(ExifTags.Base.Orientation) in _SIDEWAYS
@@ -56,58 +52,53 @@ def load_image(path: Path, *, background: str) -> Image.Image:
     Args:
         path: PNG, JPEG, WebP, AVIF, TIFF, BMP, or GIF, of which the first frame is taken.
         background: colour that shows through where the image is transparent: a name or "#rrggbb".
-
-    Raises:
-        UserError: the file cannot be used, or is damaged in any part, or ``background`` is no colour.
     """
     try:
         colour = ImageColor.getrgb(background)[:3]
     except ValueError as error:
-        raise UserError(f"background: {background!r} is no colour; give a name or #rrggbb") from error
-    return _upright(path, colour)
+        raise UserError(f"background: {background!r} is not a colour; give a name or #rrggbb") from error
+    return _decoded(path, lambda image: _over(image, colour))
 
 
 def load_layer(path: Path) -> Image.Image:
     """Decode a layer strictly: as RGBA with 8 bits a channel, opaque where the file has no transparency.
 
-    What cannot be seen is black, as any resizing would make it.
-
-    Raises:
-        UserError: as `load_image`.
+    Invisible pixels are black, as any resizing would make them.
     """
-    return _decoded(path, _as_layer)
+
+    def as_layer(image: Image.Image) -> Image.Image:
+        rgba = image.convert("RGBA") if image.has_transparency_data else image.convert("RGB").convert("RGBA")
+        hidden = rgba.getchannel("A").point(lambda alpha: 255 * (alpha == 0))
+        rgba.paste((0, 0, 0, 0), mask=hidden)
+        return rgba
+
+    return _decoded(path, as_layer)
 
 
 def load_mask(path: Path, *, white: str = "what counts in the loss") -> Image.Image:
-    """Decode a mask strictly: mode "L", 255 for what it chooses, 0 for the rest.
+    """Decode a mask strictly: mode "L", 255 for the chosen part, 0 for the rest.
 
-    Colours become grey, and what is transparent is black.
+    Colours become grey, and transparency black.
 
     Args:
-        white: what it chooses, for messages.
-
-    Raises:
-        UserError: as `load_image`, or the mask chooses nothing.
+        white: the meaning of white, for messages.
     """
-    mask = _upright(path, (0, 0, 0)).convert("L")
+    mask = _decoded(path, lambda image: _over(image, (0, 0, 0))).convert("L")
     if mask.getextrema() == (0, 0):
         raise UserError(f"{path}: a mask that is black all over; white is {white}")
     return mask
 
 
 def black_or_white(mask: Image.Image) -> Image.Image:
-    """A mask in mode "L" of 0 and 255 alone, as the mask processors of diffusers' pipelines binarize it."""
+    """A mask in mode "L" of 0 and 255 only, as the mask processors of diffusers' pipelines binarize it."""
     return mask.point(_NEARER_WHITE)
 
 
 def random_mask(width: int, height: int, draw: np.random.Generator) -> Image.Image:
-    """A mask as people paint them: mode "L", 255 where a picture is painted anew, 0 elsewhere.
+    """A mask as people paint them: mode "L", 255 where an image is regenerated, 0 elsewhere.
 
-    In one of eight cases all is painted anew, in one of eight a band along an edge (outpainting), else what
-    one to three rectangles and ellipses cover, each of 0.2 to 0.7 of the sides.
-
-    Args:
-        width: in pixels, as is ``height``.
+    In one of eight cases that is the whole image, in one of eight a band along an edge (outpainting), else
+    one to three rectangles and ellipses, each of 0.2 to 0.7 of the sides.
     """
     mask = Image.new("L", (width, height))
     pen, case = ImageDraw.Draw(mask), int(draw.integers(8))
@@ -126,7 +117,7 @@ def random_mask(width: int, height: int, draw: np.random.Generator) -> Image.Ima
 
 
 def _in_pixels(box: tuple[float, float, float, float], width: int, height: int) -> tuple[int, int, int, int]:
-    """Corners of a box in parts of a picture, the lower right one a pixel inside of it."""
+    """Corners of a box in parts of an image, the lower right one a pixel inside of it."""
     left, top, right, bottom = (
         round(side * pixels) for side, pixels in zip(box, (width, height) * 2, strict=True)
     )
@@ -137,21 +128,18 @@ def cover(image: Image.Image, width: int, height: int, *, x: float = 0.5, y: flo
     """Resize (Lanczos) to cover ``width`` x ``height`` pixels, and crop the surplus.
 
     Args:
-        image: RGB picture, RGBA layer or "L" mask.
-        width: of the result, in pixels.
-        height: of the result, in pixels.
-        x: in [0, 1], where the crop stands in the surplus width: 0 at the left, 0.5 in the middle.
-        y: in [0, 1], where it stands in the surplus height: 0 at the top.
+        image: RGB image, RGBA layer or "L" mask.
+        x: in [0, 1], place of the crop in the surplus width: 0 at the left, 0.5 in the middle.
+        y: in [0, 1], its place in the surplus height: 0 at the top.
     """
     return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS, centering=(x, y))
 
 
 def crop_of(size: tuple[int, int], width: int, height: int, *, x: float, y: float) -> Crop:
-    """Where :func:`cover` crops a picture, to whole pixels.
+    """Where :func:`cover` crops an image, to whole pixels.
 
     Args:
-        size: width and height of the picture.
-        width: as of :func:`cover`, like the others.
+        size: width and height of the image.
     """
     original_width, original_height = size
     scale = max(width / original_width, height / original_height)
@@ -163,24 +151,13 @@ def crop_of(size: tuple[int, int], width: int, height: int, *, x: float, y: floa
     )
 
 
-def _upright(path: Path, background: tuple[int, ...]) -> Image.Image:
-    return _decoded(path, lambda image: _over(image, background))
-
-
 def _decoded(path: Path, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """What is made of the picture as it is shown, with what transparency it has."""
+    """The converted image, upright; ``convert`` gets it with its transparency."""
     with _opened(path) as image:
         image.verify()  # the checksums of a PNG, which decoding passes over; it spends the opened image
     with _opened(path) as image:
         _exif(image)  # kept by the image, so that its size is the one of `check_image`
         return convert(ImageOps.exif_transpose(_with_8_bits(image)))
-
-
-def _as_layer(image: Image.Image) -> Image.Image:
-    rgba = image.convert("RGBA") if image.has_transparency_data else image.convert("RGB").convert("RGBA")
-    hidden = rgba.getchannel("A").point(lambda alpha: 255 * (alpha == 0))
-    rgba.paste((0, 0, 0, 0), mask=hidden)
-    return rgba
 
 
 @contextmanager
@@ -216,8 +193,8 @@ def _check_header(image: Image.Image) -> None:
         )
     if image.mode not in _MODES or not _has_known_range(image):
         raise ValueError(f"pixels of kind {image.mode!r} have no agreed range; save it with 8 bits a channel")
-    # A JPEG with several pictures (MPO, from phones) has a main one, its first. An animation has none, but
-    # the first frame of a GIF is what stands for it where nothing moves.
+    # A JPEG with several images (MPO, from phones) has a main one, its first. An animation has none, but
+    # the first frame of a GIF is shown for it where nothing moves.
     if image.format not in ("MPO", "GIF") and getattr(image, "is_animated", False):
         raise ValueError("animated, or of several pages; save the one that is meant as an image of its own")
 
@@ -235,7 +212,7 @@ def _has_known_range(image: Image.Image) -> bool:
 
 
 def _exif(image: Image.Image) -> Image.Exif:
-    """EXIF of the header; the method of a PNG would decode all pixels to look for more behind them."""
+    """EXIF of the header; the method of a PNG would decode all pixels to look for more after them."""
     return Image.Image.getexif(image)
 
 

@@ -24,15 +24,14 @@ Indices = npt.NDArray[np.integer]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemRow:
-    """One item, and where its tensors are: what remains of a `TrainingItem` for the training.
+    """One item of training, and the cache entries with its tensors.
 
     Attributes:
-        name: unique in the run, for messages.
         bucket: size in pixels and frames that it is trained at.
         source: index of its source.
         media_key: cache entry of its latents, 64 hexadecimal digits.
         caption_keys: entry of each of its captions, at least one.
-        unconditional_key: entry that stands for no caption; None where captions are never dropped.
+        unconditional_key: entry of an empty caption; None where captions are never dropped.
     """
 
     name: str
@@ -90,9 +89,6 @@ class ItemGroup:
     """The items of one bucket that are of one source, at least one.
 
     Attributes:
-        bucket: place of the bucket among those of the table.
-        source: index of the source.
-        count: of the items.
         members: gives them, (count,), ascending.
     """
 
@@ -110,7 +106,6 @@ class ItemTable:
         buckets: of all items, in ascending order.
         has_unconditional: whether the items have an unconditional key; it is kept after their captions.
         group_counts: bucket and source, as indices, to the number of their items, in ascending order.
-        columns: the items.
         known_facts: see :meth:`facts`, where they were computed before.
     """
 
@@ -191,7 +186,7 @@ class ItemTable:
         return counts
 
     def facts(self) -> Mapping[str, int | str]:
-        """What is equal of two tables that hold the same items in the same order, whatever their names."""
+        """Equal for two tables that hold the same items in the same order, whatever their names."""
         if self.known_facts is not None:
             return self.known_facts
         columns = self.columns

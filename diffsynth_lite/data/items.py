@@ -1,6 +1,6 @@
-"""This file says what is trained on and encoded: items and prompts, with all that their tensors depend on.
+"""This file has the items and prompts that are encoded, with all that their tensors depend on.
 
-The identity of a run's data is what its items hold, and not where a cache keeps their tensors.
+The identity of a run's data is the content of its items, and not where a cache keeps their tensors.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Audio, AudioFormat, Crop, Media, Prompt, evenly_spread
 
 _TRANSFORM_ID = "v1 cover mask-area"
-"""Name of what this file does to decoded media; part of cache keys, so change it with the code."""
+"""The version of this file's transforms of decoded media; part of cache keys, so change it with the code."""
 _RANDOM_MASK_ID = "random-v1"
-"""Name of how masks are drawn, likewise."""
+"""The version of random masks; part of cache keys, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +47,15 @@ class TrainingItem:
     """One thing to train on: a record at one size, crop and clip.
 
     Attributes:
-        name: unique in the run.
-        record: the files and captions.
         content: sha256 of each of the record's files.
         bucket: its size in pixels and frames, and those of its inputs.
         crop_x: where the surplus width is cut, in [0, 1]: 0 keeps the left end.
         crop_y: where the surplus height is cut, in [0, 1]: 0 keeps the upper end.
-        clip_start_s: time of the first frame in the file; None for a picture.
-        fps: frames per second of the clip; None for a picture.
-        background: colour that transparent pictures are laid over.
+        clip_start_s: time of the first frame in the file; None for an image.
+        fps: frames per second of the clip; None for an image.
+        background: colour that transparent images are laid over.
         random_mask: number of the mask that is drawn for it; None where none is.
-        audio: form of the sound that is learned with a clip; None where none is.
+        audio: form of the audio that is learned with a clip; None where none is.
     """
 
     name: str
@@ -79,7 +77,7 @@ class TrainingItem:
 
     @property
     def group(self) -> Bucket:
-        """What items are sorted by for encoding, so that the same sizes follow each other."""
+        """Sort key for encoding, so that equal sizes follow each other."""
         return self.bucket
 
     @property
@@ -93,7 +91,7 @@ class TrainingItem:
         return self.fps is not None
 
     def identity(self) -> list[object]:
-        """All that decides what is learned of it, for json: content of files, captions, size, crop, times."""
+        """Identity of all that is learned of it, for json: content of files, captions, size, crop, times."""
         bucket, record = self.bucket, self.record
         return [
             *(record.source, record.kind, record.captions, list(self._contents())),
@@ -105,7 +103,6 @@ class TrainingItem:
         """Key of the cache entry with its tensors.
 
         Args:
-            cache: makes the key.
             encoder_id: name of all that decides the tensors besides the media: weights, precision.
         """
         return cache.key(
@@ -120,50 +117,42 @@ class TrainingItem:
         )
 
     def times(self) -> list[float]:
-        """Seconds in the file at which the frames of a clip are taken; none of a picture."""
+        """Seconds in the file at which the frames of a clip are taken; none of an image."""
         if self.clip_start_s is None:
             return []
         assert self.fps is not None
         return clip_times(self.clip_start_s, num_frames=self.bucket.num_frames, fps=self.fps)
 
     def load(self) -> Media:
-        """Decode the files strictly, upright and cropped.
-
-        Raises:
-            UserError: a file or its sound cannot be used, or nothing of a mask is left.
-        """
+        """Decode the files strictly, upright and cropped."""
         record = self.record
         frames, crop = self._frames()
         return Media(
             frames=tuple(frames),
             inputs=tuple(load_image(path, background=self.background) for path in record.inputs),
-            first_frame=self._like_frames(record.first_frame),
-            last_frame=self._like_frames(record.last_frame),
+            first_frame=self._frames_of(record.first_frame)[0] if record.first_frame else None,
+            last_frame=self._frames_of(record.last_frame)[0] if record.last_frame else None,
             mask=self._mask(),
             control=tuple(self._frames_of(record.control)) if record.control else (),
             inpaint_mask=self._inpaint_mask(len(frames)),
             layers=tuple(self._cropped(load_layer(path)) for path in record.layers),
             fps=self.fps,
             crop=crop,
-            audio=self._sound(),
+            audio=self._audio(),
         )
 
     def few_frames(self, count: int) -> list[Image]:
-        """At most so many of its target's frames, evenly spread, as :meth:`load` gives them.
-
-        Raises:
-            UserError: the file cannot be used.
-        """
+        """At most so many of its target's frames, evenly spread, as :meth:`load` gives them."""
         if not self.is_clip:
             return self._frames()[0]
         times = evenly_spread(self.times(), count)
         return read_frames(self.record.target, times, each=self._cropped)
 
     def complete(self, tensors: Mapping[str, Tensor], media: Media) -> dict[str, Tensor]:
-        """The entry of the cache: the encoder's tensors, and what the media tell of what counts in the loss.
+        """The entry of the cache: the encoder's tensors, and the media's part in the loss.
 
         That is the mask at the size of the latents, multiplied with one that the encoder may have of its own,
-        and, where sound was encoded, whether there is any.
+        and, where audio was encoded, whether the clip has any.
         """
         entry = dict(tensors)
         if media.mask is not None:
@@ -184,11 +173,11 @@ class TrainingItem:
     def _frames(self) -> tuple[list[Image], Crop | None]:
         if is_video(self.record.target.name):
             return self._frames_of(self.record.target), None
-        picture, bucket = self._picture(self.record.target), self.bucket
-        crop = crop_of(picture.size, bucket.width, bucket.height, x=self.crop_x, y=self.crop_y)
-        return [self._cropped(picture)], crop
+        image, bucket = load_image(self.record.target, background=self.background), self.bucket
+        crop = crop_of(image.size, bucket.width, bucket.height, x=self.crop_x, y=self.crop_y)
+        return [self._cropped(image)], crop
 
-    def _sound(self) -> Audio | None:
+    def _audio(self) -> Audio | None:
         if self.audio is None or self.clip_start_s is None or self.fps is None:
             return None
         duration_s = self.bucket.num_frames / self.fps
@@ -213,25 +202,19 @@ class TrainingItem:
         if is_video(path.name):
             masks = read_frames(path, self.times(), each=self._cropped_mask)
         else:
-            masks = [self._cropped_mask(load_mask(path, white="what is painted anew"))] * num_frames
+            masks = [self._cropped_mask(load_mask(path, white="what is regenerated"))] * num_frames
         if not any(mask.getbbox() for mask in masks):
-            raise UserError(f"{path}: its crop is black, so that nothing is painted anew")
+            raise UserError(f"{path}: its crop is black, so that nothing is regenerated")
         return tuple(masks)
 
     def _cropped_mask(self, image: Image) -> Image:
         return black_or_white(self._cropped(image.convert("L")))
 
     def _frames_of(self, path: Path) -> list[Image]:
-        """The frames of a clip at the times of the item; of a picture itself."""
+        """The frames of a clip at the times of the item; of an image itself."""
         if is_video(path.name):
             return read_frames(path, self.times(), each=self._cropped)
-        return [self._cropped(self._picture(path))]
-
-    def _like_frames(self, path: Path | None) -> Image | None:
-        return None if path is None else self._cropped(self._picture(path))
-
-    def _picture(self, path: Path) -> Image:
-        return load_image(path, background=self.background)
+        return [self._cropped(load_image(path, background=self.background))]
 
     def _cropped(self, image: Image) -> Image:
         return cover(image, self.bucket.width, self.bucket.height, x=self.crop_x, y=self.crop_y)
@@ -239,14 +222,11 @@ class TrainingItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptItem:
-    """A text to encode, with the pictures that the text encoder sees beside it.
+    """A text to encode, with the images that the text encoder sees.
 
     Attributes:
-        text: a caption, or the prompt of a preview.
         is_negative: whether guidance steers away from it; see `Prompt`.
-        images: files of the pictures.
         content: sha256 of each of ``images``.
-        background: colour that transparent pictures are laid over.
     """
 
     text: str
@@ -262,7 +242,7 @@ class PromptItem:
 
     @property
     def group(self) -> int:
-        """What prompts are sorted by for encoding, so that like lengths follow each other."""
+        """Sort key for encoding, so that similar lengths follow each other."""
         return len(self.text)
 
     @property
@@ -285,11 +265,7 @@ class PromptItem:
         )
 
     def load(self) -> Prompt:
-        """Decode the pictures.
-
-        Raises:
-            UserError: one cannot be used.
-        """
+        """Decode the images."""
         images = tuple(load_image(path, background=self.background) for path in self.images)
         return Prompt(text=self.text, images=images, is_negative=self.is_negative)
 
@@ -328,12 +304,11 @@ def latents_mask(mask: Image, latents_shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataIdentity:
-    """What is equal for two runs if and only if they train on the same data, taken in the same way.
+    """Equal for two runs if and only if they train on the same data, taken in the same way.
 
     Attributes:
         items: how many there are, and a hash of what each holds and how it is cropped, cut and paired, in
             order. Their names and places are not in it: no number depends on them.
-        num_buckets: different buckets of the items.
         decoder: name of what makes pixels of files.
         media_encoder: name of what makes latents of pixels.
         prompt_encoder: name of what makes embeddings of captions.
@@ -347,13 +322,7 @@ class DataIdentity:
 
     @classmethod
     def of(cls, items: Sequence[TrainingItem], *, media_encoder: str, prompt_encoder: str) -> "DataIdentity":
-        """Identity of items; no file is read for it.
-
-        Args:
-            items: in the order in which they are trained on.
-            media_encoder: name of all that decides latents besides the media.
-            prompt_encoder: name of all that decides embeddings besides the captions.
-        """
+        """Identity of items; no file is read for it."""
         digest = hashlib.blake2b(digest_size=16)
         for item in items:
             # One line each, so that nothing can move from one item to its neighbour.
@@ -369,10 +338,9 @@ class DataIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class UsableData:
-    """What of a data set is not bad.
+    """The items of a data set that are trained on.
 
     Attributes:
-        items: that are trained on.
         identity: what these items hold, wherever their tensors are.
         tag_counts: by the index of a source.
     """

@@ -1,8 +1,7 @@
 """This file knows size and content of media files, and reads a file for that only when it has changed.
 
-What is remembered is a convenience: an index that is lost, damaged or locked costs time, because the files
-are read again, and is never an error. Where many machines fill a cache by parts, none of them writes to the
-index: what each part remembers is taken into it afterwards.
+An index that is lost, damaged or locked costs time, because the files are read again, and is never an error.
+Where many machines fill a cache by parts, none of them writes to the index: it takes over their rows later.
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ _TABLE = """CREATE TABLE IF NOT EXISTS memory (
     name TEXT PRIMARY KEY, size INTEGER, mtime_ns INTEGER, value TEXT, checksum BLOB
 ) WITHOUT ROWID"""
 _BROKEN = (sqlite3.Error, UnicodeDecodeError, OSError)
-"""What a damaged, locked or unwritable file raises; UnicodeDecodeError where its schema is no text."""
+"""Errors of a damaged, locked or unwritable file; UnicodeDecodeError where its schema is not text."""
 
 _LOCK_TIMEOUT_S = 30.0
 _FLUSH_ROWS = 1000
@@ -55,7 +54,7 @@ _CONTENT_ID = "sha256"
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What changes with the content of a file, as far as can be told without reading it."""
+    """Size and time of a file, which change with its content."""
 
     size: int
     mtime_ns: int
@@ -76,9 +75,6 @@ class FileMemory:
 
     Several processes may use one file. It has no write-ahead log, which needs memory that the processes
     share and so fails on network file systems. Use it as a context manager, or `flush` it.
-
-    Args:
-        path: the SQLite file; its folder is made.
     """
 
     _flush_rows = _FLUSH_ROWS
@@ -88,12 +84,12 @@ class FileMemory:
         self._path = path
         self._pending: dict[str, tuple[FileState, str]] = {}
         self._flushed_at = time.monotonic()
-        self._is_kept = True  # what is written outlives this process
+        self._is_kept = True  # rows outlive this process
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = self._connect()
         except _BROKEN as error:
-            self._connection = self._start_anew(error)
+            self._connection = self._replace_file(error)
 
     def __enter__(self) -> "FileMemory":
         return self
@@ -107,7 +103,7 @@ class FileMemory:
         self.close()
 
     def recall(self, name: str, state: FileState) -> str | None:
-        """What is remembered under ``name`` for this state of its file, or None."""
+        """The text under ``name`` for this state of its file, or None."""
         if name in self._pending:
             pending_state, value = self._pending[name]
             return value if pending_state == state else None
@@ -125,14 +121,14 @@ class FileMemory:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is not written yet."""
+        """Write all rows that are not written yet."""
         if self._pending:
             self._write(self._pending)
         self._pending.clear()
         self._flushed_at = time.monotonic()
 
     def adopt(self, path: Path) -> None:
-        """Take over what a `PartMemory` left in a file, and delete the file.
+        """Take over the rows that a `PartMemory` left in a file, and delete the file.
 
         One that vanishes meanwhile was taken over by another process.
         """
@@ -146,7 +142,7 @@ class FileMemory:
             logger.warning("%s: cannot be taken into the index: %s", path, error)
 
     def close(self) -> None:
-        """Write what is not written yet, and let go of the file."""
+        """Write all rows that are not written yet, and close the file."""
         self.flush()
         self._connection.close()
 
@@ -163,7 +159,7 @@ class FileMemory:
         self._attempt(write)
 
     def _attempt(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
-        for start_again in (self._start_anew, self._do_without):
+        for start_again in (self._replace_file, self._do_without):
             try:
                 return work(self._connection)
             except _BROKEN as error:
@@ -182,9 +178,9 @@ class FileMemory:
             raise
         return connection
 
-    def _start_anew(self, error: Exception) -> sqlite3.Connection:
+    def _replace_file(self, error: Exception) -> sqlite3.Connection:
         """A new file in place of a damaged one."""
-        logger.warning("%s: the index is started anew: %s", self._path, error)
+        logger.warning("%s: the index is started again: %s", self._path, error)
         try:
             # Not one that is merely locked: others work with it.
             if not isinstance(error, sqlite3.OperationalError) or "no such column" in str(error):
@@ -194,22 +190,22 @@ class FileMemory:
             return self._do_without(again)
 
     def _do_without(self, error: Exception) -> sqlite3.Connection:
-        """Memory of this process alone."""
+        """Memory of this process only."""
         logger.warning("%s: no index can be kept there, so files are read again: %s", self._path, error)
         self._is_kept = False
         return _empty_index()
 
 
 class PartMemory(FileMemory):
-    """What one of several parts of a fill remembers; the index itself is only read.
+    """The memory of one of several parts of a fill; the index itself is only read.
 
     Each flush makes a new file, which nobody changes, so that no lock is needed, whatever machines the parts
-    are on: folders that know no locks will do. What an earlier start of the part left is in such files, or,
-    where a start without parts has taken them over, in the index.
+    are on. Rows of an earlier start of the part are in such files, or, where a start without parts has taken
+    them over, in the index.
 
     Args:
-        index: file of the `FileMemory` that will take over what is remembered.
-        part: reads its own files alone.
+        index: file of the `FileMemory` that will take over the rows.
+        part: reads only its own files.
     """
 
     _flush_rows = _PART_FLUSH_ROWS
@@ -231,7 +227,7 @@ class PartMemory(FileMemory):
     def _write(self, entries: Mapping[str, tuple[FileState, str]]) -> None:
         self._known.update(entries)
         folder = parts_folder(self._path)
-        # In the order of time, so that of what is there twice the newer is known.
+        # In the order of time, so that of two rows of one name the newer is known.
         path = folder / f"{self._stem}.{time.time_ns()}-{uuid.uuid4().hex[:8]}{_PART_SUFFIX}"
         lines = (
             json.dumps([name, state.size, state.mtime_ns, value, _checksum(name, state, value).hex()])
@@ -249,39 +245,34 @@ class PartMemory(FileMemory):
             return _empty_index()
         return sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True, timeout=_LOCK_TIMEOUT_S)
 
-    def _start_anew(self, error: Exception) -> sqlite3.Connection:
+    def _replace_file(self, error: Exception) -> sqlite3.Connection:
         return self._do_without(error)
 
 
 def parts_folder(index: Path) -> Path:
-    """Where the parts of a fill leave what the index is to take over, and what they could not use."""
+    """Where the parts of a fill leave rows for the index, and the items that they could not use."""
     return index.with_name("parts")
 
 
 def adopt_parts(index: Path) -> None:
-    """Take what the parts of a fill have left into the index; one process of those that share it does."""
+    """Take the rows of the parts of a fill into the index; one process of those that share it does."""
     if files := sorted(parts_folder(index).glob(f"*{_PART_SUFFIX}")):
-        logger.info("taking what the parts of a fill know of files into %s", index)
+        logger.info("taking the file facts of the parts of a fill into %s", index)
         with FileMemory(index) as memory:
             for path in files:
                 memory.adopt(path)
 
 
 class MediaIndex:
-    """Facts and fingerprints of files, remembered as long as size and time of change of a file stay.
-
-    Args:
-        memory: where they are remembered.
-    """
+    """Facts and fingerprints of files, remembered as long as size and time of change of a file stay."""
 
     def __init__(self, memory: FileMemory) -> None:
         self._memory = memory
 
     def facts(self, path: Path) -> MediaFacts:
-        """What the header of a picture or the packets of a clip tell; nothing is decoded.
+        """Facts from the header of an image or the packets of a clip; nothing is decoded.
 
         Raises:
-            UserError: the file cannot be used.
             OSError: the machine failed to read it.
             MemoryError: there was too little to read it.
         """
@@ -295,12 +286,7 @@ class MediaIndex:
         return VideoFacts(**values) if is_video(path.name) else ImageFacts(**values)
 
     def audio(self, path: Path) -> AudioFacts | None:
-        """What the header of a clip tells of its sound; None where it has none.
-
-        Raises:
-            UserError: the file, or its sound, cannot be used.
-            OSError: the machine failed to read it.
-        """
+        """Facts from the header of a clip about its audio; None where it has none."""
 
         def read() -> str:
             facts = check_audio(path)
@@ -310,12 +296,7 @@ class MediaIndex:
         return values and AudioFacts(**values)
 
     def content(self, path: Path) -> str:
-        """The sha256 of the bytes of a file, in hexadecimal.
-
-        Raises:
-            UserError: the file cannot be read.
-            OSError: the machine failed to read it.
-        """
+        """The sha256 of the bytes of a file, in hexadecimal."""
         return self._recall(_CONTENT_ID, path, lambda: file_fingerprint(path))
 
     def _recall(self, what: str, path: Path, read: Callable[[], str]) -> str:
@@ -348,7 +329,7 @@ def _empty_index() -> sqlite3.Connection:
 
 
 def _rows_in(path: Path) -> Iterator[tuple[str, tuple[FileState, str]]]:
-    """What a `PartMemory` wrote to a file, without lines that are damaged."""
+    """The rows that a `PartMemory` wrote to a file, without damaged lines."""
     for line in path.read_bytes().splitlines():
         try:
             name, size, mtime_ns, value, checksum = json.loads(line)

@@ -21,9 +21,7 @@ class Table:
     """Rows of metadata.
 
     Attributes:
-        where: where they stand, for messages.
         columns: name to the cells of all rows.
-        num_rows: length of each column.
         first_row: number of the first row, as people count there.
     """
 
@@ -39,16 +37,13 @@ def read_table(path: Path, columns: Sequence[str]) -> Table:
     Args:
         path: a .jsonl or .csv file in UTF-8, or a .parquet file.
         columns: their names, each once. A cell of csv is text; the other formats also hold lists and nothing.
-
-    Raises:
-        UserError: the file cannot be parsed, has no rows or lacks a column.
     """
     parsers = {".jsonl": _parse_jsonl, ".csv": _parse_csv, ".parquet": _parse_parquet}
     parse = parsers.get(path.suffix.lower())
     if parse is None:
         raise UserError(f"{path}: metadata is read from {', '.join(parsers)} files")
     if path.exists() and not path.is_file():  # To open a named pipe waits for whoever writes to it.
-        raise UserError(f"{path}: is no file that metadata can be read from")
+        raise UserError(f"{path}: is not a file that metadata can be read from")
     try:
         cells = parse(path, columns)
     except UserError:
@@ -64,11 +59,7 @@ def read_table(path: Path, columns: Sequence[str]) -> Table:
 
 
 def require_columns(where: str, wanted: Sequence[str], found: Sequence[str]) -> None:
-    """Refuse a table that lacks a column or has it twice.
-
-    Raises:
-        UserError: names the columns that are there.
-    """
+    """Refuse a table that lacks a column or has it twice."""
     if missing := [column for column in wanted if column not in found]:
         raise UserError(f"{where}: has no column {' and '.join(missing)}; it has {', '.join(found)}")
     if doubled := [column for column in wanted if found.count(column) > 1]:

@@ -1,6 +1,6 @@
-"""This file makes the plan of a data set: which picture, crop and clip of each record is trained on.
+"""This file makes the plan of a data set: which image, crop and clip of each record is trained on.
 
-Where records cannot be used, the run stops or goes on without them.
+Where records cannot be used, the run stops or continues without them.
 """
 
 import dataclasses
@@ -29,30 +29,17 @@ _MAX_ASPECT_DIFFERENCE = 0.02
 """By which the aspect ratio of a mask may miss that of its target, as rounded sizes do."""
 
 
-def _own_size(width: int, height: int) -> Size:
-    return width, height
-
-
-def _any_caption(text: str, where: str) -> None:
-    """Take all."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRules:
-    """What is taken of each record.
+    """Which images, crops and clips are taken of each record.
 
     Attributes:
-        buckets: the sizes and frame counts that there are.
-        crop: where a picture is cropped.
-        crops_per_item: crops of each picture and clip, where they are random.
-        clip: where a clip is taken of a file.
-        clips_per_video: clips of each file.
         fps: frames per second that clips are resampled to; None keeps each file's own.
-        background: colour that transparent pictures are laid over.
-        input_size: width and height that an input picture of some width and height is encoded at.
+        background: colour that transparent images are laid over.
+        input_size: width and height that an input image of some width and height is encoded at.
         check_caption: raises UserError for a caption that the model does not take, naming where it is.
-        max_inputs: input pictures that a record may have; None allows any number.
-        audio: form of the sound that is learned with clips; None where none is.
+        max_inputs: input images that a record may have; None allows any number.
+        audio: form of the audio that is learned with clips; None where none is.
     """
 
     buckets: BucketRule
@@ -62,23 +49,22 @@ class PlanRules:
     clips_per_video: int = 1
     fps: float | None = None
     background: str = "white"
-    input_size: Callable[[int, int], Size] = _own_size
-    check_caption: Callable[[str, str], None] = _any_caption
+    input_size: Callable[[int, int], Size] = lambda width, height: (width, height)
+    check_caption: Callable[[str, str], None] = lambda text, where: None
     max_inputs: int | None = None
     audio: AudioFormat | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetPlan:
-    """What of a data set is trained on.
+    """Which parts of a data set are trained on.
 
     Attributes:
         records: all of the data set, the bad ones too.
         items: one or more for each record that is not bad, in the order of the records.
-        bad: name of a record, or of what could not be read into one, to the reason why it cannot be used.
+        bad: name of a record, or of an item that did not become one, to the reason why it cannot be used.
         facts: name of a record that is not bad to size and length of its target.
-        audio: name of a record that is not bad, and whose sound is learned, to what its file says of that;
-            those without sound are not there.
+        audio: the same to the facts of its audio, for clips whose audio is learned and that have some.
     """
 
     records: Sequence[Record]
@@ -89,7 +75,7 @@ class DatasetPlan:
 
     @property
     def names(self) -> list[str]:
-        """Of all that the data set holds, what could not be read into a record too."""
+        """Of all items of the data set, those that became no record too."""
         return list(dict.fromkeys((*(record.name for record in self.records), *self.bad)))
 
     def without(self, bad: Mapping[str, str]) -> "DatasetPlan":
@@ -104,23 +90,19 @@ class DatasetPlan:
 
 
 def refuse_other_kinds(records: Sequence[Record], kinds: Sequence[RecordKind]) -> None:
-    """Check that the family can train on the records.
-
-    Raises:
-        UserError: naming the kinds found and those wanted.
-    """
+    """Check that the family can train on the records."""
     found = Counter(kind for record in records for kind in record.kinds)
     other = {kind: count for kind, count in found.items() if kind not in kinds}
     if other:
         counts = ", ".join(f"{count} of kind {kind}" for kind, count in other.items())
         example = next(record for record in records if not other.keys().isdisjoint(record.kinds))
-        # What else an item needs to be of a kind, where it has nothing beside its target.
+        # The files that an item needs to be of another kind, where it has only its target.
         is_bare = not {"image", "video"}.isdisjoint(example.kinds)
         fits = [role for role in ROLES if role.only is None or role.only(example.target.name)]
         missing = [role for role in fits if role.kind in kinds and is_bare]
         settings = [setting for role in missing for setting in (role.folder, role.column)]
         settings += ["random_masks"] if "inpaint" in kinds and missing else []
-        named = f"name the files beside them ({', '.join(settings)}), " if settings else ""
+        named = f"name the files that belong to them ({', '.join(settings)}), " if settings else ""
         raise UserError(
             f"{counts}, such as {example.name}; this family trains on the kinds {', '.join(kinds)}: "
             f"{named}choose another model.family, or other data"
@@ -128,15 +110,10 @@ def refuse_other_kinds(records: Sequence[Record], kinds: Sequence[RecordKind]) -
 
 
 def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules) -> DatasetPlan:
-    """The items of all records; pictures are not decoded, and of clips only the first frame.
+    """The items of all records; images are not decoded, and of clips only the first frame.
 
-    Random crops and clips depend on the content of the target and their number alone, so that all runs with
+    Random crops and clips depend only on the content of the target and their number, so that all runs with
     the same settings share their cache entries.
-
-    Args:
-        records: the pictures and clips, with what belongs to them.
-        index: knows size and content of files.
-        rules: what is taken of each record.
     """
     items: list[TrainingItem] = []
     bad: dict[str, str] = {}
@@ -153,10 +130,10 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
             inputs = _input_sizes(record, index, rules)
             content = tuple(index.content(path) for path in record.files)
             is_heard = rules.audio is not None and isinstance(target, VideoFacts)
-            sound = index.audio(record.target) if is_heard else None
+            track = index.audio(record.target) if is_heard else None
             items += _items_of(record, target, content, inputs, rules)
             facts[record.name] = target
-            audio |= {} if sound is None else {record.name: sound}
+            audio |= {} if track is None else {record.name: track}
         except UserError as error:
             bad[record.name] = str(error)
         progress.advance()
@@ -183,7 +160,7 @@ def _check_aspect(path: Path, facts: MediaFacts, target: MediaFacts) -> None:
 
 def _check_length(path: Path, facts: VideoFacts, target: MediaFacts) -> None:
     """Refuse a clip that ends before its target: it would show something else at most times, or nothing."""
-    assert isinstance(target, VideoFacts), "only clips have clips beside them"
+    assert isinstance(target, VideoFacts), "only clips have clips that belong to them"
     # Rates may differ, and with them where the last frame ends.
     if facts.duration_s < target.duration_s - 0.5 / target.fps:
         raise UserError(
@@ -196,17 +173,17 @@ def _input_sizes(record: Record, index: MediaIndex, rules: PlanRules) -> tuple[S
     count = len(record.inputs)
     if rules.max_inputs is not None and count > rules.max_inputs:
         raise UserError(
-            f"{record.target}: has {count} input pictures, and this family takes {rules.max_inputs}: "
+            f"{record.target}: has {count} input images, and this family takes {rules.max_inputs}: "
             "name fewer in data.input_columns or data.input_dirs"
         )
-    return tuple(_input_size(path, index.facts(path), rules) for path in record.inputs)
-
-
-def _input_size(path: Path, facts: MediaFacts, rules: PlanRules) -> Size:
-    try:
-        return rules.input_size(facts.width, facts.height)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    sizes = []
+    for path in record.inputs:
+        facts = index.facts(path)
+        try:
+            sizes.append(rules.input_size(facts.width, facts.height))
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+    return tuple(sizes)
 
 
 def _items_of(
@@ -218,7 +195,8 @@ def _items_of(
 ) -> list[TrainingItem]:
     num_crops = rules.crops_per_item if rules.crop == "random" else 1
     fps = (rules.fps or facts.fps) if isinstance(facts, VideoFacts) else None
-    places = []
+    num_masks = record.random_masks
+    places: list[tuple[Bucket, float | None, float, float, int | None]] = []
     for resolution in range(rules.buckets.num_resolutions):
         bucket, starts = _clips(facts, content[0], rules, resolution)
         for number, start_s in enumerate(starts):
@@ -226,7 +204,7 @@ def _items_of(
             places += [
                 (bucket, start_s, *_crop(content[0], crop, rules.crop), mask)
                 for crop in crops
-                for mask in _random_masks(record.random_masks, crop)
+                for mask in range(crop * num_masks, (crop + 1) * num_masks) or [None]
             ]
     return [
         TrainingItem(
@@ -246,15 +224,10 @@ def _items_of(
     ]
 
 
-def _random_masks(count: int, crop: int) -> Sequence[int | None]:
-    """Numbers of the masks that are drawn for a crop; one None where none are."""
-    return range(crop * count, (crop + 1) * count) or [None]
-
-
 def _clips(
     facts: MediaFacts, content: str, rules: PlanRules, resolution: int
 ) -> tuple[Bucket, Sequence[float | None]]:
-    """Bucket of a target, and the start of each of its clips; one None for a picture."""
+    """Bucket of a target, and the start of each of its clips; one None for an image."""
     if not isinstance(facts, VideoFacts):
         return rules.buckets.bucket(resolution, facts.width, facts.height, None), [None]
     fps = rules.fps or facts.fps
@@ -290,13 +263,9 @@ def refuse_bad_items(
     """Stop the run for items that cannot be used, unless they are to be left out and are not too many.
 
     Args:
-        names: of all items.
         bad: name of an item to the reason why it cannot be used.
         on_bad_item: "error" refuses any bad item, "skip" leaves them out.
         max_bad_ratio: more bad items than this part of all, in [0, 1], are not skipped.
-
-    Raises:
-        BadItemsError: there are bad items and none is to be skipped, or too many are bad.
     """
     if not bad:
         return

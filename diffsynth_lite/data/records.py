@@ -1,4 +1,4 @@
-"""This file says what a record of the training data is, a source of records, and a part of all records."""
+"""This file defines a record of the training data, a source of records, and a part of all records."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,11 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of several parts that all records fall into, each into the one that its name alone decides.
+    """One of several parts that all records fall into, each into one that only its name decides.
 
     So parts may be worked on in any order and at any time, and leave nothing out of a folder that grows.
 
     Attributes:
-        index: in [0, count).
         count: how many parts there are, >= 1.
     """
 
@@ -35,7 +34,7 @@ class Part:
         return self.count == 1
 
     def owns(self, name: str) -> bool:
-        """Whether what has this name is in the part."""
+        """Whether the item of this name is in the part."""
         return part_index(name, self.count) == self.index
 
     def __str__(self) -> str:
@@ -55,18 +54,18 @@ def part_index(name: str, count: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """What a file beside a target is for.
+    """The role of a file that belongs to a target.
 
     Attributes:
         name: of its field in `Companions` and in `Media`.
-        setting: what the names of its settings begin with, as in ``mask_column`` and ``mask_dir``.
-        mark: what it is called in identities of data and keys of the cache.
-        kind: what records with it are; None where it makes no difference.
+        setting: start of the names of its settings, as in ``mask_column`` and ``mask_dir``.
+        mark: its name in identities of data and keys of the cache.
+        kind: of records with it; None where it makes no difference.
         is_several: whether a target may have more than one, and the settings end in s.
         follows_crop: whether it has the shape of its target and is cropped like it; others have their own.
-        beside_clips: what it is where the target is a clip; beside a picture it is a picture.
+        of_clips: its medium where the target is a clip; that of an image is an image.
         only: suits the name of a target that may have it; None for all.
-        misfit: what to say of other targets.
+        misfit: message about other targets.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Role:
     kind: RecordKind | None = None
     is_several: bool = False
     follows_crop: bool = True
-    beside_clips: Literal["picture", "clip", "either"] = "picture"
+    of_clips: Literal["image", "clip", "either"] = "image"
     only: Callable[[str], bool] | None = None
     misfit: str = ""
 
@@ -90,10 +89,10 @@ class Role:
         return f"{self.setting}_dirs" if self.is_several else f"{self.setting}_dir"
 
     def suffixes(self, target: str) -> tuple[str, ...]:
-        """Those of the files that may stand beside a target of this name."""
-        if self.beside_clips == "picture" or not is_video(target):
+        """Those of the files that may belong to a target of this name."""
+        if self.of_clips == "image" or not is_video(target):
             return IMAGE_SUFFIXES
-        return VIDEO_SUFFIXES if self.beside_clips == "clip" else (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
+        return VIDEO_SUFFIXES if self.of_clips == "clip" else (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 
     def packed(self, values: Sequence[Any]) -> Any:
         """Values as a field has them: a tuple, or of a role with one file this one, or None."""
@@ -111,11 +110,11 @@ def is_video(name: str) -> bool:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file name is that of a picture."""
+    """Whether a file name is that of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-_IS_NO_CLIP = "is a picture, and only clips have first and last frames; make two sources of them"
+_IS_NO_CLIP = "is an image, and only clips have first and last frames; make two sources of them"
 ROLES = (
     Role(
         name="inputs",
@@ -125,7 +124,7 @@ ROLES = (
         is_several=True,
         follows_crop=False,
         only=is_image,
-        misfit="is a clip, and only pictures have inputs; put clips and edits into two sources",
+        misfit="is a clip, and only images have inputs; put clips and edits into two sources",
     ),
     Role(
         name="first_frame",
@@ -144,8 +143,8 @@ ROLES = (
         misfit=_IS_NO_CLIP,
     ),
     Role(name="mask", setting="mask", mark="mask"),
-    Role(name="control", setting="control", mark="control", kind="control", beside_clips="clip"),
-    Role(name="inpaint_mask", setting="inpaint_mask", mark="inpaint", kind="inpaint", beside_clips="either"),
+    Role(name="control", setting="control", mark="control", kind="control", of_clips="clip"),
+    Role(name="inpaint_mask", setting="inpaint_mask", mark="inpaint", kind="inpaint", of_clips="either"),
     Role(
         name="layers",
         setting="layer",
@@ -153,10 +152,10 @@ ROLES = (
         kind="layers",
         is_several=True,
         only=is_image,
-        misfit="is a clip, and only pictures have layers; put clips and pictures into two sources",
+        misfit="is a clip, and only images have layers; put clips and images into two sources",
     ),
 )
-"""All of them, in the order of a record's files; of several with a kind the first one says what it is."""
+"""All of them, in the order of a record's files; of several with a kind the first one decides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,13 +163,13 @@ class Companions:
     """The files that belong to a target, by their roles; None where there is none of a kind.
 
     Attributes:
-        inputs: pictures that an edit starts from, in their order.
-        first_frame: picture that a clip starts with.
-        last_frame: picture that a clip ends with.
-        mask: picture whose white part counts in the loss.
-        control: picture that guides a picture, or clip that guides a clip.
-        inpaint_mask: picture, or of a clip also a clip, whose white part is painted anew.
-        layers: pictures that it is taken apart into, the one at the bottom first.
+        inputs: images that an edit starts from, in their order.
+        first_frame: image that a clip starts with.
+        last_frame: image that a clip ends with.
+        mask: image whose white part counts in the loss.
+        control: control image of an image, control clip of a clip.
+        inpaint_mask: inpainting mask, of a clip also a clip; white is regenerated.
+        layers: images that it is split into, the one at the bottom first.
     """
 
     inputs: tuple[Path, ...] = ()
@@ -194,15 +193,13 @@ class Companions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record(Companions):
-    """One item to learn: a picture or a clip, its captions, and the files that belong to it.
+    """One item to learn: an image or a clip, its captions, and the files that belong to it.
 
     Attributes:
         name: unique in the run: path of the target below its source with forward slashes, and the index of
             the source ahead where there are several, as in "0/cat.png".
-        source: index of its source.
-        target: the picture or clip.
-        captions: at least one, with the trigger; an empty one stands for no caption.
-        random_masks: how many masks of what is painted anew are drawn for it.
+        captions: at least one, with the trigger; it may be empty.
+        random_masks: number of inpainting masks that are drawn for it.
     """
 
     name: str
@@ -218,7 +215,7 @@ class Record(Companions):
 
     @property
     def kinds(self) -> tuple[RecordKind, ...]:
-        """What it is, by each of the files beside its target: what it is trained on as takes all of them."""
+        """Its kinds, by the files that belong to it; the model must take all of them."""
         drawn: tuple[RecordKind, ...] = ("inpaint",) if self.random_masks else ()
         named = (role.kind for role in self.by_role if role.kind)
         own: RecordKind = "video" if is_video(self.target.name) else "image"

@@ -1,4 +1,4 @@
-"""This file says which items make up each block of the endless stream of samples, and who takes it.
+"""This file decides which items make up each block of the endless stream of samples, and who takes it.
 
 A block is one micro-batch, of one bucket. All of it is arithmetic on the seed and the number of the block, so
 resuming means to start at a later block, and the number of processes and workers changes nothing. Nothing is
@@ -8,7 +8,7 @@ dropped or padded:
   floor((e + 1) r) - floor(e r), taken in turn from permutations of its items, and the pass is shuffled.
 - A cycle takes about one pass of each bucket: bucket j has floor(c n_j / size_j) blocks before cycle c, with
   n_j its mean samples a pass. Buckets are shuffled within a cycle; the blocks of one run in order.
-  So what lies before any cycle or pass is a closed form, and a place is found by bisection.
+  So the number of blocks before any cycle or pass is a closed form, and a place is found by bisection.
 """
 
 from bisect import bisect_right
@@ -35,16 +35,13 @@ class Numbers(Protocol):
 
 
 class Orders(Protocol):
-    """What keeps orders that were drawn."""
+    """Keeps orders that were drawn."""
 
     def __call__(self, name: str, number: int, length: int, draw: Callable[[], Indices]) -> Numbers:
         """One of a sequence of orders.
 
         Args:
             name: of the sequence, for one set of items; it has all else that decides the orders.
-            number: of the order in it.
-            length: integers in the order.
-            draw: makes it.
         """
         ...
 
@@ -62,7 +59,6 @@ class Block:
         bucket: index of the bucket that it is of.
         ordinal: number of it among the blocks of its bucket, from 0.
         position: number of its first sample among those of all buckets, from 0; no gaps between blocks.
-        size: samples in it.
     """
 
     bucket: int
@@ -78,11 +74,7 @@ class SampleSchedule:
         groups: the items, by their buckets and sources, in ascending order.
         passes: times that an item of each source is seen in a pass: repeats x weight, more than 0.
         sizes: samples of a block of each bucket, at least 1.
-        seed: seed of the run.
-        orders: keeps what was drawn.
-
-    Raises:
-        UserError: no items, or a number that is out of range.
+        orders: keeps drawn orders.
     """
 
     def __init__(
@@ -152,7 +144,6 @@ class SampleSchedule:
         before, until = (
             [_floor(cycle, rate) for rate in self._blocks_per_pass] for cycle in (number, number + 1)
         )
-
         length = sum(until) - sum(before)
 
         def draw() -> Indices:
@@ -164,11 +155,10 @@ class SampleSchedule:
 
 
 class _Cycle:
-    """The blocks of a cycle, whose order is all that is kept of them: they are asked for one after the other.
+    """The blocks of a cycle, of which only the order is kept: they are asked for one after the other.
 
     Args:
         before: blocks of each bucket ahead of it.
-        sizes: samples of a block of each bucket.
         labels: bucket of each block.
     """
 
@@ -279,9 +269,8 @@ def micro_batch_sizes(
     """Samples of a micro-batch of each bucket.
 
     Args:
-        tokens: of one sample of each bucket in the transformer.
-        micro_batch_size: taken for all buckets where there is no budget.
-        micro_batch_tokens: tokens that a micro-batch may have; a sample that has more stands alone.
+        micro_batch_size: for all buckets, where there is no budget.
+        micro_batch_tokens: tokens that a micro-batch may have; a sample that has more is one.
     """
     if micro_batch_tokens is None:
         return [micro_batch_size] * len(tokens)
@@ -290,11 +279,7 @@ def micro_batch_sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """How the blocks of an optimizer step are shared out over micro-steps and processes.
-
-    Raises:
-        UserError: the global batch is not a whole number of micro-batches for each process.
-    """
+    """How the blocks of an optimizer step are shared out over micro-steps and processes."""
 
     global_batch_size: int
     """Samples of an optimizer step, over all processes."""
@@ -322,7 +307,7 @@ class BatchLayout:
             )
 
     def _fitting(self) -> str:
-        """What makes the global batch whole, in words: as many processes and samples at once as do."""
+        """The most processes and samples at once that make the global batch whole, in words."""
         processes = _largest_divisor(self.global_batch_size, at_most=self.num_processes)
         samples = _largest_divisor(self.global_batch_size // processes, at_most=self.micro_batch_size)
         parts = [f"{processes} processes"] if processes < self.num_processes else []

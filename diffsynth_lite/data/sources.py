@@ -1,4 +1,4 @@
-"""This file reads all sources of training data into one list of records, or says all that is wrong."""
+"""This file reads all sources of training data into one list of records, or reports all problems."""
 
 import logging
 from collections import Counter
@@ -42,17 +42,16 @@ _UNREAD_MEDIA = {
     "png or jpg": "heic heif jxl jp2 psd svg tga dng cr2 cr3 nef arw exr",
     "mp4": "wmv flv mpg mpeg ts m2ts 3gp ogv",
 }
-"""Suffixes of pictures and of clips that are not read, by what to save them as."""
+"""Suffixes of images and of clips that are not read, by what to save them as."""
 _NOTHING = Companions()
 _SUFFIXES = ", ".join((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundRecords:
-    """What could be read of some sources, or of a part of their records.
+    """The records of some sources, or a part of them, and the problems.
 
     Attributes:
-        sources: those that were read.
         records: one source after the other.
         unread: name of an item that became no record to the reason, such as a caption that is missing.
         problems: a line for each source that cannot be used as it is, with all that is wrong in it.
@@ -71,11 +70,7 @@ class FoundRecords:
         return [*(record.name for record in self.records), *self.unread]
 
     def require_all(self) -> list[Record]:
-        """The records, where nothing is wrong.
-
-        Raises:
-            UserError: the problems, a line each.
-        """
+        """The records, where there is no problem."""
         Problems(self.problems).require_none()
         return list(self.records)
 
@@ -87,14 +82,13 @@ def find_records(
     on_bad_item: OnBadItem = "error",
     part: Part = WHOLE,
 ) -> FoundRecords:
-    """Records of all sources, and what is wrong in them. No picture and no clip is decoded here.
+    """Records of all sources, and their problems. No image and no clip is decoded here.
 
-    In a folder the captions stand in text files beside the media, or in one metadata file. Hidden files and
-    folders are not read, and nothing is fetched because of what a row says.
+    In a folder the captions are in text files next to the media, or in one metadata file. Hidden files and
+    folders are not read, and no URL in a row is fetched.
 
     Args:
-        sources: in the order of the records' ``source``.
-        media_store: folder for the pictures and clips that datasets hold as bytes.
+        media_store: folder for the images and clips that datasets hold as bytes.
         on_bad_item: "skip" makes no problem of single items, and leaves out those that cannot be read.
         part: whose records are read; of the others no file is opened, not even their captions.
     """
@@ -103,7 +97,7 @@ def find_records(
     problems = Problems()
     without_trigger: list[str] = []
     for index, source in enumerate(sources):
-        # The place and not the folder's name: a run goes on when its folders have moved.
+        # The place and not the folder's name: a run continues when its folders have moved.
         prefix = f"{index}/" if len(sources) > 1 else ""
         reader = _Reader(source, index=index, prefix=prefix, part=part)
         read = partial(reader.read_dataset, media_store) if source.dataset else reader.read_folder
@@ -124,14 +118,8 @@ def find_records(
 class _Reader:
     """Reads one source.
 
-    Args:
-        source: a folder or a dataset.
-        index: place among the sources of the run.
-        prefix: put ahead of the records' names.
-        part: whose records are read.
-
     Attributes:
-        problems: what was wrong with single items.
+        problems: of single items.
         unread: each of these by its name, with the reason.
         without_trigger: names of the records with a caption that lacked its trigger.
     """
@@ -166,7 +154,7 @@ class _Reader:
         folder = list_folder(source.folder, allow_outside=source.allow_outside)
         pairs = PairFolders(source)
         media = [name for name in folder.files if (is_image(name) or is_video(name)) and not pairs.hold(name)]
-        _tell_what_is_not_read(folder, pairs)
+        _log_ignored_files(folder, pairs)
         if source.metadata_file is not None:
             return self._read_rows(folder, media, pairs, read_table(source.metadata_file, source.columns))
         texts, reads_texts = CaptionFiles(folder, media), source.captions != "none"
@@ -174,10 +162,13 @@ class _Reader:
             return self._read_rows(folder, media, pairs, read_table(metadata, source.columns))
         if source.pair_columns:
             raise UserError(f"{folder.path}: no metadata file for {', '.join(source.pair_columns)}")
-        _warn_of_unused_columns(source)
+        if unused := [key for key in ("media_column", "caption_columns") if not source.is_default(key)]:
+            logger.warning(
+                "%s: no metadata file, so nothing is read by %s", source.folder, " and ".join(unused)
+            )
         if not media:
             raise UserError(
-                f"{folder.path}: no pictures or clips among its {len(folder.files)} files; "
+                f"{folder.path}: no images or clips among its {len(folder.files)} files; "
                 f"{_SUFFIXES} are read, also in subfolders"
             )
 
@@ -193,9 +184,9 @@ class _Reader:
         return records
 
     def _metadata_in(self, folder: Folder, *, has_texts: bool) -> Path | None:
-        """Metadata file of the folder, or None where the captions stand beside the media."""
+        """Metadata file of the folder, or None where the captions are in text files."""
         found = [name for name in _METADATA_FILES if name in folder.files]
-        places = [*found, *(["caption files beside the media"] if has_texts else [])]
+        places = [*found, *(["caption files next to the media"] if has_texts else [])]
         if found and len(places) > 1:
             raise UserError(
                 f"{folder.path}: holds {' and '.join(places)}; name the metadata file that is meant, "
@@ -219,7 +210,7 @@ class _Reader:
         rows = [row for row, cell in enumerate(cells) if self._owns(str(cell))]
         records = self._collect(rows, read_row, where=table.where, label=_row_label(table))
         if not self._part.is_whole:
-            return records  # What no row names, only all rows tell.
+            return records  # Only all rows show which files none of them names.
         used = (
             {path for record in records for path in record.files[1:]} if self._source.pair_columns else set()
         )
@@ -246,8 +237,8 @@ class _Reader:
 
         def companions() -> Companions:
             named = companions_in_row(source, target.name, lambda column: table.columns[column][row], find)
-            beside = pairs.of(name) if pairs else _NOTHING
-            return Companions.of({**beside.by_role, **named.by_role})
+            paired = pairs.of(name) if pairs else _NOTHING
+            return Companions.of({**paired.by_role, **named.by_role})
 
         def captions() -> tuple[str, ...]:
             return captions_in({column: table.columns[column][row] for column in source.caption_columns})
@@ -263,7 +254,7 @@ class _Reader:
     ) -> Record:
         """The record of a target, or one error with all that is wrong with it."""
         if not is_image(target.name) and not is_video(target.name):
-            raise UserError(f"{target.name} is neither picture nor clip; {_SUFFIXES} are read")
+            raise UserError(f"{target.name} is neither image nor clip; {_SUFFIXES} are read")
         problems = Problems()
         texts = problems.attempt(lambda: self._captions(captions)) or ()
         paired = _NOTHING
@@ -286,15 +277,15 @@ class _Reader:
         )
 
     def _captions(self, read: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-        """What was written about an item, or the trigger where that stands for it."""
-        alone = (self._source.trigger,) if self._source.trigger else ()
+        """The captions of an item, or the trigger in place of missing ones."""
+        trigger = (self._source.trigger,) if self._source.trigger else ()
         if self._source.captions == "none":
-            return alone or ("",)
+            return trigger or ("",)
         try:
             return read()
         except MissingCaption:
-            if self._source.captions == "optional" and alone:
-                return alone
+            if self._source.captions == "optional" and trigger:
+                return trigger
             self._lacks_captions = True
             raise
 
@@ -324,8 +315,8 @@ class _Reader:
         return records
 
 
-def _tell_what_is_not_read(folder: Folder, pairs: PairFolders) -> None:
-    """Log of which kinds files are that are neither picture, clip, caption nor table."""
+def _log_ignored_files(folder: Folder, pairs: PairFolders) -> None:
+    """Log the kinds of files that are neither image, clip, caption nor table."""
     known = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *CAPTION_SUFFIXES, *_TABLE_SUFFIXES)
     others = [
         PurePosixPath(name).suffix.lower().removeprefix(".") or "without suffix"
@@ -342,12 +333,6 @@ def _tell_what_is_not_read(folder: Folder, pairs: PairFolders) -> None:
     ]
     level = logging.WARNING if remedies else logging.INFO
     logger.log(level, "%s: not read are %s%s", folder.path, counts, "".join(remedies))
-
-
-def _warn_of_unused_columns(source: Source) -> None:
-    """Say which columns were named although nothing has columns."""
-    if unused := [key for key in ("media_column", "caption_columns") if not source.is_default(key)]:
-        logger.warning("%s: no metadata file, so nothing is read by %s", source.folder, " and ".join(unused))
 
 
 def _row_label(table: Table) -> Callable[[int], str]:

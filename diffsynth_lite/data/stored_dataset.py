@@ -1,6 +1,6 @@
-"""This file makes files of the pictures and clips inside a `datasets` dataset, so that all else sees files.
+"""This file makes files of the images and clips inside a `datasets` dataset, so that all else sees files.
 
-A file is named by its content. What was stored for a dataset is noted beside the files, so that an unchanged
+A file is named by its content. A note next to the files lists those of a dataset, so that an unchanged
 dataset is not read again. Where it is stored by parts, each has a note of its own.
 """
 
@@ -26,7 +26,7 @@ from diffsynth_lite.files import replacing, write_bytes
 logger = logging.getLogger(__name__)
 
 _WHOLE = "train"
-"""The default split, which also stands for a dataset that has none."""
+"""The default split, also for a dataset that has none."""
 
 _ROWS_AT_ONCE = 32
 """Rows in memory while they are stored; clips can have hundreds of MiB each."""
@@ -52,16 +52,10 @@ _SIGNATURES = (
 def read_stored_dataset(source: Source, media_store: Path, part: Part = WHOLE) -> Table:
     """All rows of a dataset, with paths in the place of media.
 
-    Each cell of a media column is a path as text, a list of them, None, or what is wrong with it as a
-    `UserError`; see `find_stored`.
+    Each cell of a media column is a path as text, a list of them, None, or a `UserError`; see `find_stored`.
 
     Args:
-        source: with ``dataset``, a hub id or a local folder.
-        media_store: folder for the files.
         part: the media of other rows than :func:`rows_of` it are not read, and their cells None.
-
-    Raises:
-        UserError: the dataset cannot be loaded, or lacks a column.
     """
     dataset = _load(source)
     require_columns(source.where, source.columns, dataset.column_names)
@@ -82,15 +76,11 @@ def rows_of(part: Part, num_rows: int) -> list[int]:
 
 
 def find_stored(cell: object) -> tuple[str, Path]:
-    """Name and path of the file in a cell of `read_stored_dataset`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Name and path of the file in a cell of `read_stored_dataset`."""
     if isinstance(cell, UserError):
         raise cell
     if not isinstance(cell, str):
-        raise UserError("no picture or clip")
+        raise UserError("no image or clip")
     return Path(cell).name, Path(cell)
 
 
@@ -123,7 +113,7 @@ def _stored(source: Source, dataset: Dataset, media_store: Path, part: Part) -> 
     """Cells of the media columns, from the notes about this dataset or from its bytes."""
     for column, feature in dataset.features.items():
         if not isinstance(_element(feature), datasets.Image | datasets.Video):
-            raise UserError(f"{source.where}: the column {column} holds {feature}, not pictures or clips")
+            raise UserError(f"{source.where}: the column {column} holds {feature}, not images or clips")
     identity = f"{dataset._fingerprint}:{sorted(dataset.column_names)}:{source.allow_outside}"
     note = media_store / "datasets" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
     if noted := _noted(note) or (_noted_by_parts(note, len(dataset)) if part.is_whole else None):
@@ -144,7 +134,7 @@ def _store(source: Source, dataset: Dataset, media_store: Path, note: Path) -> d
         for column, cells in stored.items():
             cells += [store.cell(value) for value in rows.column(column).to_pylist()]
     if not any(isinstance(leaf, UserError) for cells in stored.values() for leaf in _leaves(cells)):
-        os.sync()  # Once for all files: what the note names must outlive a crash of the machine.
+        os.sync()  # Once for all files: those in the note must outlive a crash of the machine.
         note.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(note, json.dumps(stored).encode())
     return stored
@@ -189,14 +179,14 @@ def _noted(note: Path) -> dict[str, list[object]] | None:
 
 
 def _element(feature: object) -> object:
-    """What a column holds, or the lists in it."""
+    """The kind of cells in a column, or in its lists."""
     while isinstance(feature, datasets.List | datasets.LargeList):
         feature = feature.feature
     return feature
 
 
 def _leaves(cells: list[object]) -> Iterator[Any]:
-    """All cells but the empty ones, and what is in the lists among them."""
+    """All cells except empty ones, and those in the lists among them."""
     for cell in cells:
         if isinstance(cell, list):
             yield from _leaves(cell)
@@ -216,7 +206,6 @@ class _MediaStore:
     """Files named by their content.
 
     Args:
-        folder: holds the files, in folders by the first two digits of their hash.
         roots: folders in which a dataset may name files.
         allow_outside: whether it may name files elsewhere.
     """
@@ -227,7 +216,7 @@ class _MediaStore:
         self._allow_outside = allow_outside
 
     def cell(self, value: Any) -> object:
-        """Path of the file with a cell's media; what is wrong with it as an error."""
+        """Path of the file with a cell's media, or an error."""
         if value is None:
             return None
         if isinstance(value, list):
@@ -240,7 +229,7 @@ class _MediaStore:
     def _store(self, content: bytes) -> str:
         kinds = [suffix for start, magic, suffix in _SIGNATURES if content.startswith(magic, start)]
         if not kinds:
-            raise UserError(f"begins with {content[:12]!r}, as no picture or clip does that is read")
+            raise UserError(f"begins with {content[:12]!r}, as no image or clip that is read")
         digest = hashlib.sha256(content).hexdigest()
         path = self._folder / digest[:2] / f"{digest}{kinds[0]}"
         if not path.is_file() or path.stat().st_size != len(content):

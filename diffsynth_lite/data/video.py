@@ -1,7 +1,7 @@
-"""This file says what a clip holds, chooses times in it, reads the frames shown at them, and writes clips.
+"""This file checks a video, chooses times in it, reads the frames shown at them, and writes videos.
 
 Times are in seconds from the frame that is shown first. A frame is shown from its own time to that of the
-next one, the last for as long as the file says: 25 frames at 25 fps cover the times from 0 to below 1.
+next one, the last for its duration in the file: 25 frames at 25 fps cover the times from 0 to below 1.
 """
 
 from bisect import bisect_left
@@ -45,9 +45,9 @@ from diffsynth_lite.media import Audio
 
 _FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
 DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswscale {_FFMPEG['libswscale']}"
-"""Name of what decides a clip's pixels besides its bytes; part of cache keys, so change it with the code."""
+"""All that decides a clip's pixels besides its bytes; part of cache keys, so change it with the code."""
 AVI_ID = "avi 2"
-"""Likewise, of what only AVI files are read by: the times of their frames are those of the index since 2."""
+"""The same for AVI files: the times of their frames are those of the index since 2."""
 
 ClipPlace = Literal["start", "center", "random", "uniform"]
 
@@ -68,11 +68,10 @@ _X264 = {"crf": "18", "preset": "veryfast", "aq-mode": "none", "mbtree": "0"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoFacts:
-    """What a clip holds.
+    """Facts of a video file.
 
     Attributes:
         width: of a frame as it is shown, in pixels.
-        height: of a frame as it is shown, in pixels.
         num_frames: frames that are shown.
         duration_s: from the start of the first frame to the end of the last.
         fps: frames per second; the mean of a clip whose rate varies, and of an AVI that of most frames.
@@ -93,11 +92,7 @@ def is_avi(path: Path) -> bool:
 
 
 def check_video(path: Path) -> VideoFacts:
-    """Read the times of all frames, decoding only the first frame.
-
-    Raises:
-        UserError: the file is no clip, cannot be used, or holds less than it promises.
-    """
+    """Read the times of all frames, decoding only the first frame."""
     start = clip_start(path)
     with opened_clip(path) as clip:
         times, last_duration = _frame_times(path, clip, start.pts)
@@ -106,7 +101,7 @@ def check_video(path: Path) -> VideoFacts:
     intervals = [later - earlier for earlier, later in pairwise(times)]
     mean = Fraction(times[-1] - times[0], len(intervals)) if intervals else Fraction(last_duration)
     if mean == 0:
-        raise UserError(f"{path}: does not say for how long its frame is shown; save it as an image")
+        raise UserError(f"{path}: has no duration for its only frame; save it as an image")
     duration_s = (times[-1] - times[0] + (last_duration or mean)) * start.time_base
     rate = len(times) / duration_s
     unevenness = max((abs(interval - mean) for interval in intervals), default=Fraction(0))
@@ -125,12 +120,8 @@ def check_video(path: Path) -> VideoFacts:
     )
 
 
-def _as_it_is(image: Image.Image) -> Image.Image:
-    return image
-
-
 def read_frames(
-    path: Path, times_s: Sequence[float], *, each: Callable[[Image.Image], Image.Image] = _as_it_is
+    path: Path, times_s: Sequence[float], *, each: Callable[[Image.Image], Image.Image] = lambda image: image
 ) -> list[Image.Image]:
     """Decode the frames that are shown at the given times, and nothing far from them.
 
@@ -140,14 +131,11 @@ def read_frames(
     Args:
         path: MP4, MOV, Matroska, WebM or AVI.
         times_s: in seconds from the first frame, in [0, duration), in any order.
-        each: what becomes of an upright RGB frame, such as a crop, before the next one is made: a clip
-            of a few KiB can have gigabytes of pixels.
+        each: transform of an upright RGB frame, such as a crop, before the next one is decoded: a clip of a
+            few KiB can have gigabytes of pixels.
 
     Returns:
-        What ``each`` makes of the frames, one for each time; equal times of one frame share an image.
-
-    Raises:
-        UserError: a time lies outside of the clip, or the part read cannot be used or is damaged.
+        The transformed frames, one for each time; equal times of one frame share an image.
     """
     start = clip_start(path)
     tolerance = (min(start.time_base, _TIME_TOLERANCE_S) + Fraction(1, 10**6)) / start.time_base
@@ -161,8 +149,8 @@ def read_frames(
         frames = frames_from(path, floor(wanted[0] + tolerance), first_pts=start.pts)
         images = _images_shown(frames, wanted, tolerance, each)
     except UserError:
-        # Some clips (intra refresh) have keyframes that decode only after what is before them, and damage is
-        # told from them by decoding everything.
+        # Some clips (intra refresh) have keyframes that decode only after the frames before them; decoding
+        # everything distinguishes them from damage.
         images = _images_shown(all_frames(path), wanted, tolerance, each)
     if len(images) < len(wanted):
         raise UserError(f"{path}: a frame at {times[len(images)]:g} s is asked for, but the clip ends before")
@@ -202,9 +190,6 @@ def clip_starts(
 
     Returns:
         Starts in ascending order, each once: fewer than ``count`` where no more differ.
-
-    Raises:
-        UserError: the file is shorter than a clip, or ``count`` does not fit ``where``.
     """
     slack = duration_s - clip_s
     if slack < -float(_TIME_TOLERANCE_S):
@@ -252,7 +237,7 @@ def _frame_times(path: Path, clip: OpenClip, first_pts: int) -> tuple[list[int],
 
 
 def _check_complete(path: Path, clip: OpenClip, num_packets: int, ends_s: Mapping[int, float]) -> None:
-    """Compare what was read with what the header promises, of the clip alone where it says that."""
+    """Compare the packets with those that the header promises, of the video only where it states them."""
     kind = clip.container.format.name
     if "mp4" in kind:
         promised = len(clip.stream.index_entries)
@@ -291,8 +276,8 @@ def _num_empty_chunks(path: Path, stream: VideoStream) -> int:
 def _ends_early(stream: VideoStream, end_s: float) -> bool:
     """Whether frames that are missing in the index of an MP4 are missing at its end.
 
-    FFmpeg ends the index where the tables are damaged, and leaves out of it what an edit list cuts; the
-    duration is that of what the edit list leaves.
+    FFmpeg ends the index where the tables are damaged, and leaves out frames that an edit list cuts; the
+    duration is that of the others.
     """
     if stream.duration is None or stream.time_base is None:
         return True
@@ -345,11 +330,8 @@ def write_video(
     """Write RGB frames of one even size as H.264 (yuv420p, BT.709) in an MP4, in one atomic step.
 
     Args:
-        audio: its sound, as AAC, from the first frame on; mono or stereo.
+        audio: its audio, as AAC, from the first frame on; mono or stereo.
         comment: the tag of that name; empty writes none.
-
-    Raises:
-        ValueError: no frames, or frames of unequal or odd sizes.
     """
     sizes = {frame.size for frame in frames}
     if len(sizes) != 1 or any(side % 2 for size in sizes for side in size):
@@ -374,19 +356,19 @@ def _encode(
         stream.codec_context.thread_count = 1
         stream.codec_context.colorspace = stream.codec_context.color_primaries = 1  # BT.709
         stream.codec_context.color_trc = stream.codec_context.color_range = 1  # BT.709, limited
-        sound = None if audio is None else _audio_stream(container, audio)
+        audio_stream = None if audio is None else _audio_stream(container, audio)
         for image in frames:
             frame = VideoFrame.from_ndarray(np.asarray(image.convert("RGB")), format="rgb24")
             container.mux(
                 stream.encode(frame.reformat(format="yuv420p", dst_colorspace=1, dst_color_range=1))
             )
         container.mux(stream.encode(None))
-        if audio is not None and sound is not None:
-            _encode_audio(container, sound, audio)
+        if audio is not None and audio_stream is not None:
+            _encode_audio(container, audio_stream, audio)
 
 
 def _audio_stream(container: OutputContainer, audio: Audio) -> AudioStream:
-    """One for AAC, in the rate of the sound where AAC knows that."""
+    """One for AAC, in the rate of the audio where AAC knows that."""
     rates = Codec("aac", "w").audio_rates or ()
     rate = audio.sample_rate if audio.sample_rate in rates else _USUAL_RATE
     return container.add_stream("aac", rate=rate, layout=_LAYOUTS[len(audio.waveform)], options=_AAC)

@@ -1,8 +1,8 @@
 """This file decodes clips strictly: every frame that a file promises comes, in order, or it is an error.
 
 FFmpeg conceals damage: a frame that cannot be decoded is left out or filled with grey. So each packet is
-held against the frame it must give, decoders are told to stop at the first fault, and what would come out
-with wrong colours or a wrong shape (HDR, interlaced, transparent, not square) is refused by name.
+compared with the frame it must give, decoders stop at the first fault, and clips that would come out with
+wrong colours or a wrong shape (HDR, interlaced, transparent, not square) are refused by name.
 """
 
 import errno
@@ -39,7 +39,7 @@ _OPEN_OPTIONS = {
 _DECODER_OPTIONS = {"err_detect": "crccheck+bitstream+buffer+explode", "max_pixels": str(MAX_PIXELS)}
 
 _OF_THE_MACHINE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Failures that say nothing about the clip; EIO does, as FFmpeg also says it of files that are cut off."""
+"""Failures that are not the clip's. EIO may be: FFmpeg also gives it for files that are cut off."""
 
 _PROGRESSIVE = (0, 1)  # AVFieldOrder: unknown, progressive
 _SQUARE = (Fraction(98, 100), Fraction(102, 100))
@@ -65,7 +65,7 @@ _UPRIGHT: dict[tuple[float, float, float, float], Image.Transpose | None] = {
     (0, 1, 1, 0): Image.Transpose.TRANSPOSE,
     (0, -1, -1, 0): Image.Transpose.TRANSVERSE,
 }
-"""Entries a, b, c, d of a display matrix (x' = a x + c y, y' = b x + d y), and what shows it upright."""
+"""Entries a, b, c, d of a display matrix (x' = a x + c y, y' = b x + d y) to what makes a frame upright."""
 
 CHUNK_HEADER_BYTES = 8
 """Of an AVI: before the data of each chunk."""
@@ -76,7 +76,7 @@ _SEEK_BACK_S = (0, 2, 10)
 
 @dataclass(frozen=True, slots=True)
 class OpenClip:
-    """An open file and the stream of its picture."""
+    """An open file and the stream of its image."""
 
     container: InputContainer
     stream: VideoStream
@@ -97,7 +97,6 @@ def opened_clip(path: Path) -> Iterator[OpenClip]:
     """Open a clip with its header checked; an error of FFmpeg inside becomes one that names the file.
 
     Raises:
-        UserError: the file is no clip, cannot be used, or what was done with it failed.
         MemoryError: there was too little; the clip may be good.
         OSError: too many files are open; the clip may be good.
     """
@@ -119,11 +118,7 @@ def opened_clip(path: Path) -> Iterator[OpenClip]:
 
 
 def clip_start(path: Path) -> ClipStart:
-    """Decode the frame that is shown first; the times of a clip count from it.
-
-    Raises:
-        UserError: as `opened_clip`, or there is none.
-    """
+    """Decode the frame that is shown first; the times of a clip count from it."""
     with opened_clip(path) as clip:
         for frame in _decoded(_from_start(clip)):
             width, height = upright_size(frame)
@@ -138,9 +133,6 @@ def frames_from(path: Path, pts: int, *, first_pts: int) -> Generator[VideoFrame
         path: MP4, MOV, Matroska, WebM or AVI.
         pts: time of a frame that is wanted, in the stream's units.
         first_pts: time of the frame shown first.
-
-    Raises:
-        UserError: as `opened_clip`, or the part that is decoded is damaged.
     """
     with opened_clip(path) as clip:
         packets = _sought(clip, pts, first_pts)
@@ -151,11 +143,7 @@ def frames_from(path: Path, pts: int, *, first_pts: int) -> Generator[VideoFrame
 
 
 def all_frames(path: Path) -> Generator[VideoFrame, None, None]:
-    """Decode every frame in the order of their times.
-
-    Raises:
-        UserError: as `opened_clip`, or the clip is damaged.
-    """
+    """Decode every frame in the order of their times."""
     with opened_clip(path) as clip:
         yield from _decoded(_from_start(clip))
 
@@ -165,7 +153,7 @@ def timed(clip: OpenClip, packets: Iterable["Packet[Any]"]) -> Iterator["Packet[
 
     An AVI has no times: each chunk lasts for one frame, and one without data repeats the frame before it.
     FFmpeg (libavformat 62.12) takes the next chunk's time for that of a frame of H.264, and after a seek may
-    count empty chunks twice; what its index says is right.
+    count empty chunks twice; its index is right.
     """
     if clip.container.format.name != "avi":
         yield from packets
@@ -181,7 +169,7 @@ def is_shown(packet: "Packet[Any]") -> bool:
     """Whether a packet gives a frame, and not one that only others refer to or that an edit list cut."""
     if packet.is_discard or not packet.size:
         return False
-    # VP8 keeps its "alternate reference" frames in packets of their own; bit 4 says whether it is shown
+    # VP8 keeps its "alternate reference" frames in packets of their own; bit 4 is set where one is shown
     # (RFC 6386, section 9.1).
     return packet.stream.codec_context.name != "vp8" or bool(bytes(packet)[0] & 0x10)
 
@@ -199,7 +187,7 @@ def _opened_container(path: Path) -> InputContainer:
 
 
 def _promises_too_much(path: Path) -> bool:
-    """Whether a frame has more bytes by the index of a file than the file: no memory would do for it."""
+    """Whether a frame has more bytes by the index of a file than the file: no memory would be enough."""
     num_bytes = path.stat().st_size
     with _opened_container(path) as container:
         streams = container.streams.video
@@ -211,7 +199,7 @@ def _check_stream(container: InputContainer, stream: object) -> None:
         raise UserError("holds no video stream")
     context = stream.codec_context
     if context is None or context.format is None:
-        raise UserError("its pictures are of a kind that cannot be decoded, or damaged; save it as H.264")
+        raise UserError("its images are of a kind that cannot be decoded, or damaged; save it as H.264")
     if context.width * context.height > MAX_PIXELS:
         raise UserError(f"{context.width} x {context.height} pixels a frame; at most {MAX_PIXELS} are read")
     ratio = stream.sample_aspect_ratio
@@ -224,7 +212,7 @@ def _check_stream(container: InputContainer, stream: object) -> None:
     if context.field_order not in _PROGRESSIVE:
         raise UserError(_INTERLACED)
     if container.format.name == "avi" and context.has_b_frames:
-        raise UserError("an AVI file does not say when its B-frames are shown; save it as MP4")
+        raise UserError("an AVI file does not record when its B-frames are shown; save it as MP4")
     check_colours(context.color_trc, context.colorspace)
 
 
@@ -236,12 +224,12 @@ def _from_start(clip: OpenClip) -> Iterator[VideoPacket]:
     packets = timed(clip, clip.container.demux(clip.stream))
     first = next(packets)
     if first.size and not first.is_keyframe:
-        raise UserError("damaged or cut at its start, which is no keyframe; encode it again")
+        raise UserError("damaged or cut at its start, which is not a keyframe; encode it again")
     return _from_keyframe(chain([first], packets))
 
 
 def _sought(clip: OpenClip, pts: int, first_pts: int) -> Iterator[VideoPacket] | None:
-    """Packets from the keyframe before ``pts``, or None where only the start of the file will do."""
+    """Packets from the keyframe before ``pts``, or None where only the start of the file is early enough."""
     for back_s in _SEEK_BACK_S:
         target = pts - int(back_s / _time_base(clip))
         if target <= first_pts:
@@ -255,7 +243,7 @@ def _sought(clip: OpenClip, pts: int, first_pts: int) -> Iterator[VideoPacket] |
 
 
 def _from_keyframe(packets: Iterable[VideoPacket]) -> Iterator[VideoPacket]:
-    """Packets from the first keyframe on, without those shown before it: they refer to what is not there."""
+    """Packets from the first keyframe on, without those shown before it: they refer to missing frames."""
     start: int | None = None
     for packet in takewhile(lambda packet: packet.size or packet.dts is not None, packets):
         if start is None and packet.is_keyframe:
@@ -309,7 +297,7 @@ def _time_base(clip: OpenClip) -> Fraction:
 
 
 def rgb_image(frame: VideoFrame) -> Image.Image:
-    """The picture of a frame, upright, as RGB with 8 bits a channel.
+    """The image of a frame, upright, as RGB with 8 bits a channel.
 
     Colours are converted by the matrix and range that the file names; one that names none is taken, as by
     FFmpeg, to be BT.601 of limited range.
@@ -321,11 +309,7 @@ def rgb_image(frame: VideoFrame) -> Image.Image:
 
 
 def check_colours(transfer: int, matrix: int) -> None:
-    """Check the transfer function and matrix of a clip, numbers of H.273.
-
-    Raises:
-        UserError: colours of that kind cannot be converted to RGB with 8 bits.
-    """
+    """Check the transfer function and matrix of a clip, numbers of H.273."""
     if transfer in _HDR_TRANSFERS:
         raise UserError(f"is HDR ({_HDR_TRANSFERS[transfer]}); map it to SDR (BT.709) first")
     if matrix not in _MATRICES:
@@ -333,11 +317,7 @@ def check_colours(transfer: int, matrix: int) -> None:
 
 
 def transposition(frame: VideoFrame) -> Image.Transpose | None:
-    """What brings a frame as stored to how it is shown; None: nothing.
-
-    Raises:
-        UserError: it is shown at an angle that is no multiple of 90 degrees.
-    """
+    """The transposition that makes a stored frame upright; None where it is."""
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return None

@@ -22,7 +22,7 @@ _Batch = TypeVar("_Batch")
 
 _SECONDS_AFTER_SIGTERM = 600
 _DUMP_AT = 0.8
-"""Part of a worker's time after which it writes down where it is: before it is given up and killed."""
+"""Part of a worker's time after which it writes its stack: before it is given up and killed."""
 _DUMP_NOT_BEFORE = 0.05
 """Part of it that a worker which took long to start has at least."""
 _NAME_BYTES = 512
@@ -40,7 +40,6 @@ class WorkerWatch:
     where the worker is inside a call that never returns. In the trainer itself nothing is watched.
 
     Args:
-        num_workers: processes that read.
         limit_s: how long the trainer waits for a batch; for the first one, from now on.
     """
 
@@ -53,7 +52,7 @@ class WorkerWatch:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Scope of one batch; its time begins with its first read, so that what is in memory is not timed."""
+        """Scope of one batch; its time begins with its first read, so entries in memory are not timed."""
         try:
             yield
         finally:
@@ -63,7 +62,7 @@ class WorkerWatch:
                 self._note("")
 
     def reads(self, name: str) -> None:
-        """Note what this process begins to read."""
+        """Note the item that this process begins to read."""
         if get_worker_info() is None:
             return
         if not self._is_counting:
@@ -72,7 +71,7 @@ class WorkerWatch:
         self._note(name)
 
     def being_read(self) -> list[str]:
-        """What the workers are reading."""
+        """The items that workers are reading."""
         raw = self._names.raw
         names = (raw[start : start + _NAME_BYTES] for start in range(0, len(raw), _NAME_BYTES))
         return [text for name in names if (text := name.rstrip(b"\0").decode(errors="replace"))]
@@ -94,7 +93,7 @@ class WorkerWatch:
 
 
 class WorkerContext(SpawnContext):
-    """Starts workers that end when they cannot hand over a batch, where Python would drop it and go on.
+    """Starts workers that end when they cannot hand over a batch, where Python would drop it and continue.
 
     New processes: a fork can deadlock on a lock that a thread of this process held, and knows its CUDA.
     """
@@ -128,17 +127,11 @@ def ignore_stop_signals(worker_id: int) -> None:
 
 
 def watched_batches(loader: Iterable[_Batch], watch: WorkerWatch) -> Iterator[_Batch]:
-    """Yield what a loader yields; once torch gives up on its workers, kill those that are left.
+    """The batches of a loader; once torch gives up on its workers, those that are left are killed.
 
     One that hangs in a read does not hear SIGTERM, and the trainer would wait for it at its own exit.
 
-    Args:
-        loader: yields batches, from the workers that ``watch`` watches.
-        watch: knows what they are reading.
-
     Raises:
-        RuntimeError: torch's, with what was being read; a worker died, or gave nothing for the loader's
-            timeout.
         OSError: this process, or a worker, could open no more files.
     """
     others = multiprocessing.active_children()
@@ -168,16 +161,12 @@ def watched_batches(loader: Iterable[_Batch], watch: WorkerWatch) -> Iterator[_B
 
 
 def require_free_files() -> None:
-    """Check that workers can be started: with too few files they, or this process, would stop half-way.
-
-    Raises:
-        OSError: this process can open no more.
-    """
+    """Check that workers can be started: with too few files they, or this process, would stop half-way."""
     with ExitStack() as opened:
         for _ in range(_FREE_FILES):
             opened.enter_context(Path(os.devnull).open("rb"))
 
 
 def is_lost_worker(error: RuntimeError) -> bool:
-    """Whether torch says that a worker died or hangs, for which it has no class."""
+    """Whether torch reports that a worker died or hangs, for which it has no class."""
     return str(error).startswith("DataLoader ")

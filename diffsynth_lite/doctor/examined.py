@@ -194,7 +194,7 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
 
 def _num_latents(item: TrainingItem, config: Config, family: ModelFamily) -> int:
     bucket = item.bucket
-    shape = family.latents_shape(bucket.width, bucket.height, bucket.num_pictures)
+    shape = family.latents_shape(bucket.width, bucket.height, bucket.num_images)
     target = math.prod(shape) + family.num_condition_values(shape)
     sound = None if item.audio is None else audio_shape(config, family, bucket.num_frames)
     target += 0 if sound is None else math.prod(sound)

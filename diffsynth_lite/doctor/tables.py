@@ -237,7 +237,7 @@ def noise_table(
     """
 
     def shape_of(bucket: Bucket) -> Sequence[int]:
-        return family.latents_shape(bucket.width, bucket.height, bucket.num_pictures)
+        return family.latents_shape(bucket.width, bucket.height, bucket.num_images)
 
     total = sum(samples.values())
     sizes = _noise_sizes(levels, shape_of, samples, total)

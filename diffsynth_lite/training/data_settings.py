@@ -151,7 +151,7 @@ def own_audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tup
 
 def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:
     """Tokens that the transformer makes of one sample of a bucket, with those of its inputs."""
-    frames = [(bucket.width, bucket.height, bucket.num_pictures), *((*size, 1) for size in bucket.inputs)]
+    frames = [(bucket.width, bucket.height, bucket.num_images), *((*size, 1) for size in bucket.inputs)]
     return sum(family.num_tokens(family.latents_shape(*shape)) for shape in frames)
 
 
@@ -179,7 +179,7 @@ def shifts_by_size(
         shift: of the shape of one sample's latents, or of those of its audio.
     """
     shapes: dict[str, Sequence[int]] = {
-        size.name: family.latents_shape(size.width, size.height, size.num_pictures)
+        size.name: family.latents_shape(size.width, size.height, size.num_images)
         for size in sizes_of(config, family)
     }
     for count in frame_counts_of(config, family):

@@ -169,7 +169,7 @@ def test_pictures_of_which_parts_are_painted_anew_get_masks(
         (["my pictures", "--masks", "empty", "--inputs", "empty"], "--masks: are of pictures without"),
         (["my pictures", "--masks", "empty", "--family", "flux"], "--family flux: has no starting point for"),
         (["nothing"], "nothing: no such folder"),
-        (["empty"], "empty: no pictures or clips among its 0 files"),
+        (["empty"], "empty: no images or clips among its 0 files"),
         (["my pictures", "--family", "wan_i2v"], "--family wan_i2v: has no starting point for a folder of"),
         (
             ["my pictures", "--family", "flux_kontext"],

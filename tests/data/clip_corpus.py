@@ -97,7 +97,7 @@ def edited(*, silence_s: float = 0.0) -> Maker:
 
 
 def edited_at_both_ends(path: Path) -> None:
-    """Of its 29 frames, the edit list of `edited` cuts the last 5 as well; its sound goes on."""
+    """Of its 29 frames, the edit list of `edited` cuts the last 5 as well; its audio goes on."""
     edited(silence_s=2.0)(path)
     content = bytearray(path.read_bytes())
     first_entry = content.index(b"elst") + 12
@@ -282,10 +282,10 @@ CLIPS: dict[str, tuple[Maker, Accepted | Refused]] = {
     "starts_late.mkv": (clip(times=range(100, 125)), Accepted(ALL_25)),
     "fragments.mp4": (clip(container={"movflags": "frag_keyframe+empty_moov"}), Accepted(ALL_25)),
     "edit_list.mp4": (edited(), Accepted(list(range(11, 40)))),
-    "with_sound.mp4": (sounding(25), Accepted(ALL_25)),
-    "edit_list_with_sound.mp4": (edited(silence_s=2.0), Accepted(list(range(11, 40)))),
+    "with_audio.mp4": (sounding(25), Accepted(ALL_25)),
+    "edit_list_with_audio.mp4": (edited(silence_s=2.0), Accepted(list(range(11, 40)))),
     "edited_at_both_ends.mp4": (edited_at_both_ends, Accepted(list(range(11, 35)))),
-    "no_first_keyframe.mkv": (repacked(lambda packets: packets[1:]), Refused("no keyframe")),
+    "no_first_keyframe.mkv": (repacked(lambda packets: packets[1:]), Refused("not a keyframe")),
     "empty.mp4": (written(b""), Refused(NOT_A_CLIP)),
     "page.mp4": (written(HTML), Refused(NOT_A_CLIP)),
     "zeros.mp4": (written(bytes(5000)), Refused(NOT_A_CLIP)),
@@ -303,7 +303,7 @@ CLIPS: dict[str, tuple[Maker, Accepted | Refused]] = {
     ),
     "zeroed_end_mp3.avi": (cut_at(frame_20, mp3(1.0), fill=True), Refused("cut off: 20 of 26 frames")),
     "half_header.mkv": (lambda path: path.write_bytes(write_clip(path).read_bytes()[:300]), Refused("")),
-    "zeroed_start.mp4": (zeroed_start, Refused("no keyframe")),
+    "zeroed_start.mp4": (zeroed_start, Refused("not a keyframe")),
     "frames_of_no_bytes.mp4": (
         frame_sizes(lambda sizes: sizes.__setitem__(slice(-4, None), [0] * 4)),
         Refused("cut off: 21 of 25 frames"),
@@ -313,7 +313,7 @@ CLIPS: dict[str, tuple[Maker, Accepted | Refused]] = {
         Refused("damaged"),
     ),
     "index_ends_at_a_size.mp4": (frame_sizes(broken_size), Refused("cut off: 20 of 25 frames")),
-    "index_ends_at_a_size_with_sound.mp4": (
+    "index_ends_at_a_size_with_audio.mp4": (
         frame_sizes(broken_size, sounding(25, movflags="faststart")),
         Refused("cut off: 20 of 25 frames"),
     ),

@@ -20,11 +20,11 @@ BT709, BT601, LIMITED, FULL, PQ, HLG = 1, 5, 1, 2, 16, 18
 
 def pattern(index: int, width: int = WIDTH, height: int = HEIGHT) -> np.ndarray:
     """Frame ``index``: grey of brightness 5 + 5 x index (up to 48 differ), red, green and blue corners."""
-    picture = np.full((height, width, 3), 5 + 5 * index % 240, np.uint8)
-    picture[:16, :16] = (255, 0, 0)
-    picture[:16, -16:] = (0, 255, 0)
-    picture[-16:, :16] = (0, 0, 255)
-    return picture
+    image = np.full((height, width, 3), 5 + 5 * index % 240, np.uint8)
+    image[:16, :16] = (255, 0, 0)
+    image[:16, -16:] = (0, 255, 0)
+    image[-16:, :16] = (0, 0, 255)
+    return image
 
 
 def index_shown(image) -> int:
@@ -54,12 +54,12 @@ def write_clip(
     aspect: Fraction | None = None,
     metadata: dict[str, str] | None = None,
     keyframe_every: int = 8,
-    pictures: Iterable[np.ndarray] | None = None,
+    images: Iterable[np.ndarray] | None = None,
 ) -> Path:
     """Encode `pattern` frames; ``times`` are in units of ``time_base`` (default: 1 / rate)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     time_base = time_base or 1 / Fraction(rate)
-    frames = list(pictures) if pictures is not None else [pattern(i, *size) for i in range(num_frames)]
+    frames = list(images) if images is not None else [pattern(i, *size) for i in range(num_frames)]
     with av.open(str(path), "w", options=container or {}) as file:
         settings = {"g": str(keyframe_every)} | (REPEATABLE if codec == "libx264" else {}) | (options or {})
         stream = file.add_stream(codec, rate=rate, options=settings)
@@ -76,8 +76,8 @@ def write_clip(
             stream.codec_context.sample_aspect_ratio = aspect
         if turn is not None:
             stream.set_display_rotation(turn[0], hflip=turn[1], vflip=turn[2])
-        for index, picture in enumerate(frames):
-            frame = VideoFrame.from_ndarray(picture, format="rgb24")
+        for index, image in enumerate(frames):
+            frame = VideoFrame.from_ndarray(image, format="rgb24")
             frame = frame.reformat(format=pixels, dst_colorspace=matrix, dst_color_range=color_range)
             frame.pts, frame.time_base = (index if times is None else times[index]), time_base
             file.mux(stream.encode(frame))
@@ -91,7 +91,7 @@ def write_clip(
 LAYOUTS = {1: "mono", 2: "stereo", 6: "5.1"}
 
 
-def write_sound_clip(
+def write_audio_clip(
     path: Path,
     waveform: np.ndarray | None,
     *,
@@ -102,10 +102,10 @@ def write_sound_clip(
     video_start: float = 0.0,
     seconds: float = 2.0,
 ) -> Path:
-    """Ten small frames a second, and a track of sound, (channels, samples), where there is one.
+    """Ten small frames a second, and a track of audio, (channels, samples), where there is one.
 
     Args:
-        sound_start: seconds at which the track begins, as the pictures do at ``video_start``.
+        sound_start: seconds at which the track begins, as the images do at ``video_start``.
         gap: seconds into the track from which on it is late, and by how much.
     """
     with av.open(str(path), "w") as file:
@@ -200,7 +200,7 @@ def avi_slots(path: Path) -> list[int]:
 
 
 def packets_of(path: Path) -> list[dict[str, Any]]:
-    """The packets of a clip's picture as values, to be written again changed."""
+    """The packets of a clip's image as values, to be written again changed."""
     with av.open(str(path)) as file:
         return [
             {"data": bytes(p), "pts": p.pts, "dts": p.dts, "key": p.is_keyframe, "duration": p.duration}

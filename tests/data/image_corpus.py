@@ -105,7 +105,7 @@ ACCEPTED = {
 BAD_HEADERS = {
     "empty.png": (b"", "not a PNG"),
     "page.png": (b"<!DOCTYPE html><html>404</html>", "not a PNG"),
-    "text.jpg": (b"this is no image", "not a PNG"),
+    "text.jpg": (b"this is not an image", "not a PNG"),
     "icon.png": (save(noise_image(), "ICO"), "not a PNG"),
     "float.tiff": (save(plain(0.5, "F"), "TIFF"), "no agreed range"),
     "grey32.tiff": (save(plain(9, "I"), "TIFF"), "no agreed range"),

@@ -1,4 +1,4 @@
-"""Ways in which a file of pictures or clips may be damaged, and what came of reading a damaged one."""
+"""Ways in which a file of images or clips may be damaged, and what came of reading a damaged one."""
 
 import random
 

@@ -117,9 +117,9 @@ ROWS: dict[str, Read] = {
 """Rows that name files; what a text of the corpus names there is refused."""
 
 DATASETS: dict[str, Read] = {
-    "picture of a dataset": _in_dataset(Image()),
-    "picture below the folder of a dataset": _in_dataset(Image(), below_folder=True),
-    "list of pictures of a dataset": _in_dataset(Image(), in_list=True),
+    "image of a dataset": _in_dataset(Image()),
+    "image below the folder of a dataset": _in_dataset(Image(), below_folder=True),
+    "list of images of a dataset": _in_dataset(Image(), in_list=True),
     "clip of a dataset": _in_dataset(Video()),
 }
 """Columns of `datasets`, which name files as the system does; some texts then name files of the folder."""

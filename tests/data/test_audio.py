@@ -10,7 +10,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from clip_makers import avi_slots, index_shown, write_avi, write_clip, write_sound_clip
+from clip_makers import avi_slots, index_shown, write_audio_clip, write_avi, write_clip
 from PIL import Image
 
 from diffsynth_lite.data import audio as audio_module
@@ -57,10 +57,10 @@ def heard(found: Audio | None) -> torch.Tensor:
         ("clip.avi", "pcm_u8", 8000),
     ],
 )
-def test_sound_is_where_its_frames_are_whatever_the_file(
+def test_audio_is_where_its_frames_are_whatever_the_file(
     tmp_path: Path, name: str, codec: str, rate: int
 ) -> None:
-    path = write_sound_clip(tmp_path / name, click(0.9, rate=rate), rate=rate, codec=codec)
+    path = write_audio_clip(tmp_path / name, click(0.9, rate=rate), rate=rate, codec=codec)
     for start_s, duration_s in ((0.0, 1.7), (0.3, 1.1), (0.8437, 0.5)):
         found = read_audio(path, start_s, duration_s, MONO)
         waveform = heard(found)
@@ -72,7 +72,7 @@ def test_sound_is_where_its_frames_are_whatever_the_file(
 
 
 def test_a_tone_keeps_its_frequency_and_strength(tmp_path: Path) -> None:
-    path = write_sound_clip(tmp_path / "a.mkv", tone(440, rate=44100), rate=44100, codec="flac")
+    path = write_audio_clip(tmp_path / "a.mkv", tone(440, rate=44100), rate=44100, codec="flac")
     for rate in (16000, 24000, 48000):
         form = AudioFormat(sample_rate=rate, num_channels=1)
         waveform = heard(read_audio(path, 0.5, 1.0, form))[0]
@@ -86,12 +86,12 @@ def test_a_tone_keeps_its_frequency_and_strength(tmp_path: Path) -> None:
 
 
 def test_channels_become_those_that_are_asked_for(tmp_path: Path) -> None:
-    mono = write_sound_clip(tmp_path / "mono.mov", tone(100, rate=16000))
+    mono = write_audio_clip(tmp_path / "mono.mov", tone(100, rate=16000))
     left = np.concatenate([tone(100, rate=16000), 0 * tone(100, rate=16000)])
-    stereo = write_sound_clip(tmp_path / "stereo.mov", left)
+    stereo = write_audio_clip(tmp_path / "stereo.mov", left)
     centre = np.zeros((6, 32000), np.float32)
     centre[2] = tone(100, rate=16000)[0]
-    surround = write_sound_clip(tmp_path / "surround.mkv", centre, codec="flac")
+    surround = write_audio_clip(tmp_path / "surround.mkv", centre, codec="flac")
     # A quarter of a second is 25 periods.
     expected = torch.from_numpy(tone(100, rate=16000, seconds=0.25)).float()
     both = heard(read_audio(mono, 0.5, 0.25, STEREO))
@@ -105,39 +105,39 @@ def test_channels_become_those_that_are_asked_for(tmp_path: Path) -> None:
         torch.testing.assert_close(channel[None], expected * 0.5**0.5 / (1 + 2 * 0.5**0.5), atol=1e-4, rtol=0)
 
 
-def test_video_and_sound_that_begin_at_other_times_keep_their_clock(tmp_path: Path) -> None:
-    late = write_sound_clip(tmp_path / "late.mkv", click(0.5, rate=16000), codec="flac", sound_start=0.4)
+def test_video_and_audio_that_begin_at_other_times_keep_their_clock(tmp_path: Path) -> None:
+    late = write_audio_clip(tmp_path / "late.mkv", click(0.5, rate=16000), codec="flac", sound_start=0.4)
     waveform = heard(read_audio(late, 0.0, 2.0, MONO))[0]
     assert int(waveform.abs().argmax()) == round(0.9 * 16000)
     assert not waveform[: round(0.39 * 16000)].any()
-    ahead = write_sound_clip(tmp_path / "ahead.mkv", click(0.9, rate=16000), codec="flac", video_start=0.5)
+    ahead = write_audio_clip(tmp_path / "ahead.mkv", click(0.9, rate=16000), codec="flac", video_start=0.5)
     waveform = heard(read_audio(ahead, 0.2, 1.0, MONO))[0]
     assert int(waveform.abs().argmax()) == round((0.9 - 0.5 - 0.2) * 16000)
 
 
-def test_what_is_missing_is_silent_and_mostly_missing_is_no_sound(tmp_path: Path) -> None:
-    short = write_sound_clip(tmp_path / "short.mov", tone(100, rate=16000, seconds=1.2))
+def test_what_is_missing_is_silent_and_mostly_missing_is_no_audio(tmp_path: Path) -> None:
+    short = write_audio_clip(tmp_path / "short.mov", tone(100, rate=16000, seconds=1.2))
     waveform = heard(read_audio(short, 0.0, 2.0, MONO))[0]
     assert waveform[: round(1.19 * 16000)].abs().max() > 0.4
     assert not waveform[round(1.21 * 16000) :].any()
     assert read_audio(short, 0.6, 1.3, MONO) is None  # 0.6 of 1.3 seconds
     assert read_audio(short, 1.5, 0.5, MONO) is None
 
-    gap = write_sound_clip(tmp_path / "gap.mkv", tone(100, rate=16000), gap=(1.0, 0.3), seconds=3)
+    gap = write_audio_clip(tmp_path / "gap.mkv", tone(100, rate=16000), gap=(1.0, 0.3), seconds=3)
     waveform = heard(read_audio(gap, 0.5, 1.5, MONO))[0]
     quiet = (waveform.abs().unfold(0, 400, 100).amax(1) < 1e-3).nonzero().flatten() * 100 / 16000 + 0.5
     # It begins with the block of 1024 samples after the first second.
     assert (float(quiet.min()), float(quiet.max()) + 400 / 16000) == pytest.approx((1.024, 1.324), abs=0.01)
 
 
-def test_files_without_a_track_and_with_a_mute_one_have_no_sound(tmp_path: Path) -> None:
+def test_files_without_a_track_and_with_a_mute_one_have_no_audio(tmp_path: Path) -> None:
     without = write_clip(tmp_path / "without.mp4")
     assert check_audio(without) is None
     assert read_audio(without, 0.0, 0.5, MONO) is None
-    mute = write_sound_clip(tmp_path / "mute.mp4", np.zeros((2, 88200), np.float32), rate=44100, codec="aac")
+    mute = write_audio_clip(tmp_path / "mute.mp4", np.zeros((2, 88200), np.float32), rate=44100, codec="aac")
     assert check_audio(mute) == AudioFacts(codec="aac", sample_rate=44100, num_channels=2)
     assert read_audio(mute, 0.0, 1.0, MONO) is None
-    quiet = write_sound_clip(tmp_path / "quiet.mov", np.full((1, 32000), 2.0**-14, np.float32))
+    quiet = write_audio_clip(tmp_path / "quiet.mov", np.full((1, 32000), 2.0**-14, np.float32))
     assert heard(read_audio(quiet, 0.0, 1.0, MONO)).unique().tolist() == [2.0**-14]
 
 
@@ -146,7 +146,7 @@ def test_a_late_part_is_sought_and_is_what_decoding_all_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, codec: str
 ) -> None:
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, (1, 8000 * 9)).astype(np.float32)
-    path = write_sound_clip(tmp_path / name, noise, rate=8000, codec=codec, seconds=9)
+    path = write_audio_clip(tmp_path / name, noise, rate=8000, codec=codec, seconds=9)
     sought: list[object] = []
     frames = audio_module._frames
 
@@ -164,8 +164,8 @@ def test_a_late_part_is_sought_and_is_what_decoding_all_gives(
     torch.testing.assert_close(found, whole, atol=0.0 if codec != "aac" else 1e-3, rtol=0)
 
 
-def test_damaged_sound_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    path = write_sound_clip(tmp_path / "bad.mkv", tone(440, rate=16000), codec="flac")
+def test_damaged_audio_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    path = write_audio_clip(tmp_path / "bad.mkv", tone(440, rate=16000), codec="flac")
     with av.open(str(path)) as file:
         packet = [bytes(one) for one in file.demux(audio=0) if one.size][2]
     whole = path.read_bytes()
@@ -173,12 +173,12 @@ def test_damaged_sound_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     path.write_bytes(
         whole[:place] + bytes(255 - byte for byte in whole[place : place + 8]) + whole[place + 8 :]
     )
-    with pytest.raises(UserError, match=r"bad\.mkv: its sound is damaged"):
+    with pytest.raises(UserError, match=r"bad\.mkv: its audio is damaged"):
         read_audio(path, 0.0, 2.0, MONO)
 
 
-def test_sound_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
-    path = write_sound_clip(tmp_path / "cut.mov", tone(440, rate=16000))
+def test_audio_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
+    path = write_audio_clip(tmp_path / "cut.mov", tone(440, rate=16000))
     content = path.read_bytes()
     moov = content.index(b"moov") - 4
     media = content.index(b"mdat") - 4
@@ -204,7 +204,7 @@ def test_sound_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
 def test_an_avi_is_read_to_its_end_and_what_it_lacks_is_an_error(
     tmp_path: Path, codec: str, channels: int
 ) -> None:
-    path = write_sound_clip(
+    path = write_audio_clip(
         tmp_path / "clip.avi", tone(440, rate=16000, channels=channels), rate=16000, codec=codec
     )
     assert heard(read_audio(path, 0.0, 2.0, MONO))[0, -1000:].abs().max() > 0.4
@@ -215,7 +215,7 @@ def test_an_avi_is_read_to_its_end_and_what_it_lacks_is_an_error(
     end = content.rindex(b"idx1")
     content[places[-4] : end] = bytes(end - places[-4])  # as of a download that was not finished
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"clip\.avi: its sound is cut off"):
+    with pytest.raises(UserError, match=r"clip\.avi: its audio is cut off"):
         read_audio(path, 0.0, 2.0, MONO)
 
 
@@ -267,27 +267,27 @@ def test_frames_and_audio_of_an_avi_keep_their_clock_where_empty_chunks_move_fra
         assert abs(int(found.abs().argmax()) / rate - 0.08) < (0.04 if audio_codec == "libmp3lame" else 1e-4)
 
 
-def test_sound_that_is_not_finite_or_has_too_many_channels_is_an_error(
+def test_audio_that_is_not_finite_or_has_too_many_channels_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tone(440, rate=16000)
     broken[0, 8000] = np.nan
-    path = write_sound_clip(tmp_path / "nan.mkv", broken, codec="pcm_f32le")
-    with pytest.raises(UserError, match=r"nan\.mkv: its sound has numbers that are not finite"):
+    path = write_audio_clip(tmp_path / "nan.mkv", broken, codec="pcm_f32le")
+    with pytest.raises(UserError, match=r"nan\.mkv: its audio has numbers that are not finite"):
         read_audio(path, 0.0, 1.0, MONO)
-    stereo = write_sound_clip(tmp_path / "two.mkv", tone(440, rate=16000, channels=2))
+    stereo = write_audio_clip(tmp_path / "two.mkv", tone(440, rate=16000, channels=2))
     monkeypatch.setattr(audio_module, "_MOST_CHANNELS", 1)
-    with pytest.raises(UserError, match=r"two\.mkv: its sound has 2 channels"):
+    with pytest.raises(UserError, match=r"two\.mkv: its audio has 2 channels"):
         read_audio(stereo, 0.0, 1.0, MONO)
 
 
-def test_sound_that_nothing_decodes_is_an_error(tmp_path: Path) -> None:
-    path = write_sound_clip(tmp_path / "odd.mov", tone(440, rate=16000))
+def test_audio_that_nothing_decodes_is_an_error(tmp_path: Path) -> None:
+    path = write_audio_clip(tmp_path / "odd.mov", tone(440, rate=16000))
     content = path.read_bytes()
     assert content.count(b"sowt") == 1
     path.write_bytes(content.replace(b"sowt", b"zzzz"))
     for work in (lambda: check_audio(path), lambda: read_audio(path, 0.0, 1.0, MONO)):
-        with pytest.raises(UserError, match=r"odd\.mov: its sound is of a kind that cannot be decoded"):
+        with pytest.raises(UserError, match=r"odd\.mov: its audio is of a kind that cannot be decoded"):
             work()
 
 
@@ -304,7 +304,7 @@ ITEM = TrainingItem(
 )
 
 
-def test_the_key_of_an_entry_names_the_form_of_the_sound_and_without_sound_is_what_it_was() -> None:
+def test_the_key_of_an_entry_names_the_form_of_the_audio_and_without_audio_is_what_it_was() -> None:
     cache = TensorCache(Path())
     silent = ITEM.key(cache, "vae")
     parts = {
@@ -325,10 +325,10 @@ def test_the_key_of_an_entry_names_the_form_of_the_sound_and_without_sound_is_wh
 @pytest.mark.parametrize(
     ("clip", "codec", "decoder"), [("a.mov", "pcm_s16le", "pcm_s16le"), ("a.avi", "libmp3lame", "mp3float")]
 )
-def test_plans_ask_for_the_sound_of_clips_alone_and_only_where_it_is_learned(
+def test_plans_ask_for_the_audio_of_clips_alone_and_only_where_it_is_learned(
     tmp_path: Path, clip: str, codec: str, decoder: str
 ) -> None:
-    write_sound_clip(tmp_path / clip, tone(100, rate=16000), codec=codec)
+    write_audio_clip(tmp_path / clip, tone(100, rate=16000), codec=codec)
     write_clip(tmp_path / "b.mp4", size=(32, 32))
     Image.new("RGB", (32, 32)).save(tmp_path / "c.png")
     records = [

@@ -333,7 +333,7 @@ def test_batches_are_in_pinned_memory_where_there_is_a_gpu(items, cache):
     assert all(tensor.is_pinned() for tensor in tensors)
 
 
-def test_sound_has_noise_of_its_own_beside_that_of_the_clips(rows, cache):
+def test_audio_has_noise_of_its_own_beside_that_of_the_clips(rows, cache):
     silent = first_batches(4, ItemTable.build(rows), cache)
     assert {batch.audio for batch in silent} == {None}
     for index in range(7):
@@ -353,7 +353,7 @@ def test_sound_has_noise_of_its_own_beside_that_of_the_clips(rows, cache):
         assert batch.audio.uniform.tolist() == levels != batch.uniform.tolist()
 
 
-def test_all_tensors_of_a_batch_with_sound_are_pinned(rows, cache, monkeypatch):
+def test_all_tensors_of_a_batch_with_audio_are_pinned(rows, cache, monkeypatch):
     for index in range(7):
         sound = {"audio_latents": torch.zeros(4, 5), "has_audio": torch.tensor(1.0)}
         cache.write(key(index, "a"), cache.read(key(index, "a")) | sound)

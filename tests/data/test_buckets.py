@@ -130,13 +130,13 @@ def test_an_explicit_size_that_crops_more_than_a_little_more_is_not_taken_for_be
     assert rule.bucket(0, 2000, 2000, None) == Bucket(width=512, height=512)
 
 
-def test_a_clip_gets_the_longest_frame_count_that_it_covers_and_a_picture_one():
+def test_a_clip_gets_the_longest_frame_count_that_it_covers_and_an_image_one():
     rule = BucketRule(divisor=16, step=16, resolutions=(256,), frame_counts=(17, 33, 81))
     frames = {count: rule.bucket(0, 256, 256, count).num_frames for count in (None, 17, 32, 33, 80, 500)}
     assert frames == {None: 1, 17: 17, 32: 17, 33: 33, 80: 33, 500: 81}
     with pytest.raises(UserError, match="16 frames are too few: the least is 17"):
         rule.bucket(0, 256, 256, 16)
-    for count in (0, 1):  # a clip of one frame is no picture
+    for count in (0, 1):  # a clip of one frame is not an image
         with pytest.raises(UserError, match=f"^{count} frames are too few"):
             rule.bucket(0, 256, 256, count)
 
@@ -175,7 +175,7 @@ def test_buckets_are_ordered_and_named():
         "480x832 in 4 layers",
         "480x832 in 1 layer",
     )
-    assert [bucket.num_pictures for bucket in (small, clip, layered)] == [1, 81, 5]
+    assert [bucket.num_images for bucket in (small, clip, layered)] == [1, 81, 5]
 
 
 def test_a_checkpoint_knows_buckets_by_what_they_were_called_before_there_were_layers():

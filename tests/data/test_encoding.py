@@ -31,7 +31,7 @@ def memory(cache):
 
 
 class CountingEncoder:
-    """Encodes a picture as its mean colour, and remembers what it was given."""
+    """Encodes an image as its mean colour, and remembers what it was given."""
 
     def __init__(self, encode_one=None):
         self.num_loads = 0
@@ -223,7 +223,7 @@ def test_without_a_cache_each_item_is_decoded_once_to_find_bad_ones(cache, memor
     assert loaded == ["2.png"]
 
 
-def test_captions_are_not_decoded_but_the_pictures_beside_them_are(cache, memory, make_records, caplog):
+def test_captions_are_not_decoded_but_the_images_beside_them_are(cache, memory, make_records, caplog):
     good, broken = make_records(2)
     break_image(broken)
     prompts = {

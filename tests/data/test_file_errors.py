@@ -33,17 +33,17 @@ def clip(tmp_path: Path) -> Path:
     return write_clip(tmp_path / "clip.mp4")
 
 
-def test_too_many_open_files_are_no_fault_of_a_picture_or_clip(write_image, tmp_path, clip):
-    picture = write_image("a.png")
-    load_image(picture, background="white")  # what is imported when it is first needed, now is
+def test_too_many_open_files_are_no_fault_of_an_image_or_clip(write_image, tmp_path, clip):
+    image = write_image("a.png")
+    load_image(image, background="white")  # what is imported when it is first needed, now is
     check_video(clip)
     with FileMemory(tmp_path / "index.sqlite") as memory:
         index = MediaIndex(memory)
         for read in (
-            lambda: check_image(picture),
-            lambda: load_image(picture, background="white"),
-            lambda: index.facts(picture),
-            lambda: index.content(picture),
+            lambda: check_image(image),
+            lambda: load_image(image, background="white"),
+            lambda: index.facts(image),
+            lambda: index.content(image),
             lambda: check_video(clip),
             lambda: read_frames(clip, [0.0]),
             lambda: index.facts(clip),
@@ -69,11 +69,11 @@ def test_a_failure_while_pixels_are_decoded_is_passed_on_with_the_name_of_the_fi
     def fail(*_):
         raise failure
 
-    picture = write_image("a.png")
+    image = write_image("a.png")
     monkeypatch.setattr(Image.Image, "convert", fail)
     with pytest.raises((MemoryError, OSError)) as caught:
-        read(picture)
-    assert str(picture) in " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        read(image)
+    assert str(image) in " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert isinstance(caught.value, MemoryError) == (failure.args[:1] != (errno.EIO,))
 
 

@@ -1,4 +1,4 @@
-"""What guides an item, and what of it is painted anew, are cropped and timed as its target is."""
+"""What guides an item, and what of it is regenerated, are cropped and timed as its target is."""
 
 import dataclasses
 from pathlib import Path
@@ -49,13 +49,13 @@ def shades(path: Path, num_frames: int, fps: int = 4, size: tuple[int, int] = (4
 
 
 def test_a_control_that_is_its_target_stays_equal_in_every_crop_and_clip(tmp_path):
-    picture, clip = noise(tmp_path / "a.png"), shades(tmp_path / "a.mp4", 12)
+    image, clip = noise(tmp_path / "a.png"), shades(tmp_path / "a.mp4", 12)
     rules = dataclasses.replace(
         RULES, crop="random", crops_per_item=3, clip="random", clips_per_video=2, fps=2.0
     )
-    for target in (picture, clip):
+    for target in (image, clip):
         made = items(tmp_path, target, rules, control=target)
-        assert len(made) == (3 if target == picture else 6)
+        assert len(made) == (3 if target == image else 6)
         for item in made:
             media = item.load()
             assert [each.tobytes() for each in media.control] == [each.tobytes() for each in media.frames]
@@ -115,7 +115,7 @@ def test_a_mask_goes_where_its_target_goes(tmp_path):
         media = dataclasses.replace(item, crop_x=crop_x).load()
         is_red = np.asarray(media.frames[0])[..., 0] > 127
         assert np.array_equal(np.asarray(media.inpaint_mask[0]) == 255, is_red)
-    with pytest.raises(UserError, match=r"m\.png: its crop is black, so that nothing is painted anew"):
+    with pytest.raises(UserError, match=r"m\.png: its crop is black, so that nothing is regenerated"):
         dataclasses.replace(item, crop_x=1.0).load()
 
 

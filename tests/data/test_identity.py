@@ -93,9 +93,9 @@ def test_the_decoder_and_each_encoder_have_an_entry_of_their_own(monkeypatch: py
         assert getattr(after, name) != getattr(before, name)
         assert getattr(after, name).startswith(value.split()[0] + " ")
         assert dataclasses.replace(after, **{name: getattr(before, name)}) == before
-    picture = dataclasses.replace(of_record(target=Path("a.png")), fps=None, clip_start_s=None)
+    image = dataclasses.replace(of_record(target=Path("a.png")), fps=None, clip_start_s=None)
     assert "libavcodec" in before.decoder
-    assert "libavcodec" not in identity(picture).decoder
+    assert "libavcodec" not in identity(image).decoder
     # Only AVI files are read in another way since their times are those of the index.
     assert identity(of_record(target=Path("a.AVI"))).decoder == f"{before.decoder} avi 2"
     monkeypatch.setattr("diffsynth_lite.data.items.VIDEO_DECODER_ID", "v2 libavcodec")

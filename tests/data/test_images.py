@@ -83,7 +83,7 @@ def test_grey_of_16_bits_keeps_its_whole_range(tmp_path):
 def test_a_background_that_is_no_colour_is_refused(tmp_path, background):
     path = tmp_path / "image.png"
     noise_image().save(path)
-    with pytest.raises(UserError, match=f"background: '{background}' is no colour"):
+    with pytest.raises(UserError, match=f"background: '{background}' is not a colour"):
         load_image(path, background=background)
 
 
@@ -112,7 +112,7 @@ def test_grey_of_16_bits_is_turned_as_well(tmp_path):
         assert np.array_equal(shown, np.rot90(np.arange(32).reshape(4, 8) * 8, -1))
 
 
-def test_the_crop_is_told_to_whole_pixels_of_the_resized_picture():
+def test_the_crop_is_told_to_whole_pixels_of_the_resized_image():
     def told(size, x=0.5, y=0.5):
         return crop_of(size, 64, 64, x=x, y=y)
 
@@ -139,7 +139,7 @@ def test_cover_resizes_and_crops_at_the_given_place():
     assert cover(image.convert("L"), 33, 7).mode == "L"
 
 
-def test_the_first_picture_of_a_phone_jpeg_is_taken(tmp_path):
+def test_the_first_image_of_a_phone_jpeg_is_taken(tmp_path):
     path = tmp_path / "phone.jpg"
     Image.new("RGB", (8, 8), "red").save(
         path, "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8), "blue")]

@@ -31,7 +31,7 @@ def test_each_input_of_a_prompt_key_changes_it(tmp_path):
     assert key(dataclasses.replace(prompt, images=(tmp_path / "moved.png",))) == key(prompt)
 
 
-def test_a_prompt_is_loaded_with_its_pictures(write_image):
+def test_a_prompt_is_loaded_with_its_image(write_image):
     path = write_image("a.png", size=(32, 16))
     prompt = PromptItem(text="a", images=(path,), content=("c",)).load()
     assert (prompt.text, [image.size for image in prompt.images]) == ("a", [(32, 16)])
@@ -42,7 +42,7 @@ def test_a_negative_prompt_is_loaded_as_one():
     assert PromptItem(text="blurred", is_negative=True).load().is_negative
 
 
-def test_a_picture_is_loaded_with_its_size_upright_and_its_crop(tmp_path):
+def test_an_image_is_loaded_with_its_size_upright_and_its_crop(tmp_path):
     path, sideways = tmp_path / "a.png", Image.Exif()
     sideways[ExifTags.Base.Orientation] = 6
     Image.new("RGB", (40, 100)).save(path, exif=sideways)
@@ -77,8 +77,8 @@ def test_where_the_encoder_has_a_mask_too_only_what_both_count_is_counted():
     frames = torch.tensor([0.0, 1.0, 1.0]).view(1, 3, 1, 1).expand(1, 3, 1, 2)
     mask = Image.new("L", (8, 4), 0)
     mask.paste(255, (0, 0, 4, 4))
-    picture = Image.new("RGB", (8, 4))
-    media = Media(frames=(picture,) * 3, mask=mask)
+    image = Image.new("RGB", (8, 4))
+    media = Media(frames=(image,) * 3, mask=mask)
     item = TrainingItem(**dict.fromkeys(field.name for field in dataclasses.fields(TrainingItem)))
     latents = torch.zeros(16, 3, 1, 2)
     alone, both = (

@@ -14,7 +14,7 @@ from diffsynth_lite.errors import UserError
 
 @pytest.fixture
 def read(tmp_path):
-    """Write a metadata file of the given name and content and read the captions of two pictures from it."""
+    """Write a metadata file of the given name and content and read the captions of two images from it."""
     for image in ["a.png", "b.png"]:
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / image).write_bytes(b"")

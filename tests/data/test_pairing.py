@@ -46,7 +46,7 @@ def test_frames_and_masks_have_the_names_of_their_clips(read, tmp_path):
     assert record.files == tuple(tmp_path / name for name in ("data/a.mp4", "f/a.png", "l/a.jpg", "m/a.png"))
 
 
-def test_layers_have_the_names_of_their_pictures(read, tmp_path):
+def test_layers_have_the_names_of_their_image(read, tmp_path):
     names = ["data/a.png", "back/a.png", "front/a.webp", "in/a.png"]
     folders = [tmp_path / "back", tmp_path / "front"]
     [record] = read(*names, layer_dirs=folders)
@@ -54,7 +54,7 @@ def test_layers_have_the_names_of_their_pictures(read, tmp_path):
     assert record.kind == "layers"
     [edit] = read(*names, layer_dirs=folders, input_dirs=[tmp_path / "in"])
     assert edit.kinds == ("edit", "layers")  # which no family takes together
-    with pytest.raises(UserError, match=r"b\.mp4: is a clip, and only pictures have layers"):
+    with pytest.raises(UserError, match=r"b\.mp4: is a clip, and only images have layers"):
         read("data/b.mp4", "back/b.png", layer_dirs=folders[:1])
 
 
@@ -98,26 +98,26 @@ def test_all_items_without_their_file_are_named(read, tmp_path):
     assert "b.png" not in message
 
 
-def test_pictures_and_clips_mix_only_where_nothing_is_paired(read, tmp_path):
+def test_images_and_clips_mix_only_where_nothing_is_paired(read, tmp_path):
     names = ["data/a.png", "data/b.mp4", "in/a.png", "in/b.png"]
     assert [record.kind for record in read(*names)] == ["image", "video"]
     assert [record.kind for record in read(*names, mask_dir=tmp_path / "in")] == ["image", "video"]
-    with pytest.raises(UserError, match=r"1 of 2 .*: b\.mp4: is a clip, and only pictures have inputs"):
+    with pytest.raises(UserError, match=r"1 of 2 .*: b\.mp4: is a clip, and only images have inputs"):
         read(*names, input_dirs=[tmp_path / "in"])
-    with pytest.raises(UserError, match=r"1 of 2 .*: a\.png: is a picture, and only clips have first"):
+    with pytest.raises(UserError, match=r"1 of 2 .*: a\.png: is an image, and only clips have first"):
         read(*names, first_frame_dir=tmp_path / "in")
 
 
-def test_a_control_is_a_clip_beside_a_clip_and_a_picture_beside_a_picture(read, tmp_path):
+def test_a_control_is_a_clip_beside_a_clip_and_an_image_beside_a_image(read, tmp_path):
     names = ["data/a.png", "data/b.mp4", "in/a.png", "in/a.mp4", "in/b.png", "in/b.mov"]
-    picture, clip = read(*names, control_dir=tmp_path / "in")
-    assert (picture.control, clip.control) == (tmp_path / "in/a.png", tmp_path / "in/b.mov")
-    assert (picture.kind, clip.kind) == ("control", "control")
+    image, clip = read(*names, control_dir=tmp_path / "in")
+    assert (image.control, clip.control) == (tmp_path / "in/a.png", tmp_path / "in/b.mov")
+    assert (image.kind, clip.kind) == ("control", "control")
     with pytest.raises(UserError, match=r"b\.mp4: .*masks has no b\.\* \(\.mp4, "):
         read(*names, "masks/a.png", "masks/b.png", control_dir=tmp_path / "masks")
 
 
-def test_an_inpaint_mask_of_a_clip_is_a_picture_or_a_clip(read, tmp_path):
+def test_an_inpaint_mask_of_a_clip_is_an_image_or_a_clip(read, tmp_path):
     names = ["data/a.png", "data/b.mp4", "data/c.mp4", "in/a.png", "in/b.png", "in/c.mp4", "in/a.mp4"]
     records = read(*names, inpaint_mask_dir=tmp_path / "in")
     assert [record.inpaint_mask.name for record in records] == ["a.png", "b.png", "c.mp4"]

@@ -44,7 +44,7 @@ def index(memory):
 
 @pytest.fixture
 def gradient(tmp_path):
-    """Write a picture whose red grows to the right and whose green grows downwards."""
+    """Write an image whose red grows to the right and whose green grows downwards."""
 
     def write(name="a.png", *, size=(32, 16), blue=0):
         red, green = np.meshgrid(np.arange(size[0]) * 8, np.arange(size[1]) * 16)
@@ -81,7 +81,7 @@ def pixels(image):
     return np.asarray(image).tolist()
 
 
-def test_a_picture_is_one_item_of_its_bucket(index, gradient):
+def test_an_image_is_one_item_of_its_bucket(index, gradient):
     planned = plan([record(gradient())], index)
     [item] = planned.items
     assert item.name == "a.png"
@@ -132,7 +132,7 @@ def test_a_clip_is_read_at_its_times_from_its_start(index, clip):
     assert len(set(expected)) == 3
 
 
-def test_a_clip_of_one_frame_is_too_short_and_not_taken_for_a_picture(index, clip, gradient):
+def test_a_clip_of_one_frame_is_too_short_and_not_taken_for_a_image(index, clip, gradient):
     rule = BucketRule(divisor=8, step=8, resolutions=(16,), frame_counts=(5,))
     planned = plan([record(clip(num_frames=1)), record(gradient())], index, buckets=rule)
     assert list(planned.bad) == ["a.mp4"]
@@ -196,7 +196,7 @@ def test_inputs_keep_their_own_size_and_lie_over_the_background(index, gradient,
     assert (given.size, given.getpixel((0, 0))) == ((5, 9), (16, 32, 48))
 
 
-def test_layers_get_the_crop_of_their_picture_and_make_buckets_of_their_own(index, gradient, tmp_path):
+def test_layers_get_the_crop_of_their_image_and_make_buckets_of_their_own(index, gradient, tmp_path):
     target = gradient()
     half = Image.new("RGBA", (64, 32), (0, 0, 0, 0))
     half.paste((90, 0, 0, 255), (0, 0, 16, 32))
@@ -268,7 +268,9 @@ def test_kinds_that_the_family_does_not_train_are_refused_by_name(gradient, tmp_
 
 
 def test_items_without_the_files_that_a_family_needs_are_told_the_settings(gradient, tmp_path):
-    named = r"name the files beside them \(inpaint_mask_dir, inpaint_mask_column, random_masks\), choose"
+    named = (
+        r"name the files that belong to them \(inpaint_mask_dir, inpaint_mask_column, random_masks\), choose"
+    )
     with pytest.raises(UserError, match=named):
         refuse_other_kinds([record(gradient())], ("inpaint",))
     with pytest.raises(UserError, match=r"image_to_video: choose another"):

@@ -1,4 +1,4 @@
-"""What the plan makes of the pictures that an edit starts from."""
+"""What the plan makes of the images that an edit starts from."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def plan(records, index, *, resolutions=(8,), **rules):
     return plan_items(records, index=index, rules=PlanRules(buckets=buckets, **rules))
 
 
-def test_items_that_start_from_pictures_of_other_sizes_are_of_other_buckets(index, write_image):
+def test_items_that_start_from_images_of_other_sizes_are_of_other_buckets(index, write_image):
     wide, tall = write_image("wide.png", size=(32, 8)), write_image("tall.png", size=(8, 16))
     target = write_image("a.png")
     records = [
@@ -48,13 +48,13 @@ def test_items_that_start_from_pictures_of_other_sizes_are_of_other_buckets(inde
     ]
 
 
-def test_more_input_pictures_than_the_family_takes_are_a_bad_item(index, write_image):
+def test_more_input_images_than_the_family_takes_are_a_bad_item(index, write_image):
     given = (write_image("one.png"), write_image("two.png"))
     records = [record(write_image("a.png"), given), record(write_image("b.png"), given[:1])]
     planned = plan(records, index, max_inputs=1)
     assert [item.name for item in planned.items] == ["b.png"]
     assert list(planned.bad) == ["a.png"]
-    assert "a.png: has 2 input pictures, and this family takes 1" in planned.bad["a.png"]
+    assert "a.png: has 2 input images, and this family takes 1" in planned.bad["a.png"]
     assert not plan(records, index, max_inputs=2).bad
 
 
@@ -70,7 +70,7 @@ def test_a_caption_that_the_model_does_not_take_is_a_bad_item(index, write_image
     assert planned.bad == {"b.png": f"{records[1].target}: its caption holds a token"}
 
 
-def test_an_input_picture_that_cannot_be_encoded_is_a_bad_item(index, write_image):
+def test_an_input_image_that_cannot_be_encoded_is_a_bad_item(index, write_image):
     def refuse(width, height):
         raise UserError(f"{width}x{height} is too narrow")
 

@@ -50,7 +50,7 @@ def test_each_role_has_a_field_wherever_its_files_are_named_or_held():
     assert paired - {"media_column", "caption_columns"} == settings
 
 
-def test_suffixes_tell_pictures_from_clips():
+def test_suffixes_tell_images_from_clips():
     assert [is_image(name) for name in ("a.PNG", "b/a.gif", "a.png.txt", "png", "a.heic")] == [True] * 2 + [
         False
     ] * 3

@@ -41,7 +41,7 @@ def read(tmp_path):
 
 @pytest.mark.parametrize("name", UNREADABLE)
 @pytest.mark.parametrize("settings", [{}, {"input_columns": ["input"]}, {"mask_column": "input"}])
-def test_a_row_names_pictures_by_their_names(read, name, settings):
+def test_a_row_names_images_by_their_names(read, name, settings):
     row = {"file_name": "b.png", "input": name} if settings else {"file_name": name, "input": "b.png"}
     if name == ["a.png"] and "input_columns" in settings:
         settings = {"mask_column": "input"}  # A list of inputs is meant so.
@@ -66,7 +66,7 @@ def test_a_row_reaches_outside_where_that_is_allowed(read, tmp_path):
         ("/etc/passwd", "must be relative to .* or set allow_outside"),
         ("C:/a.png", "without drive"),
         ("gone.png", "is not among the files of"),
-        ("notes.txt", r"neither picture nor clip; \.png, .*\.mp4"),
+        ("notes.txt", r"neither image nor clip; \.png, .*\.mp4"),
         (None, "None is not the name of a file"),
     ],
 )
@@ -115,15 +115,19 @@ def test_frames_and_masks_stand_in_columns(read, tmp_path):
             {"input_columns": ["x"]},
             "'x': None is not the name",
         ),
-        ({"file_name": "b.png", "x": "c.mp4"}, {"input_columns": ["x"]}, r"'x': c\.mp4 is no picture"),
+        ({"file_name": "b.png", "x": "c.mp4"}, {"input_columns": ["x"]}, r"'x': c\.mp4 is not an image"),
         ({"file_name": "b.png", "x": None}, {"mask_column": "x"}, "'x': None is not the name of a file"),
-        ({"file_name": "d.mp4", "x": "a.png"}, {"input_columns": ["x"]}, "is a clip, and only pictures"),
-        ({"file_name": "b.png", "x": "a.png"}, {"first_frame_column": "x"}, "is a picture, and only clips"),
-        ({"file_name": "b.png", "x": "a.png"}, {"last_frame_column": "x"}, "is a picture, and only clips"),
-        ({"file_name": "b.png", "x": "c.mp4"}, {"control_column": "x"}, r"'x': c\.mp4 is no picture; \.png"),
-        ({"file_name": "c.mp4", "x": "a.png"}, {"control_column": "x"}, r"'x': a\.png is no clip; \.mp4"),
-        ({"file_name": "b.png", "x": "c.mp4"}, {"inpaint_mask_column": "x"}, r"'x': c\.mp4 is no picture"),
-        ({"file_name": "c.mp4", "x": "notes.txt"}, {"inpaint_mask_column": "x"}, "is no picture or clip"),
+        ({"file_name": "d.mp4", "x": "a.png"}, {"input_columns": ["x"]}, "is a clip, and only images"),
+        ({"file_name": "b.png", "x": "a.png"}, {"first_frame_column": "x"}, "is an image, and only clips"),
+        ({"file_name": "b.png", "x": "a.png"}, {"last_frame_column": "x"}, "is an image, and only clips"),
+        (
+            {"file_name": "b.png", "x": "c.mp4"},
+            {"control_column": "x"},
+            r"'x': c\.mp4 is not an image; \.png",
+        ),
+        ({"file_name": "c.mp4", "x": "a.png"}, {"control_column": "x"}, r"'x': a\.png is not a clip; \.mp4"),
+        ({"file_name": "b.png", "x": "c.mp4"}, {"inpaint_mask_column": "x"}, r"'x': c\.mp4 is not an image"),
+        ({"file_name": "c.mp4", "x": "notes.txt"}, {"inpaint_mask_column": "x"}, "is not an image or a clip"),
     ],
 )
 def test_each_row_has_what_its_source_pairs(read, row, settings, reason):

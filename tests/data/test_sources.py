@@ -123,7 +123,7 @@ def test_a_folder_that_is_missing_or_a_file_is_refused(folder):
 def test_a_folder_without_images_says_what_is_read_and_how_much_was_seen(folder):
     (folder / "a.heic").write_bytes(b"")
     (folder / "a.txt").write_text("x")
-    with pytest.raises(UserError, match=r"no pictures or clips among its 2 files; \.png, \.jpg.*\.mp4"):
+    with pytest.raises(UserError, match=r"no images or clips among its 2 files; \.png, \.jpg.*\.mp4"):
         read(folder)
 
 
@@ -215,7 +215,7 @@ def test_linked_folders_that_lead_back_are_read_once(folder, write_image, tmp_pa
     (folder / "other").symlink_to(folder / "sub", target_is_directory=True)
     with caplog.at_level(logging.WARNING):
         assert names_and_captions(folder, allow_outside=True) == [("sub/a.png", "x")]
-    assert "lead to what is read already: other; sub/loop" in caplog.text
+    assert "lead to folders that are read: other; sub/loop" in caplog.text
 
 
 def test_what_is_no_regular_file_is_refused_and_not_opened(folder, write_image):
@@ -239,8 +239,8 @@ def test_a_name_that_is_not_unicode_is_refused(folder):
     assert r"caf\udce9.png" in str(error.value)
 
 
-def test_clips_have_captions_beside_them_as_pictures_have(folder, write_image):
-    write_image("a.png").with_suffix(".txt").write_text("a picture")
+def test_clips_have_captions_beside_them_as_images_have(folder, write_image):
+    write_image("a.png").with_suffix(".txt").write_text("an image")
     for suffix in ["mp4", "MOV", "mkv", "webm", "avi", "m4v"]:
         (folder / f"{suffix}.{suffix}").write_bytes(b"")
         (folder / f"{suffix}.txt").write_text("a clip")
@@ -282,7 +282,7 @@ def test_a_trigger_alone_is_the_caption_where_that_is_asked_for(folder, write_im
     for metadata in (None, rows, bare):
         none = names_and_captions(folder, metadata, trigger="sks", captions="none")
         assert none == [("a.png", "sks"), ("b.png", "sks")]
-    assert "belong to no picture" not in caplog.text
+    assert "belong to no image" not in caplog.text
     (folder / "b.txt").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"b\.txt: not UTF-8"):
         names_and_captions(folder, trigger="sks", captions="optional")

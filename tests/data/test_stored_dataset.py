@@ -45,7 +45,7 @@ def read(store):
     return read_dataset
 
 
-def picture(color, kind="PNG"):
+def image(color, kind="PNG"):
     content = io.BytesIO()
     Picture.new("RGB", (8, 6), color).save(content, kind)
     return {"bytes": content.getvalue(), "path": None}
@@ -55,9 +55,9 @@ def stored_files(store):
     return sorted(path for path in store.rglob("*") if path.is_file() and path.suffix != ".json")
 
 
-def test_pictures_become_files_named_by_their_content_with_the_suffix_of_their_format(save, read, store):
+def test_images_become_files_named_by_their_content_with_the_suffix_of_their_format(save, read, store):
     kinds = ["PNG", "JPEG", "WEBP", "BMP", "PNG", "TIFF", "GIF", "AVIF"]
-    images = [picture("red", kind) | {"path": "wrong.txt"} for kind in kinds]
+    images = [image("red", kind) | {"path": "wrong.txt"} for kind in kinds]
     folder = save({"image": images, "text": list("abcdefgh")}, image=Image(), text=Value("string"))
     records = read(folder)
     suffixes = [".png", ".jpg", ".webp", ".bmp", ".png", ".tiff", ".gif", ".avif"]
@@ -72,9 +72,9 @@ def test_pictures_become_files_named_by_their_content_with_the_suffix_of_their_f
 
 def test_inputs_masks_and_several_captions_come_out_of_columns(save, read):
     columns = {
-        "after": [picture("red"), picture("blue")],
-        "before": [[picture("green"), picture("black")], [picture("white")]],
-        "mask": [picture("gray")] * 2,
+        "after": [image("red"), image("blue")],
+        "before": [[image("green"), image("black")], [image("white")]],
+        "mask": [image("gray")] * 2,
         "text": [["one", "two"], ["three"]],
     }
     kinds = {"after": Image(), "before": List(Image()), "mask": Image(), "text": List(Value("string"))}
@@ -109,7 +109,7 @@ def test_clips_are_stored_without_being_decoded(save, read, start, suffix):
 
 
 def test_an_unchanged_dataset_is_not_read_again(save, read, store, caplog):
-    columns = {"image": [picture("red"), picture("blue")], "text": ["a", "b"]}
+    columns = {"image": [image("red"), image("blue")], "text": ["a", "b"]}
     folder = save(columns, image=Image(), text=Value("string"))
     first = read(folder)
     caplog.clear()
@@ -123,14 +123,14 @@ def test_an_unchanged_dataset_is_not_read_again(save, read, store, caplog):
 
 
 def test_another_dataset_in_the_same_place_is_read(save, read):
-    columns = {"image": [picture("red")], "text": ["a"]}
+    columns = {"image": [image("red")], "text": ["a"]}
     [first] = read(save(columns, image=Image(), text=Value("string")))
-    [second] = read(save(columns | {"image": [picture("blue")]}, image=Image(), text=Value("string")))
+    [second] = read(save(columns | {"image": [image("blue")]}, image=Image(), text=Value("string")))
     assert second.target.read_bytes() != first.target.read_bytes()
 
 
 def test_a_file_that_was_cut_short_is_stored_again(save, read, store):
-    folder = save({"image": [picture("red")], "text": ["a"]}, image=Image(), text=Value("string"))
+    folder = save({"image": [image("red")], "text": ["a"]}, image=Image(), text=Value("string"))
     [record] = read(folder)
     whole = record.target.read_bytes()
     record.target.write_bytes(whole[:9])
@@ -141,7 +141,7 @@ def test_a_file_that_was_cut_short_is_stored_again(save, read, store):
 
 def test_a_split_is_chosen_by_name(tmp_path, read):
     rows = Dataset.from_dict(
-        {"image": [picture("red")], "text": ["a"]}, features=Features(image=Image(), text=Value("string"))
+        {"image": [image("red")], "text": ["a"]}, features=Features(image=Image(), text=Value("string"))
     )
     DatasetDict(train=rows, other=rows).save_to_disk(tmp_path / "both")
     assert read(str(tmp_path / "both"), split="other")[0].captions == ("a",)
@@ -155,10 +155,10 @@ def test_a_split_is_chosen_by_name(tmp_path, read):
 
 @pytest.fixture
 def image_folder(tmp_path):
-    folder = tmp_path / "pictures"
+    folder = tmp_path / "images"
     folder.mkdir()
     for color in ["red", "blue"]:
-        (folder / f"{color}.png").write_bytes(picture(color)["bytes"])
+        (folder / f"{color}.png").write_bytes(image(color)["bytes"])
     rows = '{"file_name": "red.png", "text": "a"}\n{"file_name": "blue.png", "text": "b"}\n'
     (folder / "metadata.jsonl").write_text(rows)
     return folder
@@ -176,7 +176,7 @@ def test_files_of_a_local_folder_are_used_where_they_are(image_folder, read, sto
 
 
 def test_a_dataset_names_no_files_elsewhere(image_folder, read, tmp_path):
-    (tmp_path / "secret.png").write_bytes(picture("green")["bytes"])
+    (tmp_path / "secret.png").write_bytes(image("green")["bytes"])
     (image_folder / "red.png").unlink()
     (image_folder / "red.png").symlink_to(tmp_path / "secret.png")
     with pytest.raises(
@@ -194,13 +194,13 @@ def test_all_rows_that_cannot_be_used_are_named_at_once(tmp_path, monkeypatch, r
 
     monkeypatch.setattr(socket, "socket", refuse)
     images = [
-        picture("red"),
+        image("red"),
         {"bytes": b"<html>", "path": "page.png"},
         {"bytes": None, "path": "https://host/a.png"},
         {"bytes": None, "path": "/etc/passwd"},
         None,
         {"bytes": b"", "path": None},
-        picture("blue"),
+        image("blue"),
     ]
     rows = Dataset.from_dict(
         {"image": images, "text": ["a"] * 6 + [""]}, features=Features(image=Image(), text=Value("string"))
@@ -209,10 +209,10 @@ def test_all_rows_that_cannot_be_used_are_named_at_once(tmp_path, monkeypatch, r
     with pytest.raises(UserError, match="dataset 'owner/name': 6 of 7 items") as error:
         read("owner/name")
     for expected in [
-        "row 1: begins with b'<html>', as no picture",
+        "row 1: begins with b'<html>', as no image",
         "row 2: 'https://host/a.png' is a URL, and none is fetched",
         "row 3: '/etc/passwd' is outside the dataset",
-        "row 4: no picture or clip",
+        "row 4: no image or clip",
         "row 5: neither bytes nor a file",
         "row 6: no text in 'text' but ''",
     ]:
@@ -220,10 +220,10 @@ def test_all_rows_that_cannot_be_used_are_named_at_once(tmp_path, monkeypatch, r
 
 
 def test_wrong_columns_are_named_with_those_that_are_there(save, read):
-    folder = save({"image": [picture("red")], "text": ["a"]}, image=Image(), text=Value("string"))
+    folder = save({"image": [image("red")], "text": ["a"]}, image=Image(), text=Value("string"))
     with pytest.raises(UserError, match="has no column file_name; it has image, text"):
         read(folder, media_column="file_name")
-    with pytest.raises(UserError, match=r"the column text holds Value.*, not pictures or clips"):
+    with pytest.raises(UserError, match=r"the column text holds Value.*, not images or clips"):
         read(folder, media_column="text", caption_columns=["text"])
 
 
@@ -242,7 +242,7 @@ def test_a_dataset_that_cannot_be_loaded_is_named_in_one_line(read, name):
 
 
 def test_parts_store_their_own_rows_and_then_all_rows_are_known(save, store, monkeypatch):
-    images = [picture(color) for color in ("red", "blue", "green", "white", "black")]
+    images = [image(color) for color in ("red", "blue", "green", "white", "black")]
     folder = save({"image": images, "text": list("abcde")}, image=Image(), text=Value("string"))
     source = Source(dataset=folder, media_column="image")
 

@@ -226,10 +226,10 @@ COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0), (1
     ],
 )
 def test_colours_come_back(tmp_path, pixels, matrix, color_range, tagged):
-    pictures = [np.full((48, 64, 3), colour, np.uint8) for colour in COLOURS]
+    images = [np.full((48, 64, 3), colour, np.uint8) for colour in COLOURS]
     path = write_clip(
         tmp_path / "clip.mp4",
-        pictures=pictures,
+        images=images,
         pixels=pixels,
         matrix=matrix,
         color_range=color_range,

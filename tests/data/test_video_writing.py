@@ -27,7 +27,7 @@ def test_what_is_written_is_read_again(tmp_path, fps):
 
 
 @pytest.mark.parametrize(("rate", "written"), [(24000, 24000), (1600, 48000)])
-def test_sound_is_written_beside_the_frames_and_on_time(tmp_path, rate, written):
+def test_audio_is_written_beside_the_frames_and_on_time(tmp_path, rate, written):
     paths = [tmp_path / "a.mp4", tmp_path / "b.mp4"]
     waveform = torch.zeros(2, rate // 2)
     waveform[1, rate // 4 : rate // 4 + rate // 100] = 2.0

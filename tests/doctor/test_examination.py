@@ -111,7 +111,7 @@ def test_what_is_wrong_in_one_source_does_not_hide_the_others(workplace: Workpla
     assert str(caught.value).splitlines() == [first, second]
 
 
-@pytest.mark.parametrize(("file", "problem"), [(None, "no pictures or clips"), ("b.png", "1 of 1 items")])
+@pytest.mark.parametrize(("file", "problem"), [(None, "no images or clips"), ("b.png", "1 of 1 items")])
 def test_an_empty_folder_and_one_of_only_bad_files_are_findings_too(
     workplace: Workplace, file: str | None, problem: str
 ) -> None:

@@ -117,7 +117,7 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     "metadata in a named pipe": (
         lambda run: os.mkfifo(run.root / "metadata.csv"),
         ("data.metadata={root}/metadata.csv",),
-        "data.metadata: {root}/metadata.csv: is no file that metadata can be read from",
+        "data.metadata: {root}/metadata.csv: is not a file that metadata can be read from",
     ),
     "no such data": (lambda run: None, ("data.path=/no/such/data",), "/no/such/data"),
     "no images": (lambda run: [path.unlink() for path in (run.root / "data").glob("*.png")], (), "data"),

@@ -223,7 +223,7 @@ def test_clips_whose_sound_cannot_be_used_are_left_out_by_name(run: TinyRun) -> 
     assert run.train(*UNWATCHED, "train.steps=1", "data.on_bad_item=skip", "data.max_bad_ratio=0.5") == 0
     (row,) = map(json.loads, (run.folder / "quarantine.jsonl").read_text().splitlines())
     assert row["item"] == "late.mov"
-    assert "its sound is of a kind that cannot be decoded" in row["reason"]
+    assert "its audio is of a kind that cannot be decoded" in row["reason"]
 
 
 def test_what_a_step_and_the_cache_take_is_counted_with_the_sound(run: TinyRun, tmp_path: Path) -> None:

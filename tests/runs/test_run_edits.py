@@ -135,7 +135,7 @@ def test_more_inputs_than_the_pipeline_takes_are_bad_items_that_are_named_before
     (pairs / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(QwenImageEdit, "load_media_encoder", lambda *_: pytest.fail("an encoder was loaded"))
     assert edit_run.train() == 2
-    assert "after/2.png: has 2 input pictures, and this family takes 1" in caplog.text
+    assert "after/2.png: has 2 input images, and this family takes 1" in caplog.text
 
 
 @pytest.mark.parametrize(

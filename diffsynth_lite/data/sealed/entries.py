@@ -186,7 +186,6 @@ def write_entries(
     Args:
         uri: of the dataset, which must not exist.
         keys: of all entries, ascending.
-        texts: key to the text of a caption.
     """
     lance = import_lance()
     failures: list[BaseException] = []

@@ -58,12 +58,6 @@ class MappedFile:
 
     Another process opens it when it is sent one.
 
-    Args:
-        num_bytes: of its content.
-        remedy: what to do where it is damaged.
-
-    Raises:
-        DamagedSealError: the file is not there, or not of its size.
     """
 
     def __init__(self, path: Path, num_bytes: int, *, remedy: str) -> None:
@@ -147,7 +141,6 @@ class StoredOrders:
 
     Args:
         folder: holds the files; any may be deleted when no run uses it.
-        identity: of the items.
         fewest: shorter ones are not stored.
     """
 

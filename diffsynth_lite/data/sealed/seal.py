@@ -197,9 +197,6 @@ def write_seal(
         more_keys: of entries besides those of the items.
         texts: key to the text of a caption.
         thumbnails: see :class:`SealDocument`.
-
-    Raises:
-        OSError: it cannot be written.
     """
     _clear(folder)
     datasets = [each for each in (data, validation) if each is not None]

@@ -105,7 +105,7 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     require_as_many_blocks(config, num_blocks)
     size = largest_size(config, family)
     shared = config.train.context_parallel
-    shape = share_of(family.latents_shape(size.width, size.height, size.num_pictures), shared)
+    shape = share_of(family.latents_shape(size.width, size.height, size.num_images), shared)
     conditioning = family.example_conditioning(shape)
     if conditioning is None:
         raise UserError(
