@@ -206,13 +206,7 @@ class BatchStream:
         batches = watched_batches(self._loader(requests, watch), watch)
         try:
             while True:
-                step: list[Batch] = []
-                while len(step) < self._layout.num_micro_steps:
-                    batch = next(batches)
-                    if isinstance(batch, RunStoppedError):
-                        raise batch
-                    step.append(batch)
-                yield step
+                yield [_or_raise(next(batches)) for _ in range(self._layout.num_micro_steps)]
         except (GeneratorExit, RunStoppedError):
             # A worker that is to end while its thread still hands a batch over aborts ("terminate called
             # without an active exception", torch 2.13), which torch may raise as an error of this process.
@@ -390,3 +384,9 @@ def _stacked_masks(masks: Sequence[Tensor | None]) -> Tensor | None:
     # One from a file has one frame for all, one that leaves a first frame out has each.
     shape = [max(sides) for sides in zip(*(mask.shape for mask in given), strict=True)]
     return torch.stack([torch.ones(shape) if mask is None else mask.expand(shape) for mask in masks])
+
+
+def _or_raise(batch: Batch | RunStoppedError) -> Batch:
+    if isinstance(batch, RunStoppedError):
+        raise batch
+    return batch
