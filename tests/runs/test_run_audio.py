@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from clip_makers import write_sound_clip
+from clip_makers import write_audio_clip
 from my_families.singing import Singing, tiny
 from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_picture, write_config
 
@@ -41,7 +41,7 @@ def run(tmp_path: Path, tiny_model: Path) -> TinyRun:
     tone = 0.5 * np.sin(2 * np.pi * 100 * times)[None].astype(np.float32)
     sounds = {"tone": tone, "late": np.where(times < 0.18, 0, tone), "mute": 0 * tone, "without": None}
     for name, sound in sounds.items():
-        write_sound_clip(data / f"{name}.mov", sound, seconds=seconds)
+        write_audio_clip(data / f"{name}.mov", sound, seconds=seconds)
         (data / f"{name}.txt").write_text("a red circle")
     return TinyRun(
         root=tmp_path,
@@ -209,7 +209,7 @@ def test_what_cannot_be_learned_is_refused_before_weights_load(
     assert "data.audio: true, but the model of ltx_video makes no sound" in caplog.text
     clips = run.root / "clips"
     for name in ("tone", "late", "mute"):
-        write_sound_clip(clips / f"{name}.mov", None, seconds=0.9)
+        write_audio_clip(clips / f"{name}.mov", None, seconds=0.9)
     assert run.train() == 2
     assert "data.audio: true, but none of 4 clips has audio" in caplog.text
     assert run.train("data.frame_counts=[1]", "data.silent_clips=learn") == 2
