@@ -12,8 +12,7 @@ import numpy as np
 from clip_corpus import CLIPS, Refused
 from clip_makers import write_clip
 from image_corpus import ACCEPTED, BAD_BODIES, BAD_HEADERS, noise_image
-from media_damage import mutated
-from media_verdicts import assert_clip, assert_image
+from media_verdicts import assert_clip, assert_image, mutated
 from tiny_run import TinyRun
 
 from diffsynth_lite.data.images import load_image

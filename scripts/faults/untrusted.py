@@ -10,8 +10,18 @@ import pyarrow
 import pyarrow.parquet
 from audit_watch import watched_files, watched_pickles
 from datasets import Dataset, Features, Image, Value
-from path_corpus import NO_PATHS, OUTSIDE, THROUGH_LINKS, plant, secrets, written_out
-from path_places import DATASETS, ROWS, can_hold, escapes
+from path_corpus import (
+    DATASETS,
+    NO_PATHS,
+    OUTSIDE,
+    ROWS,
+    THROUGH_LINKS,
+    can_hold,
+    escapes,
+    plant,
+    secrets,
+    written_out,
+)
 from poison import poisons
 from tiny_run import TinyRun
 from unconnected_train import train_unconnected

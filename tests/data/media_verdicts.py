@@ -1,5 +1,6 @@
-"""What must become of each file of the two corpora of odd and bad media."""
+"""Ways in which media may be damaged, and the verdict on an image or clip of the corpus."""
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -59,3 +60,20 @@ def _assert_frames(path: Path, expected: Accepted) -> None:
     images = read_frames(path, times)
     assert [index_shown(image) for image in images] == expected.shown
     assert {(image.mode, image.size) for image in images} == {("RGB", expected.size)}
+
+
+def mutated(content: bytes, draw: random.Random) -> bytes:
+    """The bytes of a file, damaged in one place."""
+    data = bytearray(content)
+    at, length = draw.randrange(len(data)), draw.choice([1, 10, 200])
+    kind = draw.choice(["truncate", "bytes", "zero", "drop", "insert"])
+    if kind == "truncate":
+        del data[at:]
+    elif kind == "drop":
+        del data[at : at + length]
+    elif kind == "insert":
+        data[at:at] = draw.randbytes(length)
+    else:
+        patch = bytes(length) if kind == "zero" else draw.randbytes(length)
+        data[at : at + length] = patch[: len(data) - at]
+    return bytes(data)

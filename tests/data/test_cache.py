@@ -1,3 +1,5 @@
+"""The cache keeps whole entries, and finds, checks and prunes them."""
+
 import gc
 import hashlib
 import json
@@ -5,13 +7,15 @@ import logging
 import os
 import struct
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from processes import FORKED
 
-from diffsynth_lite.data.cache import TensorCache
-from diffsynth_lite.data.media_index import file_fingerprint
+from diffsynth_lite.data.cache import TensorCache, is_present, prune, remember_written, verify
+from diffsynth_lite.data.media_index import FileMemory, file_fingerprint
 
 
 @pytest.fixture
@@ -211,3 +215,143 @@ def test_a_fingerprint_is_the_hash_of_the_bytes(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"content")
     assert file_fingerprint(path) == hashlib.sha256(b"content").hexdigest()
+
+
+KEYS = [f"{number:02x}" * 32 for number in range(4)]
+
+
+@pytest.fixture
+def filled(tmp_path):
+    filled = TensorCache(tmp_path / "cache")
+    for key in KEYS:
+        filled.write(key, {"latents": torch.ones(10)})
+    return filled
+
+
+@pytest.fixture
+def memory(filled):
+    with FileMemory(filled.folder / "index.sqlite") as memory:
+        yield memory
+
+
+def damage(path):
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+
+
+class CountingCache(TensorCache):
+    num_reads = 0
+
+    def read(self, key):
+        self.num_reads += 1
+        return super().read(key)
+
+
+def test_an_entry_is_read_once_and_then_only_looked_at(filled, memory):
+    counting = CountingCache(filled.folder)
+    assert all(is_present(counting, memory, key) for key in KEYS for _ in range(3))
+    assert counting.num_reads == len(KEYS)
+    memory.flush()
+    with FileMemory(filled.folder / "index.sqlite") as again:
+        assert is_present(counting, again, KEYS[0])
+    assert counting.num_reads == len(KEYS)
+
+
+def test_an_entry_that_was_just_written_is_not_read(filled, memory):
+    counting = CountingCache(filled.folder)
+    remember_written(counting, memory, KEYS[0])
+    assert is_present(counting, memory, KEYS[0])
+    assert counting.num_reads == 0
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40])
+def test_an_entry_that_changed_is_read_and_set_aside_when_damaged(filled, memory, cut):
+    assert is_present(filled, memory, KEYS[0])
+    path = filled.path(KEYS[0])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) - cut] if cut else content[:-1] + b"\xff")
+    assert not is_present(filled, memory, KEYS[0])
+    assert path.with_suffix(".damaged").exists()
+    assert not is_present(filled, memory, KEYS[0])
+
+
+def test_an_entry_that_was_only_touched_is_still_there(filled, memory):
+    assert is_present(filled, memory, KEYS[0])
+    os.utime(filled.path(KEYS[0]), ns=(0, 1))
+    assert is_present(filled, memory, KEYS[0])
+
+
+def test_an_entry_that_is_not_there_or_cannot_be_read_is_not_present(filled, memory):
+    assert not is_present(filled, memory, "ff" * 32)
+    filled.path(KEYS[0]).unlink()
+    filled.path(KEYS[0]).mkdir()
+    assert not is_present(filled, memory, KEYS[0])
+
+
+def test_an_entry_with_numbers_that_are_not_finite_is_set_aside_before_a_run_reads_it(
+    filled, memory, monkeypatch, caplog
+):
+    with monkeypatch.context() as patch:
+        patch.setattr("diffsynth_lite.data.cache.require_finite", lambda _: None)
+        for key in KEYS[:2]:
+            filled.write(key, {"latents": torch.tensor([1.0, torch.nan])})
+    assert not is_present(filled, memory, KEYS[0])
+    assert f"{filled.path(KEYS[0])}: damaged cache entry is set aside: latents holds NaN" in caplog.text
+    assert verify(filled, lambda done, total: None).damaged == (KEYS[1],)
+
+
+def test_an_entry_that_the_system_cannot_read_is_not_present_and_stays(filled, memory, monkeypatch, caplog):
+    def fail(*_args, **_settings):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert not is_present(filled, memory, KEYS[0])
+    assert "the cache entry cannot be read: no" in caplog.text
+    assert filled.path(KEYS[0]).exists()
+
+
+def test_verify_reads_all_and_names_what_is_damaged(filled):
+    damage(filled.path(KEYS[1]))
+    progress = []
+    verified = verify(filled, lambda done, total: progress.append((done, total)))
+    assert (verified.num_entries, verified.damaged) == (4, (KEYS[1],))
+    assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert filled.path(KEYS[1]).with_suffix(".damaged").exists()
+    assert verify(filled, lambda done, total: None).damaged == ()
+
+
+def test_verify_of_no_cache_finds_nothing(tmp_path):
+    verified = verify(TensorCache(tmp_path / "none"), lambda done, total: None)
+    assert (verified.num_entries, verified.damaged) == (0, ())
+
+
+def test_prune_deletes_what_is_not_kept_and_nothing_that_is_not_an_entry(filled):
+    keep = set(KEYS[:2])
+    damaged = filled.path(KEYS[0]).with_name(f"{KEYS[0]}.damaged")
+    damaged.write_bytes(b"12345")
+    old = filled.folder / "00" / f".tmp-{KEYS[0]}.safetensors-{'a' * 8}"
+    young = filled.folder / "00" / f".tmp-{KEYS[0]}.safetensors-{'b' * 8}"
+    for path in (old, young):
+        path.write_bytes(b"123")
+    os.utime(old, (time.time() - 90_000,) * 2)
+    foreign = [
+        filled.folder / "00" / "notes.txt",
+        filled.folder / "00" / "model.safetensors",
+        filled.folder / "00" / f"{'ff' * 32}.safetensors",
+        filled.folder / "media" / f"{KEYS[3]}.safetensors",
+        filled.folder / f"{KEYS[3]}.safetensors",
+    ]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+    size = filled.path(KEYS[2]).stat().st_size
+    expected = (4, 2 * size + 5 + 3)
+    counted = prune(filled, keep, dry_run=True)
+    assert (counted.num_files, counted.num_bytes) == expected
+    assert old.exists()
+    pruned = prune(filled, keep, dry_run=False)
+    assert (pruned.num_files, pruned.num_bytes) == expected
+    assert [filled.path(key).exists() for key in KEYS] == [True, True, False, False]
+    assert not damaged.exists()
+    assert not old.exists()
+    assert young.exists()
+    assert all(path.read_bytes() == b"mine" for path in foreign)

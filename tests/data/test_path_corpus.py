@@ -5,8 +5,18 @@ import os
 
 import pytest
 from audit_watch import AuditWatch, watched_files
-from path_corpus import NO_PATHS, OUTSIDE, THROUGH_LINKS, plant, secrets, written_out
-from path_places import DATASETS, ROWS, can_hold, escapes
+from path_corpus import (
+    DATASETS,
+    NO_PATHS,
+    OUTSIDE,
+    ROWS,
+    THROUGH_LINKS,
+    can_hold,
+    escapes,
+    plant,
+    secrets,
+    written_out,
+)
 
 from diffsynth_lite.data.records import Source
 from diffsynth_lite.data.sources import find_records

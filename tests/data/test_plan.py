@@ -1,3 +1,5 @@
+"""The plan of a data set: sizes, crops and clips of its items, and the items that cannot be used."""
+
 import dataclasses
 import os
 
@@ -8,7 +10,14 @@ from PIL import Image
 from diffsynth_lite.data.buckets import Bucket, BucketRule
 from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.media_index import FileMemory, MediaIndex
-from diffsynth_lite.data.plan import PlanRules, plan_items, refuse_other_kinds
+from diffsynth_lite.data.plan import (
+    BadItemsError,
+    PlanRules,
+    plan_items,
+    refuse_bad_items,
+    refuse_other_kinds,
+    summary_of_bad,
+)
 from diffsynth_lite.data.records import Record
 from diffsynth_lite.data.video import read_frames, write_video
 from diffsynth_lite.errors import UserError
@@ -330,3 +339,100 @@ def test_another_decoder_has_other_keys(index, clip, monkeypatch, name):
     key = key_of(item)
     monkeypatch.setattr(f"diffsynth_lite.data.items.{name}", "another version")
     assert key_of(item) != key
+
+
+def edit_record(target, inputs, name=None):
+    return Record(name=name or target.name, source=0, target=target, captions=("x",), inputs=inputs)
+
+
+def plan_of(records, index, *, resolutions=(8,), **rules):
+    buckets = BucketRule(divisor=4, step=4, resolutions=resolutions)
+    return plan_items(records, index=index, rules=PlanRules(buckets=buckets, **rules))
+
+
+def test_items_that_start_from_images_of_other_sizes_are_of_other_buckets(index, write_image):
+    wide, tall = write_image("wide.png", size=(32, 8)), write_image("tall.png", size=(8, 16))
+    target = write_image("a.png")
+    records = [
+        edit_record(target, inputs, name)
+        for name, inputs in {"a": (wide,), "b": (tall,), "c": (wide, tall), "d": (tall, wide)}.items()
+    ]
+
+    def inputs(**rules):
+        return [item.bucket.inputs for item in plan_of(records, index, **rules).items]
+
+    wide_size, tall_size = (32, 8), (8, 16)
+    assert inputs() == [(wide_size,), (tall_size,), (wide_size, tall_size), (tall_size, wide_size)]
+    one_size = inputs(input_size=lambda width, height: (width * height, 1))
+    assert one_size == [((256, 1),), ((128, 1),), ((256, 1), (128, 1)), ((128, 1), (256, 1))]
+    both_resolutions = plan_of(records[:1], index, resolutions=(8, 4)).items
+    assert [(item.bucket.width, item.bucket.inputs) for item in both_resolutions] == [
+        (8, (wide_size,)),
+        (4, (wide_size,)),
+    ]
+
+
+def test_more_input_images_than_the_family_takes_are_a_bad_item(index, write_image):
+    given = (write_image("one.png"), write_image("two.png"))
+    records = [edit_record(write_image("a.png"), given), edit_record(write_image("b.png"), given[:1])]
+    planned = plan_of(records, index, max_inputs=1)
+    assert [item.name for item in planned.items] == ["b.png"]
+    assert list(planned.bad) == ["a.png"]
+    assert "a.png: has 2 input images, and this family takes 1" in planned.bad["a.png"]
+    assert not plan_of(records, index, max_inputs=2).bad
+
+
+def test_a_caption_that_the_model_does_not_take_is_a_bad_item(index, write_image):
+    def refuse(text, where):
+        if "<|image_pad|>" in text:
+            raise UserError(f"{where} holds a token")
+
+    records = [edit_record(write_image("a.png"), ()), edit_record(write_image("b.png"), ())]
+    records[1] = dataclasses.replace(records[1], captions=("a ring", "a <|image_pad|>"))
+    planned = plan_of(records, index, check_caption=refuse)
+    assert [item.name for item in planned.items] == ["a.png"]
+    assert planned.bad == {"b.png": f"{records[1].target}: its caption holds a token"}
+
+
+def test_an_input_image_that_cannot_be_encoded_is_a_bad_item(index, write_image):
+    def refuse(width, height):
+        raise UserError(f"{width}x{height} is too narrow")
+
+    narrow = write_image("one.png", size=(32, 8))
+    planned = plan_of([edit_record(write_image("a.png"), (narrow,))], index, input_size=refuse)
+    assert planned.bad == {"a.png": f"{narrow}: 32x8 is too narrow"}
+
+
+def names_of(count: int) -> list[str]:
+    return [f"{index}.png" for index in range(count)]
+
+
+def test_without_bad_items_nothing_is_refused():
+    refuse_bad_items(names_of(3), {}, on_bad_item="error", max_bad_ratio=0.5)
+
+
+def test_error_lists_every_bad_item_and_the_way_out():
+    bad = {"0.png": "damaged", "2.png": "animated"}
+    with pytest.raises(UserError, match=r"2 of 3 .*0\.png: damaged; 2\.png: animated.*on_bad_item=skip"):
+        refuse_bad_items(names_of(3), bad, on_bad_item="error", max_bad_ratio=1.0)
+
+
+def test_as_many_bad_items_as_the_limit_says_are_left_out():
+    bad = {"1.png": "why", "2.png": "why not"}
+    refuse_bad_items(names_of(4), bad, on_bad_item="skip", max_bad_ratio=0.5)
+    told = "2 of 4 items cannot be used: 1.png: why; 2.png: why not"
+    assert summary_of_bad(names_of(4), bad) == told
+
+
+def test_those_past_the_twentieth_are_counted():
+    bad = {f"{index}.png": "damaged" for index in range(25)}
+    for on_bad_item in ("error", "skip"):
+        with pytest.raises(BadItemsError, match="and 5 more"):
+            refuse_bad_items(names_of(26), bad, on_bad_item=on_bad_item, max_bad_ratio=0.1)
+
+
+@pytest.mark.parametrize(("num_bad", "max_bad_ratio"), [(1, 0.25), (2, 0.5), (3, 0.7), (3, 1.0)])
+def test_skip_refuses_a_data_set_of_which_too_much_is_bad_or_nothing_is_good(num_bad, max_bad_ratio):
+    bad = {f"{index}.png": "damaged" for index in range(num_bad)}
+    with pytest.raises(UserError, match=rf"Too many to skip: data.max_bad_ratio is {max_bad_ratio}"):
+        refuse_bad_items(names_of(3), bad, on_bad_item="skip", max_bad_ratio=max_bad_ratio)
