@@ -122,7 +122,7 @@ def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_i
         with torch.no_grad():
             vae.encode(torch.zeros((), dtype=dtype).expand(1, channels, *frames, height, width))
     copies = sum(copied_bytes(family, config.model.path, name, one) for name, one in copied.loaded.items())
-    pixels = channels * size.width * size.height * size.num_pictures
+    pixels = channels * size.width * size.height * size.num_images
     return EncoderBytes(
         device=sum(weight.nbytes for one in copied.loaded.values() for weight in one.parameters()),
         calls=counted.peak,
