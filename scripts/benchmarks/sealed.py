@@ -7,12 +7,14 @@ batch. Ten items share an entry.
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,22 +22,26 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from data import MICRO_BATCH_SIZE, batch_stream, peak_mib
 from meters import mebibytes, print_table
 
 from diffsynth_lite.data import (
+    BatchLayout,
+    BatchStream,
     Bucket,
     DataIdentity,
     ItemTable,
+    SampleSchedule,
     TensorCache,
     UsableData,
 )
+from diffsynth_lite.data.batches import EntryReader
 from diffsynth_lite.data.cache import entry_content
 from diffsynth_lite.data.item_table import KEY_BYTES, Indices, ItemColumns
 from diffsynth_lite.data.schedule import Numbers, Orders
 from diffsynth_lite.data.sealed import SealFolder, StoredOrders, open_seal, write_seal
 from diffsynth_lite.data.sealed.entries import import_lance
 
+MICRO_BATCH_SIZE = 4
 ITEMS_OF_AN_ENTRY = 10
 ITEMS_OF_A_CAPTION = 1000
 LATENTS = torch.zeros(4, 2, 2, dtype=torch.bfloat16)
@@ -56,6 +62,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         rows = [sealed_row(Path(folder) / str(rows), rows, arguments) for rows in arguments.rows]
     print_table(f"{arguments.buckets} buckets, 2 sources, micro-batches of {MICRO_BATCH_SIZE}; sealed", rows)
+
+
+def batch_stream(table: ItemTable, entries: EntryReader, orders: Orders, *, num_workers: int) -> BatchStream:
+    """A stream of one process, whose step is one micro-batch."""
+    schedule = SampleSchedule(
+        table.groups,
+        passes=[Fraction(1), Fraction(3, 2)],
+        sizes=[MICRO_BATCH_SIZE] * len(table.buckets),
+        seed=0,
+        orders=orders,
+    )
+    layout = BatchLayout(
+        global_batch_size=MICRO_BATCH_SIZE,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        num_processes=1,
+        process_index=0,
+    )
+    return BatchStream(table, entries, schedule, layout, seed=0, num_workers=num_workers, start_step=0)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -228,7 +252,13 @@ def seal(folder: Path, arguments: argparse.Namespace) -> None:
 
     began_at = time.process_time()
     write_seal(SealFolder(str(folder / "sealed")), cache, lambda done, total: None, data=data, settings={})
-    told({"cpu_s": time.process_time() - began_at, "peak_mib": peak_mib()}, Memory.now())
+    told(
+        {
+            "cpu_s": time.process_time() - began_at,
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        },
+        Memory.now(),
+    )
 
 
 def start(folder: Path, arguments: argparse.Namespace) -> None:

@@ -39,6 +39,9 @@ Scale = Literal["ci", "quick", "full"]
 PLAIN = ("validation.prompts=[]", "validation.loss_items=0", "validation.item_losses=0")
 """Nothing that only looks at the training."""
 
+PROVOKED = str(Path(__file__).with_name("provoked_train.py"))
+"""The training command with a fault in it, named by the first argument."""
+
 _MODELS = {
     "qwen_image": qwen_image.tiny,
     "wan": wan.tiny,
@@ -256,10 +259,10 @@ def environment() -> dict[str, str]:
     }
 
 
-def torchrun(num_processes: int, script: str) -> tuple[str, ...]:
+def torchrun(num_processes: int, *script: str) -> tuple[str, ...]:
     """The command that starts a script in several processes."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    return (*launcher, "--nproc_per_node", str(num_processes), script)
+    return (*launcher, "--nproc_per_node", str(num_processes), *script)
 
 
 def forked(work: Callable[[], int], log: Path) -> int:

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tiny_run import TinyRun
@@ -15,6 +14,7 @@ from diffsynth_lite.training.checkpoint import saver
 from diffsynth_lite.training.checkpoint.saver import Saver
 from faults.bench import (
     PLAIN,
+    PROVOKED,
     Bench,
     assert_same,
     at_call,
@@ -39,7 +39,6 @@ LIMITED = (
     (saver, "export_lora", r"no space left on the disk .*File too large.*\.lora-writing"),
 )
 """Where a limit of the system strikes, and what the run then says."""
-FULL_DISK = str(Path(__file__).with_name("full_disk_train.py"))
 
 
 @fault("D1", "the old checkpoint or the new one; each sync needed")
@@ -91,7 +90,9 @@ def _fill_a_real_one(run: TinyRun, owner: Any, name: str, message: str) -> None:
 
 def _fill_it_for_two(run: TinyRun) -> None:
     """The disk is full for the process that writes; all must stop with its message."""
-    done = launched(run, torchrun(2, FULL_DISK), *PLAIN, "train.micro_batch_size=1", timeout_s=300)
+    done = launched(
+        run, torchrun(2, PROVOKED, "full_disk"), *PLAIN, "train.micro_batch_size=1", timeout_s=300
+    )
     assert done.returncode != 0
     ends = sorted((run.root / "run").parent.glob("end-*"))
     texts = [path.read_text() for path in ends]

@@ -20,7 +20,7 @@ from test_config_round_trip import assert_survives_yaml, configs
 
 from diffsynth_lite.config import Config, load_config, section_types
 from diffsynth_lite.errors import UserError
-from faults.bench import Bench, environment, fault, num_passed
+from faults.bench import PROVOKED, Bench, environment, fault, num_passed
 
 MINIMAL = (
     "model:\n  family: qwen_image\n  path: some/model\ndata:\n  path: pictures\noutput:\n  dir: runs/one\n"
@@ -34,7 +34,7 @@ EXTREMES = (
 LONGEST_LINE = 500
 MANY = 20_000
 _TIME = re.compile(r"^\d\d:\d\d:\d\d ")
-MODELLESS = (sys.executable, str(Path(__file__).with_name("modelless_train.py")))
+MODELLESS = (sys.executable, PROVOKED, "without_libraries")
 
 
 @dataclass(frozen=True)

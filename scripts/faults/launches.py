@@ -14,10 +14,10 @@ from processes import free_port
 from tiny_run import LOG_LINE, REPOSITORY, TinyRun, tiny_picture
 
 import diffsynth_lite
-from faults.bench import PLAIN, Bench, environment, fault, launched, torchrun
+from faults.bench import PLAIN, PROVOKED, Bench, environment, fault, launched, torchrun
 from faults.machines import launched_on
 
-DIFFERING = str(Path(__file__).with_name("differing_train.py"))
+DIFFERING = (PROVOKED, "differing")
 TWO = ("train.steps=1", "train.micro_batch_size=1", *PLAIN)
 """Settings of a short run of two processes."""
 SEED = json.dumps({"settings": ["train.seed=1"], "packages": []})
@@ -113,12 +113,12 @@ def start_different_runs(bench: Bench) -> str:
     cases = dict(_differences(run))
     for name, (says, other) in cases.items():
         folder = run.root / name
-        command = (*torchrun(2, DIFFERING), json.dumps(other))
+        command = (*torchrun(2, *DIFFERING), json.dumps(other))
         done = launched(run, command, *TWO, f"output.dir={folder}")
         _assert_says(says, done.stderr)
         assert "Loading" not in done.stderr, done.stderr
         assert not (folder / "checkpoints").exists()
-    ended = launched_on(run, [run.root] * 2, *TWO, script=(DIFFERING, SEED), num_processes=1)
+    ended = launched_on(run, [run.root] * 2, *TWO, script=(*DIFFERING, SEED), num_processes=1)
     for log in ended.logs:
         _assert_says("train.seed is 0 on process 0", log)
     return f"{len(cases)} differences; one of them on 2 machines"

@@ -16,6 +16,7 @@ from tiny_run import TinyRun, checkpoint_tensors
 
 from faults.bench import (
     PLAIN,
+    PROVOKED,
     Bench,
     assert_same,
     fault,
@@ -31,7 +32,6 @@ from faults.bench import (
 from faults.resume import COSINE
 
 RECORDED = str(Path(recorded_train.__file__))
-SPOILED = str(Path(__file__).with_name("spoiled_train.py"))
 EVERY_STEP = ("output.checkpoint_every_steps=1", "output.keep_checkpoints=1000")
 SHARDED = ("memory.shard_base=all",)
 MAX_WEIGHT_DIFFERENCE = 1e-6
@@ -182,7 +182,7 @@ def spoil_one_process(bench: Bench) -> str:
         notes.mkdir()
         folder = run.root / f"rank {rank}"
         plan = json.dumps({"rank": rank, "steps": spoiled, "notes": str(notes)})
-        done = launched(run, (*torchrun(2, SPOILED), plan), f"output.dir={folder}", timeout_s=300)
+        done = launched(run, (*torchrun(2, PROVOKED, "spoiled"), plan), f"output.dir={folder}", timeout_s=300)
         assert done.returncode != 0, done.stderr
         status = json.loads((folder / "status.json").read_text())
         assert (status["state"], status["exit_code"]) == ("diverged", 3), status  # its last step was skipped

@@ -11,6 +11,7 @@ from tiny_run import TinyRun
 from diffsynth_lite.training import trainer
 from faults.bench import (
     PLAIN,
+    PROVOKED,
     Bench,
     assert_same,
     at_call,
@@ -25,7 +26,6 @@ TIMEOUT_S = 25.0
 """For a worker; it takes some of it to start."""
 LATE_S = 60.0
 """A trainer first uses up what a worker had made, and then ends; on busy cores this takes a while."""
-HANGING = str(Path(__file__).with_name("impatient_train.py"))
 
 
 @fault("H2", "exit 3 at once, or after the timeout; no process left; continued bit for bit")
@@ -73,7 +73,7 @@ def _hang(run: TinyRun, folder: Path) -> float:
     """Seconds from the first step of a run whose worker hangs in a read until its trainer has ended."""
     entry = next((run.root / "cache").rglob("*.safetensors"))
     content = entry.read_bytes()
-    command = (sys.executable, HANGING, str(entry), str(TIMEOUT_S))
+    command = (sys.executable, PROVOKED, "impatient", str(entry), str(TIMEOUT_S))
     done = launched(run, command, f"output.dir={folder}", "data.num_workers=1", timeout_s=120)
     ended_at = time.time()
     seconds = ended_at - entry.stat().st_ctime

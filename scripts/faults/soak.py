@@ -10,9 +10,8 @@ from typing import Any
 
 from tiny_run import TinyRun, tiny_picture
 
-from faults.bench import Bench, environment, fault, launched
+from faults.bench import PROVOKED, Bench, environment, fault, launched
 
-MEASURED = str(Path(__file__).with_name("measured_train.py"))
 MAX_GROWTH = 0.05
 SAVE_EVERY = 20
 SAVE_EVERY_MINUTES = 0.005
@@ -72,7 +71,7 @@ class Soaked:
     Attributes:
         run: whose folder it is.
         steps: of it.
-        rows: of ``measured_train.py``, after the warm-up.
+        rows: of ``provoked_train.py measured``, after the warm-up.
         saves: steps that were saved, in order.
     """
 
@@ -86,7 +85,7 @@ class Soaked:
         """Train in a process of its own, whose temporary files have a folder of their own."""
         file, temporary = run.root / "measured.jsonl", run.root / "temporary"
         temporary.mkdir()
-        command = (sys.executable, MEASURED, str(file), str(max(1, steps // NUM_MEASUREMENTS)))
+        command = (sys.executable, PROVOKED, "measured", str(file), str(max(1, steps // NUM_MEASUREMENTS)))
         variables = {**environment(), "TMPDIR": str(temporary)}
         done = launched(run, command, f"train.steps={steps}", variables=variables, timeout_s=6000)
         assert done.returncode == 0, done.stderr

@@ -24,7 +24,6 @@ from family_inputs import COUNTED, CountedRelease
 from family_sample import build_sample
 from family_subject import FamilySubject, family_of
 from meters import STRATEGIES, Figures, measure, mebibytes, meter_for
-from PIL import Image
 from subjects import Size, build_subject
 from torch import Tensor, nn
 
@@ -266,34 +265,6 @@ def test_weights_in_a_format_are_compared_with_float32(tmp_path: Path) -> None:
         assert plain / 2 < count(family, "int8") < plain
     # All of its layers are smaller than what accelerators stream.
     assert quantization.encoder_bytes(family, "bfloat16", num_slots=1) == plain
-
-
-@pytest.mark.nightly
-def test_what_a_save_and_a_step_take(tmp_path: Path, printed: Print) -> None:
-    _, _, (_, *seconds) = printed(
-        "reliability", "save", "--rank", "1", "--saves", "1", "--folder", str(tmp_path)
-    )
-    *parts, whole, _read = (float(cell.removesuffix(" s")) for cell in seconds)
-    assert sum(parts) == pytest.approx(whole, abs=0.05)
-    for name in ("a", "b"):
-        Image.new("RGB", (64, 64), "red").save(tmp_path / f"{name}.png")
-        (tmp_path / f"{name}.txt").write_text("a red image")
-    settings = ["train.global_batch_size=2", "train.micro_batch_size=2", "lora.rank=1"]
-    rows = {
-        name: cells
-        for name, *cells in printed("reliability", "step", "--steps", "1", f"data.path={tmp_path}", *settings)
-    }
-    assert rows["without"][1] == "1.0000"
-    assert {"with all", "with all, again"} <= rows.keys()
-
-
-@pytest.mark.nightly
-def test_the_data_layer_has_a_row_for_each_size_and_a_speed_for_each_reader(printed: Print) -> None:
-    sizes = "--rows 10 40 --batches 5 --files 8 --side 4 --workers 0"
-    rows = printed("data", *sizes.split())
-    assert [row[0] for row in rows if len(row) == 6][2:] == ["10", "40"]
-    speeds = {row[0]: row[1] for row in rows if len(row) == 2}
-    assert all(float(speeds[name]) > 0 for name in ("safetensors bare", "loader, 0 workers"))
 
 
 @pytest.mark.nightly

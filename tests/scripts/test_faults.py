@@ -44,7 +44,7 @@ def in_child(prove, folder: Path, *, limit_s: float = LIMIT_S):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
-def test_an_item_tells_what_came_of_it_why_it_failed_and_that_it_took_too_long(tmp_path: Path) -> None:
+def test_an_item_reports_what_came_of_it_why_it_failed_and_that_it_took_too_long(tmp_path: Path) -> None:
     def holds(bench: Bench) -> str:
         return f"once, with seed {bench.seed}"
 
@@ -68,7 +68,7 @@ def test_an_item_tells_what_came_of_it_why_it_failed_and_that_it_took_too_long(t
     assert "killed after 0.3 s" in hanging.last_lines()
 
 
-def test_an_item_says_what_it_needs_and_is_not_here() -> None:
+def test_an_item_names_what_it_needs_and_is_missing() -> None:
     for fault in FAULTS.values():
         assert set(fault.missing()) <= set(fault.needs)
     assert replace(FAULTS["N2"], needs=("sh", "no-such-program")).missing() == ["no-such-program"]
@@ -77,6 +77,19 @@ def test_an_item_says_what_it_needs_and_is_not_here() -> None:
 def test_the_faults_are_those_of_the_page_about_them() -> None:
     page = (REPOSITORY / "docs" / "reliability.md").read_text()
     assert set(FAULTS) == set(re.findall(r"^\| ([A-Z]\d) \|", page, re.MULTILINE))
+
+
+def test_the_tests_that_faults_name_are_there() -> None:
+    named = []
+    for name in {fault.prove.__module__ for fault in FAULTS.values()}:
+        for value in vars(sys.modules[name]).values():
+            texts = value if isinstance(value, tuple) else (value,)
+            named += [
+                text for text in texts if isinstance(text, str) and re.fullmatch(r"[\w/]+\.py::\w+", text)
+            ]
+    assert named
+    for file, _, test in (text.partition("::") for text in named):
+        assert f"def {test}(" in (REPOSITORY / "tests" / file).read_text(), f"{file}::{test}"
 
 
 def test_an_unknown_item_is_refused() -> None:
