@@ -36,25 +36,35 @@ class Mutant:
     """One changed line.
 
     Attributes:
-        old: occurs once in the file.
+        within: a file, or a folder in one of whose files it is.
+        old: occurs there once.
         tests: files and folders below ``tests``, separated by spaces, with wildcards.
         survives: why all of these tests pass; empty where one must fail.
     """
 
     id: str
-    file: str
+    within: str
     old: str
     new: str
     tests: str
     survives: str = ""
 
+    @property
+    def file(self) -> Path:
+        """The file that has the line."""
+        within = ROOT / self.within
+        files = (
+            [path for path in within.rglob("*") if path.suffix in (".py", ".js")]
+            if within.is_dir()
+            else [within]
+        )
+        found = [path for path in files for _ in range(path.read_text().count(self.old))]
+        assert len(found) == 1, f"{self.id}: {self.old!r} is {len(found)} times in {self.within}"
+        return found[0]
+
     def changed(self) -> str:
         """The file with the line changed."""
-        text = (ROOT / self.file).read_text()
-        assert text.count(self.old) == 1, (
-            f"{self.id}: {self.old!r} is {text.count(self.old)} times in {self.file}"
-        )
-        return text.replace(self.old, self.new)
+        return self.file.read_text().replace(self.old, self.new)
 
     def test_files(self) -> list[str]:
         """The paths of its tests."""
@@ -95,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             unexpected.append(name)
         cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         note = "" if outcome == expected else f", not {expected}"
-        print(f"{name} {mutant.file}: {outcome}{note} ({cpu_s:.1f} CPU s)", flush=True)
+        print(f"{name} {mutant.within}: {outcome}{note} ({cpu_s:.1f} CPU s)", flush=True)
     print(f"{len(options.ids or known)} mutants, not as expected: {', '.join(unexpected) or 'none'}")
     return int(bool(unexpected))
 
@@ -146,7 +156,7 @@ def _failing(tests: Sequence[str]) -> int:
 
 
 def _install(mutant: Mutant) -> None:
-    path, changed = str(ROOT / mutant.file), mutant.changed()
+    path, changed = str(mutant.file), mutant.changed()
     if not path.endswith(".py"):
         read = Path.read_text
         Path.read_text = lambda self, *args, **given: (  # type: ignore[method-assign]
