@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
-from test_bad_config_corpus import FLAGS, OVERRIDES, PATHS, TEXTS
-from test_config_bad_files import WRONG_FILES, WRONG_REFERENCES, WRONG_VALUES
+from test_bad_config_corpus import FLAGS, OVERRIDES, PATHS, TEXTS, WRONG_FILES
+from test_config_refusals import WRONG_REFERENCES, WRONG_VALUES
 from test_config_round_trip import assert_survives_yaml, configs
 
 from diffsynth_lite.config import Config, load_config, section_types
