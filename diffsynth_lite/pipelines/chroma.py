@@ -5,6 +5,7 @@ Sources: diffusers ``transformer_chroma.py`` and ``pipeline_chroma.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -25,7 +26,15 @@ from diffsynth_lite.pipelines.base.model_function import (
     without_padding,
 )
 from diffsynth_lite.pipelines.flux import SINGLE_STREAM, Flux, pack_pictures, unpack_picture
-from diffsynth_lite.releases.chroma import CHROMA
+from diffsynth_lite.releases.components import (
+    FLUX_VAE,
+    LICENCES,
+    SD_SCRIPTS,
+    SDNEXT,
+    T5_TOKENIZER_SLOW,
+    T5_XXL,
+)
+from diffsynth_lite.releases.release import Release, ReleaseComponent
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.text_encoders import tiny_t5
@@ -72,6 +81,54 @@ def model_fn_chroma(
             return_dict=False,
         )[0]
     return unpack_picture(velocity_bld, height, width)
+
+
+_REVIEW = "MoDiff, data/chroma1-hd-artifact-review.json"
+
+_HD = Release(
+    name="Chroma1 HD",
+    hub_id="lodestones/Chroma1-HD",
+    pipeline_class="ChromaPipeline",
+    components={
+        "transformer": ReleaseComponent(
+            class_name="ChromaTransformer2DModel",
+            dtype="bfloat16",
+            source=f"{SDNEXT}chroma/transformer: the class's defaults; dtype from the bytes in {_REVIEW}",
+        ),
+        "text_encoder": T5_XXL,
+        "vae": FLUX_VAE,
+    },
+    scheduler=ReleaseComponent(
+        class_name="FlowMatchEulerDiscreteScheduler",
+        config={"shift": 3.0, "use_dynamic_shifting": True},
+        source=f"{SDNEXT}chroma/scheduler",
+    ),
+    tokenizers={"tokenizer": T5_TOKENIZER_SLOW},
+    size=(1024, 1024, 1),
+    parameters=8.9e9,
+    licence="Apache-2.0",
+    gated=False,
+    architecture="chroma",
+    version="chroma",
+    sources={
+        "pipeline": f"{SDNEXT}chroma/model_index.json",
+        "size": "`default_sample_size` of the pipeline",
+        "parameters": "diffusers, docs/source/en/api/pipelines/chroma.md",
+        "licence": _REVIEW,
+        "architecture": f"{SD_SCRIPTS}sai_model_spec.py, flux_utils.py",
+    },
+    unconfirmed=(
+        "shift of the scheduler: in another copy, in stable-diffusion-webui-forge, it is fixed, and 1",
+    ),
+)
+_BASE = replace(
+    _HD,
+    name="Chroma1 Base",
+    hub_id="lodestones/Chroma1-Base",
+    sources={**_HD.sources, "licence": LICENCES},
+    unconfirmed=(*_HD.unconfirmed, "that its settings and dtypes are those of HD"),
+)
+CHROMA: tuple[Release, ...] = (_HD, _BASE)
 
 
 class Chroma(Flux):

@@ -5,6 +5,7 @@ Sources: diffusers ``transformer_flux.py`` and ``pipeline_flux.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Unpack
 
@@ -25,7 +26,19 @@ from diffsynth_lite.pipelines.base.latents import (
     scaled_latents_shape,
 )
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
-from diffsynth_lite.releases.flux import FLUX
+from diffsynth_lite.releases.components import (
+    CLIP_L,
+    CLIP_TOKENIZER,
+    FLUX_SCHEDULER,
+    FLUX_VAE,
+    FORGE,
+    LICENCES,
+    SD_SCRIPTS,
+    SDNEXT,
+    T5_TOKENIZER_BOTH,
+    T5_XXL,
+)
+from diffsynth_lite.releases.release import Release, ReleaseComponent
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_t5
@@ -131,6 +144,80 @@ def _positions(picture_bchw: torch.Tensor, place: int) -> torch.Tensor:
     )
     positions[:, 0] = place
     return positions
+
+
+FLUX_FOLDER = f"{FORGE}black-forest-labs/FLUX.1-dev"
+
+FLUX_DEV = Release(
+    name="FLUX.1 dev",
+    hub_id="black-forest-labs/FLUX.1-dev",
+    pipeline_class="FluxPipeline",
+    components={
+        "transformer": ReleaseComponent(
+            class_name="FluxTransformer2DModel",
+            config={"guidance_embeds": True},
+            dtype="bfloat16",
+            num_bytes=23802816640,
+            source=f"{FLUX_FOLDER}/transformer",
+        ),
+        "text_encoder": CLIP_L,
+        "text_encoder_2": T5_XXL,
+        "vae": FLUX_VAE,
+    },
+    scheduler=FLUX_SCHEDULER,
+    tokenizers={"tokenizer": CLIP_TOKENIZER, "tokenizer_2": T5_TOKENIZER_BOTH},
+    size=(1024, 1024, 1),
+    parameters=12e9,
+    licence="FLUX.1 [dev] Non-Commercial License",
+    gated=True,
+    architecture="flux-1-dev",
+    version="flux1",
+    sources={
+        "pipeline": f"{FLUX_FOLDER}; spiece.model: {SDNEXT}flux/tokenizer_2",
+        "size": "`default_sample_size` of the pipeline",
+        "parameters": "black-forest-labs/flux, model_cards/FLUX.1-dev.md",
+        "licence": f"black-forest-labs/flux, README.md; gated: {LICENCES}",
+        "architecture": f"{SD_SCRIPTS}sai_model_spec.py, flux_utils.py",
+    },
+)
+
+_SCHNELL = replace(
+    FLUX_DEV,
+    name="FLUX.1 schnell",
+    hub_id="black-forest-labs/FLUX.1-schnell",
+    components={
+        **FLUX_DEV.components,
+        "transformer": ReleaseComponent(
+            class_name="FluxTransformer2DModel",
+            dtype="bfloat16",
+            num_bytes=23782357120,
+            source=f"{FORGE}black-forest-labs/FLUX.1-schnell/transformer",
+        ),
+    },
+    scheduler=ReleaseComponent(
+        class_name="FlowMatchEulerDiscreteScheduler",
+        source=f"{FORGE}black-forest-labs/FLUX.1-schnell/scheduler",
+    ),
+    licence="Apache-2.0",
+    gated=None,
+    distilled="1 to 4 steps without guidance",
+    architecture="flux-1-schnell",
+    sources={
+        **FLUX_DEV.sources,
+        "pipeline": f"{FORGE}black-forest-labs/FLUX.1-schnell",
+        "parameters": "black-forest-labs/flux, model_cards/FLUX.1-schnell.md",
+    },
+)
+
+_KREA = replace(
+    FLUX_DEV,
+    name="FLUX.1 Krea dev",
+    hub_id="black-forest-labs/FLUX.1-Krea-dev",
+    sources={**FLUX_DEV.sources, "parameters": "black-forest-labs/flux, model_cards/FLUX.1-Krea-dev.md"},
+    unconfirmed=("that its settings are those of FLUX.1 dev", "whether it is gated"),
+)
+
+FLUX: tuple[Release, ...] = (FLUX_DEV, _KREA, _SCHNELL)
 
 
 class Flux(DiffusersFamily):

@@ -8,6 +8,7 @@ Source: diffusers ``pipeline_flux_fill.py``.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,8 @@ from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, LANCZOS
-from diffsynth_lite.releases.flux import FLUX_FILL
+from diffsynth_lite.pipelines.flux import FLUX_DEV
+from diffsynth_lite.releases.release import Release, ReleaseComponent
 from diffsynth_lite.testing import seeded
 
 model_fn_flux_fill = flux.model_fn_flux
@@ -29,6 +31,34 @@ model_fn_flux_fill = flux.model_fn_flux
 
 _MASKED, _MASK = "masked_tokens", "mask_tokens"
 _PIXELS_OF_A_TOKEN = 16 * 16
+
+
+_FILL_SOURCE = "black-forest-labs/flux, src/flux/util.py, flux-dev-fill"
+
+FLUX_FILL: tuple[Release, ...] = (
+    replace(
+        FLUX_DEV,
+        name="FLUX.1 Fill dev",
+        hub_id="black-forest-labs/FLUX.1-Fill-dev",
+        pipeline_class="FluxFillPipeline",
+        components={
+            **FLUX_DEV.components,
+            "transformer": ReleaseComponent(
+                class_name="FluxTransformer2DModel",
+                config={"in_channels": 384, "out_channels": 64, "guidance_embeds": True},
+                dtype="bfloat16",
+                source=f"{_FILL_SOURCE}; diffusers, loaders/single_file_utils.py, flux-fill",
+            ),
+        },
+        version="flux1",
+        sources={
+            **FLUX_DEV.sources,
+            "pipeline": f"{_FILL_SOURCE}; all else as of FLUX.1 dev",
+            "parameters": "black-forest-labs/flux, model_cards/FLUX.1-tools.md",
+        },
+        unconfirmed=("that its other settings are those of FLUX.1 dev", "whether it is gated"),
+    ),
+)
 
 
 class FluxFill(flux.Flux):

@@ -5,6 +5,7 @@ Source: diffusers ``pipeline_flux_kontext.py``.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,10 +20,31 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
 from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
-from diffsynth_lite.releases.flux import FLUX_KONTEXT
+from diffsynth_lite.pipelines.flux import FLUX_DEV
+from diffsynth_lite.releases.components import MUSUBI, PINNED_INDEXES
+from diffsynth_lite.releases.release import Release
 
 model_fn_flux_kontext = flux.model_fn_flux
 """One forward; ``input_latents_bchw`` is the picture to edit."""
+
+
+FLUX_KONTEXT: tuple[Release, ...] = (
+    replace(
+        FLUX_DEV,
+        name="FLUX.1 Kontext dev",
+        hub_id="black-forest-labs/FLUX.1-Kontext-dev",
+        pipeline_class="FluxKontextPipeline",
+        version="flux_kontext",
+        sources={
+            **FLUX_DEV.sources,
+            "pipeline": f"{PINNED_INDEXES}; settings as of FLUX.1 dev",
+            "parameters": "black-forest-labs/flux, model_cards/FLUX.1-kontext-dev.md",
+            "architecture": f"{MUSUBI}utils/sai_model_spec.py, which gives it that of FLUX.1 dev, and "
+            "dataset/architectures.py",
+        },
+        unconfirmed=("that its settings are those of FLUX.1 dev", "whether it is gated"),
+    ),
+)
 
 
 class FluxKontext(flux.Flux):

@@ -6,6 +6,7 @@ Sources: diffusers ``transformer_hunyuan_video.py`` and ``pipeline_hunyuan_video
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Unpack
 
@@ -34,7 +35,8 @@ from diffsynth_lite.pipelines.base.model_function import (
     pad_tokens,
     without_padding,
 )
-from diffsynth_lite.releases.hunyuan_video import HUNYUAN_VIDEO
+from diffsynth_lite.releases.components import CLIP_L, DIFFUSERS, MUSUBI
+from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_hunyuan_video_vae
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_llama
@@ -103,6 +105,68 @@ def model_fn_hunyuan_video(
             return_dict=False,
         )[0]
     return velocity_bcfhw
+
+
+def hunyuan_scheduler(shift: float, source: str) -> ReleaseComponent:
+    """The scheduler of a release, also of HunyuanVideo 1.5."""
+    return ReleaseComponent(
+        class_name="FlowMatchEulerDiscreteScheduler", config={"shift": shift}, source=source
+    )
+
+
+_SCRIPT = f"{DIFFUSERS}scripts/convert_hunyuan_video_to_diffusers.py"
+
+_T2V = Release(
+    name="HunyuanVideo",
+    hub_id="hunyuanvideo-community/HunyuanVideo",
+    pipeline_class="HunyuanVideoPipeline",
+    components={
+        "transformer": ReleaseComponent(
+            class_name="HunyuanVideoTransformer3DModel",
+            dtype="bfloat16",
+            source=f"{_SCRIPT}: the defaults of the class",
+        ),
+        "text_encoder": ReleaseComponent(
+            class_name="LlamaModel",
+            config={
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_attention_heads": 32,
+                "num_hidden_layers": 32,
+                "num_key_value_heads": 8,
+                "vocab_size": 128320,
+            },
+            dtype="float16",
+            source="the language model of xtuner/llava-llama-3-8b-v1_1-transformers, as "
+            f"{MUSUBI}hunyuan_model/text_encoder.py has its numbers and {_SCRIPT} its dtype",
+        ),
+        "text_encoder_2": replace(CLIP_L, dtype="float16", source=f"{CLIP_L.source}; dtype as in {_SCRIPT}"),
+        "vae": ReleaseComponent(
+            class_name="AutoencoderKLHunyuanVideo", source=f"{_SCRIPT}: the defaults of the class"
+        ),
+    },
+    scheduler=hunyuan_scheduler(7.0, _SCRIPT),
+    tokenizers={
+        "tokenizer": ReleaseTokenizer(class_name="LlamaTokenizerFast"),
+        "tokenizer_2": ReleaseTokenizer(class_name="CLIPTokenizer"),
+    },
+    size=(1280, 720, 129),
+    parameters=13e9,
+    licence="Tencent Hunyuan Community, not for the EU, the UK and South Korea",
+    gated=None,
+    architecture="hunyuan-video",
+    sources={
+        "pipeline": f"{_SCRIPT}; hub id and tokenizers as {DIFFUSERS}src/diffusers/pipelines/hunyuan_video/"
+        "pipeline_hunyuan_video.py has them",
+        "size": "defaults of the pipeline's call",
+        "parameters": "the abstract of the paper, arXiv 2412.03603",
+        "licence": "Tencent/HunyuanVideo, LICENSE.txt",
+        "architecture": f"{MUSUBI}utils/sai_model_spec.py",
+    },
+    unconfirmed=("dtype of the autoencoder",),
+)
+
+HUNYUAN_VIDEO: tuple[Release, ...] = (_T2V,)
 
 
 class HunyuanVideo(DiffusersFamily):

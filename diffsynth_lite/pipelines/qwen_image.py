@@ -6,6 +6,7 @@ Sources: diffusers ``transformer_qwenimage.py`` and ``pipeline_qwenimage.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -33,7 +34,8 @@ from diffsynth_lite.pipelines.base.model_function import (
     pad_tokens,
     without_padding,
 )
-from diffsynth_lite.releases.qwen_image import QWEN_IMAGE
+from diffsynth_lite.releases.components import LICENCES, MUSUBI, PINNED_INDEXES, QWEN_VAE
+from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
@@ -112,6 +114,107 @@ def _unpack(tokens_bld: torch.Tensor, height: int, width: int) -> torch.Tensor:
         tokens_bld, height, width, vae_scale_factor=1
     )
     return latents_bcfhw
+
+
+QWEN_README = "QwenLM/Qwen-Image, README.md"
+
+QWEN_TEXT_ENCODER = ReleaseComponent(
+    class_name="Qwen2_5_VLForConditionalGeneration",
+    config={
+        "text_config": {
+            "model_type": "qwen2_5_vl_text",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+        },
+        "vision_config": {
+            "model_type": "qwen2_5_vl",
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 3584,
+        },
+        "tie_word_embeddings": False,
+    },
+    dtype="bfloat16",
+    source=f"{MUSUBI}qwen_image/qwen_image_utils.py",
+)
+
+QWEN_TRANSFORMER = ReleaseComponent(
+    class_name="QwenImageTransformer2DModel",
+    dtype="bfloat16",
+    source="defaults of the class; dtype from the 57.7 GB of the repository of Edit-2511, as a public "
+    "worker's manifest declares them",
+)
+
+QWEN_IMAGE_BASE = Release(
+    name="Qwen-Image",
+    hub_id="Qwen/Qwen-Image",
+    pipeline_class="QwenImagePipeline",
+    components={"transformer": QWEN_TRANSFORMER, "text_encoder": QWEN_TEXT_ENCODER, "vae": QWEN_VAE},
+    scheduler=ReleaseComponent(
+        class_name="FlowMatchEulerDiscreteScheduler",
+        config={
+            "base_image_seq_len": 256,
+            "base_shift": 0.5,
+            "max_image_seq_len": 8192,
+            "max_shift": 0.9,
+            "shift_terminal": 0.02,
+            "use_dynamic_shifting": True,
+        },
+        source="ai-toolkit and SimpleTuner, public trainers, which write it out for this model",
+    ),
+    tokenizers={
+        "tokenizer": ReleaseTokenizer(class_name="Qwen2Tokenizer", files=("vocab.json", "merges.txt"))
+    },
+    size=(1328, 1328, 1),
+    parameters=20e9,
+    licence="Apache-2.0",
+    gated=None,
+    architecture="Qwen-Image",
+    version="qwen_image",
+    sources={
+        "pipeline": f"{PINNED_INDEXES}, for Edit",
+        "size": f"{QWEN_README}, for 1:1",
+        "parameters": QWEN_README,
+        "licence": f"{QWEN_README}; {LICENCES}",
+        "architecture": f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py",
+    },
+    unconfirmed=("files of the tokenizer", "dtype of the autoencoder"),
+)
+
+_2512 = replace(
+    QWEN_IMAGE_BASE,
+    name="Qwen-Image-2512",
+    hub_id="Qwen/Qwen-Image-2512",
+    unconfirmed=(*QWEN_IMAGE_BASE.unconfirmed, "that its settings are those of Qwen-Image"),
+)
+
+QWEN_IMAGE: tuple[Release, ...] = (QWEN_IMAGE_BASE, _2512)
+
+QWEN_EDIT = replace(
+    QWEN_IMAGE_BASE,
+    name="Qwen-Image-Edit",
+    hub_id="Qwen/Qwen-Image-Edit",
+    pipeline_class="QwenImageEditPipeline",
+    tokenizers={
+        **QWEN_IMAGE_BASE.tokenizers,
+        "processor": ReleaseTokenizer(class_name="Qwen2VLProcessor"),
+    },
+    size=(1024, 1024, 1),
+    architecture="Qwen-Image-Edit",
+    version="qwen_image_edit",
+    sources={
+        **QWEN_IMAGE_BASE.sources,
+        "size": "the area that the pipeline brings pictures to",
+        "pipeline": PINNED_INDEXES,
+    },
+    unconfirmed=(*QWEN_IMAGE_BASE.unconfirmed, "settings of the scheduler"),
+)
 
 
 class QwenImage(DiffusersFamily):

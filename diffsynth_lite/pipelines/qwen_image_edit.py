@@ -5,6 +5,7 @@ Sources: diffusers ``pipeline_qwenimage_edit.py`` and ``pipeline_qwenimage_edit_
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,8 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
-from diffsynth_lite.releases.qwen_image import QWEN_IMAGE_EDIT
+from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_TRANSFORMER
+from diffsynth_lite.releases.release import Release
 
 # A literal in the pipeline; Edit-Plus has names for its areas.
 _EDIT_AREA = 1024 * 1024
@@ -33,6 +35,33 @@ _TOKEN_AREA = 28 * 28
 
 model_fn_qwen_image_edit = qwen_image.model_fn_qwen_image
 """One forward; ``input_latents_bcfhw`` are the pictures to edit."""
+
+
+_EDIT_2509 = replace(
+    QWEN_EDIT,
+    name="Qwen-Image-Edit-2509",
+    hub_id="Qwen/Qwen-Image-Edit-2509",
+    pipeline_class="QwenImageEditPlusPipeline",
+    architecture="Qwen-Image-Edit-Plus",
+    sources={**QWEN_EDIT.sources, "pipeline": "diffusers, docs/source/en/api/pipelines/qwenimage.md"},
+)
+
+_EDIT_2511 = replace(
+    _EDIT_2509,
+    name="Qwen-Image-Edit-2511",
+    hub_id="Qwen/Qwen-Image-Edit-2511",
+    architecture="Qwen-Image-Edit-2511",
+    components={
+        **QWEN_EDIT.components,
+        "transformer": replace(
+            QWEN_TRANSFORMER,
+            config={"zero_cond_t": True},
+            source=f"{QWEN_TRANSFORMER.source}; `zero_cond_t` as in mflux, a public port",
+        ),
+    },
+)
+
+QWEN_IMAGE_EDIT: tuple[Release, ...] = (QWEN_EDIT, _EDIT_2509, _EDIT_2511)
 
 
 class QwenImageEdit(qwen_image.QwenImage):

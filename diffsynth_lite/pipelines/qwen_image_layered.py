@@ -9,7 +9,7 @@ places, in which each layer has its own; the tokens of the picture to take apart
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,9 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
-from diffsynth_lite.releases.qwen_image import QWEN_IMAGE_LAYERED
+from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_IMAGE_BASE, QWEN_TRANSFORMER
+from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE
+from diffsynth_lite.releases.release import Release
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 
@@ -44,6 +46,38 @@ _PROMPT_IS_ENCODED = "as embeddings"
 
 model_fn_qwen_image_layered = qwen_image.model_fn_qwen_image
 """One forward; ``latents_bcfhw`` are the picture and its layers, ``input_latents_bcfhw`` that picture."""
+
+
+_LAYERED = replace(
+    QWEN_EDIT,
+    name="Qwen-Image-Layered",
+    hub_id="Qwen/Qwen-Image-Layered",
+    pipeline_class="QwenImageLayeredPipeline",
+    components={
+        **QWEN_IMAGE_BASE.components,
+        "transformer": replace(
+            QWEN_TRANSFORMER,
+            config={"use_additional_t_cond": True, "use_layer3d_rope": True},
+            source=f"defaults of the class, with the two settings that {MUSUBI}qwen_image/"
+            "qwen_image_model.py builds this model with; dtype as in Edit-2511",
+        ),
+        "vae": replace(
+            QWEN_VAE,
+            config={"input_channels": 4},
+            source=f"{QWEN_VAE.source}; the channels as in {MUSUBI}qwen_image_cache_latents.py",
+        ),
+    },
+    size=(640, 640, 5),
+    architecture="Qwen-Image-Layered",
+    version="qwen_image_layered",
+    sources={
+        **QWEN_EDIT.sources,
+        "size": "the area that the pipeline brings pictures to, and one picture with four layers, by default",
+        "pipeline": "diffusers, docs/source/en/api/pipelines/qwenimage.md",
+    },
+)
+
+QWEN_IMAGE_LAYERED: tuple[Release, ...] = (_LAYERED,)
 
 
 class QwenImageLayered(qwen_image.QwenImage):

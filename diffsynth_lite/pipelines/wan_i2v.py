@@ -22,7 +22,7 @@ from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import require_later_frames
 from diffsynth_lite.pipelines.base.latents import encode_latents
-from diffsynth_lite.releases.wan import WAN_I2V
+from diffsynth_lite.pipelines.wan.releases import WAN_I2V
 from diffsynth_lite.testing import seeded
 
 _LARGEST_FLF2V_SHIFT = 5.0

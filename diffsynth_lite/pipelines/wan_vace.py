@@ -25,7 +25,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, LANCZOS, Code
-from diffsynth_lite.releases.wan import WAN_VACE
+from diffsynth_lite.pipelines.wan.releases import WAN_VACE
 from diffsynth_lite.testing import seeded
 
 _GREY = (127, 127, 127)

@@ -5,6 +5,7 @@ Sources: diffusers ``transformer_z_image.py`` and ``pipeline_z_image.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -26,7 +27,8 @@ from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, devi
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
-from diffsynth_lite.releases.z_image import Z_IMAGE
+from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, MUSUBI, QWEN3_4B
+from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen3
@@ -67,6 +69,64 @@ def model_fn_z_image(
             return_dict=False,
         )[0]
     return torch.stack(predicted_cfhw).squeeze(2)
+
+
+_REPOSITORY = "Tongyi-MAI/Z-Image, "
+_CONFIGS = "settings that public ports write out as those of Z-Image-Turbo, such as rullama's"
+
+
+def _scheduler(shift: float, source: str) -> ReleaseComponent:
+    return ReleaseComponent(
+        class_name="FlowMatchEulerDiscreteScheduler", config={"shift": shift}, source=source
+    )
+
+
+_BASE = Release(
+    name="Z-Image",
+    hub_id="Tongyi-MAI/Z-Image",
+    pipeline_class="ZImagePipeline",
+    components={
+        "transformer": ReleaseComponent(
+            class_name="ZImageTransformer2DModel",
+            source=f"{_REPOSITORY}src/config/model.py: the defaults of the class",
+        ),
+        "text_encoder": replace(QWEN3_4B, class_name="Qwen3Model", source=f"{QWEN3_4B.source}; {_CONFIGS}"),
+        "vae": FLUX_VAE,
+    },
+    scheduler=_scheduler(6.0, "zml, a public runtime that names the file of this repository as its source"),
+    tokenizers={"tokenizer": ReleaseTokenizer(class_name="Qwen2Tokenizer", files=("tokenizer.json",))},
+    size=(1024, 1024, 1),
+    parameters=6e9,
+    licence="Apache-2.0",
+    gated=None,
+    architecture="Z-Image",
+    version="z_image",
+    sources={
+        "pipeline": f"{_REPOSITORY}src/config/manifests/z-image-turbo.txt; {_CONFIGS}",
+        "size": "defaults of the pipeline",
+        "parameters": f"{_REPOSITORY}README.md",
+        "licence": LICENCES,
+        "architecture": f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py",
+    },
+    unconfirmed=("dtype of the transformer", "files of the tokenizer"),
+)
+_TURBO = replace(
+    _BASE,
+    name="Z-Image-Turbo",
+    hub_id="Tongyi-MAI/Z-Image-Turbo",
+    components={
+        **_BASE.components,
+        "transformer": replace(
+            _BASE.components["transformer"],
+            dtype="float32",
+            source=f"{_BASE.components['transformer'].source}; dtype from its three shards",
+        ),
+    },
+    scheduler=_scheduler(3.0, f"{_REPOSITORY}src/config/model.py"),
+    distilled="8 steps without guidance",
+    unconfirmed=(),
+)
+Z_IMAGE: tuple[Release, ...] = (_BASE, _TURBO)
 
 
 class ZImage(DiffusersFamily):

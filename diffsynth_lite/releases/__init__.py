@@ -1,6 +1,6 @@
-"""Released models as data: what their folders hold, where each number is from, and what is not confirmed.
+"""How released models are written down, as data: what their folders hold, and where each number is from.
 
-One file a model line. A family names its own as ``releases``; a family of another package does the same.
+A family names its own as ``releases``, in its file or its folder; here is only what several families share.
 """
 
 from diffsynth_lite.releases.release import BaseModel, Release, ReleaseComponent, ReleaseTokenizer

@@ -15,10 +15,9 @@ from safetensors.torch import save_file
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import PipelineFolder, require_family
-from diffsynth_lite.pipelines.anima import Anima, model_fn_anima, without_torchvision
+from diffsynth_lite.pipelines.anima import ANIMA, Anima, model_fn_anima, without_torchvision
 from diffsynth_lite.pipelines.base.release_folder import num_parameters
 from diffsynth_lite.pipelines.base.single_file import component_files
-from diffsynth_lite.releases.anima import ANIMA
 
 FAMILY = "anima"
 

@@ -29,9 +29,8 @@ from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, flux, require_family
 from diffsynth_lite.pipelines.chroma import model_fn_chroma
 from diffsynth_lite.pipelines.chroma import tiny as tiny_chroma
-from diffsynth_lite.pipelines.flux import Flux
-from diffsynth_lite.pipelines.flux_fill import FluxFill
-from diffsynth_lite.releases.flux import FLUX, FLUX_FILL
+from diffsynth_lite.pipelines.flux import FLUX, Flux
+from diffsynth_lite.pipelines.flux_fill import FLUX_FILL, FluxFill
 
 FAMILY = "flux"
 

@@ -40,11 +40,11 @@ from diffsynth_lite.pipelines import (
     PipelineFolder,
 )
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
+from diffsynth_lite.pipelines.cogvideox import COGVIDEOX as RELEASES
 from diffsynth_lite.pipelines.cogvideox import CogVideoX, model_fn_cogvideox
 from diffsynth_lite.pipelines.hunyuan_video import TEMPLATE, HunyuanVideo
 from diffsynth_lite.pipelines.hunyuan_video_15 import HunyuanVideo15
 from diffsynth_lite.releases import Release
-from diffsynth_lite.releases.cogvideox import COGVIDEOX as RELEASES
 from diffsynth_lite.training.export.usage import usage_code
 from diffsynth_lite.training.objective import DenoisingObjective
 

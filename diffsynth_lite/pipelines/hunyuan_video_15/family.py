@@ -46,7 +46,7 @@ from diffsynth_lite.pipelines.hunyuan_video_15.prompts import (
     padded,
     prompt_arguments,
 )
-from diffsynth_lite.releases.hunyuan_video import HUNYUAN_VIDEO_15
+from diffsynth_lite.pipelines.hunyuan_video_15.releases import HUNYUAN_VIDEO_15
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_hunyuan_video_15_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl_text, tiny_t5

@@ -41,9 +41,9 @@ from diffsynth_lite.pipelines.base.first_frame import (
 from diffsynth_lite.pipelines.ltx2.drawing import Connected, guidance_arguments, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.forward import BLOCK_LISTS, UNUSED_MATMULS, model_fn_ltx2
 from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, prompt_encoder
+from diffsynth_lite.pipelines.ltx2.releases import LTX_2
 from diffsynth_lite.pipelines.ltx2.sound import COMPRESSION, encode_audio, num_audio_latents
 from diffsynth_lite.pipelines.ltx2.tiny import tiny as tiny
-from diffsynth_lite.releases.ltx2 import LTX_2
 
 _SPATIAL = 32
 _TEMPORAL = 8

@@ -39,11 +39,11 @@ from diffsynth_lite.pipelines.base.latents import (
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, model_function
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.base.single_file import holds, names_in
+from diffsynth_lite.pipelines.sdxl.releases import SDXL as RELEASES
 from diffsynth_lite.pipelines.sdxl.text_encoders import (
     clip_prompt_embeds,
     clip_prompt_encoder,
 )
-from diffsynth_lite.releases.stable_diffusion import SDXL as RELEASES
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_sdxl_vae
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_clip_text_with_projection

@@ -39,7 +39,7 @@ from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.wan.experts import ExpertFamily
-from diffsynth_lite.releases.wan import WAN
+from diffsynth_lite.pipelines.wan.releases import WAN
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_wan_vae
 from diffsynth_lite.testing.text_encoders import tiny_umt5

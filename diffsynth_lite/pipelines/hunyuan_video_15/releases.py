@@ -1,11 +1,13 @@
-"""HunyuanVideo, from text, and HunyuanVideo 1.5: from text and from a picture, at 480p and 720p."""
+"""HunyuanVideo 1.5: 480p and 720p, from text and from pictures, and what was distilled from these."""
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import CLIP_L, DIFFUSERS, MUSUBI
+from diffsynth_lite.pipelines.hunyuan_video import hunyuan_scheduler
+from diffsynth_lite.releases.components import DIFFUSERS, MUSUBI
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _SCRIPT_15 = f"{DIFFUSERS}scripts/convert_hunyuan_video1_5_to_diffusers.py"
+
 _README_15 = "Tencent-Hunyuan/HunyuanVideo-1.5, README.md"
 
 
@@ -16,64 +18,6 @@ def _transformer_15(task_type: str, target_size: int) -> ReleaseComponent:
         source=_SCRIPT_15,
     )
 
-
-def _scheduler(shift: float, source: str) -> ReleaseComponent:
-    return ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler", config={"shift": shift}, source=source
-    )
-
-
-_SCRIPT = f"{DIFFUSERS}scripts/convert_hunyuan_video_to_diffusers.py"
-_T2V = Release(
-    name="HunyuanVideo",
-    hub_id="hunyuanvideo-community/HunyuanVideo",
-    pipeline_class="HunyuanVideoPipeline",
-    components={
-        "transformer": ReleaseComponent(
-            class_name="HunyuanVideoTransformer3DModel",
-            dtype="bfloat16",
-            source=f"{_SCRIPT}: the defaults of the class",
-        ),
-        "text_encoder": ReleaseComponent(
-            class_name="LlamaModel",
-            config={
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_attention_heads": 32,
-                "num_hidden_layers": 32,
-                "num_key_value_heads": 8,
-                "vocab_size": 128320,
-            },
-            dtype="float16",
-            source="the language model of xtuner/llava-llama-3-8b-v1_1-transformers, as "
-            f"{MUSUBI}hunyuan_model/text_encoder.py has its numbers and {_SCRIPT} its dtype",
-        ),
-        "text_encoder_2": replace(CLIP_L, dtype="float16", source=f"{CLIP_L.source}; dtype as in {_SCRIPT}"),
-        "vae": ReleaseComponent(
-            class_name="AutoencoderKLHunyuanVideo", source=f"{_SCRIPT}: the defaults of the class"
-        ),
-    },
-    scheduler=_scheduler(7.0, _SCRIPT),
-    tokenizers={
-        "tokenizer": ReleaseTokenizer(class_name="LlamaTokenizerFast"),
-        "tokenizer_2": ReleaseTokenizer(class_name="CLIPTokenizer"),
-    },
-    size=(1280, 720, 129),
-    parameters=13e9,
-    licence="Tencent Hunyuan Community, not for the EU, the UK and South Korea",
-    gated=None,
-    architecture="hunyuan-video",
-    sources={
-        "pipeline": f"{_SCRIPT}; hub id and tokenizers as {DIFFUSERS}src/diffusers/pipelines/hunyuan_video/"
-        "pipeline_hunyuan_video.py has them",
-        "size": "defaults of the pipeline's call",
-        "parameters": "the abstract of the paper, arXiv 2412.03603",
-        "licence": "Tencent/HunyuanVideo, LICENSE.txt",
-        "architecture": f"{MUSUBI}utils/sai_model_spec.py",
-    },
-    unconfirmed=("dtype of the autoencoder",),
-)
-HUNYUAN_VIDEO: tuple[Release, ...] = (_T2V,)
 
 _480P_T2V = Release(
     name="HunyuanVideo 1.5 480p T2V",
@@ -113,7 +57,7 @@ _480P_T2V = Release(
             class_name="AutoencoderKLHunyuanVideo15", source=f"{_SCRIPT_15}: the defaults of the class"
         ),
     },
-    scheduler=_scheduler(5.0, _SCRIPT_15),
+    scheduler=hunyuan_scheduler(5.0, _SCRIPT_15),
     tokenizers={
         "tokenizer": ReleaseTokenizer(class_name="Qwen2Tokenizer"),
         "tokenizer_2": ReleaseTokenizer(class_name="ByT5Tokenizer"),
@@ -138,6 +82,7 @@ _480P_T2V = Release(
         "width",
     ),
 )
+
 _PICTURES = {
     "image_encoder": ReleaseComponent(
         class_name="SiglipVisionModel",
@@ -153,6 +98,7 @@ _PICTURES = {
         source=f"SigLIP so400m of FLUX.1-Redux-dev, as {_SCRIPT_15} takes it; its numbers from memory",
     )
 }
+
 _480P_I2V = replace(
     _480P_T2V,
     name="HunyuanVideo 1.5 480p I2V",
@@ -165,23 +111,27 @@ _480P_I2V = replace(
     },
     unconfirmed=(*_480P_T2V.unconfirmed, "numbers of the image encoder"),
 )
+
 _720P_T2V = replace(
     _480P_T2V,
     name="HunyuanVideo 1.5 720p T2V",
     hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
     components={**_480P_T2V.components, "transformer": _transformer_15("t2v", 960)},
-    scheduler=_scheduler(9.0, _SCRIPT_15),
+    scheduler=hunyuan_scheduler(9.0, _SCRIPT_15),
     size=(1280, 720, 121),
 )
+
 _720P_I2V = replace(
     _480P_I2V,
     name="HunyuanVideo 1.5 720p I2V",
     hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
     components={**_480P_I2V.components, "transformer": _transformer_15("i2v", 960)},
-    scheduler=_scheduler(7.0, _SCRIPT_15),
+    scheduler=hunyuan_scheduler(7.0, _SCRIPT_15),
     size=(1280, 720, 121),
 )
+
 _WITHOUT_GUIDANCE = "50 steps without guidance"
+
 _480P_T2V_DISTILLED = replace(
     _480P_T2V,
     name="HunyuanVideo 1.5 480p T2V distilled",
@@ -189,18 +139,21 @@ _480P_T2V_DISTILLED = replace(
     components={**_480P_T2V.components, "transformer": _transformer_15("t2v", 640)},
     distilled=_WITHOUT_GUIDANCE,
 )
+
 _480P_I2V_DISTILLED = replace(
     _480P_I2V,
     name="HunyuanVideo 1.5 480p I2V distilled",
     hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v_distilled",
     distilled=_WITHOUT_GUIDANCE,
 )
+
 _720P_I2V_DISTILLED = replace(
     _720P_I2V,
     name="HunyuanVideo 1.5 720p I2V distilled",
     hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v_distilled",
     distilled=_WITHOUT_GUIDANCE,
 )
+
 HUNYUAN_VIDEO_15: tuple[Release, ...] = (
     *(_480P_T2V, _480P_I2V, _720P_T2V, _720P_I2V),
     *(_480P_T2V_DISTILLED, _480P_I2V_DISTILLED, _720P_I2V_DISTILLED),

@@ -44,7 +44,7 @@ from diffsynth_lite.pipelines.base.model_function import (
     without_padding,
 )
 from diffsynth_lite.pipelines.base.preview_request import Code
-from diffsynth_lite.releases.ltx_video import LTX_VIDEO
+from diffsynth_lite.pipelines.ltx_video.releases import LTX_VIDEO
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_ltx_vae
 from diffsynth_lite.testing.text_encoders import tiny_t5
