@@ -1,6 +1,7 @@
 """Estimate what training takes of device and host memory, and which settings fit, before any download."""
 
 import argparse
+import gc
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,8 @@ def run(parsed: argparse.Namespace) -> None:
         timer_of,
     )
 
+    # Objects of the libraries stay: each collection during the counts would look through them.
+    gc.freeze()
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     config, console = loaded.config, Console(emoji=False)
