@@ -1,1 +1,1 @@
-"""The page of a run: what its folder says, as one file to look at."""
+"""The page of a run, made from its folder: one HTML file."""

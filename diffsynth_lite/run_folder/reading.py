@@ -79,7 +79,7 @@ class TolerantReader:
         return self._document(name, list)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a file of json lines; the last one may be torn, which is no problem."""
+        """The rows of a file of json lines; the last one may be torn, which is not a problem."""
         content, most = self._bytes(name), _most(_MOST_ROWS, Path(name))
         if (num_rows := content.count(b"\n")) > most:
             self.problems.append(

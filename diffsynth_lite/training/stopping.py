@@ -92,7 +92,7 @@ def remove_old_requests(folder: Path) -> None:
     """Remove the request files that were left from before this start."""
     for name in REQUEST_FILES:
         if _take(folder / name):
-            logger.warning("%s was there before this start; removed, as if it had not been.", folder / name)
+            logger.warning("removed the leftover request file %s", folder / name)
 
 
 class Asked(NamedTuple):

@@ -114,7 +114,7 @@ def test_files_from_before_the_start_ask_for_nothing(
     (tmp_path / "other").touch()
     remove_old_requests(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
-    assert "STOP was there before this start" in caplog.text
+    assert f"removed the leftover request file {tmp_path / 'STOP'}" in caplog.text
 
 
 def test_a_folder_of_that_name_is_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

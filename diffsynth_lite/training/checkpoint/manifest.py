@@ -114,7 +114,7 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a checkpoint, and compare names and sizes of its files with it (not the hashes).
 
     Raises:
-        CheckpointError: says what is wrong with which file.
+        CheckpointError: names the damaged file.
         OSError: a file cannot be read.
     """
     if not path.is_dir():
