@@ -129,3 +129,19 @@ def test_a_bug_keeps_its_traceback_and_exits_with_1(
     error = capsys.readouterr().err
     assert "Traceback (most recent call last)" in error
     assert "KeyError: 'a bug'" in error
+
+
+SLOW = str(Path(__file__).with_name("slow_train.py"))
+SETTINGS = ("train.steps=4", "train.micro_batch_size=1")
+
+
+def test_a_launcher_that_would_kill_two_processes_too_early_is_named_once(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "31")
+    program = forked(tiny_run, *SETTINGS, script=(SLOW,), num_processes=2)
+    assert program.wait() == 0, program.printed()
+    (line,) = [line for line in program.printed().splitlines() if "grace" in line]
+    assert "31 s grace < 47." in line
+    assert "Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in line

@@ -120,12 +120,6 @@ def test_the_loss_on_fixed_noise_falls(tiny_run: TinyRun) -> None:
     assert losses[1] < 0.9 * losses[0]
 
 
-def test_held_out_data_give_a_validation_loss(tiny_run: TinyRun) -> None:
-    held_out = shutil.copytree(tiny_run.root / "data", tiny_run.root / "held_out")
-    assert tiny_run.train(f"validation.data={held_out}", "validation.loss_items=3", "train.steps=1") == 0
-    assert [row["step"] for row in tiny_run.metrics() if "validation_loss" in row] == [0, 1]
-
-
 @pytest.fixture(scope="module")
 def halved(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
     """A run that was done as a whole, and again up to its fourth step."""
@@ -200,15 +194,6 @@ def test_what_has_no_repeatable_kernel_is_named_on_the_screen_and_in_the_status(
     assert "CUBLAS_WORKSPACE_CONFIG is ':4096:2' in the environment" in caplog.messages[-1]
 
 
-def test_a_run_that_forgets_the_optimizer_would_be_another_run(
-    whole_run: TinyRun, begun_run: TinyRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("diffsynth_lite.training.checkpoint.saver.load_optimizer", lambda *_args: None)
-    assert begun_run.train() == 0
-    tensors = checkpoint_tensors(whole_run.folder, 6)
-    assert differing(tensors, checkpoint_tensors(begun_run.folder, 6)) != []
-
-
 def test_a_finished_run_says_where_its_results_are_and_changes_nothing(
     finished_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,25 +213,13 @@ def test_a_run_folder_that_was_moved_resumes(begun_run: TinyRun) -> None:
     assert (moved / "checkpoints" / "step-00000006").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ("lora.rank=8", "lora.rank was 4, is 8"),
-        ("lora.alpha=4", "lora.alpha was 8.0, is 4.0"),
-        ("train.seed=1", "train.seed was 0, is 1"),
-        ("train.learning_rate=0.02", "train.learning_rate was 0.01, is 0.02"),
-        ("objective.timestep_density=logit_normal", "objective.timestep_density"),
-        ("data.repeats=2", "data.repeats was [1], is [2]"),
-        ("lora.target_modules=[to_q]", "lora.target_modules"),
-        ("data.width=32", "data.width was 64, is 32"),
-    ],
-)
 def test_a_different_run_in_the_same_folder_is_refused_by_name(
-    begun_run: TinyRun, caplog: pytest.LogCaptureFixture, change: str, named: str
+    begun_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     status = begun_run.status()
-    assert begun_run.train(change) == 2
-    assert named in caplog.text
+    assert begun_run.train("lora.rank=8", "data.width=32") == 2
+    assert "lora.rank was 4, is 8" in caplog.text
+    assert "data.width was 64, is 32" in caplog.text
     assert "another output.dir" in caplog.text
     assert begun_run.status() == status
 
@@ -263,14 +236,6 @@ def test_a_run_whose_set_of_layers_means_others_now_is_refused_by_the_first_of_t
     assert begun_run.train() == 0
 
 
-def test_changed_data_are_a_different_run(begun_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
-    status = begun_run.status()
-    (begun_run.root / "data" / "0.txt").write_text("a blue square")
-    assert begun_run.train() == 2
-    assert "data.items was" in caplog.text
-    assert begun_run.status() == status
-
-
 def test_resume_must_needs_a_checkpoint_and_none_needs_an_empty_folder(
     tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,41 +244,6 @@ def test_resume_must_needs_a_checkpoint_and_none_needs_an_empty_folder(
     assert tiny_run.train("--resume", "none", "train.steps=2") == 0
     assert tiny_run.train("--resume", "none") == 2
     assert "resume.source: none starts a new run" in caplog.text
-
-
-def test_resuming_from_an_earlier_checkpoint_sets_later_ones_aside(finished_run: TinyRun) -> None:
-    expected = checkpoint_tensors(finished_run.folder, 6)
-    earlier = finished_run.folder / "checkpoints" / "step-00000004"
-    assert finished_run.train("--resume", str(earlier)) == 0
-    assert differing(expected, checkpoint_tensors(finished_run.folder, 6)) == []
-    names = [path.name for path in (finished_run.folder / "checkpoints").iterdir()]
-    assert ".left-step-00000006-1" in names
-
-
-def test_a_folder_with_other_files_is_left_alone(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
-    tiny_run.folder.mkdir()
-    (tiny_run.folder / "thesis.tex").write_text("mine")
-    assert tiny_run.train() == 2
-    assert "is not empty and holds no run" in caplog.text
-    assert [path.name for path in tiny_run.folder.iterdir()] == ["thesis.tex"]
-
-
-def test_a_failing_preview_warns_and_training_goes_on(
-    watched_run: TinyRun,
-    whole_run: TinyRun,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fail(*_args: object) -> None:
-        torch.rand(3)  # random state and mode must be as before all the same
-        raise RuntimeError("no memory for a picture")
-
-    monkeypatch.setattr(QwenImage, "sample", fail)
-    assert watched_run.train("validation.every_steps=2") == 0
-    assert caplog.text.count("Previews at step") == 4
-    assert "no memory for a picture" in caplog.text
-    own = checkpoint_tensors(watched_run.folder, 6)
-    assert differing(checkpoint_tensors(whole_run.folder, 6), own) == []
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(
@@ -407,9 +337,3 @@ def test_prompts_changed_on_resume_get_pictures_of_their_own(watched_run: TinyRu
     assert watched_run.train("train.steps=4", "validation.prompts=[a green star]") == 0
     with Image.open(watched_run.folder / "previews" / "grid.png") as grid:
         assert grid.width < 2 * 128 + 190  # one column: step 4, for the old pictures show other prompts
-
-
-def test_bf16_base_with_fp32_adapter_trains(tiny_run: TinyRun) -> None:
-    assert tiny_run.train("model.dtype=bfloat16", "train.mixed_precision=bf16", "train.steps=2") == 0
-    adapter = checkpoint_tensors(tiny_run.folder, 2)
-    assert {tensor.dtype for name, tensor in adapter.items()} == {torch.float32}

@@ -216,16 +216,6 @@ def test_what_cannot_be_learned_is_refused_before_weights_load(
     assert "data.audio: true has no effect, as there are no clips of more than one frame" in caplog.text
 
 
-def test_clips_whose_sound_cannot_be_used_are_left_out_by_name(run: TinyRun) -> None:
-    path = run.root / "clips" / "late.mov"
-    path.write_bytes(path.read_bytes().replace(b"sowt", b"zzzz"))
-    assert run.train(*UNWATCHED, "train.steps=1") == 2
-    assert run.train(*UNWATCHED, "train.steps=1", "data.on_bad_item=skip", "data.max_bad_ratio=0.5") == 0
-    (row,) = map(json.loads, (run.folder / "quarantine.jsonl").read_text().splitlines())
-    assert row["item"] == "late.mov"
-    assert "its audio is of a kind that cannot be decoded" in row["reason"]
-
-
 def test_what_a_step_and_the_cache_take_is_counted_with_the_sound(run: TinyRun, tmp_path: Path) -> None:
     taken, estimated = {}, {}
     for audio in ("true", "false"):

@@ -13,9 +13,6 @@ from safetensors.torch import load_file
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, copy_run, differing, dropping, make_run
 
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.run_folder.progress import StepResult
-from diffsynth_lite.training import trainer
-from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint import saver
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.evaluation import ValidationProtocol
@@ -71,20 +68,6 @@ def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
     assert watched_run.train(*settings, *UNWATCHED) == 0
     tensors = checkpoint_tensors(whole_run.folder, 6)
     assert differing(tensors, checkpoint_tensors(watched_run.folder, 6)) == []
-
-
-def test_who_watches_a_run_sees_its_step(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffsynth_lite.run_folder.progress._STATUS_EVERY_S", 0.0)
-    train_step, seen = trainer.train_step, []
-
-    def look_and_train(built: TrainingObjects, step: int) -> StepResult:
-        seen.append(tiny_run.status())
-        return train_step(built, step)
-
-    monkeypatch.setattr(trainer, "train_step", look_and_train)
-    assert tiny_run.train() == 0
-    assert [(status["state"], status["step"]) for status in seen] == [("running", step) for step in range(6)]
-    assert all(status["samples_per_s"] > 0 for status in seen[1:])
 
 
 def test_the_best_on_held_out_data_and_every_so_many_stay_beside_the_newest(
@@ -303,9 +286,3 @@ def test_a_best_of_which_nothing_says_how_it_was_measured_is_compared_with_nothi
     assert tiny_run.train(*settings) == 0
     assert "cannot be compared" in caplog.text
     assert best_of(tiny_run, 6)["step"] == 6
-
-
-def test_without_held_out_data_no_checkpoint_is_the_best(watched_run: TinyRun) -> None:
-    assert watched_run.train("validation.every_steps=1") == 0
-    assert steps_kept(watched_run) == [4, 6]
-    assert not (watched_run.folder / "lora_best").exists()

@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,17 @@ from PIL import Image
 from prepared_run import CPU, PROCESS, Prepared, load_config_of, prepare
 from pretended_processes import PretendedProcesses
 
+from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data import Batch, TensorCache
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.distributed.agreement import FolderGroup
+from diffsynth_lite.training.encoding.dataset import ReadRecords, read_records
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
+from diffsynth_lite.training.encoding.seals import _require_same_settings, seal_settings
 
 CHANGES = {
     "data.width": "null",
@@ -312,3 +316,84 @@ def test_what_is_larger_than_a_tile_is_encoded_in_tiles_under_keys_of_their_own(
     monkeypatch.setattr("diffsynth_lite.pipelines.base.vae_tiles._BY_CLASS", {})
     with pytest.raises(UserError, match=r"model\.vae_tiling: true, but no tiles are known"):
         encode(prepared, **tiled)
+
+
+def config_of(folder: Path) -> Config:
+    """Data and held-out data of which no folder is there."""
+    file = folder / "run.yaml"
+    file.write_text(
+        f"model: {{family: qwen_image, path: {folder}/model}}\n"
+        f"data: {{path: {folder}/pictures, cache_dir: {folder}/cache}}\n"
+        f"validation: {{data: {folder}/held out}}\noutput: {{dir: {folder}/run}}\n"
+    )
+    return load_config(file, ()).config
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> PretendedProcesses:
+    """One on each of two machines."""
+    return PretendedProcesses(monkeypatch, num_machines=2, num_local=1)
+
+
+def test_all_that_is_wrong_with_the_data_of_any_process_is_a_problem_of_each(
+    tmp_path: Path, processes: PretendedProcesses
+) -> None:
+    def read(accelerator: Any, _: int) -> str:
+        problems = Problems([] if accelerator.is_main_process else ["data.path: 3.png has no caption"])
+        assert read_records(config_of(tmp_path), accelerator, problems) == (ReadRecords(), ReadRecords())
+        return "\n".join(problems)
+
+    for text in processes.run(read):
+        assert "machine 1: data.path: 3.png has no caption" in text
+        assert f"{tmp_path}/pictures" in text
+        assert f"{tmp_path}/held out" in text
+        assert text.count("machine 1: ") == 1
+
+
+def test_bad_data_do_not_let_a_process_go_on_where_another_has_ended(
+    tmp_path: Path, processes: PretendedProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next exchange would wait for that one."""
+
+    other = tmp_path / "other"
+    other.mkdir()
+
+    def fail_there(config: Config) -> None:
+        if config.validation.data == f"{other}/held out":
+            raise OSError("Input/output error")
+
+    monkeypatch.setattr("diffsynth_lite.training.encoding.dataset.find_held_out_records", fail_there)
+
+    def read(accelerator: Any, _: int) -> Any:
+        folder = tmp_path if accelerator.is_main_process else other
+        return read_records(config_of(folder), accelerator, Problems())
+
+    first, second = processes.run(read)
+    assert isinstance(first, RunStoppedError)
+    assert str(first) == f"machine 1: {second}" == "machine 1: Input/output error"
+
+
+def of_sources(*sources: str, held_out: str = "held_out") -> dict[str, Any]:
+    given = ", ".join(f"{{path: {source}}}" for source in sources)
+    overrides = ("data.path=null", f"data.sources=[{given}]", f"validation.data={held_out}")
+    return seal_settings(load_config("quickstart.yaml", overrides).config)
+
+
+def test_what_is_preserved_counts_only_where_held_out_items_are_then_read_as_another_source() -> None:
+    both = of_sources("a, trigger: x", "b")
+    assert of_sources("a, trigger: x", "b, preserve: true, loss_weight: 2") == both
+    other = of_sources("a, trigger: x, preserve: true", "b")
+    assert other == both | {"the source of validation.data": "data.sources[1]"}
+    alone = of_sources("a, trigger: x", "b", held_out="null")
+    assert of_sources("a, trigger: x, preserve: true", "b", held_out="null") == alone
+
+
+def test_a_seal_from_before_there_was_a_setting_was_made_with_its_default() -> None:
+    settings = of_sources("a", "b")
+    added = ("data.audio", "data.sources[1].mask_column")
+    older: Any = SimpleNamespace(settings={key: settings[key] for key in settings if key not in added})
+    seal: Any = SimpleNamespace(folder="sealed", document=older)
+    _require_same_settings(seal, settings)
+    for key, value in zip(added, (True, "mask"), strict=True):
+        with pytest.raises(UserError, match="was sealed with other settings"):
+            _require_same_settings(seal, settings | {key: value})

@@ -1,11 +1,12 @@
-"""A run that is continued with other settings: refused, allowed by name, and kept in its lineage."""
+"""A run that resumes on other data or with other settings: refused, allowed by name, in its lineage."""
 
 import json
-import re
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from tiny_run import TinyRun, checkpoint_tensors, differing
+from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_picture
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -35,12 +36,6 @@ def test_a_schedule_may_change_when_its_name_is_given_and_the_lineage_says_so(
     assert [entry["step"] for entry in lineage(begun_run)] == [0, 2, 6]
 
 
-def test_what_was_allowed_and_did_not_change_changes_nothing(begun_run: TinyRun, whole_run: TinyRun) -> None:
-    assert begun_run.train("resume.allow=[data, train.learning_rate]") == 0
-    tensors = checkpoint_tensors(whole_run.folder, 6)
-    assert differing(tensors, checkpoint_tensors(begun_run.folder, 6)) == []
-
-
 def test_other_data_may_be_trained_on_when_that_is_allowed(
     begun_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -49,16 +44,6 @@ def test_other_data_may_be_trained_on_when_that_is_allowed(
     assert "set resume.allow: [data]" in caplog.text
     assert begun_run.train("resume.allow=[data]") == 0
     assert list(lineage(begun_run)[1]["changed"]) == ["data.items"]
-
-
-@pytest.mark.parametrize("change", ["train.seed=1", "lora.rank=8", "objective.sigma_max=0.9"])
-def test_what_makes_it_another_run_can_never_be_allowed(
-    begun_run: TinyRun, caplog: pytest.LogCaptureFixture, change: str
-) -> None:
-    assert begun_run.train(change) == 2
-    assert "resume.allow" not in caplog.text
-    assert begun_run.train(change, f"resume.allow=[{change.partition('=')[0]}]") == 2
-    assert "resume.allow" in caplog.text
 
 
 def test_another_base_model_is_refused_whatever_is_allowed(
@@ -73,16 +58,6 @@ def test_another_base_model_is_refused_whatever_is_allowed(
     assert "model.weights was" in caplog.text
     assert "(model.weights is the content of model.path's files, or of" in caplog.text
     assert "set resume.allow" not in caplog.text
-
-
-def test_a_family_that_means_another_shift_than_it_did_is_refused_until_the_config_restores_it(
-    begun_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(QwenImage, "family_shift", lambda _self, _shape: 3.0)
-    assert begun_run.train() == 2
-    assert re.search(r"objective\.shift at 64x32 was 1\.62824\d+, is 3\.0\. Restore these", caplog.text)
-    assert begun_run.train("objective.shift=resolution") == 0
-    assert lineage(begun_run)[1]["changed"] == {}
 
 
 def test_a_run_of_a_version_that_kept_no_shifts_is_held_against_what_the_family_gave_then(
@@ -121,3 +96,74 @@ def test_starts_that_saved_nothing_stay_in_the_lineage(
     folder.lineage_file.unlink()
     assert policy.earlier_starts(store.latest()) == [saved]
     assert policy.earlier_starts(None) == []
+
+
+def other_picture(data: Path) -> None:
+    tiny_picture(80, 48, 77).save(data / "0.png")
+
+
+def other_order(data: Path) -> None:
+    (data / "0.png").rename(data / "9.png")
+    (data / "0.txt").rename(data / "9.txt")
+
+
+@pytest.mark.parametrize("change", [other_picture, other_order])
+def test_changed_data_are_another_run(
+    begun_run: TinyRun, caplog: pytest.LogCaptureFixture, change: Callable[[Path], None]
+) -> None:
+    change(begun_run.root / "data")
+    assert begun_run.train() == 2
+    (refused,) = [record.message for record in caplog.records if "different run" in record.message]
+    assert "data.items was '5 items, " in refused
+    assert "data.decoder" not in refused
+    assert "resume.allow: [data]" in refused
+
+
+def test_names_may_change_where_the_order_stays(begun_run: TinyRun, whole_run: TinyRun) -> None:
+    data = begun_run.root / "data"
+    for path in data.iterdir():
+        path.rename(data / f"moved-{path.name}")
+    moved = data.rename(begun_run.root / "elsewhere")
+    assert begun_run.train(f"data.path={moved}") == 0
+    tensors = checkpoint_tensors(whole_run.folder, 6)
+    assert differing(tensors, checkpoint_tensors(begun_run.folder, 6)) == []
+    for name in ("pytorch_lora_weights.safetensors", "README.md"):
+        whole, resumed = (run.folder / "lora" / name for run in (whole_run, begun_run))
+        assert whole.read_bytes() == resumed.read_bytes()
+
+
+def test_another_schema_of_the_cache_encodes_again_and_the_run_goes_on_bit_for_bit(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = tiny_run.root / "whole"
+    settings = ("data.caption_dropout=0.3", "data.crop=random", "data.crops_per_item=2")
+    assert tiny_run.train(*settings, f"output.dir={whole}") == 0
+    assert tiny_run.train(*settings, "train.steps=3") == 0
+    before = json.loads((tiny_run.folder / "contract.json").read_text())
+    monkeypatch.setattr("diffsynth_lite.data.cache._SCHEMA", 2)
+    caplog.clear()
+    assert tiny_run.train(*settings) == 0
+    assert "encoding 10 items that the cache does not hold" in caplog.text
+    assert json.loads((tiny_run.folder / "contract.json").read_text()) == before
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+
+
+@pytest.mark.parametrize(
+    ("constant", "key"),
+    [
+        ("diffsynth_lite.data.items.IMAGE_DECODER_ID", "data.decoder"),
+        ("diffsynth_lite.data.items._TRANSFORM_ID", "data.decoder"),
+    ],
+)
+def test_another_decoder_is_refused_by_its_name(
+    begun_run: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    constant: str,
+    key: str,
+) -> None:
+    monkeypatch.setattr(constant, "v9 other")
+    assert begun_run.train() == 2
+    assert f"{key} was 'v1 " in caplog.text
+    assert "data.items" not in caplog.text
+    assert begun_run.train("resume.allow=[data]") == 0

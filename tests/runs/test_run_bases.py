@@ -1,5 +1,6 @@
-"""Whole runs on a quantised base: resumed exactly, on one process and two; a LoRA for the plain model."""
+"""Runs on a quantised or sharded base: resumed exactly, with the numbers of one process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ from diffusers import QwenImagePipeline
 from family_sample import pairs_on
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, forked
 
+from diffsynth_lite.config import load_config
 from diffsynth_lite.lora.updates import pairs_of
+from diffsynth_lite.training.checks import bind_family
+from diffsynth_lite.training.planning.subject import counter_of, step_settings
 
 INT8 = "model.quantize=int8"
 
@@ -60,20 +64,6 @@ def test_a_run_says_what_it_quantised_goes_on_exactly_and_leaves_a_lora_for_the_
     assert all(pair.distance(loaded[layer]) == 0 for layer, pair in expected.items())
 
 
-def test_a_run_does_not_go_on_with_another_format_or_other_layers(
-    begun_run: TinyRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert begun_run.train(INT8) == 2
-    assert "model.quantize was 'none', is 'int8'" in caplog.text
-    assert begun_run.train("model.text_encoder_quantize=int8") == 2
-    assert "model.text_encoder_quantize was 'none', is 'int8'" in caplog.text
-    other = begun_run.root / "other"
-    settings = (INT8, f"output.dir={other}")
-    assert begun_run.train(*settings, "train.steps=1") == 0
-    assert begun_run.train(*settings, "model.quantize_skip=[to_q]") == 2
-    assert "model.quantize_skip was [], is ['to_q']" in caplog.text
-
-
 def test_two_processes_train_on_a_quantised_base_as_one_does_and_share_what_they_stream(
     tiny_run: TinyRun, quantize: str, foreign_lora: Path
 ) -> None:
@@ -94,3 +84,58 @@ def test_two_processes_train_on_a_quantised_base_as_one_does_and_share_what_they
     losses = [[row["loss"] for row in tiny_run.metrics(path) if row.get("loss")] for path in (single, double)]
     assert len(losses[0]) == 3
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)  # sums differ in their order
+
+
+SHARDED = "memory.shard_base=all"
+OF_SHARDS = (
+    *("train.steps=3", "train.micro_batch_size=1", "train.ema_decay=0.9", "validation.use_ema=true"),
+    *("validation.prompts=[a red circle]", "output.checkpoint_every_steps=1", "model.quantize=int8"),
+    "train.use_gradient_checkpointing_offload=true",
+)
+
+
+def counted_weights(run: TinyRun) -> int:
+    """Of the process with the largest share, by the plan."""
+    config = load_config(run.config, OF_SHARDS).config
+    family = bind_family(config)
+    settings = replace(step_settings(config, family), num_shards=2)
+    return counter_of(config, family).count(settings).weights
+
+
+def test_a_sharded_run_that_is_killed_goes_on_as_one_that_is_not_sharded_and_was_left_alone(
+    watched_run: TinyRun,
+) -> None:
+    alone, killed = watched_run.root / "alone", watched_run.root / "killed"
+    # A process runs a pass of what is preserved also where the other one has it alone.
+    data = watched_run.root / "data"
+    both = f"[{{path: {data}}}, {{path: {data}, preserve: true, captions: none, weight: 0.5}}]"
+    preserving = ("data.path=null", f"data.sources={both}")
+    program = forked(watched_run, *OF_SHARDS, *preserving, f"output.dir={alone}", num_processes=2)
+    assert program.wait() == 0, program.printed()
+
+    settings = (*OF_SHARDS, *preserving, SHARDED, f"output.dir={killed}")
+    program = forked(watched_run, *settings, num_processes=2)
+    program.read_until("step 2/")
+    program.kill()
+    program = forked(watched_run, *settings, num_processes=2)
+    assert program.wait() == 0, program.printed()
+    assert "Continuing from" in program.printed()
+    assert "base in float32 and int8, one copy in all;" in program.printed()
+
+    assert differing(checkpoint_tensors(alone, 3), checkpoint_tensors(killed, 3)) == []
+    for name in ("item_losses.jsonl", "sample_losses.jsonl", "layers.jsonl"):
+        assert watched_run.metrics(killed, name=name) == watched_run.metrics(alone, name=name)
+    rows, others = (watched_run.metrics(folder) for folder in (killed, alone))
+    # Each start also reports what its first step did.
+    losses = [[row for row in of_one if any("loss" in name for name in row)] for of_one in (rows, others)]
+    assert losses[0] == losses[1] != []
+    drawn, expected = (
+        {path.name: path.read_bytes() for path in (folder / "previews").glob("step-*")}
+        for folder in (killed, alone)
+    )
+    assert drawn == expected
+    report = next(row for row in rows if "weight_shards" in row)
+    assert report["weight_shards"] == 2
+    assert 0.4 < report["weight_bytes_of_process"] / report["weight_bytes_of_all_shards"] < 0.6
+    assert report["weight_bytes_of_process"] == counted_weights(watched_run)
+    assert report["blocks_recomputed"] > 0 < report["bytes_offloaded"]
