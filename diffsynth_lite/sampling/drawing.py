@@ -32,7 +32,7 @@ from diffsynth_lite.training.checks import bind_family, check_loading, find_bloc
 from diffsynth_lite.training.encoding.run_encoding import encode_previews
 from diffsynth_lite.training.lora_file import read_lora
 from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory, with_placeholders
-from diffsynth_lite.training.preview_requests import build_preview_requests, check_previews
+from diffsynth_lite.training.preview_requests import check_previews
 from diffsynth_lite.training.previews import (
     OUT_OF_MEMORY_ADVICE,
     generation_parameters,
@@ -69,12 +69,10 @@ class _Sample:
 
     Attributes:
         place: of its prompt.
-        prompt: as given.
         request: says the seed, too.
     """
 
     place: int
-    prompt: str
     request: PreviewRequest
 
 
@@ -114,8 +112,7 @@ class _LoadedModel:
         source = build_picture_source(self.config, self.family)
         loras = [(one.given.name, one.given.weight * scale) for one in self.loras if scale]
         for sample, one in zip(samples, drawn, strict=True):
-            negative = self.config.validation.negative_prompt
-            text = generation_parameters(sample.prompt, negative, sample.request, source, loras)
+            text = generation_parameters(sample.request, source, loras)
             name = f"prompt-{sample.place:02d}-seed-{sample.request.seed}-scale-{scale:g}.png"
             save_drawn(folder / name, one, fps=source.fps, parameters=text)
 
@@ -217,11 +214,11 @@ def _encode(
     request: SampleRequest, config: Config, family: ModelFamily, accelerator: Accelerator
 ) -> list[_Sample]:
     """Each prompt with each seed; the encoder is freed."""
-    prompts = build_preview_requests(config, family, encode_previews(config, family, accelerator))
+    previews = encode_previews(config, family, accelerator)
     free_memory()
     return [
-        _Sample(place=place, prompt=text, request=replace(drawn, seed=seed))
-        for place, (text, drawn) in enumerate(zip(config.validation.prompts, prompts, strict=True))
+        _Sample(place=place, request=replace(preview, seed=seed))
+        for place, preview in enumerate(previews)
         for seed in request.seeds
     ]
 
@@ -247,9 +244,9 @@ def _load(
 
 def _labels(samples: Sequence[_Sample]) -> list[str]:
     """One a row of the grid: the prompt, and the seed where there are several."""
-    has_seeds = len({sample.request.seed for sample in samples}) > 1
-    labels = [f"seed {one.request.seed}: {one.prompt}" if has_seeds else one.prompt for one in samples]
-    return redacted(labels)
+    previews = [sample.request for sample in samples]
+    has_seeds = len({preview.seed for preview in previews}) > 1
+    return redacted([has_seeds * f"seed {preview.seed}: " + preview.prompt for preview in previews])
 
 
 @contextmanager

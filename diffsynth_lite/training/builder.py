@@ -44,7 +44,6 @@ from diffsynth_lite.training.optimization.optimizers import (
     build_learning_rate,
     measures_average,
 )
-from diffsynth_lite.training.preview_requests import build_preview_requests
 from diffsynth_lite.training.previews import OtherModel, PictureSource, Previews
 from diffsynth_lite.training.streaming import blocks_by_model
 
@@ -340,9 +339,7 @@ def _build_previews(
         other=other,
         folder=folder,
         writes=writes,
-        prompts=config.validation.prompts,
-        negative_prompt=config.validation.negative_prompt,
-        requests=build_preview_requests(config, family, encoded.prompts),
+        requests=encoded.previews,
         source=build_picture_source(config, family, config.validation.model_path),
         vae_dtype=getattr(torch, config.model.vae_dtype),
     )

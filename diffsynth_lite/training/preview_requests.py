@@ -1,7 +1,6 @@
 """This file says what previews are asked for, reads what they start from and follow, and checks it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from PIL.Image import Image
@@ -20,30 +19,6 @@ _OF_A_PICTURE: tuple[RecordKind, ...] = ("edit", "image_to_video", "layers")
 """Kinds of data whose previews a picture alone starts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreviewMedia:
-    """What a preview is given beside its prompt; see `PreviewRequest`."""
-
-    inputs: tuple[Image, ...] = ()
-    control: tuple[Image, ...] = ()
-    inpaint_mask: tuple[Image, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedPrompt:
-    """A preview prompt.
-
-    Attributes:
-        conditioning: tensors of the prompt.
-        negative: tensors of the negative prompt.
-        media: the pictures and clips that the preview starts from and follows.
-    """
-
-    conditioning: Conditioning
-    negative: Conditioning
-    media: PreviewMedia
-
-
 def input_files(config: Config, place: int) -> tuple[Path, ...]:
     """Files of the picture that the preview at ``place`` starts from, and of the one that it leads to."""
     validation = config.validation
@@ -51,45 +26,46 @@ def input_files(config: Config, place: int) -> tuple[Path, ...]:
     return tuple(Path(file).expanduser() for file in files)
 
 
-def read_preview_media(config: Config, family: ModelFamily, place: int) -> PreviewMedia:
-    """Decode the files of the preview at ``place``.
+def any_preview(config: Config, family: ModelFamily) -> PreviewRequest:
+    """What all previews of a config have in common: no prompt, and no files."""
+    validation = config.validation
+    width, height = preview_size(config, family)
+    return PreviewRequest(
+        negative_prompt=validation.negative_prompt,
+        conditioning={},
+        negative={},
+        width=width,
+        height=height,
+        num_frames=num_preview_frames(config, family),
+        num_layers=num_preview_layers(config, family),
+        fps=fps_of(config, family),
+        num_inference_steps=validation.num_inference_steps,
+        guidance_scale=validation.guidance_scale,
+        seed=validation.seed,
+    )
 
-    Raises:
-        UserError: one cannot be used, or is too short.
+
+def build_preview(
+    config: Config, family: ModelFamily, place: int, conditioning: Conditioning, negative: Conditioning
+) -> PreviewRequest:
+    """The preview at ``place`` that the section ``validation`` asks for, with its files decoded.
+
+    Args:
+        conditioning: its encoded prompt.
+        negative: its encoded negative prompt.
     """
     validation = config.validation
-    return PreviewMedia(
+    return replace(
+        any_preview(config, family),
+        prompt=validation.prompts[place],
+        conditioning=conditioning,
+        negative=negative,
         inputs=tuple(
             load_image(path, background=config.data.background) for path in input_files(config, place)
         ),
         control=_frames(config, family, validation.control[place : place + 1], is_mask=False),
         inpaint_mask=_frames(config, family, validation.inpaint_masks[place : place + 1], is_mask=True),
     )
-
-
-def build_preview_requests(
-    config: Config, family: ModelFamily, prompts: Sequence[EncodedPrompt]
-) -> list[PreviewRequest]:
-    """What the section ``validation`` asks to be drawn, one a prompt."""
-    width, height = preview_size(config, family)
-    return [
-        PreviewRequest(
-            conditioning=prompt.conditioning,
-            negative=prompt.negative,
-            inputs=prompt.media.inputs,
-            control=prompt.media.control,
-            inpaint_mask=prompt.media.inpaint_mask,
-            width=width,
-            height=height,
-            num_frames=num_preview_frames(config, family),
-            num_layers=num_preview_layers(config, family),
-            fps=fps_of(config, family),
-            num_inference_steps=config.validation.num_inference_steps,
-            guidance_scale=config.validation.guidance_scale,
-            seed=config.validation.seed,
-        )
-        for prompt in prompts
-    ]
 
 
 def check_previews(config: Config, family: ModelFamily) -> None:

@@ -133,8 +133,6 @@ class Previews:
     Attributes:
         family: draws through its own diffusers pipeline.
         folder: where the files go.
-        prompts: as given, for the grid's labels.
-        negative_prompt: one for all prompts.
         requests: one a prompt.
         source: what they are drawn with.
         vae_dtype: of the decoder, which is loaded for the preview and freed again.
@@ -144,8 +142,6 @@ class Previews:
 
     family: ModelFamily
     folder: Path
-    prompts: Sequence[str]
-    negative_prompt: str
     requests: Sequence[PreviewRequest]
     source: PictureSource
     vae_dtype: torch.dtype
@@ -233,14 +229,13 @@ class Previews:
         # Before the first step a LoRA changes nothing.
         loras = [(f"step-{step:08d}", 1.0)] if step else []
         for place, drawn in enumerate(previews):
-            text = generation_parameters(
-                self.prompts[place], self.negative_prompt, self.requests[place], self.source, loras
-            )
+            text = generation_parameters(self.requests[place], self.source, loras)
             save_drawn(self.file(step, place), drawn, fps=self.source.fps, parameters=text)
         steps = evenly_spread([known for known in self.drawn_steps() if known <= step], _MAX_COLUMNS)
-        rows = [[_open(self.file(known, place)) for known in steps] for place in range(len(self.prompts))]
+        rows = [[_open(self.file(known, place)) for known in steps] for place in range(len(self.requests))]
         path = self.folder / "grid.png"
-        save_png(path, preview_grid(rows, redacted(self.prompts), [f"step {drawn}" for drawn in steps]))
+        prompts = redacted([request.prompt for request in self.requests])
+        save_png(path, preview_grid(rows, prompts, [f"step {drawn}" for drawn in steps]))
         return path
 
     def file(self, step: int, place: int) -> Path:
@@ -250,10 +245,7 @@ class Previews:
     @cached_property
     def _marks(self) -> list[str]:
         drawn_on = None if self.other is None else self.family.fingerprint()
-        return [
-            _mark(prompt, self.negative_prompt, request, drawn_on)
-            for prompt, request in zip(self.prompts, self.requests, strict=True)
-        ]
+        return [_mark(request, drawn_on) for request in self.requests]
 
     def drawn_steps(self) -> list[int]:
         """Steps of which every prompt's file is there, also from before a resume."""
@@ -262,14 +254,14 @@ class Previews:
         return [
             step
             for step in steps
-            if all(self.file(step, place).is_file() for place in range(len(self.prompts)))
+            if all(self.file(step, place).is_file() for place in range(len(self.requests)))
         ]
 
 
-def _mark(prompt: str, negative_prompt: str, request: PreviewRequest, drawn_on: str | None) -> str:
+def _mark(request: PreviewRequest, drawn_on: str | None) -> str:
     is_guided = request.guidance_scale > 1
     drawn_as: tuple[object, ...] = (
-        *(prompt, negative_prompt if is_guided else "", request.guidance_scale),
+        *(request.prompt, request.negative_prompt if is_guided else "", request.guidance_scale),
         *(request.width, request.height, request.num_frames, request.seed, request.num_inference_steps),
     )
     # Nothing is added for the model that trains and for no layers: these are the names of files from before
@@ -316,11 +308,7 @@ def save_png(path: Path, picture: Image.Image, parameters: str | None = None) ->
 
 
 def generation_parameters(
-    prompt: str,
-    negative_prompt: str,
-    request: PreviewRequest,
-    source: PictureSource,
-    loras: Sequence[tuple[str, float]],
+    request: PreviewRequest, source: PictureSource, loras: Sequence[tuple[str, float]]
 ) -> str:
     """How a picture or a clip is drawn, as AUTOMATIC1111's web UI writes it into files.
 
@@ -328,13 +316,12 @@ def generation_parameters(
     ``modules/processing.py``, and ``re_param_code`` in ``modules/infotext_utils.py``, which reads it.
 
     Args:
-        negative_prompt: is left out where nothing is steered away from it.
         loras: name and weight of each.
     """
     tags = [f"<lora:{name}:{weight:g}>" for name, weight in loras]
-    lines = [" ".join([prompt, *tags])]
-    if request.guidance_scale > 1 and negative_prompt.strip():
-        lines.append(f"Negative prompt: {negative_prompt}")
+    lines = [" ".join([request.prompt, *tags])]
+    if request.guidance_scale > 1 and request.negative_prompt.strip():
+        lines.append(f"Negative prompt: {request.negative_prompt}")
     settings: dict[str, object] = {
         "Steps": request.num_inference_steps,
         "Sampler": source.sampler,

@@ -172,6 +172,7 @@ def test_the_labels_of_the_preview_grid_and_what_stands_in_previews_are_masked(t
             sample=lambda *_args: [[Image.new("RGB", (64, 32), "red")]], shards=None, context=None
         )
         request = PreviewRequest(
+            prompt=prompt,
             conditioning={},
             negative={},
             width=64,
@@ -183,8 +184,6 @@ def test_the_labels_of_the_preview_grid_and_what_stands_in_previews_are_masked(t
         previews = Previews(
             family=family,
             folder=folder,
-            prompts=[prompt],
-            negative_prompt="",
             requests=[request],
             source=PictureSource(model="tiny", sampler="Euler", fps=None),
             vae_dtype=torch.float32,

@@ -74,7 +74,7 @@ def facts(built: TrainingObjects, engine: GradientEngine) -> dict[str, Any]:
         "loss_seed": built.validation_loss.errors.seed,
         "loss_batch_size": built.validation_loss.errors.batch_size,
         "item_losses": (built.item_losses.errors.seed, built.item_losses.errors.batch_size),
-        "prompts": list(built.previews.prompts),
+        "prompts": [request.prompt for request in built.previews.requests],
         "vae_dtype": built.previews.vae_dtype,
         "width": request.width,
         "height": request.height,
@@ -302,11 +302,10 @@ def test_each_process_takes_its_own_share(prepared: Prepared) -> None:
 
 
 def test_previews_are_conditioned_on_their_prompt_and_the_negative_one(prepared: Prepared) -> None:
-    built = prepared.build()
+    built, config = prepared.build(), prepared.config().validation
     encode = prepared.checked.family.load_prompt_encoder(torch.float32, CPU)
     *prompts, negative = (
-        encode([Prompt(text=text)])[0]["prompt_embeds"]
-        for text in (*built.previews.prompts, SETTINGS["validation.negative_prompt"])
+        encode([Prompt(text=text)])[0]["prompt_embeds"] for text in (*config.prompts, config.negative_prompt)
     )
     assert len({len(embeds) for embeds in (*prompts, negative)}) == 3  # none can stand in for another
     for request, embeds in zip(built.previews.requests, prompts, strict=True):

@@ -12,7 +12,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.release_folder import PipelineFolder
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.pipelines.ltx_video import LTXVideo
-from diffsynth_lite.training.preview_requests import check_previews, read_preview_media
+from diffsynth_lite.training.preview_requests import build_preview, check_previews
 
 
 class Guided(LTXVideo):
@@ -90,7 +90,7 @@ def test_a_clip_guides_the_frames_of_its_times_in_the_size_of_the_preview(config
     settings = ("validation.prompts=[a, b]", f"validation.control=[{path}, {path}]")
     check_previews(config(*settings), guided)
     for place in (0, 1):
-        media = read_preview_media(config(*settings), guided, place)
+        media = build_preview(config(*settings), guided, place, {}, {})
         assert {frame.size for frame in media.control} == {(64, 32)}
         shown = [round((frame.getpixel((5, 5))[0] - 8) / 12) for frame in media.control]
         assert shown == list(range(0, 18, 2))
@@ -151,7 +151,7 @@ def test_a_mask_lies_on_the_preview_as_in_training(config, filled, tmp_path):
     settings = ("validation.prompts=[a]", f"validation.inputs=[{tmp_path}/a.png]", "data.frame_counts=null")
     given = config(*settings, f"validation.inpaint_masks=[{tmp_path}/m.png]")
     check_previews(given, filled)
-    media = read_preview_media(given, filled, 0)
+    media = build_preview(given, filled, 0, {}, {})
     [shown] = media.inpaint_mask
     middle = mask.resize((64, 32), Image.Resampling.LANCZOS, box=(0, 32, 128, 96))
     assert np.array_equal(np.asarray(shown) == 255, np.asarray(middle) >= 128)

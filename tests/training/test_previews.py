@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,16 +30,9 @@ from diffsynth_lite.training.previews import (
 PROMPTS = ["red", "blue"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(PreviewRequest):
-    """A request that also tells what to draw."""
-
-    prompt: str
-
-
 def previews(folder: Path, sample, prompts=PROMPTS, inputs=(), shards=None, **settings) -> Previews:
     requests = [
-        Request(
+        PreviewRequest(
             prompt=prompt,
             conditioning={},
             negative={},
@@ -56,8 +48,6 @@ def previews(folder: Path, sample, prompts=PROMPTS, inputs=(), shards=None, **se
     return Previews(
         family=SimpleNamespace(sample=sample, shards=shards, context=None),
         folder=folder,
-        prompts=prompts,
-        negative_prompt="",
         requests=requests,
         source=PictureSource(model="tiny", sampler="Euler", fps=8),
         vae_dtype=torch.float32,
@@ -256,10 +246,12 @@ def test_a_clip_is_kept_as_a_video_beside_its_strip_and_the_grid_shows_the_strip
 
 def test_what_stands_in_a_picture_is_read_back_by_the_rules_of_the_program_that_it_is_for() -> None:
     (request,) = previews(Path(), draw_colours, prompts=["red"]).requests
-    clip = dataclasses.replace(request, guidance_scale=4.5, num_frames=9)
+    request = dataclasses.replace(
+        request, prompt="ein Hündchen,\n\U0001f436", negative_prompt="blurry", guidance_scale=4.5
+    )
+    clip = dataclasses.replace(request, num_frames=9)
     source = PictureSource(model='a: "b", c', sampler="Euler", fps=16)
-    prompt = "ein Hündchen,\n\U0001f436"
-    text = generation_parameters(prompt, "blurry", clip, source, [("mine", 0.7), ("other", 1.0)])
+    text = generation_parameters(clip, source, [("mine", 0.7), ("other", 1.0)])
     # A last line with three settings or more holds these; what a setting needs quotes for is json.
     *lines, last = text.split("\n")
     assert lines == ["ein Hündchen,", "\U0001f436 <lora:mine:0.7> <lora:other:1>", "Negative prompt: blurry"]
@@ -275,7 +267,7 @@ def test_what_stands_in_a_picture_is_read_back_by_the_rules_of_the_program_that_
         "FPS": "16",
         "Version": f"diffsynth_lite {__version__}",
     }
-    unguided = generation_parameters(prompt, "blurry", request, source, [])
+    unguided = generation_parameters(dataclasses.replace(request, guidance_scale=1.0), source, [])
     assert "Negative" not in unguided
     assert "FPS" not in unguided
 
@@ -294,11 +286,13 @@ def test_another_input_picture_is_another_preview(tmp_path: Path) -> None:
 
 def test_another_negative_prompt_makes_other_files_only_where_it_is_used(tmp_path: Path) -> None:
     drawn = previews(tmp_path, draw_colours)
-    other = dataclasses.replace(drawn, negative_prompt="blurry")
-    assert drawn._marks == other._marks  # the guidance scale is 1, so it steers nothing
-    guided = [SimpleNamespace(**vars(request) | {"guidance_scale": 4.0}) for request in drawn.requests]
-    marks = [dataclasses.replace(one, requests=guided)._marks for one in (drawn, other)]
-    assert not set(marks[0]) & set(marks[1])
+
+    def marks(**changes: object) -> list[str]:
+        requests = [dataclasses.replace(request, **changes) for request in drawn.requests]
+        return dataclasses.replace(drawn, requests=requests)._marks
+
+    assert marks() == marks(negative_prompt="blurry")  # the guidance scale is 1, so it steers nothing
+    assert not set(marks(guidance_scale=4.0)) & set(marks(guidance_scale=4.0, negative_prompt="blurry"))
 
 
 def test_layers_are_kept_as_pictures_with_transparency_and_the_grid_shows_them_over_a_board(

@@ -104,7 +104,7 @@ def test_a_run_without_cache_has_the_same_batches_bit_for_bit_and_stores_nothing
     for one_tracked, other_tracked in zip(live.tracked_items, cached.tracked_items, strict=True):
         assert torch.equal(one_tracked.read().latents, other_tracked.read().latents)
         assert one_tracked.read() is one_tracked.read()  # encoded once
-    for one_prompt, other_prompt in zip(live.prompts, cached.prompts, strict=True):
+    for one_prompt, other_prompt in zip(live.previews, cached.previews, strict=True):
         assert torch.equal(
             one_prompt.conditioning["prompt_embeds"], other_prompt.conditioning["prompt_embeds"]
         )

@@ -27,8 +27,8 @@ class PreviewRequest:
     """One preview: a picture or a clip.
 
     Attributes:
-        conditioning: what the prompt encoder made of the prompt.
-        negative: what it made of the negative prompt, for classifier-free guidance.
+        conditioning: the encoded prompt.
+        negative: the encoded negative prompt, for classifier-free guidance.
         inputs: RGB pictures to edit, the one to take apart, or the one to start a clip from and, where there
             is one, the one to lead it to; most families have none.
         control: RGB of the preview's size, one a frame: what guides each; empty in most families.
@@ -43,6 +43,8 @@ class PreviewRequest:
         seed: of the starting noise.
     """
 
+    prompt: str = ""
+    negative_prompt: str = ""
     conditioning: Conditioning
     negative: Conditioning
     inputs: tuple[Image, ...] = ()

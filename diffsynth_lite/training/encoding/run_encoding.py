@@ -43,7 +43,7 @@ from diffsynth_lite.data import (
 from diffsynth_lite.data.sealed import SealedEntries
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
-from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.data_settings import held_out_rules, learned_sources, open_memory, plan_rules
 from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.distributed.context import check_tokens
@@ -60,7 +60,7 @@ from diffsynth_lite.training.encoding.dataset import (
 )
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem, thumbnail_of
-from diffsynth_lite.training.preview_requests import EncodedPrompt, input_files, read_preview_media
+from diffsynth_lite.training.preview_requests import build_preview, input_files
 from diffsynth_lite.training.shortages import shortages_explained
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class TrainingData:
     validation_items: Sequence[ValidationItem]
     validation_identity: DataIdentity
     tracked_items: Sequence[TrackedItem]
-    prompts: Sequence[EncodedPrompt]
+    previews: Sequence[PreviewRequest]
     orders: Orders = draw_order
 
 
@@ -175,9 +175,9 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
     validation = measured if held_out.records else trained_on
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     if config.validation.model_path is None:
-        prompts = _encoded_prompts(config, checked.family, job, tensors)
+        previews = _encoded_previews(config, checked.family, job, tensors)
     else:
-        prompts = encode_previews(config, checked.drawing, accelerator)
+        previews = encode_previews(config, checked.drawing, accelerator)
     return TrainingData(
         items=trained_on.items,
         identity=trained_on.identity,
@@ -189,7 +189,7 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
         ),
         validation_identity=validation.identity,
         tracked_items=_tracked_items(config, job.datasets[0][0], trained_on.items, tensors),
-        prompts=prompts,
+        previews=previews,
     )
 
 
@@ -207,7 +207,7 @@ def encode_part(config: Config, checked: CheckedData, accelerator: Accelerator, 
 
 def encode_previews(
     config: Config, family: ModelFamily, accelerator: Accelerator, *, sealed: SealedEntries | None = None
-) -> list[EncodedPrompt]:
+) -> list[PreviewRequest]:
     """Encode only the prompts of the previews that the cache does not hold; the encoder is freed.
 
     Args:
@@ -220,7 +220,7 @@ def encode_previews(
         _encode_prompts(config, job, memory, accelerator)
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     entries = tensors if sealed is None else sealed.before(tensors)
-    return _encoded_prompts(config, family, job, entries)
+    return _encoded_previews(config, family, job, entries)
 
 
 def _encode_prompts(config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator) -> None:
@@ -229,15 +229,11 @@ def _encode_prompts(config: Config, job: EncodingJob, memory: FileMemory, accele
         raise UserError("\n".join(f"validation.inputs: {reason}" for reason in bad.values()))
 
 
-def _encoded_prompts(
+def _encoded_previews(
     config: Config, family: ModelFamily, job: EncodingJob, tensors: EntryReader
-) -> list[EncodedPrompt]:
+) -> list[PreviewRequest]:
     return [
-        EncodedPrompt(
-            conditioning=_require(tensors, prompt_key),
-            negative=_require(tensors, negative_key),
-            media=read_preview_media(config, family, place),
-        )
+        build_preview(config, family, place, _require(tensors, prompt_key), _require(tensors, negative_key))
         for place, (prompt_key, negative_key) in enumerate(job.preview_keys)
     ]
 

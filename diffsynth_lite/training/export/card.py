@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.export.usage import lora_files, usage_code
 from diffsynth_lite.training.layer_groups import adapter_kind, usual_size
 from diffsynth_lite.training.optimization.optimizers import shown_arguments, shown_name
-from diffsynth_lite.training.preview_requests import EncodedPrompt, PreviewMedia, build_preview_requests
+from diffsynth_lite.training.preview_requests import any_preview
 from diffsynth_lite.training.previews import Previews
 
 logger = logging.getLogger(__name__)
@@ -99,8 +99,7 @@ class CardWriter:
             return self.previews.requests[0]
         # For data that start from images, where no preview has one.
         inputs = (Image.new("RGB", (1, 1)),) if self._starts_from_images else ()
-        no_prompt = EncodedPrompt(conditioning={}, negative={}, media=PreviewMedia(inputs=inputs))
-        return build_preview_requests(self.config, self.family, [no_prompt])[0]
+        return replace(any_preview(self.config, self.family), inputs=inputs)
 
     def _header(self) -> dict[str, Any]:
         base, task = self.facts.base, self._task()
@@ -143,13 +142,12 @@ class CardWriter:
 
     def _samples(self, step: int) -> Iterator[Sample]:
         """The first previews of a step."""
-        negative_prompt = self.previews.negative_prompt
-        is_guided = self._request.guidance_scale > 1 and negative_prompt.strip()
-        for place, prompt in enumerate(self.previews.prompts[:_MAX_SAMPLES]):
+        for place, preview in enumerate(self.previews.requests[:_MAX_SAMPLES]):
+            is_guided = preview.guidance_scale > 1 and preview.negative_prompt.strip()
             before = self.previews.file(0, place)
             yield Sample(
-                prompt=prompt,
-                negative_prompt=negative_prompt if is_guided else None,
+                prompt=preview.prompt,
+                negative_prompt=preview.negative_prompt if is_guided else None,
                 before=before if before.is_file() else None,
                 after=self.previews.file(step, place),
             )
@@ -178,8 +176,8 @@ class CardWriter:
             base=base.hub_id or _BASE_FOLDER,
             dtype=self.config.model.dtype,
             lora=LORA_FOLDER,
-            prompt=next(iter((*self.previews.prompts, *self.facts.trigger_words)), "your prompt"),
-            negative_prompt=self.previews.negative_prompt,
+            prompt=next(filter(None, (self._request.prompt, *self.facts.trigger_words)), "your prompt"),
+            negative_prompt=self._request.negative_prompt,
             fps=self.previews.source.fps,
         )
 

@@ -47,7 +47,9 @@ HIGH, LOW = (f"pytorch_lora_weights_{name}_noise.safetensors" for name in ("high
 
 def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel | None) -> str:
     """The card of a LoRA with the lowest loss, on a release or another base model."""
-    config = load_config(recipe, ["data.path=pictures", "output.dir=runs/one", *settings]).config
+    config = load_config(
+        recipe, ["data.path=pictures", "output.dir=runs/one", "validation.negative_prompt=blur", *settings]
+    ).config
     kind = adapter_kind(config)
     run = RunFolder(folder)
     run.best_lora_folder.mkdir()
@@ -74,8 +76,6 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
         previews = Previews(
             family=family,
             folder=run.previews_folder,
-            prompts=[],
-            negative_prompt="blur",
             requests=[],
             source=build_picture_source(config, family),
             vae_dtype=torch.float32,
