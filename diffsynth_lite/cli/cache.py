@@ -291,7 +291,7 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
     with shortages_explained():
         checked = check_run(config, accelerator)
         with open_memory(config) as memory:
-            drawn = plan_previews(config, checked.drawing, accelerator, memory).prompts
+            drawn = plan_previews(config, checked.preview_family, accelerator, memory).prompts
             if seal is not None:
                 sealed = seal.entries(seal.map_table(sealed_folder(config)))
                 return {key for key in drawn if key not in sealed}

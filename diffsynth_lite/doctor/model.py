@@ -20,7 +20,7 @@ from diffsynth_lite.training.layer_groups import (
     adapter_kind,
     find_targets,
     layer_groups,
-    own_sizes,
+    rank_overrides,
 )
 from diffsynth_lite.training.optimization.optimizers import examine_optimizer, shown_name
 
@@ -123,7 +123,7 @@ def _in_words(group: LayerGroup) -> str:
 
 
 def _lora(config: Config, transformer: nn.Module, layers: Sequence[str], groups: Sequence[LayerGroup]) -> str:
-    rank, own, kind = config.lora.rank, own_sizes(groups), adapter_kind(config)
+    rank, own, kind = config.lora.rank, rank_overrides(groups), adapter_kind(config)
     number = adapter_size(transformer, layers, rank=rank, own=own, kind=kind)
     weights = number * torch.float32.itemsize
     shapes = adapter_shapes(transformer, layers, rank=rank, own=own, kind=kind)

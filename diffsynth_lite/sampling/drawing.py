@@ -24,12 +24,13 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.reading import TolerantReader
 from diffsynth_lite.sampling.request import GivenLora, SampleRequest, make_folder
 from diffsynth_lite.training.builder import (
-    build_picture_source,
+    build_generation_info,
     load_frozen_transformer,
 )
 from diffsynth_lite.training.checkpoint.resume import choices_in
 from diffsynth_lite.training.checks import bind_family, check_loading, find_blocks
 from diffsynth_lite.training.encoding.run_encoding import encode_previews
+from diffsynth_lite.training.frozen_weights import place_weights, share_host_memory
 from diffsynth_lite.training.lora_file import read_lora
 from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory, with_placeholders
 from diffsynth_lite.training.preview_requests import check_previews
@@ -42,7 +43,6 @@ from diffsynth_lite.training.previews import (
 )
 from diffsynth_lite.training.session import build_accelerator, deterministic_kernels
 from diffsynth_lite.training.shortages import shortages_explained
-from diffsynth_lite.training.streaming import place_weights, share_host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class _LoadedModel:
 
     def save(self, folder: Path, samples: Sequence[_Sample], drawn: Sequence[Drawn], scale: float) -> None:
         """Write what was drawn to files, each with how it was drawn."""
-        source = build_picture_source(self.config, self.family)
+        source = build_generation_info(self.config, self.family)
         loras = [(one.given.name, one.given.weight * scale) for one in self.loras if scale]
         for sample, one in zip(samples, drawn, strict=True):
             text = generation_parameters(sample.request, source, loras)

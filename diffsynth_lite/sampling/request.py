@@ -49,11 +49,7 @@ class SampleRequest:
 
 
 def find_lora(given: str) -> GivenLora:
-    """The LoRA that ``PATH`` or ``PATH:WEIGHT`` names; the path is a run's, a folder's or a file's.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The LoRA that ``PATH`` or ``PATH:WEIGHT`` names; the path is a run's, a folder's or a file's."""
     path, weight = _without_weight(given)
     place = Path(path).expanduser()
     if not place.exists():
@@ -80,21 +76,13 @@ def run_of(place: Path) -> RunFolder | None:
 
 
 def require_new(out: Path) -> None:
-    """Check that a folder for pictures holds nothing.
-
-    Raises:
-        UserError: it does, or is a file.
-    """
+    """Check that a folder for pictures holds nothing."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {out}: is there, and nothing is written over; name a new or empty folder")
 
 
 def make_folder(request: SampleRequest) -> Path:
-    """Make the folder for the pictures.
-
-    Raises:
-        UserError: it cannot be made.
-    """
+    """Make the folder for the pictures."""
     samples = Path("samples") if request.run is None else request.run.samples_folder
     folder = request.out or samples
     try:

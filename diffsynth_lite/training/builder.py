@@ -36,7 +36,8 @@ from diffsynth_lite.training.evaluation import (
     LayerUpdates,
     SampleLossLog,
 )
-from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
+from diffsynth_lite.training.frozen_weights import blocks_by_model
+from diffsynth_lite.training.layer_groups import adapter_kind, default_size, rank_overrides
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimization.averages import AveragedWeights
 from diffsynth_lite.training.optimization.optimizers import (
@@ -44,8 +45,7 @@ from diffsynth_lite.training.optimization.optimizers import (
     build_learning_rate,
     measures_average,
 )
-from diffsynth_lite.training.previews import OtherModel, PictureSource, Previews
-from diffsynth_lite.training.streaming import blocks_by_model
+from diffsynth_lite.training.previews import GenerationInfo, PreviewModel, Previews
 
 
 @dataclass(kw_only=True)
@@ -127,13 +127,13 @@ def build_transformer(
         training_adapter: a frozen second adapter.
     """
     transformer = load_frozen_transformer(config, checked.family, host_blocks)
-    size = usual_size(config)
+    size = default_size(config)
     add_adapter(
         transformer,
         checked.target_layers,
         rank=size.rank,
         alpha=size.alpha,
-        own=own_sizes(checked.groups),
+        own=rank_overrides(checked.groups),
         kind=adapter_kind(config),
         # Weights that are in host memory are read where all others are, so that no number depends on it.
         device=None if host_blocks is None else host_blocks.device,
@@ -154,10 +154,6 @@ def load_frozen_transformer(
 
     Args:
         host_blocks: those whose weights are loaded to host memory.
-
-    Raises:
-        UserError: the weights cannot be loaded, or not as ``model.quantize`` and ``memory.stream_blocks`` ask
-            for.
     """
     # For this load only: previews may load a part that is not trained.
     family.host_blocks = host_blocks
@@ -277,14 +273,14 @@ def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerat
         huber_delta=config.objective.huber_delta if config.objective.loss == "huber" else None,
         guidance_target=config.objective.guidance_target,
         device=accelerator.device,
-        counts=accelerator.process_index % config.train.context_parallel == 0,
+        is_counted=accelerator.process_index % config.train.context_parallel == 0,
         sample_losses=SampleLosses.of_run(
             seed=config.train.seed, num_samples=config.train.steps * config.train.global_batch_size
         ),
         losses_apart=None if are_alike and not family.with_audio else LossBreakdown(),
         audio_loss_weight=config.objective.audio_loss_weight,
         own_audio_levels=config.objective.audio_noise == "own",
-        learns_silence=config.data.silent_clips == "learn",
+        train_silent_clips=config.data.silent_clips == "learn",
     )
 
 
@@ -332,20 +328,20 @@ def _build_batches(
 def _build_previews(
     config: Config, checked: CheckedRun, encoded: TrainingData, folder: Path, *, writes: bool
 ) -> Previews:
-    family = checked.drawing
-    other = None if family is checked.family else OtherModel(config, family)
+    family = checked.preview_family
+    other = None if family is checked.family else PreviewModel(config, family)
     return Previews(
         family=family,
         other=other,
         folder=folder,
         writes=writes,
         requests=encoded.previews,
-        source=build_picture_source(config, family, config.validation.model_path),
+        source=build_generation_info(config, family, config.validation.model_path),
         vae_dtype=getattr(torch, config.model.vae_dtype),
     )
 
 
-def build_picture_source(config: Config, family: ModelFamily, location: str | None = None) -> PictureSource:
+def build_generation_info(config: Config, family: ModelFamily, location: str | None = None) -> GenerationInfo:
     """What pictures and clips of a family are drawn with, for people to read.
 
     Args:
@@ -354,7 +350,7 @@ def build_picture_source(config: Config, family: ModelFamily, location: str | No
     folder = family.folder
     base = find_base_model(family.releases, location or config.model.path, folder)
     names = [base.hub_id or folder.path.resolve().name, *(file.path.stem for file in folder.files.values())]
-    return PictureSource(
+    return GenerationInfo(
         model=" + ".join(names),
         sampler=folder.component_config("scheduler")["_class_name"],
         fps=fps_of(config, family),

@@ -20,7 +20,7 @@ from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.data_settings import check_records, plan_rules, set_audio
 from diffsynth_lite.training.distilled import (
-    family_that_draws,
+    find_preview_family,
     training_adapter_digest,
     warning_of_distilled,
 )
@@ -33,16 +33,16 @@ from diffsynth_lite.training.distributed.context import check_split, check_token
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
 from diffsynth_lite.training.encoding.dataset import ReadRecords, read_records
-from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
+from diffsynth_lite.training.frozen_weights import check_stream, text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.layer_groups import (
     LayerGroup,
     adapter_kind,
+    default_group,
     find_targets,
     layer_groups,
-    own_sizes,
+    rank_overrides,
     rates_without_effect,
     require_kind,
-    usual_group,
 )
 from diffsynth_lite.training.optimization.optimizer_state import OptimizerFacts
 from diffsynth_lite.training.optimization.optimizers import (
@@ -51,7 +51,6 @@ from diffsynth_lite.training.optimization.optimizers import (
     examine_optimizer,
 )
 from diffsynth_lite.training.preview_requests import check_previews, preview_size
-from diffsynth_lite.training.streaming import check_stream
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class CheckedRun:
         num_in_vectors: those of them that are in vectors.
         optimizer: what it keeps of them.
         training_adapter: digest of the frozen adapter that is on the model in training; None without.
-        drawing: the family that draws previews, bound to the pipeline that they are drawn on.
+        preview_family: bound to the pipeline that previews are generated with.
     """
 
     family: ModelFamily
@@ -85,7 +84,7 @@ class CheckedRun:
     num_lora_weights: int
     num_in_vectors: int
     optimizer: OptimizerFacts
-    drawing: ModelFamily
+    preview_family: ModelFamily
     training_adapter: str | None = None
 
     def drop_records(self) -> None:
@@ -101,10 +100,6 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
 
     Args:
         part: whose training records are read; the held-out ones are all there.
-
-    Raises:
-        UserError: one line for each problem found, on whatever process; or the download failed, or processes
-            differ in their settings, programs or base model.
     """
     require_same_settings(accelerator, config)
     on_all_processes(accelerator, lambda: _require_cache_folder(config))
@@ -133,13 +128,13 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
         if warning is not None:
             logger.warning("%s", warning)
     adapter = from_main_process(accelerator, lambda: training_adapter_digest(config, family))
-    for each in (family, checked.drawing):
+    for each in (family, checked.preview_family):
         on_all_processes(accelerator, partial(each.folder.download_weights, each.components))
     require_same_model(accelerator, family)
     return replace(checked, training_adapter=adapter)
 
 
-def checked_again(checked: CheckedRun, config: Config, accelerator: Accelerator) -> CheckedRun:
+def recheck_model(checked: CheckedRun, config: Config, accelerator: Accelerator) -> CheckedRun:
     """A checked run under other settings of its memory, or another format."""
     problems = Problems()
     again = _check_model(
@@ -174,11 +169,7 @@ def _check_compiler(config: Config, device: torch.device) -> None:
 
 
 def check_held_out(records: Sequence[Record], held_out: Sequence[Record]) -> None:
-    """Check that no file is both trained on and held out: folders are read with their subfolders.
-
-    Raises:
-        UserError: naming one that is.
-    """
+    """Check that no file is both trained on and held out: folders are read with their subfolders."""
     if not held_out:
         return
     trained = {os.path.realpath(record.target) for record in records}
@@ -214,9 +205,6 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
         config: gives family, folder and trained components.
         with_weights: whether those in folders of the user's must be there. Of the hub only small files are
             fetched.
-
-    Raises:
-        UserError: no such family or folder, or a folder of another family.
     """
     model = config.model
     family_class = load_family(model.family)
@@ -256,11 +244,11 @@ def _check_model(
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
     # Before layers get the formats of the run, whose shapes are others.
     groups = problems.attempt(lambda: layer_groups(config, family, layers)) if layers else []
-    drawing = problems.attempt(lambda: family_that_draws(config, family, layers or []))
-    problems.attempt(lambda: check_previews(config, drawing or family))
-    groups = groups or [usual_group(config)]  # the optimizer is tried, whatever is wrong with the layers
+    preview_family = problems.attempt(lambda: find_preview_family(config, family, layers or []))
+    problems.attempt(lambda: check_previews(config, preview_family or family))
+    groups = groups or [default_group(config)]  # the optimizer is tried, whatever is wrong with the layers
     problems.attempt(lambda: build_group_rates(config, groups))
-    rank, own, kind = config.lora.rank, own_sizes(groups), adapter_kind(config)
+    rank, own, kind = config.lora.rank, rank_overrides(groups), adapter_kind(config)
     shapes = adapter_shapes(transformer, layers or [], rank=rank, own=own, kind=kind)
     problems.attempt(lambda: require_kind(config))
     optimizer = problems.attempt(lambda: examine_optimizer(config, groups, shapes, device))
@@ -269,9 +257,12 @@ def _check_model(
         problems.attempt(lambda: family.settle_lora_spelling(transformer, layers, rank=rank, kind=kind))
     selected = problems.attempt(lambda: select_blocks(config, len(blocks))) if blocks else []
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
-    if drawing is not None and drawing is not family:
-        drawing.text_encoder_memory, drawing.quantization = family.text_encoder_memory, family.quantization
-    if drawing is None or optimizer is None:
+    if preview_family is not None and preview_family is not family:
+        preview_family.text_encoder_memory, preview_family.quantization = (
+            family.text_encoder_memory,
+            family.quantization,
+        )
+    if preview_family is None or optimizer is None:
         return None
     return CheckedRun(
         family=family,
@@ -284,7 +275,7 @@ def _check_model(
         num_lora_weights=sum(number * tensor.size for tensor, number in shapes.items()),
         num_in_vectors=sum(number * one.size for one, number in shapes.items() if len(one.shape) == 1),
         optimizer=optimizer,
-        drawing=drawing,
+        preview_family=preview_family,
     )
 
 
@@ -314,11 +305,7 @@ def check_loading(
 
 
 def find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks of one of the models that a family trains, in call order.
-
-    Raises:
-        UserError: they are not where the family says.
-    """
+    """The blocks of one of the models that a family trains, in call order."""
     try:
         # One pass runs one of them: the one that removes noise, or one of several experts of one size.
         return blocks_of(family.parts_of(transformer)[family.trained[0]], family.block_lists)
@@ -338,11 +325,7 @@ def block_policy(config: Config) -> BlockPolicy:
 
 
 def select_blocks(config: Config, num_blocks: int) -> list[int]:
-    """The blocks that ``memory.policy`` checkpoints.
-
-    Raises:
-        UserError: it names blocks that the model does not have, or none.
-    """
+    """The blocks that ``memory.policy`` checkpoints."""
     key = "policy_n" if config.memory.policy_n else "policy_blocks"
     try:
         return block_policy(config).selection(num_blocks)

@@ -32,11 +32,7 @@ _STEPS_OF_A_RESOLUTION = 16
 
 
 def set_audio(config: Config, family: ModelFamily) -> None:
-    """Have the family learn and draw clips with sound where the config says so.
-
-    Raises:
-        UserError: its model makes none.
-    """
+    """Have the family learn and draw clips with sound where the config says so."""
     if config.data.audio and family.audio_format is None:
         raise UserError(
             f"data.audio: true, but the model of {config.model.family} makes no sound; set it to false, or "
@@ -46,11 +42,7 @@ def set_audio(config: Config, family: ModelFamily) -> None:
 
 
 def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
-    """What is taken of each training record; what the config leaves open is the family's.
-
-    Raises:
-        UserError: settings that the family cannot do.
-    """
+    """What is taken of each training record; what the config leaves open is the family's."""
     data = config.data
     _require_colour(data.background)
     for size in data.given_sizes:
@@ -119,11 +111,7 @@ def num_preview_layers(config: Config, family: ModelFamily) -> int:
 
 
 def check_records(records: Sequence[Record], family: ModelFamily) -> None:
-    """Check, by the files that the records name, that the family can train on them.
-
-    Raises:
-        UserError: naming what it cannot train on, and an example.
-    """
+    """Check, by the files that the records name, that the family can train on them."""
     refuse_other_kinds(records, family.record_kinds)
     if not family.takes_last_frames and (ending := [record for record in records if record.last_frame]):
         raise UserError(
@@ -210,11 +198,7 @@ def find_training_records(config: Config, part: Part = WHOLE) -> FoundRecords:
 
 
 def find_held_out_records(config: Config) -> FoundRecords | None:
-    """The records of the held-out items, read as the first source that is learned; None without any.
-
-    Raises:
-        UserError: their inputs or masks would be those of the training data.
-    """
+    """The records of the held-out items, read as the first source that is learned; None without any."""
     if config.validation.data is None:
         return None
     return _find("validation.data", [_held_out_source(config, config.validation.data)], config, WHOLE)

@@ -60,11 +60,7 @@ def _is_named_distilled(name: str) -> bool:
 
 
 def read_training_adapter(config: Config, family: ModelFamily) -> LoraFile | None:
-    """The frozen adapter that a run has on its model; None where it has none.
-
-    Raises:
-        UserError: it cannot be read, or is none for the layers of what the family trains.
-    """
+    """The frozen adapter that a run has on its model; None where it has none."""
     location = config.model.training_adapter
     if location is None:
         return None
@@ -91,9 +87,6 @@ def load_training_adapter(
 
     Args:
         digest: of the adapter that the run was checked with.
-
-    Raises:
-        UserError: as :func:`read_training_adapter`, or it is another one by now.
     """
     if digest is None:
         return None
@@ -113,15 +106,12 @@ def load_training_adapter(
     return tensors, from_main_process(accelerator, lambda: known)
 
 
-def family_that_draws(config: Config, family: ModelFamily, layers: Sequence[str]) -> ModelFamily:
+def find_preview_family(config: Config, family: ModelFamily, layers: Sequence[str]) -> ModelFamily:
     """The family, bound to the pipeline that previews are drawn on.
 
     Args:
         family: bound to the one that is trained.
         layers: full names of those with a LoRA.
-
-    Raises:
-        UserError: there is none, it is of another family, or lacks layers of the LoRA; nothing is loaded.
     """
     location = config.validation.model_path
     if location is None or not config.validation.prompts:

@@ -65,7 +65,7 @@ class ValidationItem:
     audio: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def form(self) -> tuple[Bucket, torch.Size | None]:
+    def batch_key(self) -> tuple[Bucket, torch.Size | None]:
         """What items of one batch have in common."""
         return self.bucket, None if self.loss_mask is None else self.loss_mask.shape
 
@@ -115,10 +115,10 @@ class FixedNoiseErrors:
             return [self._errors(transformer, batch) for batch in self._batches(samples)]
 
     def _batches(self, samples: Iterable[FixedNoise]) -> Iterator[list[FixedNoise]]:
-        """Samples that follow each other and whose items have one form."""
+        """Samples that follow each other and whose items have one batch key."""
         batch: list[FixedNoise] = []
         for sample in samples:
-            if batch and (len(batch) == self.batch_size or sample.item.form != batch[0].item.form):
+            if batch and (len(batch) == self.batch_size or sample.item.batch_key != batch[0].item.batch_key):
                 yield batch
                 batch = []
             batch.append(sample)
@@ -152,8 +152,8 @@ class FixedNoiseErrors:
         )
 
     def _levels(self, parts: Sequence[float]) -> torch.Tensor:
-        evenly = self.objective.noise_levels.evenly
-        return torch.tensor([evenly(part) for part in parts], device=self.objective.device)
+        quantile = self.objective.noise_levels.quantile
+        return torch.tensor([quantile(part) for part in parts], device=self.objective.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,7 @@ class ItemLosses:
         self.items, self.errors = items, errors
         self._is_average, self._folder, self._writes = is_average, folder, writes
         self._file = MetricsFile(folder.item_losses_file)
-        self._noise_levels = [errors.objective.noise_levels.evenly(part) for part in _PARTS]
+        self._noise_levels = [errors.objective.noise_levels.quantile(part) for part in _PARTS]
         self._is_described = False
 
     def record(self, transformer: torch.nn.Module, step: int) -> None:

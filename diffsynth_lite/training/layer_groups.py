@@ -50,11 +50,7 @@ def adapter_kind(config: Config) -> AdapterKind:
 
 
 def require_kind(config: Config) -> None:
-    """Check that a run with other settings can have the adapter of its kind.
-
-    Raises:
-        UserError: naming the settings that do not go together.
-    """
+    """Check that a run with other settings can have the adapter of its kind."""
     if config.lora.kind == Lokr.name and config.model.training_adapter is not None:
         raise UserError(
             "model.training_adapter: peft puts no LoRA on layers with a LoKr; set lora.kind to lora or dora, "
@@ -68,7 +64,7 @@ def require_kind(config: Config) -> None:
         )
 
 
-def usual_size(config: Config) -> LoraSize:
+def default_size(config: Config) -> LoraSize:
     """Rank and alpha of layers without a group; alpha is the rank unless given."""
     return _size(config, config.lora.rank, config.lora.alpha)
 
@@ -84,9 +80,6 @@ def layer_groups(config: Config, family: ModelFamily, layers: Sequence[str]) -> 
 
     Args:
         layers: full names, as :func:`find_targets` gives them.
-
-    Raises:
-        UserError: an entry has no layers: it matches none, or entries before it have them all.
     """
     names, left, groups = _with_component(family, layers), dict.fromkeys(layers), list[LayerGroup]()
     for place, entry in enumerate(config.lora.groups):
@@ -115,7 +108,7 @@ def layer_groups(config: Config, family: ModelFamily, layers: Sequence[str]) -> 
                 weight_decay=_first(entry.weight_decay, config.train.weight_decay),
             )
         )
-    return [usual_group(config, left), *groups] if left else groups
+    return [default_group(config, left), *groups] if left else groups
 
 
 def rates_without_effect(config: Config, groups: Iterable[LayerGroup]) -> str | None:
@@ -140,18 +133,18 @@ def rates_without_effect(config: Config, groups: Iterable[LayerGroup]) -> str | 
     )
 
 
-def usual_group(config: Config, layers: Iterable[str] = ()) -> LayerGroup:
+def default_group(config: Config, layers: Iterable[str] = ()) -> LayerGroup:
     """Layers that no entry of ``lora.groups`` has."""
     return LayerGroup(
         name=None,
         layers=tuple(layers),
-        size=usual_size(config),
+        size=default_size(config),
         learning_rate=config.train.learning_rate,
         weight_decay=config.train.weight_decay,
     )
 
 
-def own_sizes(groups: Iterable[LayerGroup]) -> dict[str, LoraSize]:
+def rank_overrides(groups: Iterable[LayerGroup]) -> dict[str, LoraSize]:
     """Rank and alpha of the layers that an entry of ``lora.groups`` has."""
     return {layer: group.size for group in groups if group.name is not None for layer in group.layers}
 
@@ -211,9 +204,6 @@ def find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Conf
 
     Args:
         transformer: what the family trains; may be on the meta device.
-
-    Raises:
-        UserError: the settings name none in the model, or none in one of its components.
     """
     targets = _targets(family, config)
     layers = find_target_layers(transformer, targets, unused_modules=family.unused_modules(transformer))

@@ -171,9 +171,6 @@ def read_lora(family: ModelFamily, location: str, *, key: str) -> LoraFile:
     Args:
         location: the file, or a folder with it; of experts, with the family's file names in it; or a run.
         key: the setting or flag that names it, for messages.
-
-    Raises:
-        UserError: it is missing or damaged, or none that is known.
     """
     place = Path(location).expanduser()
     if not place.exists():
@@ -214,9 +211,6 @@ def read_initial_lora(
 
     Returns:
         Tensors by peft's names, in fp32.
-
-    Raises:
-        UserError: it is missing, damaged or not finite, of another kind, or has other layers or another rank.
     """
     tensors, settings = read_lora(family, location, key="lora.init_from")
     for name, tensor in tensors.items():

@@ -34,11 +34,7 @@ def report_memory(
     metrics: MetricsLog,
     step: int,
 ) -> None:
-    """Log what is quantised, sharded and split, and what the other switches did in the first step.
-
-    Raises:
-        UserError: a switch that is on had no effect.
-    """
+    """Log what is quantised, sharded and split, and what the other switches did in the first step."""
     context = checked.family.context
     report, streamed = engine.report(), built.weights.report()
     num_micro_batches = batch_layout(config, built.accelerator.num_processes).num_micro_steps

@@ -73,9 +73,6 @@ class NoiseLevels:
 
         Returns:
             (B,), in [sigma_min, sigma_max] and in one of ``ranges``, fp32.
-
-        Raises:
-            UserError: a range is outside [sigma_min, sigma_max], so that it would never be trained.
         """
         if tuple(self.ranges) == ((0.0, 1.0),):
             return self._whole(uniform, latents_shape)
@@ -89,9 +86,6 @@ class NoiseLevels:
 
         Args:
             latents_shape: shape of one sample's latents.
-
-        Raises:
-            UserError: as ``sigma`` does.
         """
         if tuple(self.ranges) == ((0.0, 1.0),):
             return [(1.0, level_shares(partial(self._whole, latents_shape=latents_shape)))]
@@ -112,7 +106,7 @@ class NoiseLevels:
         # Rounding must not carry a level over to the neighbour, whose model is another one.
         return sigma.clamp(low, 1.0 if high == 1.0 else _float32_below(high))
 
-    def evenly(self, part: float) -> float:
+    def quantile(self, part: float) -> float:
         """The noise level that is ``part`` of the way, in [0, 1), through all that is trained."""
         left = part * sum(high - low for low, high in self.ranges)
         for low, high in sorted(self.ranges):
@@ -210,14 +204,14 @@ class DenoisingObjective:
         huber_delta: the error beyond which the loss is linear; None where it is the squared error throughout.
         device: of the transformer.
         guidance_target: scale g of the guided target ``u + g (v - u)``; None is the plain target v.
-        counts: whether this process is the one that counts its samples, where several have the same.
+        is_counted: whether this process is the one that counts its samples, where several have the same.
         loss_by_tenth: adds up the losses of the samples that are learned, for whoever takes them.
         sample_losses: keeps them one by one.
         losses_apart: adds up those of the samples that are learned and of the ones that are preserved, and of
             pictures and sound; None where all are learned, count alike, and have no sound.
         audio_loss_weight: of the error of the sound beside that of the pictures.
         own_audio_levels: whether the audio of clips is at noise levels of its own.
-        learns_silence: whether clips without sound are learned as silent ones.
+        train_silent_clips: whether clips without sound are learned as silent ones.
     """
 
     family: ModelFamily
@@ -227,13 +221,13 @@ class DenoisingObjective:
     device: torch.device
     huber_delta: float | None = None
     guidance_target: float | None = None
-    counts: bool = True
+    is_counted: bool = True
     loss_by_tenth: LossByTenth = field(default_factory=LossByTenth)
     sample_losses: SampleLosses = field(default_factory=SampleLosses)
     losses_apart: LossBreakdown | None = None
     audio_loss_weight: float = 1.0
     own_audio_levels: bool = False
-    learns_silence: bool = False
+    train_silent_clips: bool = False
 
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Mean weighted loss of the estimate over a micro-batch, a scalar in fp32."""
@@ -259,7 +253,7 @@ class DenoisingObjective:
         if audio_sigma is not None and errors.audio is not None:
             audio_weight, of_level = self._weight(audio_sigma), weight * errors.video
             losses = of_level + self.audio_loss_weight * audio_weight * errors.audio
-        if self.counts:
+        if self.is_counted:
             self._count(batch, losses, sigma, of_level)
             self._count_parts(batch, weight * errors.video, audio_weight, errors)
         if batch.loss_weights is not None:
@@ -298,7 +292,7 @@ class DenoisingObjective:
 
     def _counts_of_audio(self, audio: AudioBatch) -> torch.Tensor:
         """(B,), 1 where the error of a sample's sound counts and 0 where not, where the batch is."""
-        return torch.ones_like(audio.has_audio) if self.learns_silence else audio.has_audio
+        return torch.ones_like(audio.has_audio) if self.train_silent_clips else audio.has_audio
 
     def totals_apart(self, accelerator: Accelerator) -> torch.Tensor:
         """The losses of the step that is ending, of all devices, as :meth:`LossBreakdown.take` has them.

@@ -69,11 +69,7 @@ def build_preview(
 
 
 def check_previews(config: Config, family: ModelFamily) -> None:
-    """Check prompts, sizes and frames of the previews, and that their files are there, whole, and of use.
-
-    Raises:
-        UserError: naming the key, and what would do.
-    """
+    """Check prompts, sizes and frames of the previews, and that their files are there, whole, and of use."""
     validation = config.validation
     family.check_size(*preview_size(config, family), keys="validation.width, validation.height")
     if validation.num_frames is not None:

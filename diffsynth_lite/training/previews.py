@@ -49,7 +49,7 @@ from diffsynth_lite.media import (
 )
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
-from diffsynth_lite.training.streaming import load_to_draw
+from diffsynth_lite.training.frozen_weights import load_to_draw
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ _THUMBNAIL_PX = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureSource:
+class GenerationInfo:
     """What pictures are drawn with.
 
     Attributes:
@@ -89,7 +89,7 @@ class PictureSource:
 
 
 @dataclass(frozen=True)
-class OtherModel:
+class PreviewModel:
     """The model that previews are drawn on, where that is not the one that is trained.
 
     Attributes:
@@ -143,9 +143,9 @@ class Previews:
     family: ModelFamily
     folder: Path
     requests: Sequence[PreviewRequest]
-    source: PictureSource
+    source: GenerationInfo
     vae_dtype: torch.dtype
-    other: OtherModel | None = None
+    other: PreviewModel | None = None
     writes: bool = True
 
     def draw(self, transformer: torch.nn.Module, step: int) -> Path | None:
@@ -308,7 +308,7 @@ def save_png(path: Path, picture: Image.Image, parameters: str | None = None) ->
 
 
 def generation_parameters(
-    request: PreviewRequest, source: PictureSource, loras: Sequence[tuple[str, float]]
+    request: PreviewRequest, source: GenerationInfo, loras: Sequence[tuple[str, float]]
 ) -> str:
     """How a picture or a clip is drawn, as AUTOMATIC1111's web UI writes it into files.
 

@@ -26,7 +26,7 @@ from diffsynth_lite.training.checkpoint.resume import (
     settings_fingerprint,
 )
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.checks import CheckedRun, check_run, checked_again
+from diffsynth_lite.training.checks import CheckedRun, check_run, recheck_model
 from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.distributed.agreement import from_main_process, on_main_process
 from diffsynth_lite.training.distributed.context import check_context, context_of
@@ -147,10 +147,6 @@ class Run:
 
         Args:
             shift: of the noise levels, by the shape of one sample's latents.
-
-        Raises:
-            UserError: the samples of a step may be of several experts, or take several passes, where they
-                must be of one, and take one.
         """
         shifts = shifts_by_size(self.config, self.family, shift)
         require_same_expert(self.config, self.family, shifts.values())
@@ -254,11 +250,7 @@ def open_run(
 
 
 def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
-    """Accelerate's view of the machine: device, processes, mixed precision, trackers.
-
-    Raises:
-        UserError: the launcher asks for a kind of distribution that is not supported.
-    """
+    """Accelerate's view of the machine: device, processes, mixed precision, trackers."""
     accelerator = Accelerator(
         mixed_precision=config.train.mixed_precision,
         log_with=list(config.logging.trackers) or None,
@@ -295,7 +287,7 @@ def with_chosen_memory(run: Run) -> Run:
             run = replace(
                 run,
                 loaded=replace(run.loaded, config=choice.config),
-                checked=checked_again(run.checked, choice.config, run.accelerator),
+                checked=recheck_model(run.checked, choice.config, run.accelerator),
                 predicted=choice.predicted,
                 chosen=choice.lasting,
             )

@@ -40,18 +40,18 @@ from diffsynth_lite.training.encoding.sealed_start import sealed_data
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
 from diffsynth_lite.training.export.disk_space import require_disk_space, warn_of_previews
-from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
-from diffsynth_lite.training.lora_file import read_initial_lora
-from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
-from diffsynth_lite.training.planning.automatic import suggest_settings
-from diffsynth_lite.training.session import Run, Start
-from diffsynth_lite.training.shortages import Workload, out_of_memory_explained, shortages_explained
-from diffsynth_lite.training.streaming import (
+from diffsynth_lite.training.frozen_weights import (
     place_weights,
     quantizable_bytes,
     share_host_memory,
     streamable_bytes,
 )
+from diffsynth_lite.training.layer_groups import adapter_kind, default_size, rank_overrides
+from diffsynth_lite.training.lora_file import read_initial_lora
+from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
+from diffsynth_lite.training.planning.automatic import suggest_settings
+from diffsynth_lite.training.session import Run, Start
+from diffsynth_lite.training.shortages import Workload, out_of_memory_explained, shortages_explained
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def initial_lora(run: Run, start: Start) -> dict[str, torch.Tensor] | None:
     location = run.config.lora.init_from
     if location is None or start.checkpoint is not None:
         return None
-    size = usual_size(run.config)
+    size = default_size(run.config)
     read = partial(
         read_initial_lora,
         run.family,
@@ -93,7 +93,7 @@ def initial_lora(run: Run, start: Start) -> dict[str, torch.Tensor] | None:
         layers=run.checked.target_layers,
         rank=size.rank,
         alpha=size.alpha,
-        own=own_sizes(run.checked.groups),
+        own=rank_overrides(run.checked.groups),
         kind=adapter_kind(run.config),
     )
     return tensors_from_main_process(run.accelerator, read)

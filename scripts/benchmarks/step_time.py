@@ -34,8 +34,8 @@ from diffsynth_lite.training.builder import (
 )
 from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding.run_encoding import encode_run
+from diffsynth_lite.training.frozen_weights import place_weights
 from diffsynth_lite.training.optimization.optimizers import build_optimizer
-from diffsynth_lite.training.streaming import place_weights
 from diffsynth_lite.training.trainer import train_step
 
 Step = Callable[[], object]

@@ -179,7 +179,7 @@ def test_inputs_and_weights_of_a_run_share_one_backend_and_may_both_arrive_late(
     plain_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = WatchedBackend()
-    monkeypatch.setattr("diffsynth_lite.training.streaming.backend_for", lambda _device: backend)
+    monkeypatch.setattr("diffsynth_lite.training.frozen_weights.backend_for", lambda _device: backend)
     half_way = plain_run.folder / "checkpoints" / "step-00000002"
     settings = ("--use_gradient_checkpointing_offload", "memory.policy=first_k", "memory.policy_n=1")
     assert plain_run.train(f"output.dir={tmp_path}", "--resume", str(half_way), *STREAMED, *settings) == 0
@@ -212,7 +212,7 @@ def test_previews_and_the_lora_of_streamed_weights_are_those_of_resident_ones(
 def test_more_streamed_than_the_host_has_is_refused_before_anything_is_encoded(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("diffsynth_lite.training.streaming.available_host_bytes", lambda: 600 * 1024)
+    monkeypatch.setattr("diffsynth_lite.training.frozen_weights.available_host_bytes", lambda: 600 * 1024)
     assert tiny_run.train(*STREAMED) == 2
     assert "memory.stream_blocks: the streamed weights take 686.0 KiB of host memory, and" in caplog.text
     assert "600.0 KiB are available; stream fewer blocks" in caplog.text
@@ -223,7 +223,7 @@ def test_the_host_needs_room_for_one_copy_where_processes_share_it_and_else_for_
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr("diffsynth_lite.training.streaming.available_host_bytes", lambda: 700 * 1024)
+    monkeypatch.setattr("diffsynth_lite.training.frozen_weights.available_host_bytes", lambda: 700 * 1024)
     settings = (*STREAMED, *UNWATCHED, "train.steps=1")
     for shared in (None, torch.empty(686 * 1024, dtype=torch.uint8)):
         found = HostMemory(PlainBackend(), shared, num_processes=2)

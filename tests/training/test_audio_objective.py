@@ -158,7 +158,7 @@ def test_the_loss_is_that_of_the_pictures_and_weighted_that_of_the_sound_where_t
 def test_silence_is_learned_where_that_is_asked_for_and_a_weight_of_0_hears_without_learning_it() -> None:
     given, model = batch(), TwoHeads()
     video, audio = expected_errors(given, model)
-    learns = objective(learns_silence=True).loss(model, given)
+    learns = objective(train_silent_clips=True).loss(model, given)
     torch.testing.assert_close(learns, (video + WEIGHT * audio).mean())
     deaf = objective(audio_loss_weight=0.0).loss(model, given)
     torch.testing.assert_close(deaf, video.mean())

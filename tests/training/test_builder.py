@@ -23,7 +23,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.training.builder import TrainingObjects, build_engine, build_transformer
 from diffsynth_lite.training.data_settings import shifts_by_size
-from diffsynth_lite.training.layer_groups import usual_size
+from diffsynth_lite.training.layer_groups import default_size
 from diffsynth_lite.training.optimization.optimizers import build_optimizer
 from diffsynth_lite.training.session import build_accelerator
 
@@ -373,7 +373,7 @@ def test_the_adapter_has_the_rank_the_alpha_and_the_dropout_asked_for(
     assert layer.lora_A["default"].weight.shape[0] == rank
     assert layer.scaling["default"] == alpha / rank
     assert layer.lora_dropout["default"].p == dropout
-    assert usual_size(config).alpha == alpha
+    assert default_size(config).alpha == alpha
 
 
 def test_the_transformer_has_its_dtype_and_its_adapter_fp32_and_both_train(prepared: Prepared) -> None:

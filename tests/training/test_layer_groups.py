@@ -14,7 +14,7 @@ from diffsynth_lite.training.layer_groups import (
     LayerGroup,
     find_targets,
     layer_groups,
-    own_sizes,
+    rank_overrides,
     rate_groups,
     rates_without_effect,
     require_kind,
@@ -40,7 +40,7 @@ def test_without_groups_all_layers_are_trained_alike() -> None:
     assert group == LayerGroup(
         name=None, layers=tuple(LAYERS), size=LoraSize(32, 32.0), learning_rate=1e-4, weight_decay=0.5
     )
-    assert own_sizes([group]) == {}
+    assert rank_overrides([group]) == {}
 
 
 def test_the_first_entry_that_matches_a_layer_has_it() -> None:
@@ -54,7 +54,7 @@ def test_the_first_entry_that_matches_a_layer_has_it() -> None:
     assert (second.size, second.learning_rate, second.weight_decay) == (LoraSize(8, 4.0), 1e-4, 0.0)
     assert queries.layers == ("blocks.0.to_q",)
     assert (queries.size, queries.learning_rate, queries.weight_decay) == (LoraSize(32, 2.0), 3e-5, 0.5)
-    assert own_sizes([rest, second, queries]).keys() == {*second.layers, *queries.layers}
+    assert rank_overrides([rest, second, queries]).keys() == {*second.layers, *queries.layers}
 
 
 def test_alpha_follows_the_rank_of_an_entry_unless_one_is_given() -> None:

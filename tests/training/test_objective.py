@@ -260,10 +260,10 @@ def test_an_expert_that_would_see_no_noise_level_is_an_error() -> None:
 
 
 def test_levels_evenly_spread_cover_what_is_trained() -> None:
-    assert noise_levels().evenly(0.3) == 0.3
-    assert noise_levels(ranges=EXPERTS).evenly(0.3) == pytest.approx(0.3)
-    assert noise_levels(ranges=EXPERTS[:1]).evenly(0.5) == pytest.approx(0.9375)
-    assert noise_levels(ranges=((0.5, 0.75), (0.0, 0.25))).evenly(0.75) == pytest.approx(0.625)
+    assert noise_levels().quantile(0.3) == 0.3
+    assert noise_levels(ranges=EXPERTS).quantile(0.3) == pytest.approx(0.3)
+    assert noise_levels(ranges=EXPERTS[:1]).quantile(0.5) == pytest.approx(0.9375)
+    assert noise_levels(ranges=((0.5, 0.75), (0.0, 0.25))).quantile(0.75) == pytest.approx(0.625)
 
 
 def test_the_step_of_a_batch_chooses_its_expert() -> None:
@@ -351,7 +351,7 @@ def test_what_is_preserved_has_the_estimate_without_the_adapter_as_its_target() 
 def test_a_sample_that_processes_share_is_counted_by_one_of_them() -> None:
     given, found = batch(), {}
     for counts in (True, False):
-        of = of_model(counts=counts, losses_apart=LossBreakdown())
+        of = of_model(is_counted=counts, losses_apart=LossBreakdown())
         values = loss_and_gradients(given, adapted(), of)
         kept = [name for name, *_ in of.sample_losses.take()]
         totals = of.loss_by_tenth.take(given.latents.device), of.losses_apart.take(given.latents.device)

@@ -21,7 +21,7 @@ from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import PreviewRequest
 from diffsynth_lite.training.previews import (
-    PictureSource,
+    GenerationInfo,
     Previews,
     generation_parameters,
     preview_grid,
@@ -49,7 +49,7 @@ def previews(folder: Path, sample, prompts=PROMPTS, inputs=(), shards=None, **se
         family=SimpleNamespace(sample=sample, shards=shards, context=None),
         folder=folder,
         requests=requests,
-        source=PictureSource(model="tiny", sampler="Euler", fps=8),
+        source=GenerationInfo(model="tiny", sampler="Euler", fps=8),
         vae_dtype=torch.float32,
         **settings,
     )
@@ -250,7 +250,7 @@ def test_what_stands_in_a_picture_is_read_back_by_the_rules_of_the_program_that_
         request, prompt="ein Hündchen,\n\U0001f436", negative_prompt="blurry", guidance_scale=4.5
     )
     clip = dataclasses.replace(request, num_frames=9)
-    source = PictureSource(model='a: "b", c', sampler="Euler", fps=16)
+    source = GenerationInfo(model='a: "b", c', sampler="Euler", fps=16)
     text = generation_parameters(clip, source, [("mine", 0.7), ("other", 1.0)])
     # A last line with three settings or more holds these; what a setting needs quotes for is json.
     *lines, last = text.split("\n")

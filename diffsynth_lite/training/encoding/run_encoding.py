@@ -109,7 +109,7 @@ class CheckedData(Protocol):
         """All of them; without any, the validation loss is measured on training items."""
 
     @property
-    def drawing(self) -> ModelFamily:
+    def preview_family(self) -> ModelFamily:
         """For previews: bound to the folder of their model, ``family``'s or another."""
 
 
@@ -177,7 +177,7 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
     if config.validation.model_path is None:
         previews = _encoded_previews(config, checked.family, job, tensors)
     else:
-        previews = encode_previews(config, checked.drawing, accelerator)
+        previews = encode_previews(config, checked.preview_family, accelerator)
     return TrainingData(
         items=trained_on.items,
         identity=trained_on.identity,
@@ -200,7 +200,7 @@ def encode_part(config: Config, checked: CheckedData, accelerator: Accelerator, 
         quarantine = Quarantine(config, part)
         trained_on, _ = encode_job(config, job, memory, accelerator, quarantine, checked.held_out.unread)
         if config.validation.model_path is not None:
-            previews = plan_previews(config, checked.drawing, accelerator, memory, part)
+            previews = plan_previews(config, checked.preview_family, accelerator, memory, part)
             _encode_prompts(config, previews, memory, accelerator)
     return trained_on
 

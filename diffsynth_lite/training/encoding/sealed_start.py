@@ -71,7 +71,7 @@ def sealed_data(config: Config, checked: CheckedData, accelerator: Accelerator) 
         ),
         validation_identity=measured.identity,
         tracked_items=_tracked_items(config, seal, items, entries),
-        previews=encode_previews(config, checked.drawing, accelerator, sealed=entries),
+        previews=encode_previews(config, checked.preview_family, accelerator, sealed=entries),
         orders=StoredOrders(orders_folder(config), identity=seal.digest),
     )
 

@@ -29,7 +29,7 @@ from diffsynth_lite.training.checkpoint.resume import RunFingerprint
 from diffsynth_lite.training.data_settings import data_sources, learned_sources
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.export.usage import lora_files, usage_code
-from diffsynth_lite.training.layer_groups import adapter_kind, usual_size
+from diffsynth_lite.training.layer_groups import adapter_kind, default_size
 from diffsynth_lite.training.optimization.optimizers import shown_arguments, shown_name
 from diffsynth_lite.training.preview_requests import any_preview
 from diffsynth_lite.training.previews import Previews
@@ -329,7 +329,7 @@ def gather_lora_facts(
         trigger_words=redacted(_trigger_words(config, encoded)),
         kind=adapter_kind(config).title,
         rank=config.lora.rank,
-        alpha=usual_size(config).alpha,
+        alpha=default_size(config).alpha,
         resolution=max(data.given_sizes or squares, key=lambda size: size[0] * size[1]),
         items_by_size=_items_by_size(encoded),
         sources=_sources(config, encoded),

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, get_args
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.frozen_weights import SLOTS_TO_DRAW
 from diffsynth_lite.training.planning.choices import MemoryBudget
 from diffsynth_lite.training.planning.inference_count import (
     EncoderBytes,
@@ -21,7 +22,6 @@ from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.subject import with_changes
 from diffsynth_lite.training.planning.without_weights import copied_bytes, frozen_component
 from diffsynth_lite.training.preview_requests import preview_size
-from diffsynth_lite.training.streaming import SLOTS_TO_DRAW
 
 _Counted = TypeVar("_Counted")
 PhaseName = Literal["encoding media", "encoding prompts", "loading", "training", "generating previews"]

@@ -26,7 +26,8 @@ from diffsynth_lite.training.data_settings import (
 from diffsynth_lite.training.distilled import read_training_adapter
 from diffsynth_lite.training.distributed.context import check_split, check_tokens
 from diffsynth_lite.training.distributed.devices import num_data_ranks
-from diffsynth_lite.training.layer_groups import adapter_kind, find_targets, layer_groups, own_sizes
+from diffsynth_lite.training.frozen_weights import require_as_many_blocks
+from diffsynth_lite.training.layer_groups import adapter_kind, find_targets, layer_groups, rank_overrides
 from diffsynth_lite.training.optimization.optimizers import examine_optimizer
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.split_sequences import (
@@ -37,7 +38,6 @@ from diffsynth_lite.training.planning.split_sequences import (
 )
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.step_time import Gpu, StepTimer
-from diffsynth_lite.training.streaming import require_as_many_blocks
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     inputs = {f"{INPUT}{place}": image for place in range(num_inputs_of(config, family))}
     layers, rank = find_targets(family, model, config), config.lora.rank
     groups = layer_groups(config, family, layers)
-    own, kind = own_sizes(groups), adapter_kind(config)
+    own, kind = rank_overrides(groups), adapter_kind(config)
     shapes = adapter_shapes(model, layers, rank=rank, own=own, kind=kind)
     return MemoryCounter(
         family,
