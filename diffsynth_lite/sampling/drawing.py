@@ -1,4 +1,4 @@
-"""This file draws samples: it checks, encodes and loads as a run does, and draws as its previews do."""
+"""This file generates samples: it checks, encodes and loads as a run does, and samples as its previews do."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,11 +65,11 @@ class _ReadLora:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    """One of the pictures or clips that are drawn at each scale.
+    """One of the images or videos that are generated at each scale.
 
     Attributes:
         place: of its prompt.
-        request: says the seed, too.
+        request: has the seed, too.
     """
 
     place: int
@@ -94,7 +94,7 @@ class _LoadedModel:
         """The frames of each sample, with the weights of all LoRAs multiplied by ``scale``.
 
         Raises:
-            UserError: numbers overflowed, and diffusers would draw them in black.
+            UserError: numbers overflowed, which diffusers would show as black.
         """
         set_lora_weights(self.transformer, {one.adapter: one.given.weight * scale for one in self.loras})
         vae_dtype = getattr(torch, self.config.model.vae_dtype)
@@ -108,7 +108,7 @@ class _LoadedModel:
             raise UserError(f"--scale {scale:g}: numbers overflow, {error}; {remedy}") from error
 
     def save(self, folder: Path, samples: Sequence[_Sample], drawn: Sequence[Drawn], scale: float) -> None:
-        """Write what was drawn to files, each with how it was drawn."""
+        """Write the files, each with how it was generated."""
         source = build_generation_info(self.config, self.family)
         loras = [(one.given.name, one.given.weight * scale) for one in self.loras if scale]
         for sample, one in zip(samples, drawn, strict=True):
@@ -118,7 +118,7 @@ class _LoadedModel:
 
 
 def draw_samples(request: SampleRequest) -> Path:
-    """Draw each prompt from each seed at each scale, and one grid of all.
+    """Generate each prompt from each seed at each scale, and one grid of all.
 
     Returns:
         The grid's file.

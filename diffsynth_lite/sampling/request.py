@@ -1,4 +1,4 @@
-"""This file says what is to be sampled: which LoRAs, how strong, and where the pictures go; without torch."""
+"""This file describes what to sample: which LoRAs, how strong, and where the images go; without torch."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class GivenLora:
-    """A LoRA to draw with.
+    """A LoRA to sample with.
 
     Attributes:
         place: its file, or the folder with the family's file names in it.
@@ -32,12 +32,12 @@ class SampleRequest:
     """What is to be sampled, and how.
 
     Attributes:
-        config: says the base model and how it is kept; its section ``validation`` what is drawn.
-        loras: drawn with together; empty draws the base model alone.
+        config: the base model and its formats; its section ``validation`` has the prompts.
+        loras: used together; the base model alone where empty.
         scales: each multiplies the weights of all LoRAs; 0 is the base model.
-        seeds: of the starting noise; each prompt is drawn from each.
-        run: whose LoRA is drawn with, if it is a run's.
-        out: where the pictures go, new or empty; None is a new folder in ``samples``, that of the run.
+        seeds: of the starting noise; each prompt is generated from each.
+        run: the run whose LoRA is used, if it is a run's.
+        out: where the images go, new or empty; None is a new folder in ``samples`` of the run.
     """
 
     config: Config
@@ -76,13 +76,13 @@ def run_of(place: Path) -> RunFolder | None:
 
 
 def require_new(out: Path) -> None:
-    """Check that a folder for pictures holds nothing."""
+    """Check that a folder for images is empty."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {out}: is there, and nothing is written over; name a new or empty folder")
 
 
 def make_folder(request: SampleRequest) -> Path:
-    """Make the folder for the pictures."""
+    """Make the folder for the images."""
     samples = Path("samples") if request.run is None else request.run.samples_folder
     folder = request.out or samples
     try:
@@ -93,7 +93,7 @@ def make_folder(request: SampleRequest) -> Path:
 
 
 def _next_folder(samples: Path) -> Path:
-    """A new folder in ``samples``, with the next number, also beside another command that does the same."""
+    """A new folder in ``samples``, with the next number, also while another command does the same."""
     number = 1
     while True:
         folder = samples / f"{number:04d}"

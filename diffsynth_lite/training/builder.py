@@ -342,7 +342,7 @@ def _build_previews(
 
 
 def build_generation_info(config: Config, family: ModelFamily, location: str | None = None) -> GenerationInfo:
-    """What pictures and clips of a family are drawn with, for people to read.
+    """What a family's previews are generated with, for people to read.
 
     Args:
         location: of the pipeline, as given, where that is another one than ``model.path``.

@@ -28,11 +28,11 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 
 _STEPS_OF_A_RESOLUTION = 16
-"""Steps between buckets that an edge has, unless the user says otherwise: 64 pixels at 1024."""
+"""Steps between buckets in an edge by default: 64 pixels at 1024."""
 
 
 def set_audio(config: Config, family: ModelFamily) -> None:
-    """Have the family learn and draw clips with sound where the config says so."""
+    """Have the family learn and generate clips with audio where the config asks for it."""
     if config.data.audio and family.audio_format is None:
         raise UserError(
             f"data.audio: true, but the model of {config.model.family} makes no sound; set it to false, or "
@@ -57,7 +57,7 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
     if family.with_audio and fps_of(config, family) is None:
         raise UserError("data.audio: true needs data.fps, so that clips of as many frames last as long")
     for count in frame_counts:
-        audio_shape(config, family, count)  # where a clip is too short for its sound, that is told here
+        audio_shape(config, family, count)  # raises where a clip is too short for its audio
     has_inputs = any(source.input_columns or source.input_dirs for source in data.sources_by_key.values())
     if data.crop == "random" and has_inputs:
         raise UserError(
@@ -90,23 +90,23 @@ def frame_counts_of(config: Config, family: ModelFamily) -> tuple[int, ...]:
 
 
 def num_preview_frames(config: Config, family: ModelFamily) -> int:
-    """Frames of a preview; 1 is a picture."""
+    """Frames of a preview; 1 is an image."""
     return config.validation.num_frames or max(frame_counts_of(config, family))
 
 
 def num_layers_of(config: Config, family: ModelFamily) -> int:
-    """Layers that the config names for a picture, else those that the family draws; 0 in most families."""
+    """Layers that the config names for an image, else the family's default; 0 in most families."""
     if not family.default_num_layers:
         return 0
     named = [
         len(source.layer_dirs) or len(source.layer_columns) for source in config.data.sources_by_key.values()
     ]
-    # One column may hold lists, whose length only the data tell.
+    # One column may hold lists, whose length only the data show.
     return max(named) if max(named) > 1 else family.default_num_layers
 
 
 def num_preview_layers(config: Config, family: ModelFamily) -> int:
-    """Layers of a preview; 0 in families that take no picture apart."""
+    """Layers of a preview; 0 in families that generate none."""
     return config.validation.num_layers or num_layers_of(config, family)
 
 
@@ -127,7 +127,7 @@ def fps_of(config: Config, family: ModelFamily) -> float | None:
 
 
 def audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tuple[int, ...] | None:
-    """Shape of the latents of the sound that is learned with media of this length; None where none is."""
+    """Shape of the latents of the audio that is learned with media of this length; None where none is."""
     fps = fps_of(config, family)
     return family.audio_latents_shape(num_frames, fps) if family.with_audio and fps is not None else None
 
@@ -160,7 +160,7 @@ def shifts_by_size(
 ) -> dict[str, float]:
     """The shift of the noise levels at each size that the config names, by the name of the size.
 
-    Of a resolution at its square and at one of half its edge: one alone does not tell whether the shift
+    Of a resolution at its square and at one of half its edge: a single one does not show whether the shift
     depends on the size. Where audio has noise levels of its own, also its shift at each number of frames.
 
     Args:

@@ -21,7 +21,7 @@ _DISTILLED = frozenset(
 )
 """Words in the names of distilled models."""
 _UNDONE = frozenset(["de", "un"])
-"""Words beside them in the names of models that are not, as in de-distilled."""
+"""Words next to them in names of models that are not distilled, as in de-distilled."""
 
 
 def warning_of_distilled(config: Config, family: ModelFamily) -> str | None:
@@ -35,8 +35,8 @@ def distillation_warning(family: ModelFamily, location: str, file: str | None = 
     """What to know before a distilled model is trained; None of others.
 
     Args:
-        location: of the pipeline, as it was given: where its files do not tell, its name may.
-        file: of the transformer, as it was given; its name tells in place of the pipeline's.
+        location: the pipeline as given: where its files do not show it, its name may.
+        file: the transformer's file as given; its name counts in place of the pipeline's.
     """
     key, named, reason = "model.path", location, family.distilled
     if reason is None and file is not None:

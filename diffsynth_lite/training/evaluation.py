@@ -1,6 +1,6 @@
 """This file measures the model between steps: its loss on fixed items and noise, and the LoRA's updates.
 
-It also says when two losses compare, and writes down the losses of samples as they were trained on.
+It also decides when two losses compare, and logs the losses of samples as they were trained on.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class ValidationItem:
         conditioning: encoded caption and inputs.
         unconditional: the same with an empty caption, where that was encoded.
         loss_mask: (1, ...) at the size of the latents; None where every pixel counts.
-        audio: of a clip that is learned with its sound, ``audio_latents`` and ``has_audio``; empty of others.
+        audio: ``audio_latents`` and ``has_audio`` of a clip that is learned with its audio; else empty.
     """
 
     bucket: Bucket
@@ -75,7 +75,7 @@ class FixedNoise:
     """An item with the noise that is put on it.
 
     Attributes:
-        position: of the noise among the draws of its purpose.
+        position: place of the noise among the draws of its purpose.
         part: of the way from data to noise, in [0, 1], over all noise levels that are trained.
     """
 
@@ -95,8 +95,7 @@ class FixedNoiseErrors:
 
     Attributes:
         objective: gives each item's error.
-        seed: of the noise.
-        purpose: of the noise.
+        seed: decides the noise, as ``purpose`` does.
         batch_size: items of one size in one forward.
     """
 
@@ -173,7 +172,7 @@ class FixedNoiseLoss:
     errors: FixedNoiseErrors
 
     def measure(self, transformer: torch.nn.Module) -> dict[str, float]:
-        """The mean error by the metric's name, and beside it those of its parts; empty without items."""
+        """The mean error by the metric's name, and those of its parts; empty without items."""
         if not self.items:
             return {}
         samples = [
@@ -185,7 +184,7 @@ class FixedNoiseLoss:
         return {self.name: total / len(self.items)} | self._parts(errors)
 
     def _parts(self, errors: Sequence[SampleErrors]) -> dict[str, float]:
-        """Of items whose sound is learned: the mean error of the pictures, and of the sound that counts."""
+        """Of items whose audio is learned: the mean error of the images, and of the audio that counts."""
         video = [batch.video for batch in errors if batch.audio is not None]
         audio = [
             batch.audio[batch.has_audio > 0]
@@ -198,14 +197,14 @@ class FixedNoiseLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedItem:
-    """A training item whose losses are written down one by one.
+    """A training item whose losses are logged one by one.
 
     Attributes:
         position: in the data, which decides its noise.
         row: its name, its size and the keys of its tensors.
         caption: its first one.
         read: gives its tensors, with that caption.
-        thumbnail: gives a data URL of a small JPEG, or None where there is no picture of it.
+        thumbnail: gives a data URL of a small JPEG, or None where there is no image of it.
     """
 
     position: int
@@ -216,7 +215,7 @@ class TrackedItem:
 
 
 def thumbnail_of(item: TrainingItem) -> str | None:
-    """A data URL of a small JPEG; None where no picture can be made of its file, which is logged."""
+    """A data URL of a small JPEG; None where its file gives no image, which is logged."""
     try:
         strip = frame_strip([_small(frame) for frame in item.few_frames(STRIP_FRAMES)])
     except (UserError, OSError, MemoryError) as error:
@@ -255,7 +254,7 @@ class ItemLosses:
         self._is_described = False
 
     def record(self, transformer: torch.nn.Module, step: int) -> None:
-        """Measure the items and write a row of their losses; on the main process alone, or on all."""
+        """Measure the items and write a row of their losses; on the main process only, or on all."""
         if not self.items:
             return
         # Level by level, so that one expert runs after the other. Read when it is their turn: those of clips
@@ -280,7 +279,7 @@ class ItemLosses:
         if step > 0 and not before:
             logger.info("Losses of single items are measured from step %d on: the start is not known.", step)
         elif before:
-            self._tell(step, losses, before[0])
+            self._log(step, losses, before[0])
 
     def _describe(self) -> None:
         """Write what is measured, and remove losses that were measured in another way."""
@@ -313,8 +312,8 @@ class ItemLosses:
         )
         return hashlib.blake2b(repr(decides).encode(), digest_size=8).hexdigest()
 
-    def _tell(self, step: int, losses: Sequence[float], first: Mapping[str, Any]) -> None:
-        """Say which items have the highest losses, and how many have risen."""
+    def _log(self, step: int, losses: Sequence[float], first: Mapping[str, Any]) -> None:
+        """Log which items have the highest losses, and how many have risen."""
         named = sorted(zip(losses, self.items, strict=True), key=lambda pair: -pair[0])[:_NUM_NAMED]
         pairs = zip(losses, first["losses"], strict=True)
         logger.info(
@@ -360,7 +359,7 @@ class SampleLossLog:
 
 
 class LayerUpdates:
-    """Writes down how large the LoRA's update of each layer is, and says at the end how large they became.
+    """Logs how large the LoRA's update of each layer is, and at the end how large they became.
 
     Args:
         sizes: measures them.
@@ -388,7 +387,7 @@ class LayerUpdates:
 
         Args:
             step: optimizer steps done.
-            num_skipped: those of them that changed nothing; where all did, nothing is said at the end.
+            num_skipped: those of them that changed nothing; where all did, nothing is logged at the end.
         """
         if step == self._recorded_step:
             return
@@ -400,7 +399,7 @@ class LayerUpdates:
             self._conclude(sizes)
 
     def _conclude(self, sizes: Mapping[str, UpdateSize]) -> None:
-        """Say how large the updates are, and warn where they are practically nothing."""
+        """Log how large the updates are, and warn where they are practically nothing."""
         by_ratio = sorted(sizes.items(), key=lambda named: named[1].ratio)
         (_, median), (name, largest) = by_ratio[len(by_ratio) // 2], by_ratio[-1]
         logger.info(

@@ -146,7 +146,7 @@ def _check_stream(
 
 
 SLOTS_TO_DRAW = 2
-"""Of a model that is loaded for previews alone: one block computes while the next arrives."""
+"""Of a model that is loaded only for previews: one block computes while the next arrives."""
 
 
 def streamed_blocks(
@@ -169,7 +169,7 @@ def blocks_by_model(family: ModelFamily, transformer: torch.nn.Module) -> list[l
 
 def _models(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:
     parts = family.parts_of(transformer)
-    # Experts have blocks alike. What else is trained beside a model, such as text encoders, has not.
+    # Experts have equal blocks; text encoders, which may train with a model, do not.
     kind = type(parts[family.trained[0]])
     return [part for part in parts.values() if type(part) is kind]
 
@@ -252,7 +252,7 @@ def load_to_draw(
     device: torch.device,
     prepare: Callable[[torch.nn.Module], None],
 ) -> torch.nn.Module:
-    """What a family trains, frozen, beside a model that is on the device already, in this process alone.
+    """A family's model, frozen, next to one that is on the device already; in this process only.
 
     Its blocks are streamed from host memory, where that has the room and something is saved.
 

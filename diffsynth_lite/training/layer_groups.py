@@ -41,7 +41,7 @@ class LayerGroup:
 
 
 def adapter_kind(config: Config) -> AdapterKind:
-    """What trains beside each layer."""
+    """The adapter that trains next to each layer."""
     lora = config.lora
     if lora.kind == Lokr.name:
         return Lokr(lora.lokr_factor)
@@ -112,7 +112,7 @@ def layer_groups(config: Config, family: ModelFamily, layers: Sequence[str]) -> 
 
 
 def rates_without_effect(config: Config, groups: Iterable[LayerGroup]) -> str | None:
-    """What to say of settings of ``train`` that are given, while all layers have others; None of none.
+    """A warning of settings of ``train`` that no layer uses, as all have their own; None if there are none.
 
     Args:
         groups: of all layers.
@@ -156,7 +156,7 @@ class RateGroup:
     Attributes:
         label: what it is called in metrics.
         layers: full names.
-        matrices: which of a layer's: what their names may have behind the layer's.
+        matrices: those of a layer that are in the group, by the ends of their names.
     """
 
     label: str
@@ -191,7 +191,7 @@ def rate_groups(config: Config, groups: Sequence[LayerGroup]) -> list[RateGroup]
 
 
 def group_fingerprint(config: Config) -> dict[str, Any]:
-    """What of the LoRA's groups decides a run's numbers, by dotted key; their rates apart."""
+    """What of the LoRA's groups decides a run's numbers, by dotted key; rates have keys of their own."""
     groups = config.lora.groups
     fingerprint: dict[str, Any] = {"lora.groups": [group.model_dump(exclude=set(_RATES)) for group in groups]}
     for name in _RATES:
@@ -244,7 +244,7 @@ def _in_blocks(blocks: Sequence[str], names: dict[str, str]) -> list[str]:
     """The layers of some blocks.
 
     Args:
-        names: the layers by their names behind their components.
+        names: the layers by their names with their components.
     """
     matched = {block: layers_with(list(names), block) for block in blocks}
     if unmatched := [block for block, found in matched.items() if not found]:
@@ -257,7 +257,7 @@ def _in_blocks(blocks: Sequence[str], names: dict[str, str]) -> list[str]:
 
 
 def _with_component(family: ModelFamily, layers: Sequence[str]) -> dict[str, str]:
-    """Layers by their names behind the component that they are in, which those of a single one lack."""
+    """Layers by their names with their component, which full names lack where there is only one."""
     prefix = f"{family.trained[0]}." if len(family.trained) == 1 else ""
     return {f"{prefix}{layer}": layer for layer in layers}
 

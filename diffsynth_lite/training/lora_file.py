@@ -70,7 +70,7 @@ def export_lora(
         folder: where the files go; a reader sees the old file or the new one, also after a power cut.
         tensors: the adapter by peft's names, as ``exported_tensors`` has them.
         settings: peft's settings, alpha included; the file holds them with secrets masked, layers by name.
-        describe: what a file says of its run, by the noise levels that it is for.
+        describe: metadata of a file, by the noise levels that it is for.
         dtype: of the files.
 
     Raises:
@@ -81,7 +81,7 @@ def export_lora(
     """
     adapter = updates_of(tensors, settings)
     _require_range(adapter, dtype)
-    # A layer is no secret: to call it otherwise would be another LoRA.
+    # The name of a layer is not a secret, and a masked one would make another LoRA.
     settings = {name: value if name in _BY_LAYER else redacted(value) for name, value in settings.items()}
     aside = folder.with_name(f".{folder.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -125,10 +125,10 @@ def _saved(
     try:
         return family.save_lora(folder, tensors, settings, dtype=dtype)
     except SafetensorError as error:
-        # safetensors tells of a full disk in words alone.
-        if not (told := _SYSTEM_ERROR.search(str(error))):
+        # safetensors reports a full disk only in words.
+        if not (found := _SYSTEM_ERROR.search(str(error))):
             raise
-        raise OSError(int(told[1]), os.strerror(int(told[1])), str(folder)) from error
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
 
 
 def _loaded(family: ModelFamily, folder: Path) -> dict[str, LayerUpdate]:
@@ -279,7 +279,7 @@ def _check_shapes(
     kind: AdapterKind,
     location: str,
 ) -> None:
-    """Check what rank and layers do not tell: how a LoKr splits the sides of weights."""
+    """Check what rank and layers do not show: how a LoKr splits the sides of weights."""
     if kind.name != Lokr.name:
         return
     model = family.empty_transformer()

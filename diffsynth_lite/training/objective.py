@@ -32,7 +32,7 @@ from diffsynth_lite.run_folder.progress import is_logged
 _SMALLEST_SPAN = 1e-6
 
 _Parts = tuple[torch.Tensor, ...]
-"""Of B samples: (B, ...) of their pictures and, where it is learned, (B, ...) of their sound."""
+"""Of B samples: (B, ...) of their images and, where it is learned, (B, ...) of their audio."""
 
 
 @dataclass(kw_only=True)
@@ -150,8 +150,8 @@ class SampleErrors:
 
     Attributes:
         total: what is learned from.
-        video: of the pictures or clips.
-        audio: of their sound, 0 where that does not count; None where no sound is learned.
+        video: of the images or clips.
+        audio: of their audio, 0 where that does not count; None where no audio is learned.
         has_audio: 1 where it counts, else 0.
     """
 
@@ -208,10 +208,10 @@ class DenoisingObjective:
         loss_by_tenth: adds up the losses of the samples that are learned, for whoever takes them.
         sample_losses: keeps them one by one.
         losses_apart: adds up those of the samples that are learned and of the ones that are preserved, and of
-            pictures and sound; None where all are learned, count alike, and have no sound.
-        audio_loss_weight: of the error of the sound beside that of the pictures.
+            images and audio; None where all are learned, count alike, and have no audio.
+        audio_loss_weight: weight of the error of the audio relative to that of the images.
         own_audio_levels: whether the audio of clips is at noise levels of its own.
-        train_silent_clips: whether clips without sound are learned as silent ones.
+        train_silent_clips: whether clips without audio are learned as silent ones.
     """
 
     family: ModelFamily
@@ -291,7 +291,7 @@ class DenoisingObjective:
         self.losses_apart.add_parts(video, audio_weight * errors.audio, counts, batch.preserved or ())
 
     def _counts_of_audio(self, audio: AudioBatch) -> torch.Tensor:
-        """(B,), 1 where the error of a sample's sound counts and 0 where not, where the batch is."""
+        """(B,), 1 where the error of a sample's audio counts, else 0; on the batch's device."""
         return torch.ones_like(audio.has_audio) if self.train_silent_clips else audio.has_audio
 
     def totals_apart(self, accelerator: Accelerator) -> torch.Tensor:
@@ -301,7 +301,7 @@ class DenoisingObjective:
             accelerator: adds up those of its processes, which all call this.
 
         Returns:
-            (8,) on the device; (0,) where all samples are learned, count alike, and have no sound.
+            (8,) on the device; (0,) where all samples are learned, count alike, and have no audio.
         """
         if self.losses_apart is None:
             return torch.empty(0, device=self.device)
@@ -344,7 +344,7 @@ class DenoisingObjective:
         unconditional: Sequence[Conditioning] = (),
         preserved: Sequence[int] | None = None,
     ) -> SampleErrors:
-        """Mean error of the estimate of each sample, squared where nothing else is said.
+        """Mean error of the estimate of each sample, squared by default.
 
         Args:
             transformer: plain or wrapped by DDP.
@@ -354,7 +354,7 @@ class DenoisingObjective:
             conditioning: of the B samples.
             loss_mask: (B, 1, ...), in [0, 1], not all zero in any sample: weights of the errors. They are
                 divided by their mean over the sample, so that a small mask does not make a small loss.
-            audio: the sound of the B samples, which has no mask.
+            audio: that of the B samples, which has no mask.
             audio_sigma: (B,), of it, as ``sigma``; None where it is at the same noise levels.
             huber_delta: above this, above 0, errors count by their size, as Huber (1964) has it: twice
                 ``torch.nn.functional.huber_loss``, which makes it the squared error of those below.
@@ -371,7 +371,7 @@ class DenoisingObjective:
         targets = tuple(path.target(*part, level) for part, level in zip(parts, levels, strict=True))
         seen = _Seen(noisy=noisy, sigma=sigma, audio_sigma=audio_sigma, conditioning=conditioning)
         if self.guidance_target is not None:
-            # Before the pass with gradients, which is then held alone.
+            # Before the pass with gradients, so that only one is held at a time.
             own = self._own_estimate(transformer, replace(seen, conditioning=unconditional))
             scale = self.guidance_target
             targets = tuple(one + scale * (target - one) for one, target in zip(own, targets, strict=True))
@@ -391,7 +391,7 @@ class DenoisingObjective:
         return SampleErrors(total=total, video=video, audio=of_audio, has_audio=counts)
 
     def _estimate(self, transformer: torch.nn.Module, seen: _Seen) -> _Parts:
-        """What the model says of each part, in its shape."""
+        """The model's estimate of each part, in its shape."""
         if len(seen.noisy) == 1:
             return (self.family.predict(transformer, seen.noisy[0], seen.sigma, seen.conditioning),)
         # A shared level is not given twice: a family of somebody else may not know the argument.
@@ -400,7 +400,7 @@ class DenoisingObjective:
         return self.family.predict_with_audio(transformer, video, audio, seen.sigma, seen.conditioning, **own)
 
     def _own_estimate(self, transformer: torch.nn.Module, seen: _Seen) -> _Parts:
-        """What the model says as it is by now, without gradients and without dropout, in fp32."""
+        """The model's estimate as it is now, without gradients and dropout, in fp32."""
         with evaluation_mode(transformer):
             return tuple(part.float() for part in self._estimate(transformer, seen))
 
@@ -413,7 +413,7 @@ class DenoisingObjective:
     ) -> _Parts:
         """The targets, where those of some samples are what the model estimates without its adapter.
 
-        These alone are computed, without gradients or dropout, and ahead of the pass that trains: its
+        Only these are computed, without gradients or dropout, and ahead of the pass that trains: its
         recomputes do not come here. Text encoders that are trained are without their adapters, too. Where
         none is preserved, one is computed for the sake of the processes that run the model together.
         """

@@ -16,11 +16,11 @@ from diffsynth_lite.pipelines import Conditioning, ModelFamily, PreviewRequest
 from diffsynth_lite.training.data_settings import fps_of, num_preview_frames, num_preview_layers
 
 _OF_A_PICTURE: tuple[RecordKind, ...] = ("edit", "image_to_video", "layers")
-"""Kinds of data whose previews a picture alone starts."""
+"""Kinds of data whose previews start from only an image."""
 
 
 def input_files(config: Config, place: int) -> tuple[Path, ...]:
-    """Files of the picture that the preview at ``place`` starts from, and of the one that it leads to."""
+    """Files of the image that the preview at ``place`` starts from, and of its last frame."""
     validation = config.validation
     files = (*validation.inputs[place : place + 1], *validation.last_frames[place : place + 1])
     return tuple(Path(file).expanduser() for file in files)
@@ -89,10 +89,10 @@ def check_previews(config: Config, family: ModelFamily) -> None:
                 raise UserError(
                     f"validation.{key}: there is no file {path}; each of its entries is a picture"
                 )
-            # To the last pixel: the caching pass looks for bad items, and a preview is none.
-            picture = load_image(file, background=config.data.background)
+            # To the last pixel: the caching pass, which looks for bad items, does not read it.
+            image = load_image(file, background=config.data.background)
             try:
-                family.input_size(*picture.size)
+                family.input_size(*image.size)
             except UserError as error:
                 raise UserError(f"validation.{key}: {path}: {error}") from None
     for key, files in (("control", validation.control), ("inpaint_masks", validation.inpaint_masks)):

@@ -1,7 +1,7 @@
-"""This file draws previews while a LoRA trains: a file for each prompt and step, and one grid of all.
+"""This file generates previews while a LoRA trains: a file for each prompt and step, and one grid of all.
 
-A clip is kept as an MP4, and beside it as a strip of some of its frames, which is what the grid shows; layers
-are kept as a PNG each, in a folder, and beside it as a strip. Each file but the grid says how it was drawn.
+A video is kept as an MP4 and as a strip of some of its frames, which the grid shows; layers are kept as a PNG
+each, in a folder, and as a strip. Each file but the grid holds the parameters it was generated with.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ OUT_OF_MEMORY_ADVICE = (
 """What helps where previews do not fit on the device."""
 
 _DRAWN = "drawn"
-"""peft's name of the LoRA on a model that is loaded for previews alone."""
+"""peft's name of the LoRA on a model that is loaded only for previews."""
 _MAX_COLUMNS = 12
 _MIN_CELL_PX = 128
 _MAX_CELL_PX = 384
@@ -75,12 +75,12 @@ _THUMBNAIL_PX = 256
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationInfo:
-    """What pictures are drawn with.
+    """What previews are generated with, as their files name it.
 
     Attributes:
         model: name of the base model, never a path.
         sampler: class of its sampler.
-        fps: frames per second of clips; None where there are only pictures.
+        fps: frames per second of videos; None where there are only images.
     """
 
     model: str
@@ -90,10 +90,10 @@ class GenerationInfo:
 
 @dataclass(frozen=True)
 class PreviewModel:
-    """The model that previews are drawn on, where that is not the one that is trained.
+    """The model that generates previews, where that is not the one that is trained.
 
     Attributes:
-        config: says in which formats it is kept.
+        config: has the formats of its weights.
         family: bound to its pipeline.
     """
 
@@ -102,7 +102,7 @@ class PreviewModel:
 
     @contextmanager
     def with_lora_of(self, transformer: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """Scope in which it is loaded, with the LoRA that another model has now.
+        """Scope in which it is loaded, with the LoRA that the trained model has now.
 
         Args:
             transformer: with an adapter that trains, on the device.
@@ -128,16 +128,16 @@ class PreviewModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Previews:
-    """The prompts that are drawn at chosen steps, always from the same noise.
+    """The previews that are generated at chosen steps, always from the same noise.
 
     Attributes:
-        family: draws through its own diffusers pipeline.
+        family: generates through its own diffusers pipeline.
         folder: where the files go.
         requests: one a prompt.
-        source: what they are drawn with.
-        vae_dtype: of the decoder, which is loaded for the preview and freed again.
-        other: the model that is drawn on, loaded and freed likewise; None where it is the one that trains.
-        writes: whether this process writes what it draws.
+        source: what they are generated with.
+        vae_dtype: dtype of the decoder, which is loaded for the previews and freed again.
+        other: the model that generates, loaded and freed each time; None where it is the one that trains.
+        writes: whether this process writes the files.
     """
 
     family: ModelFamily
@@ -149,14 +149,14 @@ class Previews:
     writes: bool = True
 
     def draw(self, transformer: torch.nn.Module, step: int) -> Path | None:
-        """Draw all prompts and renew the grid; a failure is logged with its traceback and training goes on.
+        """Generate all previews and refresh the grid; a failure is logged, and training continues.
 
         The model's mode and the global random state are as before.
 
-        Where the base or the sequences are shared all processes draw, together.
+        Where the base or the sequences are shared all processes generate, together.
 
         Returns:
-            The grid's file, or None when there are no prompts, drawing failed or another process writes it.
+            The grid's file; None without prompts, after a failure, or where another process writes it.
 
         Raises:
             RunStoppedError: a process failed where the others wait for it.
@@ -180,7 +180,7 @@ class Previews:
                 OUT_OF_MEMORY_ADVICE,
             )
             return None
-        except Exception as error:  # a picture is never worth the run: a full disk, a broken scheduler
+        except Exception as error:  # a preview is never worth the run: a full disk, a broken scheduler
             logger.warning(
                 "Previews at step %d failed; training goes on: %s",
                 step,
@@ -202,10 +202,10 @@ class Previews:
             return self.family.sample(model, self.vae_dtype, self.requests)
 
     def thumbnail(self, step: int) -> str | None:
-        """A small picture of the first prompt after training: of the last previews up to a step.
+        """A small image of the first prompt, from the last previews after training up to a step.
 
         Returns:
-            A data URL; of a clip its middle frame. None where nothing was drawn yet, or cannot be read.
+            A data URL, of a video its middle frame; None where there is no preview yet, or none is readable.
         """
         if not self.requests:
             return None
@@ -213,14 +213,14 @@ class Previews:
         if not trained:
             return None
         try:
-            picture = _open(self.file(trained[-1], 0))
-        except (OSError, SyntaxError) as error:  # what PIL raises for a file that is no PNG any more
+            image = _open(self.file(trained[-1], 0))
+        except (OSError, SyntaxError) as error:  # PIL's errors for a damaged PNG
             logger.warning("The LoRA has no thumbnail of step %d: %s", trained[-1], error)
             return None
         drawn = self.requests[0]
         count = drawn.num_layers or min(drawn.num_frames, STRIP_FRAMES)
-        width = picture.width // count
-        middle = picture.crop((count // 2 * width, 0, (count // 2 + 1) * width, picture.height))
+        width = image.width // count
+        middle = image.crop((count // 2 * width, 0, (count // 2 + 1) * width, image.height))
         middle.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
         return jpeg_url(middle)
 
@@ -239,7 +239,7 @@ class Previews:
         return path
 
     def file(self, step: int, place: int) -> Path:
-        """File of one preview; its name changes with the prompt and with how it is drawn."""
+        """File of one preview; its name changes with the prompt and with how it is generated."""
         return self.folder / f"step-{step:08d}-prompt-{place:02d}-{self._marks[place]}.png"
 
     @cached_property
@@ -248,7 +248,7 @@ class Previews:
         return [_mark(request, drawn_on) for request in self.requests]
 
     def drawn_steps(self) -> list[int]:
-        """Steps of which every prompt's file is there, also from before a resume."""
+        """Steps that have a file for every prompt, also from before a resume."""
         matches = [match for path in self.folder.glob("*") if (match := _FILE_NAME.fullmatch(path.name))]
         steps = sorted({int(match[1]) for match in matches})
         return [
@@ -269,21 +269,21 @@ def _mark(request: PreviewRequest, drawn_on: str | None) -> str:
     drawn_as += () if drawn_on is None else (drawn_on,)
     drawn_as += (f"{request.num_layers} layers",) if request.num_layers else ()
     digest = hashlib.blake2b(repr(drawn_as).encode(), digest_size=3)
-    for picture in (*request.inputs, *request.control, *request.inpaint_mask):
-        digest.update(repr(picture.size).encode() + picture.tobytes())
+    for image in (*request.inputs, *request.control, *request.inpaint_mask):
+        digest.update(repr(image.size).encode() + image.tobytes())
     return digest.hexdigest()
 
 
 def save_drawn(path: Path, drawn: Drawn, *, fps: float | None, parameters: str) -> None:
-    """Write a picture; of a clip an MP4, with its sound, and, as the picture, a strip of its frames.
+    """Write an image; of a video an MP4, with its audio, and a strip of its frames as the image.
 
-    Layers of a picture are written to a folder, and likewise stand in a strip.
+    Layers are written to a folder, with a strip of them as the image.
 
     Args:
-        path: of the picture; the MP4, or the folder with a PNG of each layer, is beside it.
-        drawn: RGB; one frame is a picture. RGBA pictures are the layers of one.
-        fps: frames per second of a clip.
-        parameters: how it was drawn; stands in the files, with secrets masked.
+        path: of the image; the MP4, or the folder with a PNG of each layer, is next to it.
+        drawn: RGB frames, a single one is an image; RGBA ones are the layers of an image.
+        fps: frames per second of a video.
+        parameters: how it was generated; written into the files, with secrets masked.
     """
     parameters, frames = redacted(parameters), frames_of(drawn)
     if frames[0].mode == "RGBA":
@@ -292,25 +292,25 @@ def save_drawn(path: Path, drawn: Drawn, *, fps: float | None, parameters: str) 
         for place, layer in enumerate(frames, start=1):
             save_png(layers / f"layer-{place}.png", layer, parameters)
     elif len(frames) > 1:
-        assert fps is not None, "a family that makes clips says how fast they are"
+        assert fps is not None, "a family of videos has a frame rate"
         audio = drawn.audio if isinstance(drawn, ClipWithAudio) else None
         write_video(path.with_suffix(".mp4"), frames, fps=fps, audio=audio, comment=parameters)
     save_png(path, frame_strip(frames), parameters)
 
 
-def save_png(path: Path, picture: Image.Image, parameters: str | None = None) -> None:
-    """Write a picture, whole or not at all, with a text that says how it was drawn."""
+def save_png(path: Path, image: Image.Image, parameters: str | None = None) -> None:
+    """Write an image, whole or not at all, with a text of how it was generated."""
     texts = PngInfo()
     if parameters is not None:
         texts.add_text("parameters", parameters)  # as UTF-8 where it is not Latin-1
     with replacing(path) as temporary:
-        picture.save(temporary, "PNG", pnginfo=texts)
+        image.save(temporary, "PNG", pnginfo=texts)
 
 
 def generation_parameters(
     request: PreviewRequest, source: GenerationInfo, loras: Sequence[tuple[str, float]]
 ) -> str:
-    """How a picture or a clip is drawn, as AUTOMATIC1111's web UI writes it into files.
+    """How an image or a video was generated, as AUTOMATIC1111's web UI writes it into files.
 
     Civitai, ComfyUI's managers and others read that. Source: ``create_infotext`` in its
     ``modules/processing.py``, and ``re_param_code`` in ``modules/infotext_utils.py``, which reads it.
@@ -351,7 +351,7 @@ def _open(path: Path) -> Image.Image:
 def preview_grid(
     rows: Sequence[Sequence[Image.Image]], prompts: Sequence[str], titles: Sequence[str]
 ) -> Image.Image:
-    """One picture of all previews, with prompts on the left and what the columns are on top.
+    """One image of all previews, with prompts on the left and the titles of columns on top.
 
     Args:
         rows: for each prompt its previews, one a column, all of one size.

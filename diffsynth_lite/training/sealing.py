@@ -36,7 +36,7 @@ class Sealed:
 def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, int], None]) -> Sealed:
     """Seal the data of a run as the media are now, or compare them with a seal that is there.
 
-    Nothing is encoded. Small pictures are made of the items whose losses are to be measured.
+    Nothing is encoded. Thumbnails are made of the items whose losses are to be measured.
 
     Args:
         config: names the data, the cache and the seal.
@@ -110,8 +110,8 @@ def _require_same_items(seal: Seal, trained_on: UsableData, validation: UsableDa
 
 
 def _thumbnails(config: Config, job: EncodingJob, trained_on: UsableData) -> dict[int, str]:
-    """Small pictures of the items whose losses are measured one by one, by their numbers."""
+    """Thumbnails of the items whose losses are measured one by one, by their numbers."""
     items = {item.name: item for item in job.datasets[0][0].items}
     table = trained_on.items
     drawn = {place: thumbnail_of(items[table.row(place).name]) for place in tracked_places(config, table)}
-    return {place: picture for place, picture in drawn.items() if picture is not None}
+    return {place: image for place, image in drawn.items() if image is not None}

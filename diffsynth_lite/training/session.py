@@ -160,7 +160,7 @@ class Run:
 
     @contextmanager
     def recorded(self, start_step: int) -> Iterator[list[str]]:
-        """Scope of the work, after which the status and the page say how it ended; under the run's kernels.
+        """Scope of the work: afterwards status and report say how it ended. Takes the run's kernels.
 
         Remarks that are put into the list are part of the message of a run that finished.
         """
@@ -171,7 +171,7 @@ class Run:
             total_steps=self.config.train.steps,
         )
         kernels = deterministic_kernels() if self.config.train.deterministic else nullcontext()
-        # Errors are explained here, too, so that the status says what the screen does.
+        # Errors are explained here, too, so that the status has the message of the screen.
         with self.page.concluded(), ExitStack() as held, shortages_explained(self.folder.path), kernels:
             remarks = on_main_process(self.accelerator, lambda: held.enter_context(outcome))
             try:

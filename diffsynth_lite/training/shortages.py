@@ -39,7 +39,7 @@ class Workload:
 
     Attributes:
         tokens: of one sample of the largest bucket.
-        width: values of a token between blocks; None where the model does not say.
+        width: values of a token between blocks; None where the model's config lacks it.
         micro_batch_size: samples in a forward.
         num_blocks: blocks of the model.
         streamable_bytes: frozen weights that would leave the device if all blocks were streamed.
@@ -112,7 +112,7 @@ def out_of_memory_explained(
     """Scope in which a full device ends the run with what it held and what would help.
 
     Args:
-        plan: says in words what would fit, by count.
+        plan: describes the settings that are estimated to fit.
 
     Raises:
         RunStoppedError: in place of torch's error.
@@ -122,15 +122,15 @@ def out_of_memory_explained(
     except torch.OutOfMemoryError as error:
         use = MemoryUse.of(model, optimizer, slot_bytes=slot_bytes)
         first_line = str(error).partition("\n")[0]
-        told = (
+        message = (
             f"out of memory: {first_line} In use: {_in_words(use)}. What helps most: "
             f"{'; '.join(levers(workload, use)[:_NUM_LEVERS])}"
         )
         try:
-            told += f". {plan()}"
+            message += f". {plan()}"
         except Exception as failure:  # whatever it is must not hide what happened
-            raise RunStoppedError(f"{told}. What would fit could not be counted: {failure}") from failure
-        raise RunStoppedError(told) from error
+            raise RunStoppedError(f"{message}. What would fit could not be counted: {failure}") from failure
+        raise RunStoppedError(message) from error
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
             f"{error.block_bytes / 1024**3:.3g} GiB that one block offloads; raise it, or lower "
             "train.micro_batch_size, or turn offload off"
         ) from error
-    except RunStoppedError:  # explained, in a scope within this one
+    except RunStoppedError:  # explained in an inner scope
         raise
     except (RuntimeError, OSError) as error:
         if lacks_files(error):
@@ -175,7 +175,7 @@ def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
 
 
 def _of_processes(error: RuntimeError) -> RunStoppedError | None:
-    """What to raise in place of torch's error about another process; None if it is about something else."""
+    """The error in place of torch's about another process; None if that is about something else."""
     first_line = str(error).partition("\n")[0]
     # Raised at any place: a signal tells torch that a worker has died.
     if is_lost_worker(error):
@@ -184,11 +184,11 @@ def _of_processes(error: RuntimeError) -> RunStoppedError | None:
             "the disk of data.cache_dir, or set data.num_workers: 0; the same command continues the run"
         )
     if is_lost_process(error):
-        # NCCL says what it knows in the lines after the first, up to a stack; gloo goes on with advice.
+        # NCCL gives the cause in the lines after the first, up to a stack; gloo continues with advice.
         lines = str(error).partition("\nException raised")[0].splitlines()
-        said = "; ".join(line.partition(". ")[0] for line in lines)
+        reason = "; ".join(line.partition(". ")[0] for line in lines)
         return RunStoppedError(
-            f"the processes of this run could not reach each other ({said}): one of them has ended or "
+            f"the processes of this run could not reach each other ({reason}): one of them has ended or "
             "hangs, or the network between them is cut; what the others printed says which. The same "
             "command, on all machines, continues the run from its newest checkpoint"
         )
@@ -205,7 +205,7 @@ def _of_open_files() -> RunStoppedError:
 
 
 def _of_the_disk(error: OSError, run_folder: Path | None) -> UserError | RunStoppedError | None:
-    """What to raise in place of a system's error about files; None where it has no answer of its own."""
+    """The error in place of the system's about files; None where there is none."""
     place = error.filename2 or error.filename
     if error.errno in DISK_FULL:
         return RunStoppedError(

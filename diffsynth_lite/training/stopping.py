@@ -111,7 +111,7 @@ class Requests:
         folder: of the run, where request files are put.
         signals: ask to stop.
         accelerator: its main process looks at the files and the clock.
-        save_every_minutes: longest time without a save; None saves by steps alone.
+        save_every_minutes: longest time without a save; None saves only by steps.
     """
 
     folder: RunFolder
@@ -126,7 +126,7 @@ class Requests:
         self.note_save()
 
     def note_save(self) -> None:
-        """Begin the time without a save anew."""
+        """Restart the time without a save."""
         self._saved_at = time.monotonic()
 
     def gather(self) -> Asked:
@@ -134,7 +134,7 @@ class Requests:
 
         Raises:
             RunStoppedError: the run folder is gone, or another run's; on all processes.
-            UserError: another process has locked it meanwhile; likewise.
+            UserError: another process has locked it meanwhile; on all processes.
         """
         is_lost, asked = False, [self.signals.asked, False, False]
         if self.accelerator.is_main_process:
@@ -171,7 +171,7 @@ class Requests:
 
 def _take(path: Path) -> bool:
     """Remove the file; whether it was there."""
-    # This is asked in every step: an error that says no takes longer than the question.
+    # Checked in every step: this is faster than an error.
     if not os.access(path, os.F_OK):
         return False
     try:
@@ -205,7 +205,7 @@ class ShutdownBudget:
     which warms up, is left out. Of the others the second longest counts: one slow step may be an accident.
 
     Args:
-        grace: how long the launcher waits; None where that is not known, and then there is no warning.
+        grace: how long the launcher waits; None where that is not known: there is no warning then.
         save_bytes: what a save writes, from which its time is estimated until one is measured.
     """
 

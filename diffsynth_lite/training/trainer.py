@@ -1,8 +1,8 @@
 """The training loop: what one optimizer step does, and what follows it, in the order in which it happens.
 
 ``train`` is the life of a run after everything is built, ``train_step`` the arithmetic of one step. Neither
-knows a model: the loss arrives as a function. Nor where batches come from: they are a function of the step
-alone, so that the step is all that a checkpoint has to remember of the data.
+knows a model: the loss arrives as a function. Nor where batches come from: they are a function of only the
+step, so that the step is all that a checkpoint has to remember of the data.
 """
 
 import logging
@@ -122,7 +122,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     """Take one optimizer step: gradients of its micro-batches, clipped, change the weights.
 
     Where the loss or the norm of the gradients is not finite, the step is skipped: the weights and the
-    optimizer stay as they were, while the data and the learning rate go on.
+    optimizer stay as they were, while the data and the learning rate continue.
 
     Args:
         built: the model, the loss, the data and the optimizer.
@@ -181,7 +181,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
 
 
 def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: int) -> None:
-    """Measure losses and updates, and draw the previews, where the model runs between two steps."""
+    """Measure losses and updates, and generate the previews: where the model runs between two steps."""
 
     def measure_loss() -> float | None:
         values = built.validation_loss.measure(built.transformer)
@@ -233,7 +233,7 @@ def _is_due(step: int, every_steps: int | None, total_steps: int) -> bool:
 
 
 def _require_few_skips(built: TrainingObjects, step: int) -> None:
-    """Check on all processes what has been skipped; the main one alone knows which checkpoint is sound."""
+    """Check on all processes what has been skipped; only the main one knows which checkpoint is sound."""
     if built.divergence.num_skipped_in_a_row:
         on_main_process(built.accelerator, partial(built.divergence.require_few_in_a_row, step))
 
