@@ -207,7 +207,7 @@ def first(begun_run: TinyRun) -> Path:
 
 def adapter_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
     tensors = checkpoint_tensors(folder, step)
-    return {name: value for name, value in tensors.items() if name.startswith("adapter_of/")}
+    return {name: value for name, value in tensors.items() if name.startswith("adapter/")}
 
 
 @pytest.mark.parametrize("form", ["", "lora/pytorch_lora_weights.safetensors"])
