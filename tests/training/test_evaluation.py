@@ -42,7 +42,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.noise_levels, self.own_audio_levels = SimpleNamespace(evenly=lambda part: part), False
+        self.noise_levels, self.own_audio_levels = SimpleNamespace(quantile=lambda part: part), False
         self.noise: list[torch.Tensor] = []
         self.sigma: list[float] = []
         self.batches: list[object] = []
