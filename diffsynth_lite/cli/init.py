@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--masks",
         metavar="FOLDER",
         type=Path,
-        help="masks of the same names: white is what a model learns to paint anew",
+        help="masks of the same names: white is what the model learns to fill",
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="yaml to write; must be new (default: FOLDER_lora.yaml)"
@@ -48,7 +48,7 @@ def run(parsed: argparse.Namespace) -> None:
     name = parsed.folder.resolve().name  # that of "." too; "/" has none
     out: Path = parsed.out or Path(f"{name}_lora.yaml" if name else "lora.yaml")
     if out.exists():
-        raise UserError(f"--out {out}: is there already, and stays as it is; name another file")
+        raise UserError(f"--out {out}: already exists and was not changed; choose another name")
     # The libraries take seconds to import: wrong arguments are refused before that.
     from diffsynth_lite.doctor.starting_point import (
         look_at,

@@ -1,4 +1,4 @@
-"""Publish a run's LoRA on the hub of Hugging Face, with its card and the pictures in that alone."""
+"""Publish a run's LoRA on the hub of Hugging Face, with its model card and that card's images."""
 
 import argparse
 import logging
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--private", action="store_true", help="make a repository that only its owner sees")
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be published, and send nothing"
+        "--dry-run", action="store_true", help="list what would be published, and send nothing"
     )
 
 

@@ -1,4 +1,4 @@
-"""Draw prompts with a LoRA and without it, side by side, as a run draws its previews."""
+"""Generate images from prompts with a LoRA and without it, side by side, as a run does its previews."""
 
 import argparse
 import json
@@ -63,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N[,N...]",
         help="of the noise (default: validation.seed, as previews)",
     )
-    parser.add_argument("--num", type=_positive, metavar="N", help="so many seeds, from --seed on")
+    parser.add_argument(
+        "--num", type=_positive, metavar="N", help="number of consecutive seeds, starting at --seed"
+    )
     parser.add_argument(
         "--scale",
         type=_numbers,
@@ -75,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--guidance", metavar="X", help="how strongly to follow the prompt")
     parser.add_argument("--size", type=_size, metavar="WxH", help="in pixels, such as 1024x768")
     parser.add_argument("--frames", metavar="N", help="of a clip")
-    parser.add_argument("--layers", metavar="N", help="that a picture is taken apart into")
+    parser.add_argument("--layers", metavar="N", help="that a picture is decomposed into")
     parser.add_argument(
         "--input",
         action="append",
@@ -83,13 +85,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="picture to start from: one for each prompt, or for all",
     )
     parser.add_argument(
-        "--last-frame", action="append", metavar="FILE", help="picture that a clip ends with, likewise"
+        "--last-frame",
+        action="append",
+        metavar="FILE",
+        help="image that a clip ends with: one for each prompt, or for all",
     )
     parser.add_argument(
-        "--control", action="append", metavar="FILE", help="picture or clip that guides, likewise"
+        "--control",
+        action="append",
+        metavar="FILE",
+        help="control image or video: one for each prompt, or for all",
     )
     parser.add_argument(
-        "--mask", action="append", metavar="FILE", help="what of the input is painted anew is white, likewise"
+        "--mask",
+        action="append",
+        metavar="FILE",
+        help="inpainting mask, white is regenerated: one for each prompt, or for all",
     )
     parser.add_argument("--out", metavar="FOLDER", help="new or empty; default: a new one in samples/")
 

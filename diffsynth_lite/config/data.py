@@ -48,7 +48,7 @@ class SourceSettings(Settings):
     sources, in each entry of `data.sources`; either way `path` or `dataset` must be given."""
 
     path: FilePath | None = None
-    """Folder of the pictures or clips; subfolders are read too."""
+    """Folder of the images or clips; subfolders are read too."""
 
     dataset: NonEmptyStr | None = None
     """Instead of a folder: hub id or local path of a dataset that the `datasets` library loads."""
@@ -64,67 +64,67 @@ class SourceSettings(Settings):
     metadata: FilePath | None = None
     """The file that names media and captions: a `.jsonl`, `.csv` or `.parquet` inside the folder, or a path
     to one. Null takes `metadata.jsonl`, `metadata.csv` or `metadata.parquet` when the folder has one, and
-    otherwise the `.txt` or `.caption` file beside each picture or clip."""
+    otherwise the `.txt` or `.caption` file next to each image or clip."""
 
     media_column: NonEmptyStr = "file_name"
-    """Column of the metadata file or dataset with the picture or clip to learn; a path is relative to the
+    """Column of the metadata file or dataset with the image or clip to learn; a path is relative to the
     folder."""
 
     caption_columns: Distinct[NonEmptyStr] = Field(default=["text"], min_length=1)
     """Columns with captions. Where an item has several, each time that it is seen one of them is drawn."""
 
     input_columns: Distinct[NonEmptyStr] = Field(default=[])
-    """Columns with the pictures that an edit starts from, for families that edit."""
+    """Columns with the images that an edit starts from, for families that edit."""
 
     first_frame_column: NonEmptyStr | None = None
-    """Column with the picture that a clip starts from, for image-to-video families."""
+    """Column with the image that a clip starts from, for image-to-video families."""
 
     last_frame_column: NonEmptyStr | None = None
-    """Column with the picture that a clip ends with, for families that take one."""
+    """Column with the image that a clip ends with, for families that take one."""
 
     mask_column: NonEmptyStr | None = None
-    """Column with a picture of what counts in the loss: white does, black does not."""
+    """Column with an image of what counts in the loss: white does, black does not."""
 
     control_column: NonEmptyStr | None = None
     """Column with what guides an item, such as its edges, depth or poses, for families that take it: a
-    picture for a picture, and for a clip a clip of its length, which is cut, cropped and timed like it."""
+    image for an image, and for a clip a clip of its length, which is cut, cropped and timed like it."""
 
     inpaint_mask_column: NonEmptyStr | None = None
-    """Column with a picture of what is painted anew, which is white, for families that fill masked parts; for
-    a clip it may be a clip."""
+    """Column with inpainting masks, white is regenerated, for families that fill masked parts; the mask of a
+    clip may be a clip."""
 
     layer_columns: Distinct[NonEmptyStr] = Field(default=[])
-    """Columns with the layers of a picture, each a picture with transparency or a list of them, from the
-    bottom up, for families that take pictures apart."""
+    """Columns with the layers of an image, each an image with transparency or a list of them, from the
+    bottom up, for families that decompose images."""
 
     input_dirs: Distinct[FilePath] = Field(default=[])
-    """Instead of `input_columns`: folders in which the pictures that an edit starts from have the names of
+    """Instead of `input_columns`: folders in which the images that an edit starts from have the names of
     what they become; their suffixes may differ."""
 
     first_frame_dir: FilePath | None = None
-    """Instead of `first_frame_column`: a folder in which these pictures have the names of their clips."""
+    """Instead of `first_frame_column`: a folder in which these images have the names of their clips."""
 
     last_frame_dir: FilePath | None = None
-    """Instead of `last_frame_column`: a folder in which these pictures have the names of their clips."""
+    """Instead of `last_frame_column`: a folder in which these images have the names of their clips."""
 
     mask_dir: FilePath | None = None
-    """Instead of `mask_column`: a folder in which masks have the names of their pictures or clips."""
+    """Instead of `mask_column`: a folder in which masks have the names of their images or clips."""
 
     control_dir: FilePath | None = None
-    """Instead of `control_column`: a folder in which these pictures or clips have the names of what they
+    """Instead of `control_column`: a folder in which these images or clips have the names of what they
     guide."""
 
     inpaint_mask_dir: FilePath | None = None
     """Instead of `inpaint_mask_column`: a folder in which these masks have the names of their targets."""
 
     random_masks: int = Field(default=0, ge=0, le=MOST_COPIES)
-    """Instead of files with masks: how many masks of what is painted anew are drawn for each crop of an item,
-    the same ones in each run: rectangles, ellipses, bands along an edge, and now and then the whole picture.
+    """Instead of files with masks: how many random inpainting masks are drawn for each crop of an item,
+    the same ones in each run: rectangles, ellipses, bands along an edge, and now and then the whole image.
     Each is an item of its own, so a pass and the cache grow as many times."""
 
     layer_dirs: Distinct[FilePath] = Field(default=[])
     """Instead of `layer_columns`: a folder for each layer, from the bottom up, in which these have the names
-    of their pictures."""
+    of their images."""
 
     repeats: int = Field(default=1, ge=1, le=_MOST_OCCURRENCES)
     """How often each item occurs in one pass over the data."""
@@ -138,7 +138,7 @@ class SourceSettings(Settings):
 
     preserve: bool = False
     """Do not learn these items: on them the model shall stay what it is without the LoRA, whose estimate is
-    their target. It goes beside sources that are learned, and may be the same folder with other captions.
+    their target. It goes with sources that are learned, and may be the same folder with other captions.
     Against a LoRA that changes more than it is for."""
 
     trigger: NonEmptyStr | None = None
@@ -146,9 +146,9 @@ class SourceSettings(Settings):
     front, with a comma."""
 
     captions: Literal["required", "optional", "none"] = "required"
-    """Whether each item must have a caption (`required`). Where one has none, `optional` takes the `trigger`
-    alone; `none` takes it for all items, whatever is written about them. With `preserve`, `none` without a
-    `trigger` is the empty caption."""
+    """Whether each item must have a caption (`required`). Where one has none, `optional` takes only the
+    `trigger`; `none` takes it for all items, whatever is written about them. With `preserve`, `none` without
+    a `trigger` is the empty caption."""
 
     allow_outside: bool = False
     """Follow absolute paths, `..` and links that lead out of the folder. Off, they are refused: turn it on
@@ -198,7 +198,7 @@ class SourceSettings(Settings):
 
 
 class DataSettings(SourceSettings):
-    """What the LoRA learns from: pictures or clips with their captions, how they are cut to size, and where
+    """What the LoRA learns from: images or clips with their captions, how they are cut to size, and where
     they are kept in encoded form."""
 
     sources: list[SourceSettings] = Field(default=[])
@@ -214,7 +214,7 @@ class DataSettings(SourceSettings):
     """Height in pixels; see `width`."""
 
     resolutions: Distinct[Pixels] = Field(default=[1024], min_length=1)
-    """How many pixels a picture or frame has, as the edge in pixels of a square of as many. Each item keeps
+    """How many pixels an image or frame has, as the edge in pixels of a square of as many. Each item keeps
     about its own shape, in a bucket of items of one size. With several, each item is learned at each of
     them."""
 
@@ -242,11 +242,11 @@ class DataSettings(SourceSettings):
     """Frames per second that clips are read at, by their time stamps. Null takes the family's own."""
 
     audio: bool = False
-    """Learn clips with their sound, by families whose model makes both; previews then have sound, too. Off,
-    the sound of files is not looked at, and the model is trained on the pictures alone."""
+    """Learn clips with their audio, by families whose model makes both; previews then have audio, too. Off,
+    audio in the files is ignored, and the model is trained on frames only."""
 
     silent_clips: Literal["ignore", "learn"] = "ignore"
-    """What a clip without sound is with `audio`: the model gets silence with it either way, and its error
+    """What a clip without audio is with `audio`: the model gets silence with it either way, and its error
     there does not count (`ignore`), or does (`learn`), so that it learns that such clips are silent."""
 
     clip: Literal["start", "center", "random", "uniform"] = "start"
@@ -265,7 +265,7 @@ class DataSettings(SourceSettings):
     as many times."""
 
     background: _Colour = "white"
-    """Colour behind pictures with transparency: a name, or red, green and blue in hexadecimal, in quotes."""
+    """Colour behind images with transparency: a name, or red, green and blue in hexadecimal, in quotes."""
 
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the samples that are learned with an empty caption. About 0.1 keeps guidance working in long
@@ -273,7 +273,7 @@ class DataSettings(SourceSettings):
 
     tag_shuffles: int = Field(default=0, ge=0, le=MOST_COPIES)
     """For captions that are lists of tags: how many other orders of its tags each caption is learned in,
-    beside the one written. Each is encoded, so the cache grows as many times."""
+    next to the one written. Each is encoded, so the cache grows as many times."""
 
     tag_separator: NonEmptyStr = ","
     """What stands between tags."""
@@ -282,8 +282,8 @@ class DataSettings(SourceSettings):
     """Tags at the start of a caption that stay where they are, such as a trigger."""
 
     cache: bool = True
-    """Encode pictures, clips and captions once, before training, into `cache_dir`. Off, they are encoded
-    anew whenever they are needed: much slower, and the encoders stay in memory, but next to no space is
+    """Encode images, clips and captions once, before training, into `cache_dir`. Off, they are encoded
+    again whenever they are needed: much slower, and the encoders stay in memory, but next to no space is
     taken on the disk. The result is the same."""
 
     cache_dir: FilePath = ".diffsynth_cache"

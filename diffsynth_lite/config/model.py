@@ -81,10 +81,10 @@ class ModelSettings(Settings):
 
     vae_dtype: Precision = "float32"
     """How the VAE is kept while images are encoded and previews decoded. VAEs are small and lose detail in
-    16 bits: change this only when a large picture does not fit."""
+    16 bits: change this only when a large image does not fit."""
 
     vae_tiling: bool = False
-    """Whether the VAE encodes pictures and clips, and decodes previews, in tiles of 256 or 512 pixels that
+    """Whether the VAE encodes images and clips, and decodes previews, in tiles of 256 or 512 pixels that
     overlap, which needs a fraction of the memory. The numbers are others: by how much, and what is saved, is
     in [memory.md](memory.md). Otherwise previews are decoded in tiles only where they do not fit whole."""
 
@@ -124,7 +124,7 @@ class LoraSettings(Settings):
     """The low-rank matrices that are trained (Hu et al. 2021, arXiv:2106.09685)."""
 
     kind: Literal["lora", "lokr", "dora"] = "lora"
-    """What trains beside each layer: two matrices of low rank (`lora`), the factors of a Kronecker product
+    """What trains next to each layer: two matrices of low rank (`lora`), the factors of a Kronecker product
     (`lokr`), or a LoRA and the norms of the weight's rows (`dora`). Who needs which, what they cost, and
     which programs read them: [methods.md](methods.md#adapters)."""
 
@@ -151,8 +151,9 @@ class LoraSettings(Settings):
     init_from: FilePath | None = None
     """A LoRA that a new run starts from: its file, the folder of it or of its run, or a file of another
     trainer, by any names that `diffsynth-lite convert` reads. It must be on this run's layers and have its
-    rank; where its alpha is another, it is scaled to do the same. Its optimizer starts anew: to continue a
-    run of yours, start it again with its `output.dir`. Null starts from a LoRA that changes nothing."""
+    rank; where its alpha is another, it is scaled to do the same. Its optimizer starts from scratch: to
+    continue a run of yours, start it again with its `output.dir`. Null starts from a LoRA that changes
+    nothing."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the LoRA's inputs set to zero at each training step. A little, such as 0.05, works against
@@ -202,7 +203,7 @@ class LoraSettings(Settings):
 
 
 class ObjectiveSettings(Settings):
-    """The model sees an image mixed with noise, at a noise level sigma between 0 (clean) and 1 (noise alone),
+    """The model sees an image mixed with noise, at a noise level sigma between 0 (clean) and 1 (only noise),
     and learns to predict what takes one to the other. With SDXL sigma is the timestep, as a part of all."""
 
     timestep_density: Literal["uniform", "logit_normal", "stretched_logit_normal", "mode", "cosmap"] = (
@@ -239,13 +240,13 @@ class ObjectiveSettings(Settings):
     """Highest noise level trained on, after the shift. Lower it to learn texture rather than composition."""
 
     loss: Literal["mse", "huber"] = "mse"
-    """What an error counts: its square (`mse`), or that of small errors alone, and of larger ones their size
+    """What an error counts: its square (`mse`), or the square of small errors and the size of larger ones
     (`huber`), so that single items with large errors, such as wrong captions, pull less. The losses on fixed
     noise are squared errors with both, so that they compare."""
 
     huber_delta: float = Field(default=0.1, ge=1e-4, le=1e3)
     """The error beyond which `huber` is linear: e^2 below, 2 delta e - delta^2 above. 0.1 is what diffusers'
-    scripts and kohya's take. With flow matching an error is one of noise minus picture, both about 1 in size:
+    scripts and kohya's take. With flow matching an error is one of noise minus image, both about 1 in size:
     most are then in the linear part, and with 1 few are."""
 
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "bell", "min_snr"] = "none"
@@ -257,9 +258,9 @@ class ObjectiveSettings(Settings):
     """Where `min_snr` cuts the ratio of signal to noise off; 5 is the paper's."""
 
     audio_loss_weight: float = Field(default=1.0, ge=0, le=1e6)
-    """With `data.audio`, how much the error of the sound counts beside that of the pictures: the loss of a
-    sample is the mean error of its pictures plus this times that of its sound. 0 gives the model the sound
-    and learns from the pictures alone."""
+    """With `data.audio`, how much the audio error counts next to that of the frames: the loss of a
+    sample is the mean error of its images plus this times that of its audio. 0 gives the model the audio
+    and learns from the frames only."""
 
     audio_noise: Literal["shared", "own"] = "shared"
     """With `data.audio`, the noise level of a clip's audio: that of the clip (`shared`), or one that is drawn
@@ -270,7 +271,7 @@ class ObjectiveSettings(Settings):
     """For models that are distilled to be used without classifier-free guidance: learn what guidance of this
     scale would give, `u + g (v - u)`, in place of v, what the data give. u is the model's own output for an
     empty prompt, with the LoRA as it is by then; that takes one more forward pass. 3 to 4 is usual. Models
-    that are told a guidance scale, such as FLUX.1 dev, are told this one. Null learns from the data alone:
+    that take a guidance scale as input, such as FLUX.1 dev, get this one. Null learns from the data only:
     [methods.md](methods.md#distilled-models)."""
 
     def conflicts(self) -> Iterator[Problem]:

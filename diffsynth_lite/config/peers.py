@@ -110,7 +110,7 @@ _SAVE_EPOCHS = "is output.checkpoint_every_steps here, in steps: items / train.g
 _SAMPLE_EPOCHS = "is validation.every_steps here, in steps: items / train.global_batch_size are a pass"
 _ATTENTION = "is no setting here, as torch chooses how attention is computed; remove it"
 _CLASS = (
-    "is no setting here; put pictures of other things of its kind into a second entry of data.sources, with "
+    "is no setting here; put images of other things of its kind into a second entry of data.sources, with "
     "preserve: true where the model shall stay what it is on them"
 )
 _HUB = "is no setting here; diffsynth-lite publish puts a LoRA on the hub"

@@ -35,7 +35,7 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
 - **Which file.** `--config NAME` takes a path; a bare file name is looked for in the working folder, then in
   the recipes that come with the package.
 - **On top of another file.** `extends: qwen_lora.yaml` in a line of its own takes the settings of that file,
-  and its own win; a list is taken as a whole. The other file is looked for beside this one, then among the
+  and its own win; a list is taken as a whole. The other file is looked for next to this one, then among the
   recipes, and may extend one itself. The run folder's copy says in one file what all of them say.
 - **Presets.** `--preset likeness` lays a few settings for a goal on top of any recipe or file of yours; given
   again, as in `--preset likeness --preset few_pictures`, the later one wins. There are
@@ -44,13 +44,15 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
   [`few_pictures`](../configs/presets/few_pictures.yaml), each with the reasons for its numbers: starting
   points, by what others recommend; we have measured none. None takes more memory than a recipe for a real
   model does, so what fits a card still fits. What one changes is logged, and the run folder's
-  `config.yaml` and `resolved.yaml` hold the result. A run that goes on wants the same ones again. There is
-  none for a card: what fits depends on model, sizes and rank, too. `memory.auto: true` finds it for the run
-  at hand, and [memory.md](memory.md#recipes-for-cards) has recipes for eight models on five sizes of cards.
+  `config.yaml` and `resolved.yaml` hold the result. A resumed run needs the same ones again. There are
+  no presets for cards, because what fits depends on model, sizes and rank, too. `memory.auto: true` finds it
+  for the run at hand, and [memory.md](memory.md#recipes-for-cards) has recipes for eight models on five sizes
+  of cards.
 - **Paths** are relative to the working folder.
-- **Values** are read by the type of their setting. A switch is `true` or `false` (`on`, `off`, `yes` and `no`
-  will do). Text stays as typed, also `yes`, `0123` or `1:30`; quotes are needed around text with `: ` or
-  ` #`, and around `null` and `~`, which mean that there is no value. Numbers are decimal, without quotes.
+- **Values** are read by the type of their setting. A setting that is on or off is `true` or `false` (`on`,
+  `off`, `yes` and `no` will do). Text stays as typed, also `yes`, `0123` or `1:30`; quotes are needed around
+  text with `: ` or ` #`, and around `null` and `~`, which mean that there is no value. Numbers are decimal,
+  without quotes.
 - **References.** `${oc.env:NAME}` is an environment variable, `${oc.env:NAME,default}` one that may be unset,
   `${section.key}` another setting; also within a text, as in `runs/${logging.run_name}`. The run folder keeps
   them as they are written, so what they stand for does not end up in a file. There are no settings for tokens
@@ -58,7 +60,7 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
 - **Yaml** anchors, aliases, tags and several documents in one file are refused.
 """
 _REFERENCE = "${section.key} is another setting, ${oc.env:NAME} an environment variable; also within a text."
-_EXTENDS = "A file whose settings are taken, those of this one on top; beside it, or a recipe."
+_EXTENDS = "A file whose settings are taken, those of this one on top; next to it, or a recipe."
 _SWITCH_WORDS = [
     written for word in ("yes", "no", "on", "off") for written in (word, word.capitalize(), word.upper())
 ]

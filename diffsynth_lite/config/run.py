@@ -47,26 +47,26 @@ class ValidationSettings(Settings):
     that it keeps them."""
 
     model_path: FilePath | None = None
-    """The pipeline that previews are drawn on, as `model.path` is given, where that is not the one that is
-    trained: train on a base model, and see the LoRA on what was distilled from it, with the steps and the
+    """The pipeline that previews are generated with, as `model.path` is given, where that is not the one that
+    is trained: train on a base model, and see the LoRA on what was distilled from it, with the steps and the
     guidance of that one. It must be of `model.family` and have the LoRA's layers. Its prompts are encoded by
-    its own text encoder; its transformer is read for previews alone, in the formats of `model`, and waits in
-    host memory. `diffsynth-lite sample` draws on `model.path`."""
+    its own text encoder; its transformer is read only for previews, in the formats of `model`, and waits in
+    host memory. `diffsynth-lite sample` uses `model.path`."""
 
     inputs: list[FilePath] = Field(default=[])
-    """Files of pictures that previews start from, one for each prompt: for families that edit, that make
-    clips from a picture, or that take pictures apart into layers."""
+    """Files of images that previews start from, one for each prompt: for families that edit, that make
+    clips from an image, or that decompose images into layers."""
 
     last_frames: list[FilePath] = Field(default=[])
-    """Files of pictures that previews lead to, one for each prompt, beside `inputs`: for Wan 2.1 FLF2V, which
-    leads back to the picture that it starts from where there are none, and Wan 2.2 I2V-A14B."""
+    """Files of images that previews lead to, one for each prompt, with `inputs`: for Wan 2.1 FLF2V, which
+    leads back to the image that it starts from where there are none, and Wan 2.2 I2V-A14B."""
 
     control: list[FilePath] = Field(default=[])
-    """Files of what guides previews, one for each prompt, for families that take it: pictures, or for clips
+    """Files of what guides previews, one for each prompt, for families that take it: images, or for clips
     clips."""
 
     inpaint_masks: list[FilePath] = Field(default=[])
-    """Files of masks, one for each prompt: white is what of `inputs` is painted anew. For clips they may be
+    """Files of masks, one for each prompt: white marks what is regenerated in `inputs`. For clips they may be
     clips."""
 
     negative_prompt: str = " "
@@ -97,7 +97,7 @@ class ValidationSettings(Settings):
     """Frames of a preview, for families that make clips; null takes the longest of the data."""
 
     num_layers: Layers | None = None
-    """Layers that previews take their picture apart into, for families that do that; null takes as many as
+    """Layers that previews decompose their image into, for families that do that; null takes as many as
     the data name columns or folders for, and where that does not tell what the family draws by itself."""
 
     data: FilePath | None = None
@@ -114,8 +114,8 @@ class ValidationSettings(Settings):
     passes of one preview with the default settings, each time; 0 turns it off."""
 
     use_ema: bool = True
-    """Draw previews and measure the loss with the averaged weights where there are any (`train.ema_decay`),
-    rather than with those that are trained."""
+    """Generate previews and measure the loss with the averaged weights where there are any
+    (`train.ema_decay`), rather than with those that are trained."""
 
     def conflicts(self) -> Iterator[Problem]:
         for key in ("inputs", "last_frames", "control", "inpaint_masks"):
@@ -125,7 +125,7 @@ class ValidationSettings(Settings):
                 yield Problem((key, "prompts"), message)
         if self.last_frames and not self.inputs:
             yield Problem(
-                ("last_frames", "inputs"), "needs inputs: a preview that ends with a picture starts from one"
+                ("last_frames", "inputs"), "needs inputs: a preview that ends with an image starts from one"
             )
 
 
@@ -159,7 +159,7 @@ class OutputSettings(Settings):
     """Optimizer steps between checkpoints. The end of a run is always saved."""
 
     checkpoint_every_minutes: Minutes | None = None
-    """Also save after so many minutes without a checkpoint; null saves by steps alone."""
+    """Also save after so many minutes without a checkpoint; null saves by steps only."""
 
     keep_checkpoints: Count = 2
     """Newest checkpoints to keep. 2, so that the one before is still there should the last be damaged."""
@@ -174,8 +174,8 @@ class OutputSettings(Settings):
 
     lora_dtype: Precision = "bfloat16"
     """Precision of the LoRA files. `bfloat16` and `float16` take half the space of `float32`; how much of the
-    update is lost to rounding is told at the end. Checkpoints are in float32, whatever this is, and a run
-    that goes on from one may have another."""
+    update is lost to rounding is logged at the end. Checkpoints are in float32, whatever this is, and a run
+    that resumes from one may have another."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.keep_every_steps is not None and self.keep_every_steps % self.checkpoint_every_steps:
@@ -191,7 +191,7 @@ class ResumeSettings(Settings):
 
     source: FilePath = "auto"
     """`auto` continues the newest checkpoint in the run folder if there is one, `must` insists on one,
-    `none` starts anew and wants an empty run folder, and anything else is the path of a checkpoint
+    `none` starts from scratch and wants an empty run folder, and anything else is the path of a checkpoint
     folder."""
 
     allow: Distinct[AllowedChange] = Field(default=[])

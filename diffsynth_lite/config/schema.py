@@ -140,8 +140,8 @@ class Config(Settings):
         for key in (key for key, is_on in is_split.items() if is_on):
             yield Problem(
                 ("validation.model_path", key),
-                f"is drawn on by one process, which cannot hold what {key} has several share; leave it out, "
-                "and draw with `diffsynth-lite sample`",
+                f"is used by one process, which cannot hold what {key} has several share; leave it out, "
+                "and generate with `diffsynth-lite sample`",
             )
 
     def _audio_conflicts(self) -> Iterator[Problem]:

@@ -64,7 +64,7 @@ Copies: TypeAlias = Annotated[int, Field(ge=1, le=MOST_COPIES)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, le=10**18 - 1)]
 """Of random numbers: as many digits as a whole number may have in a file."""
 Pixels: TypeAlias = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
-"""Edge of a picture."""
+"""Edge of an image."""
 Frames: TypeAlias = Annotated[int, Field(ge=1, le=100_000)]
 Layers: TypeAlias = Annotated[int, Field(ge=1, le=1000)]
 """Length of a clip."""

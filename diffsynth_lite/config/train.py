@@ -53,9 +53,9 @@ class TrainSettings(Settings):
     there are several buckets, the samples come in another order."""
 
     micro_batch_tokens: Count | None = None
-    """Most tokens in one forward, for data of several sizes: of small pictures or short clips as many samples
+    """Most tokens in one forward, for data of several sizes: of small images or short clips as many samples
     go through at once as fit, of large ones fewer, but at least one. A token is a position that the
-    transformer sees, in most families 16 x 16 pixels of a picture; those of input pictures count too. A step
+    transformer sees, in most families 16 x 16 pixels of an image; those of input images count too. A step
     then has `global_batch_size` / `micro_batch_size` forwards of as many samples as each holds. Null puts
     `micro_batch_size` in each."""
 
@@ -115,7 +115,7 @@ class TrainSettings(Settings):
 
     context_parallel: int = Field(default=1, ge=1, le=1024)
     """Devices that share each sample: each computes a part of its tokens, and attention sees all of them. For
-    clips so long, or pictures so large, that one device does not hold a step. `global_batch_size` counts as
+    clips so long, or images so large, that one device does not hold a step. `global_batch_size` counts as
     before, with a group of devices in place of one. The result is the same but for rounding. It must divide
     the processes of each machine, the tokens of every size, and with `ulysses` the heads of attention.
     Families whose model diffusers cannot split are refused, and so is `lora.dropout`. See
@@ -124,7 +124,7 @@ class TrainSettings(Settings):
     context_parallel_kind: Literal["ulysses", "ring"] = "ulysses"
     """How attention sees all tokens. `ulysses`: each device gets some heads of all tokens, which is what to
     take. `ring`: each attends to the keys and values of all devices in turn; for models with too few heads.
-    On CUDA alone, not with prompts that are padded (Qwen-Image), and its outputs stay in memory in spite of
+    Only on CUDA, not with prompts that are padded (Qwen-Image), and its outputs stay in memory in spite of
     gradient checkpointing."""
 
     compile: Literal["off", "blocks"] = "off"
@@ -218,15 +218,15 @@ class MemorySettings(Settings):
     what `may_change` allows does, and stays."""
 
     auto: bool = False
-    """Choose when the run starts what changes no number, whatever the config says of it: both switches of
+    """Choose when the run starts what changes no number, whatever the config says of it: both settings of
     gradient checkpointing, `policy`, `save_attention` and `stream_blocks`. Of what fits the device
-    (`device_gib`) and the host (`host_gib`) that is the fastest, by count and by predicted time, as
+    (`device_gib`) and the host (`host_gib`) that is the fastest by estimate, as
     `diffsynth-lite plan` has it. The log says what and why, and how a step compares with it."""
 
     may_change: Distinct[Literal["quantize", "micro_batch_size"]] = Field(default=[])
-    """What `auto` may choose beside that although numbers change, when a run is new: `model.quantize`, only
+    """What else `auto` may choose although numbers change, when a run is new: `model.quantize`, only
     where nothing fits without, and `train.micro_batch_size`, as it is or 1, 2, 4 or 8, whichever takes least
-    time a sample; `train.global_batch_size` stays. A run that goes on keeps what its first start chose."""
+    time a sample; `train.global_batch_size` stays. A resumed run keeps what its first start chose."""
 
     min_bytes: int | None = Field(default=None, ge=0, le=2**50)
     """Size in bytes of the smallest tensor that the offload and streaming move: small ones cost more time
@@ -235,7 +235,7 @@ class MemorySettings(Settings):
     host_gib: Gib | None = None
     """Most host memory in GiB for each device: for its share of the weights that `stream_blocks` keeps there,
     which must fit, and for the offload, which takes what they leave. Inputs that do not fit stay on the
-    device; it must be enough for one block. Null bounds the offload alone, by half of the memory that is
+    device; it must be enough for one block. Null bounds only the offload, by half of the memory that is
     available when training starts, divided by the devices."""
 
     resident_blocks: Blocks = 1
@@ -263,7 +263,7 @@ class MemorySettings(Settings):
     stream_blocks: Blocks | Literal["all", "auto"] = 0
     """Blocks of the transformer whose frozen weights live in host memory, and visit the device when the block
     runs: a number of them, evenly spread, `all`, or as few as let the steps fit the device (`auto`). For
-    models that are too large for the device; the copies run beside the computation. The result is the same.
+    models that are too large for the device; the copies overlap with the computation. The result is the same.
     Of two experts, as of Wan 2.2, that many of each. The processes of a machine share one copy in host
     memory."""
 
@@ -279,7 +279,7 @@ class MemorySettings(Settings):
     are several. The result is the same. Not together with `stream_blocks`. See [scaling.md](scaling.md)."""
 
     device_gib: Gib | None = None
-    """Most device memory in GiB that training steps are to take, by count, for `auto` and
+    """Most device memory in GiB that training steps may take, by estimate, for `auto` and
     `stream_blocks: auto`. Null is nine tenths of what is free when training starts; on the CPU there is no
     limit."""
 

@@ -51,7 +51,7 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
     # It never overwrites.
     text = out.read_text()
     assert main(["init", str(pictures)]) == 2
-    assert caplog.messages[-1] == f"--out {out}: is there already, and stays as it is; name another file"
+    assert caplog.messages[-1] == f"--out {out}: already exists and was not changed; choose another name"
     assert out.read_text() == text
 
 
@@ -62,7 +62,7 @@ def test_a_folder_without_a_name_gets_one(pictures: Path, caplog: pytest.LogCapt
     out.write_text(starting_config(found, start, out=out, presets=[]))
     assert load_config(out).config.logging.run_name == "lora"
     assert main(["init", "/"]) == 2
-    assert caplog.messages[-1].startswith("--out lora.yaml: is there already")
+    assert caplog.messages[-1].startswith("--out lora.yaml: already exists")
 
 
 def test_clips_that_are_short_and_small_get_sizes_that_they_fill(
