@@ -6,7 +6,7 @@ in host memory. Tokens are those of what is made, without prompt and inputs. A L
 family's default target modules, through the family's own ``predict``.
 
 All blocks are treated alike: kept (none), recomputed (every), or recomputed with their inputs in host memory
-(offload); beside that, the outputs of their attention are kept on the device (save att.) or offloaded
+(offload); also, the outputs of their attention are kept on the device (save att.) or offloaded
 (offload att.).
 
     python scripts/benchmarks/families.py [--family NAME ...]

@@ -21,9 +21,9 @@ class CountedRelease:
         counted: which of the family's block lists, or of the blocks outside of a list, stand for all; none:
             all of them are counted. Not the last block, which is offloaded in another way.
         pixels: of what it makes.
-        num_inputs: pictures of the same size that an edit starts from.
+        num_inputs: images of the same size that an edit starts from.
         small: further settings of what is trained of it, for a CPU.
-        small_pixels: likewise.
+        small_pixels: also.
     """
 
     family: str

@@ -120,8 +120,8 @@ def conditioning_of(family: ModelFamily, release: CountedRelease, pixels: Pixels
     width, height, _ = pixels
     given = family.example_conditioning(family.latents_shape(*pixels))
     assert given is not None, f"{release.family} does not say it"
-    picture = torch.ones(family.latents_shape(width, height, 1))
-    return given | {f"{INPUT}{place}": picture for place in range(release.num_inputs)}
+    image = torch.ones(family.latents_shape(width, height, 1))
+    return given | {f"{INPUT}{place}": image for place in range(release.num_inputs)}
 
 
 @contextmanager

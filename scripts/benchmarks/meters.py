@@ -45,7 +45,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a training step occupies beside the weights and inputs that were there before.
+    """What a training step occupies next to the weights and inputs that were there before.
 
     Attributes:
         after_forward: bytes on the device between forward and backward.

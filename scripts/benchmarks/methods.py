@@ -5,7 +5,7 @@
 
 Each way is trained from three seeds as the quickstart is, with half its steps. What is measured is in
 ``taught_colours.py``; of each figure the median over the seeds, with the lowest and the highest. With
-``--preserve`` 32 pictures of known colours are there, too, which are preserved: one in five samples. The
+``--preserve`` 32 images of known colours are there, too, which are preserved: one in five samples. The
 second form compares what may be preserved.
 """
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--method", action="append", choices=METHODS, help="these alone")
-    parser.add_argument("--preserve", action="store_true", help="pictures of known colours, too")
+    parser.add_argument("--preserve", action="store_true", help="images of known colours, too")
     parser.add_argument("--preservation", action="store_true", help="compare what may be preserved")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="default: %(default)s")
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             runs = [bench.taught(*overrides, seed=seed, sources=sources) for seed in options.seeds]
             rows.append(spread_row(heading, name, runs))
             print(rows[-1], file=sys.stderr)
-        print_table(f"{options.steps} steps of 8 pictures, seeds {list(options.seeds)}", rows)
+        print_table(f"{options.steps} steps of 8 images, seeds {list(options.seeds)}", rows)
 
 
 def chosen_methods(
@@ -98,40 +98,40 @@ def chosen_methods(
 
 
 def with_preserved(bench: TaughtColours) -> list[str]:
-    """The training set, and as many pictures of known colours, a quarter of which a pass has to preserve."""
+    """The training set, and as many images of known colours, a quarter of which a pass has to preserve."""
     folder, rng = bench.folder / "known", random.Random(0)
     folder.mkdir()
-    for place in range(len(list(bench.pictures.glob("*.png")))):
+    for place in range(len(list(bench.images.glob("*.png")))):
         scene = shapes.random_known_scene(rng)
         shapes.draw_scene(scene, rng).save(folder / f"{place:02}.png")
         (folder / f"{place:02}.txt").write_text(scene.caption)
-    return [f"{{path: {bench.pictures}}}", f"{{path: {folder}, preserve: true, weight: 0.25}}"]
+    return [f"{{path: {bench.images}}}", f"{{path: {folder}, preserve: true, weight: 0.25}}"]
 
 
 def preserved(bench: TaughtColours) -> dict[str, list[str]]:
     """The sources of each way to preserve."""
-    pictures = bench.pictures
+    images = bench.images
 
     def with_same(*settings: str) -> list[str]:
-        source = ", ".join((f"path: {pictures}", "preserve: true", "weight: 0.25", *settings))
-        return [f"{{path: {pictures}}}", f"{{{source}}}"]
+        source = ", ".join((f"path: {images}", "preserve: true", "weight: 0.25", *settings))
+        return [f"{{path: {images}}}", f"{{{source}}}"]
 
     return {
         "nothing": [],
         "the same, without a caption": with_same("captions: none"),
         "the same, `a shape`": with_same("captions: none", "trigger: a shape"),
         "the same, known colours named": with_same(f"metadata: {naming_known_colours(bench)}"),
-        "pictures of known colours": with_preserved(bench),
+        "images of known colours": with_preserved(bench),
     }
 
 
 def naming_known_colours(bench: TaughtColours) -> Path:
     """A table of the training set whose captions name any known colours in place of the new ones."""
     rng, rows = random.Random(0), []
-    for picture in sorted(bench.pictures.glob("*.png")):
-        colour, caption = picture.name.partition("_")[0], picture.with_suffix(".txt").read_text().strip()
+    for image in sorted(bench.images.glob("*.png")):
+        colour, caption = image.name.partition("_")[0], image.with_suffix(".txt").read_text().strip()
         text = caption.replace(colour, rng.choice(list(shapes.KNOWN_COLOURS)))
-        rows.append(json.dumps({"file_name": picture.name, "text": text}) + "\n")
+        rows.append(json.dumps({"file_name": image.name, "text": text}) + "\n")
     table = bench.folder / "known.jsonl"
     table.write_text("".join(rows))
     return table

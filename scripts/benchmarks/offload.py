@@ -1,4 +1,4 @@
-"""What offloading the inputs of blocks saves and costs, beside plain checkpointing and torch's save_on_cpu.
+"""What offloading the inputs of blocks saves and costs, next to plain checkpointing and torch's save_on_cpu.
 
 Memory is measured between forward and backward for two or more numbers of blocks: with offloading that on the
 device does not grow. Time is measured in turns; the stall is what a block takes longer than with plain

@@ -1,8 +1,8 @@
-"""The trainer's step beside those of others: the same model, adapter and data, in one process, in turns.
+"""The trainer's step next to those of others: the same model, adapter and data, in one process, in turns.
 
     python scripts/benchmarks/peers.py [--batch 8] [--steps 300]
 
-The mini Qwen-Image of the quickstart, encoded pictures and prompts, a LoRA of rank 4 on the layers that the
+The mini Qwen-Image of the quickstart, encoded images and prompts, a LoRA of rank 4 on the layers that the
 trainer adapts by default, float32, one thread of a CPU. Beside each other are
 
 - the trainer: a run as ``train.py`` starts it, from its checks to its checkpoint; a step is all that happens
@@ -100,7 +100,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     from meters import print_table
 
     subprocess.run(
-        [sys.executable, str(EXAMPLE / "make_data.py"), "--output", str(folder / "pictures")],
+        [sys.executable, str(EXAMPLE / "make_data.py"), "--output", str(folder / "images")],
         check=True,
         stdout=subprocess.DEVNULL,
     )
@@ -143,7 +143,7 @@ def measure(
     settings = settings_of(folder, mode, options.batch)
     equal = SimpleNamespace(config="quickstart.yaml", overrides=settings)
     _, config, checked, (run,) = equal_runs(equal, folder, num_runs=1)
-    num_pictures = len(list((folder / "pictures").glob("*.png")))
+    num_pictures = len(list((folder / "images").glob("*.png")))
     checkpointing, offload = MODES[mode]
     work = Work(
         base=checked.family.folder.path,
@@ -196,7 +196,7 @@ def settings_of(folder: Path, mode: str, num_samples: int) -> list[str]:
     checkpointing, offload = MODES[mode]
     return [
         f"model.path={EXAMPLE / 'mini_qwen_image'}",
-        f"data.path={folder / 'pictures'}",
+        f"data.path={folder / 'images'}",
         f"data.cache_dir={folder / 'cache'}",
         f"lora.rank={RANK}",
         f"train.global_batch_size={num_samples}",

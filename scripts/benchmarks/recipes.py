@@ -84,7 +84,7 @@ class Needs:
     Attributes:
         phases: of a run.
         step: of training.
-        offload_ratio: part of the host memory beside streamed weights that may hold what is offloaded.
+        offload_ratio: part of the host memory next to streamed weights that may hold what is offloaded.
         host_gib: most that these two may take of it.
     """
 

@@ -26,9 +26,9 @@ class Size:
     Attributes:
         num_blocks: of the transformer.
         num_heads: of its attention; their width is the model's own, so that this sets the width of the model.
-        height: of the picture or clip, in pixels.
-        width: of the picture or clip, in pixels.
-        num_frames: of the clip; 1 is a picture.
+        height: of the image or clip, in pixels.
+        width: of the image or clip, in pixels.
+        num_frames: of the clip; 1 is an image.
     """
 
     num_blocks: int

@@ -45,18 +45,18 @@ class TaughtColours:
     """Trains and measures, with what all runs share in a folder.
 
     Args:
-        folder: for pictures, cache and runs; the log of all runs is in it.
+        folder: for images, cache and runs; the log of all runs is in it.
         steps: of each run.
 
     Attributes:
         folder: as given.
-        pictures: the training set of the quickstart.
+        images: the training set of the quickstart.
     """
 
     def __init__(self, folder: Path, *, steps: int) -> None:
-        self.folder, self.pictures = folder, folder / "pictures"
+        self.folder, self.images = folder, folder / "images"
         self._steps, self._num_runs = steps, 0
-        make = [sys.executable, str(EXAMPLE / "make_data.py"), "--output", str(self.pictures)]
+        make = [sys.executable, str(EXAMPLE / "make_data.py"), "--output", str(self.images)]
         subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
         comparison.silence_loading_bars()
         self._pipeline = score.load_pipeline(MODEL)
@@ -70,12 +70,12 @@ class TaughtColours:
         """The figures of a run.
 
         Args:
-            settings: beside those of the quickstart.
+            settings: next to those of the quickstart.
             sources: the entries of ``data.sources``; those of the quickstart where there are none.
         """
         run = self.folder / f"run {self._num_runs}"
         self._num_runs += 1
-        listed = ", ".join(sources or [f"{{path: {self.pictures}}}"])
+        listed = ", ".join(sources or [f"{{path: {self.images}}}"])
         places = (
             *(f"model.path={MODEL}", "data.path=null", f"data.sources=[{listed}]"),
             *(f"data.cache_dir={self.folder / 'cache'}", f"output.dir={run}"),

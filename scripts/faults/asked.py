@@ -43,7 +43,7 @@ def ask_at_random(bench: Bench) -> str:
     steps, repeats = bench.pick((30, 1), (60, 1), (150, 3))
     tally = _Tally()
     for world in bench.pick((1,), (1, 2), (1, 2)):
-        run = with_held_out(bench.pictures(f"{world} processes"), f"train.steps={steps}")
+        run = with_held_out(bench.images(f"{world} processes"), f"train.steps={steps}")
         run = run.having("output.keep_checkpoints=1000")
         start = _starter(run, world)
         whole = run.root / "whole"
@@ -60,7 +60,7 @@ def ask_at_random(bench: Bench) -> str:
 
 
 def with_held_out(run: TinyRun, *settings: str) -> TinyRun:
-    """A run that measures its loss on held-out pictures; it saves at its end alone."""
+    """A run that measures its loss on held-out images; it saves at its end alone."""
     folder = run.root / "held out"
     folder.mkdir()
     for place in range(2):

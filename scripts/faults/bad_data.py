@@ -47,7 +47,7 @@ class SpoiltRun:
         return sorted(path.name for path in chosen)
 
     def spoil_captions(self) -> list[str]:
-        """Remove one caption and make another no text; the names of their pictures or clips."""
+        """Remove one caption and make another no text; the names of their images or clips."""
         lacking, unreadable = self.media[1], self.media[-1]
         lacking.with_suffix(".txt").unlink()
         unreadable.with_suffix(".txt").write_bytes(b"\xff\xfe\x00")
@@ -74,7 +74,7 @@ def train_on_bad_data(bench: Bench) -> str:
 
 
 def _pictures(bench: Bench, name: str, way: tuple[str, ...]) -> SpoiltRun:
-    run = bench.pictures(name)
+    run = bench.images(name)
     data = run.root / "data"
     for place in range(5, NUM_PICTURES):
         tiny_picture(80, 48, 10 + place).save(data / f"{place}.png")

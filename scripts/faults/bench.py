@@ -110,12 +110,12 @@ class Bench:
         """A generator that draws from the start of what this bench's seed gives: take one, and keep it."""
         return random.Random(self.seed)
 
-    def pictures(self, name: str = "pictures") -> TinyRun:
-        """A run on five pictures of one shape."""
+    def images(self, name: str = "images") -> TinyRun:
+        """A run on five images of one shape."""
         return make_run(self.root / name, self._model("qwen_image"))
 
     def mixed(self, name: str = "mixed") -> TinyRun:
-        """A run on pictures of many shapes, from three sources, with all that is drawn by chance."""
+        """A run on images of many shapes, from three sources, with all that is drawn by chance."""
         return make_mixed_run(self.root / name, self._model("qwen_image"))
 
     def clips(self, name: str = "clips") -> TinyRun:
@@ -130,11 +130,11 @@ class Bench:
         return run.having(*PLAIN, *draws)
 
     def experts(self, name: str = "experts") -> TinyRun:
-        """A run on pictures, of two experts of Wan."""
+        """A run on images, of two experts of Wan."""
         return make_run(self.root / name, self._model("wan_experts")).having("model.family=wan")
 
     def unet(self, name: str = "unet") -> TinyRun:
-        """A run on pictures, of SDXL's UNet."""
+        """A run on images, of SDXL's UNet."""
         return make_run(self.root / name, self._model("sdxl")).having("model.family=sdxl")
 
     def _model(self, family: str) -> Path:

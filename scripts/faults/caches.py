@@ -34,8 +34,8 @@ class Change:
     """A change of one input.
 
     Attributes:
-        items: pictures or clips that must then be encoded.
-        captions: likewise.
+        items: images or clips that must then be encoded.
+        captions: also.
         settings: that make it.
         file: below the run's folder that is changed,
         edit: and how.
@@ -76,7 +76,7 @@ _ALL_CAPTIONS = {"captions": NUM_CAPTIONS}
 _ALL_CLIPS = {"items": NUM_CLIPS}
 
 PICTURES = {
-    "a picture": Change(items=1, file="data/1.png", edit=lambda path: tiny_picture(80, 48, 77).save(path)),
+    "an image": Change(items=1, file="data/1.png", edit=lambda path: tiny_picture(80, 48, 77).save(path)),
     "a caption": Change(captions=1, file="data/1.txt", edit=lambda path: path.write_text("a green square")),
     "a mask": Change(
         items=1, file="masks/1.png", edit=lambda path: Image.linear_gradient("L").resize((81, 48)).save(path)
@@ -130,8 +130,8 @@ NOTHING = {
 
 
 def changing_pictures(bench: Bench) -> TinyRun:
-    """Five pictures with masks and two captions, and a copy of the pipeline."""
-    run = bench.pictures("changing")
+    """Five images with masks and two captions, and a copy of the pipeline."""
+    run = bench.images("changing")
     (run.root / "masks").mkdir()
     for place in range(NUM_PICTURES):
         Image.radial_gradient("L").resize((80 + place, 48)).save(run.root / "masks" / f"{place}.png")
@@ -287,8 +287,8 @@ def kill_parts(bench: Bench, *, wanted: int) -> int:
 
 
 def _filled_run(bench: Bench, name: str) -> tuple[TinyRun, Path]:
-    """A run of one step on 40 pictures, and its folder after an undisturbed start, which filled the cache."""
-    run = bench.pictures(name)
+    """A run of one step on 40 images, and its folder after an undisturbed start, which filled the cache."""
+    run = bench.images(name)
     _draw(run)
     run = run.having(*PLAIN, "train.steps=1")
     whole = run.root / "whole"
@@ -348,7 +348,7 @@ def _ended_before(child: int, is_time: Callable[[], bool]) -> int | None:
 
 def let_entries_rot(bench: Bench, *, ways: int) -> int:
     """Damage each entry: where that shows from outside, the next start makes it again; else that after it."""
-    run = bench.pictures("rotten")
+    run = bench.images("rotten")
     run = run.having(*PLAIN, "train.steps=3")
     whole, dice = run.root / "whole", bench.new_dice()
     assert train(run, whole) == 0

@@ -50,7 +50,7 @@ def damage_the_run_folder(_bench: Bench) -> str:
 @fault("D7", "exit 3, nothing in its place; what was moved continued bit for bit")
 def lose_the_folder(bench: Bench) -> str:
     """The run folder renamed, removed, or become another run's, in a step and inside a save."""
-    run = bench.pictures()
+    run = bench.images()
     whole, folder, moved = (run.root / name for name in ("whole", "run", "moved"))
     assert train(run, whole, *PLAIN) == 0
 
@@ -85,7 +85,7 @@ def _begin_another(folder: Path) -> int:
 def damage_checkpoints(bench: Bench) -> str:
     """Each file of a checkpoint altered; a run that finds its newest checkpoint damaged."""
     wanted = bench.pick(500, 2000, 20_000)
-    run = bench.pictures()
+    run = bench.images()
     run = run.having(*SETTINGS)
     whole = run.root / "whole"
     assert train(run, whole) == 0
@@ -132,7 +132,7 @@ def continue_beside_a_damaged_one(run: TinyRun, whole: Path, name: str, dice: ra
 @fault("D4", "untouched; the run goes on")
 def leave_foreign_files(bench: Bench) -> str:
     """Foreign files in the run folder; an old checkpoint that cannot be removed, or has vanished."""
-    run = bench.pictures()
+    run = bench.images()
     run = run.having(*SETTINGS, "output.keep_checkpoints=1")
     whole, folder = run.root / "whole", run.root / "run"
     assert train(run, whole) == 0
@@ -189,7 +189,7 @@ def _rotate_around_obstacles(run: TinyRun, folder: Path) -> None:
 @fault("D5", "refused with exit 2, the first goes on; no lock stays")
 def start_two_trainers(bench: Bench) -> str:
     """A second trainer in the same folder; a lock of a killed one."""
-    run = bench.pictures()
+    run = bench.images()
     tries = bench.pick(2, 5, 20)
     endless = (*PLAIN, "train.steps=100000")
     for number in range(tries):

@@ -54,12 +54,12 @@ def fill_the_disk(bench: Bench) -> str:
     stride = bench.pick(9, 2, 1)
     num_calls = 0
     for error in errors:
-        run = bench.pictures(errno.errorcode[error])
+        run = bench.images(errno.errorcode[error])
         num_calls += at_each_call_of_a_save(run, stride, _failing(error), ended=lambda code: code == 3)
     for owner, name, message in LIMITED:
-        _fill_a_real_one(bench.pictures(name), owner, name, message)
+        _fill_a_real_one(bench.images(name), owner, name, message)
     if bench.scale != "ci":
-        _fill_it_for_two(bench.pictures("two"))
+        _fill_it_for_two(bench.images("two"))
     return f"{num_calls} calls, {len(LIMITED)} limits"
 
 

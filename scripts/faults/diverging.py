@@ -1,4 +1,4 @@
-"""H4: runs whose numbers are not finite any more, and how they go on from what their message names."""
+"""H4: runs whose numbers are not finite any more, and how they continue from what their message names."""
 
 import json
 import re
@@ -42,7 +42,7 @@ WAYS: dict[str, Spoil] = {
 def diverge(bench: Bench) -> str:
     """Weights ruined or infinite in a run that saves after each step; NaN in other places."""
     num_tests = num_passed(*TESTS)
-    run = bench.pictures()
+    run = bench.images()
     run = run.having(*SETTINGS)
     whole = run.root / "whole"
     assert train(run, whole, "output.keep_checkpoints=100") == 0

@@ -12,7 +12,7 @@ from faults.settings import BASE, DATA, FREE, NAMED, NEVER, NOT_OF_PICTURES, Cha
 @fault("C2", "refused, refused without resume.allow, or free and then exact")
 def change_each_setting(bench: Bench) -> str:
     """Each setting changed alone."""
-    run = bench.pictures()
+    run = bench.images()
     run = run.having(*BASE)
     whole, stopped = run.root / "whole", run.root / "stopped"
     assert train(run, whole) == 0

@@ -75,7 +75,7 @@ _MEASURED_STEP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes of a step: of frozen weights, of what is trained with its moments, and at most beside them."""
+    """Bytes of a step: of frozen weights, of what is trained with its moments, and at most next to them."""
 
     weights: int
     trained: int
@@ -162,7 +162,7 @@ def _promises_of(message: str, held: Held, tensors: dict[str, torch.Tensor]) -> 
 
 
 def _skip_a_preview(run: TinyRun) -> None:
-    """The run goes on, and says what failed and what would help."""
+    """The run continues, and says what failed and what would help."""
     run = run.having("validation.every_steps=2")
     whole, folder = run.root / "whole", run.root / "preview"
     assert train(run, whole) == 0

@@ -1,4 +1,4 @@
-"""R7: the checkpoints of each released schema that are kept in this repository still load and go on alike."""
+"""R7: the checkpoints of each released schema that this repository keeps still load and continue alike."""
 
 import contextlib
 import hashlib
@@ -70,7 +70,7 @@ def continue_golden(schema: Path, root: Path) -> float:
     assert _restored(root, source) == expected["tensors"]
     with _in(root):
         # The same libraries make the same data. Others may write other bytes into the PNG files and those of
-        # the tiny pipeline, and the fingerprint also names the version of Pillow that decodes the pictures.
+        # the tiny pipeline, and the fingerprint also names the version of Pillow that decodes the images.
         allowed = "resume.allow=[data]"
         assert train(_run(root), root / "run", "--resume", str(source), allowed) == 0
         found = [row["loss"] for row in losses(_run(root), root / "run")]
@@ -81,7 +81,7 @@ def continue_golden(schema: Path, root: Path) -> float:
 
 
 def make_golden(root: Path) -> Path:
-    """Make the golden checkpoint of the present schema anew, and return its folder."""
+    """Make the golden checkpoint of the present schema again, and return its folder."""
     with _in(root):
         run = _run(root)
         stopped_after(run, STEP, Path("run"))

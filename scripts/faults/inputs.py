@@ -23,7 +23,7 @@ from diffsynth_lite.errors import UserError
 from faults.bench import PROVOKED, Bench, environment, fault, num_passed
 
 MINIMAL = (
-    "model:\n  family: qwen_image\n  path: some/model\ndata:\n  path: pictures\noutput:\n  dir: runs/one\n"
+    "model:\n  family: qwen_image\n  path: some/model\ndata:\n  path: images\noutput:\n  dir: runs/one\n"
 )
 LIMIT_S = 2.0
 EXTREMES = (

@@ -38,7 +38,7 @@ SETTINGS = (
 def kill_what_is_kept(bench: Bench) -> str:
     """Kill -9 at calls to the disk of steps that save by time, for good, and as the best."""
     stride = bench.pick(23, 7, 2)
-    run = with_held_out(bench.pictures(), *SETTINGS)
+    run = with_held_out(bench.images(), *SETTINGS)
     whole, stopped, tried = run.root / "whole", run.root / "stopped", run.root / "tried"
     assert train(run, whole) == 0
     check_best(whole)

@@ -39,7 +39,7 @@ def kill_real_runs(bench: Bench) -> str:
     """Kill -9 at random moments of real runs, until done."""
     wanted = bench.pick(4, 60, 300)
     steps = bench.pick(8, 24, 24)
-    runs = [bench.pictures()] if bench.scale == "ci" else [bench.pictures(), bench.clips()]
+    runs = [bench.images()] if bench.scale == "ci" else [bench.images(), bench.clips()]
     dice = bench.new_dice()
     tally = _Tally()
     for number, run in enumerate(runs, start=1):
@@ -102,7 +102,7 @@ def kill_saves(bench: Bench) -> str:
         steps = save_until_killed.kill_one(bench.root / "loop", num_saves=dice.uniform(0, 2))
         save_until_killed.check(bench.root / "loop", steps[-1])
     stride = bench.pick(7, 2, 1)
-    num_calls = at_each_call_of_a_save(bench.pictures(), stride, kill, ended=lambda code: code == -9)
+    num_calls = at_each_call_of_a_save(bench.images(), stride, kill, ended=lambda code: code == -9)
     return f"{num_random} random, {num_calls} calls"
 
 

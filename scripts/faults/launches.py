@@ -48,7 +48,7 @@ class _Launch:
 @fault("P1", "refused in one line with exit 2 and the command that is right; the others are one run")
 def mistake_the_launcher(bench: Bench) -> str:
     """Launchers used by mistake, for train, cache and sample; variables of torchrun and MPI on the CPU."""
-    run = bench.pictures()
+    run = bench.images()
     refused, taken = list(_refused()), list(_taken())
     for place, launch in enumerate([*refused, *taken]):
         folder = run.root / f"run {place}"
@@ -108,8 +108,8 @@ def _launch(run: TinyRun, launch: _Launch, folder: Path) -> tuple[list[int], str
 
 @fault("P2", "all end with exit 2 before anything is loaded; the log of each machine says what differs")
 def start_different_runs(bench: Bench) -> str:
-    """Process 1 of 2 with other settings, base, pictures, versions or sources; on 2 machines, too."""
-    run = bench.pictures()
+    """Process 1 of 2 with other settings, base, images, versions or sources; on 2 machines, too."""
+    run = bench.images()
     cases = dict(_differences(run))
     for name, (says, other) in cases.items():
         folder = run.root / name
@@ -144,11 +144,11 @@ def _differences(run: TinyRun) -> Iterator[tuple[str, tuple[str, dict[str, list[
     (weights,) = (base / "vae").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
     yield "base", ("vae of model.path is", of(f"model.path={base}"))
-    pictures = run.root / "other pictures"
-    shutil.copytree(run.root / "data", pictures)
-    tiny_picture(80, 48, 99).save(pictures / "0.png")
-    yield "picture", ("pictures and clips of data is", of(f"data.path={pictures}"))
-    fewer = run.root / "fewer pictures"
+    images = run.root / "other images"
+    shutil.copytree(run.root / "data", images)
+    tiny_picture(80, 48, 99).save(images / "0.png")
+    yield "picture", ("pictures and clips of data is", of(f"data.path={images}"))
+    fewer = run.root / "fewer images"
     shutil.copytree(run.root / "data", fewer)
     (fewer / "4.png").unlink()
     (fewer / "4.txt").unlink()

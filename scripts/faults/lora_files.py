@@ -48,8 +48,8 @@ _IDLE: dict[str, Any] = {
 
 @fault("S6", "refused with a line, or without effect; nothing executed")
 def attack_lora_files(bench: Bench) -> str:
-    """LoRA files damaged or hostile: file, header, tensors, settings in them and beside them."""
-    run = bench.pictures()
+    """LoRA files damaged or hostile: file, header, tensors, settings in them and next to them."""
+    run = bench.images()
     assert train(run, run.root / "whole", *SETTINGS) == 0
     marker = bench.root / "planted code ran"
     counts: Counter[Outcome] = Counter()
@@ -95,7 +95,7 @@ def _convert(run: TinyRun, folder: Path) -> int:
 
 
 def attacks_on(marker: Path) -> Iterator[Attack]:
-    """All attacks on a LoRA file, and on peft's settings in and beside it."""
+    """All attacks on a LoRA file, and on peft's settings in and next to it."""
     yield from on_any_file(_FILE, marker)
     yield from on_header(_FILE)
     for what, change in _TENSORS.items():

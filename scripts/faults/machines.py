@@ -96,7 +96,7 @@ def share_no_folders(bench: Bench) -> str:
     """2 machines of 2 processes that share neither run folder nor cache nor data: started, started again when
     finished, continued; the main process elsewhere, no data, no run folder.
     """
-    run = bench.pictures()
+    run = bench.images()
     run = run.having(*PLAIN, "train.micro_batch_size=1")
     shared, first, second = (run.root / name for name in ("shared", "first", "second"))
     for machine in (shared, first, second):

@@ -1,4 +1,4 @@
-"""M1 and M2: files of pictures and clips that are odd, bad, or damaged at random."""
+"""M1 and M2: files of images and clips that are odd, bad, or damaged at random."""
 
 import json
 import time
@@ -43,7 +43,7 @@ class Cost:
 
 @fault("M1", "each as its table says, in 5 s and 1 GiB; the run leaves out exactly what is bad")
 def read_odd_media(bench: Bench) -> str:
-    """Odd and bad pictures and clips, alone and in a run."""
+    """Odd and bad images and clips, alone and in a run."""
     files = bench.root / "files"
     images, clips = files / "images", files / "clips"
     _in_child(bench, "make", lambda: _make_corpora(images, clips))
@@ -55,15 +55,15 @@ def read_odd_media(bench: Bench) -> str:
     assert slowest_s < LIMIT_S, slowest_s
     assert max(each.mib for each in costs.values()) < LIMIT_MIB
     added_mib = max(each.added_mib for each in costs.values())
-    left_out = _quarantined(bench.pictures(), images) + _quarantined(bench.clips(), clips)
+    left_out = _quarantined(bench.images(), images) + _quarantined(bench.clips(), clips)
     return (
-        f"{len(images_of_corpus())} pictures, {len(CLIPS)} clips, at most {slowest_s:.1f} s of a processor "
+        f"{len(images_of_corpus())} images, {len(CLIPS)} clips, at most {slowest_s:.1f} s of a processor "
         f"and {added_mib:.0f} MiB; 2 runs, which leave {left_out} out"
     )
 
 
 def images_of_corpus() -> dict[str, bytes]:
-    """All pictures by name."""
+    """All images by name."""
     return {name: content for name, (content, _) in (ACCEPTED | BAD_HEADERS | BAD_BODIES).items()}
 
 
@@ -102,7 +102,7 @@ def _quarantined(run: TinyRun, media: Path) -> int:
 
 @fault("M2", "no crash, no hang, no clip that is short without an error")
 def damage_media(bench: Bench) -> str:
-    """Pictures and clips damaged at random."""
+    """Images and clips damaged at random."""
     num_clips, num_images = bench.pick(20, 180, 1800), bench.pick(20, 600, 6000)
     whole = write_clip(bench.root / "whole.mp4", container={"movflags": "faststart"})
     pixels = _frames_of(whole)

@@ -26,7 +26,7 @@ Outcome = Literal["refused", "accepted", "traceback", "no answer"]
 SETTINGS = (*PLAIN, "train.steps=1", "train.lr_scheduler=constant", "data.num_workers=0")
 LIMIT_S = 20.0
 MEMORY_BYTES = 2 << 30
-"""That a start may take beside what the process has: to build what a hostile size asks for takes more."""
+"""That a start may take next to what the process has: to build what a hostile size asks for takes more."""
 MAX_LINES = 3
 """Of an answer: a wrong size may show in more than one check."""
 DEPTH = 100_000
@@ -52,7 +52,7 @@ class Attack:
         file: what is damaged, in the folder.
         what: is done to it.
         spoil: does it, given the path of the file.
-        is_harmless: whether a run may go on as if nothing were; else it has to end in a line.
+        is_harmless: whether a run may continue as if nothing were; else it has to end in a line.
     """
 
     file: str
@@ -85,8 +85,8 @@ def attack_folders(bench: Bench) -> str:
 
 
 def runs(bench: Bench) -> dict[str, TinyRun]:
-    """A run of each of three pipelines: pictures, clips with two experts, and a UNet."""
-    return {"qwen_image": bench.pictures(), "wan": bench.experts(), "sdxl": bench.unet()}
+    """A run of each of three pipelines: images, clips with two experts, and a UNet."""
+    return {"qwen_image": bench.images(), "wan": bench.experts(), "sdxl": bench.unet()}
 
 
 def model_of(run: TinyRun) -> Path:

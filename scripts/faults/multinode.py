@@ -99,7 +99,7 @@ class _Setup:
 
 
 def _set_up(bench: Bench, nodes: tuple[Node, Node], name: str, *settings: str) -> _Setup:
-    run = bench.pictures(name)
+    run = bench.images(name)
     run = run.having(*PLAIN, "train.micro_batch_size=1", f"train.steps={STEPS}")
     disk = run.root / "disk"
     disk.mkdir()

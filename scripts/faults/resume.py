@@ -55,15 +55,15 @@ class Whole:
 
 
 def plans(bench: Bench) -> dict[str, TinyRun]:
-    """The runs that are resumed: three of pictures with 1, 2 and 4 micro-batches a step, and one of clips."""
+    """The runs that are resumed: three of images with 1, 2 and 4 micro-batches a step, and one of clips."""
 
     def plan(run: TinyRun, *settings: str) -> TinyRun:
         return run.having(*settings)
 
     return {
-        "pictures": plan(bench.mixed("one"), "train.micro_batch_size=4", *COSINE),
-        "pictures, 2 micro-batches": plan(bench.mixed("two"), *CONSTANT),
-        "pictures, 4 micro-batches": plan(
+        "images": plan(bench.mixed("one"), "train.micro_batch_size=4", *COSINE),
+        "images, 2 micro-batches": plan(bench.mixed("two"), *CONSTANT),
+        "images, 4 micro-batches": plan(
             bench.mixed("four"), "train.micro_batch_size=1", *AVERAGED, "train.lr_scheduler=linear"
         ),
         "clips, 2 micro-batches": plan(bench.clips(), *COSINE),
@@ -74,7 +74,7 @@ def plans(bench: Bench) -> dict[str, TinyRun]:
 def resume_at_every_step(bench: Bench) -> str:
     """Resumed at every step."""
     steps = bench.pick(4, 8, 25)
-    names = bench.pick(("pictures", "clips, 2 micro-batches"), None, None)
+    names = bench.pick(("images", "clips, 2 micro-batches"), None, None)
     num_points = 0
     for name, run in plans(bench).items():
         if names is not None and name not in names:
@@ -83,7 +83,7 @@ def resume_at_every_step(bench: Bench) -> str:
         for step in range(1, steps):
             whole.check_resumed_at(step)
             num_points += 1
-        # Workers are started anew for each: seconds of imports.
+        # Workers are started again for each: seconds of imports.
         for step in range(steps // 2, steps, bench.pick(steps, steps, 6)):
             if bench.scale != "ci":
                 whole.check_resumed_at(step, "data.num_workers=2")
@@ -115,7 +115,7 @@ def resume_again_and_again(bench: Bench) -> str:
 def resume_with_other_flags(bench: Bench) -> str:
     """Checkpointing and offload flags changed between the halves."""
     steps = bench.pick(4, 4, 8)
-    names = bench.pick(("pictures",), ("pictures", "clips, 2 micro-batches"), None)
+    names = bench.pick(("images",), ("images", "clips, 2 micro-batches"), None)
     tried = 0
     for name, run in plans(bench).items():
         if names is not None and name not in names:
@@ -171,7 +171,7 @@ def _must_be_seen(name: str) -> Iterator[None]:
 @fault("R6", "R1 sees every one")
 def break_the_resume(bench: Bench) -> str:
     """A resume that is wrong on purpose."""
-    whole = Whole.of(plans(bench)["pictures"], 4)
+    whole = Whole.of(plans(bench)["images"], 4)
     for name, (apply, settings) in CONTROLS.items():
         with _must_be_seen(name), pytest.MonkeyPatch.context() as patch:
             apply(patch)

@@ -127,7 +127,7 @@ NEEDED: Mapping[str, Change] = {
     **dict.fromkeys(("train.context_parallel", "train.context_parallel_kind"), ("lora.dropout=0",)),
     "lora.lokr_factor": ("lora.kind=lokr", "lora.dropout=0"),
 }
-"""What the run that is continued has beside ``BASE``, where a change is refused without."""
+"""What the run that is continued has next to ``BASE``, where a change is refused without."""
 
 NOT_OF_PICTURES = frozenset(
     [
@@ -142,7 +142,7 @@ NOT_OF_PICTURES = frozenset(
         ),
     ]
 )
-"""Changes that the tiny pipeline of pictures, or its one folder, refuses before anything is compared."""
+"""Changes that the tiny pipeline of images, or its one folder, refuses before anything is compared."""
 
 TABLES: Mapping[Verdict, Mapping[str, Change]] = {
     "never": NEVER,

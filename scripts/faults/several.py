@@ -108,7 +108,7 @@ def change_the_number_of_processes(bench: Bench) -> str:
 @fault("K3", "no process left 45 s later (for good: after train.step_timeout_minutes); continued bit for bit")
 def lose_a_process(bench: Bench) -> str:
     """One of 2 processes killed; stopped for seconds; stopped for good."""
-    run = bench.pictures()
+    run = bench.images()
     steps = ("train.steps=120", *PLAIN, "train.micro_batch_size=1", "output.checkpoint_every_steps=5")
     run = run.having(*steps)
     whole = run.root / "whole"
@@ -175,7 +175,7 @@ def _seconds_until_gone(launcher: "subprocess.Popen[bytes]", folder: Path, limit
 def spoil_one_process(bench: Bench) -> str:
     """NaN or infinity in loss, gradient, latents or captions of one of 2 processes."""
     spoiled = {2: "loss", 4: "gradient", 6: "latents", 8: "captions", 10: "loss", 11: "gradient", 13: "loss"}
-    run = bench.pictures()
+    run = bench.images()
     run = run.having(*PLAIN, "train.steps=13", "train.micro_batch_size=1")
     for rank in bench.pick(("1",), ("1",), ("0", "1")):
         notes = run.root / f"notes of {rank}"

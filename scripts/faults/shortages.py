@@ -31,7 +31,7 @@ LATE_S = 60.0
 @fault("H2", "exit 3 at once, or after the timeout; no process left; continued bit for bit")
 def lose_a_worker(bench: Bench) -> str:
     """A data worker killed; a data worker that hangs in a read."""
-    run = bench.pictures()
+    run = bench.images()
     run = run.having(*PLAIN, "train.steps=20")
     whole = run.root / "whole"
     assert train(run, whole) == 0

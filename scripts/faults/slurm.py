@@ -86,7 +86,7 @@ def run_the_examples(bench: Bench) -> str:
     """Examples/slurm under a SLURM of 2 simulated nodes: cache by parts, trained on 1 and 2 nodes, started
     again when finished, the time limit, a step cancelled, processes of a node killed, a node that dies.
     """
-    run = bench.pictures()
+    run = bench.images()
     # Steps that take a while: the time limit comes after minutes.
     steady = ("train.micro_batch_size=1", "train.global_batch_size=32", "output.checkpoint_every_steps=4")
     run = run.having(*PLAIN, *steady)
@@ -175,7 +175,7 @@ def _end_early(jobs: _Jobs, folder: Path) -> float:
 
 
 def _lose_a_node(jobs: _Jobs, folder: Path) -> None:
-    """All processes of a node end, SLURM's too: SLURM queues the job again, and the run goes on."""
+    """All processes of a node end, SLURM's too: SLURM queues the job again, and the run continues."""
     job = jobs.train(f"train.steps={ENDLESS}", f"output.dir={folder}")
     jobs.wait_for_steps(job, 6)
     node = jobs.cluster.nodes[1]

@@ -15,7 +15,7 @@ from faults.bench import PROVOKED, Bench, environment, fault, launched
 MAX_GROWTH = 0.05
 SAVE_EVERY = 20
 SAVE_EVERY_MINUTES = 0.005
-"""Far less than the steps between two saves take, and each save starts this time anew."""
+"""Far less than the steps between two saves take, and each save starts this time again."""
 KEEP, KEEP_EVERY = 2, 1000
 WARM_UP = 0.2
 """Of the run: allocators and caches fill."""
@@ -38,7 +38,7 @@ def soak(bench: Bench) -> str:
 
 
 def _of_one_shape(bench: Bench) -> TinyRun:
-    run = bench.pictures()
+    run = bench.images()
     return run.having(*_with_everything(run))
 
 

@@ -47,11 +47,11 @@ def signal_everything(bench: Bench) -> str:
     launchers = [(name, number) for name in LAUNCHERS for number in bench.pick(SIGNALS[:1], SIGNALS, SIGNALS)]
     repeats = bench.pick(1, 1, 5)
     for name, number in launchers * repeats:
-        signal_a_launcher(bench.pictures(f"{name} {number.name} {time.monotonic()}"), LAUNCHERS[name], number)
+        signal_a_launcher(bench.images(f"{name} {number.name} {time.monotonic()}"), LAUNCHERS[name], number)
     stages = 0
     for stage in STAGES:
         for number in bench.pick(SIGNALS[:1], SIGNALS[:1], SIGNALS):
-            signal_at_a_stage(bench.pictures(f"{stage} {number.name}"), stage, number)
+            signal_at_a_stage(bench.images(f"{stage} {number.name}"), stage, number)
             stages += 1
     return f"{len(launchers) * repeats} starts by 3 launchers, {stages} stages, {num_passed(*TESTS)} tests"
 
@@ -59,7 +59,7 @@ def signal_everything(bench: Bench) -> str:
 @fault("K5", "exit 0, status and metrics as ever, equal")
 def lose_the_log(bench: Bench) -> str:
     """The log lost: a closed pipe, a terminal that is gone, a full disk under it."""
-    run = bench.pictures()
+    run = bench.images()
     whole = run.root / "whole"
     assert train(run, whole, *PLAIN) == 0
     for number, opened in enumerate((os.pipe, os.openpty, _full_disk)):

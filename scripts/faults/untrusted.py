@@ -30,7 +30,7 @@ from faults.bench import PLAIN, Bench, fault, num_passed, stopped_after, train
 
 SETTINGS = (*PLAIN, "train.steps=3", "data.num_workers=0")
 SURVIVED = (0, 2)
-"""Exit codes of a run that meets a file that it cannot read: it goes on without, or says so."""
+"""Exit codes of a run that meets a file that it cannot read: it continues without, or says so."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def plant_pickles(bench: Bench) -> str:
 
 def _starts(bench: Bench) -> dict[str, Start]:
     """A start for each kind of file: checkpoint and run folder, cache, data, LoRA."""
-    run = bench.pictures()
+    run = bench.images()
     run = run.having(*SETTINGS)
     stopped = run.root / "stopped"
     stopped_after(run, 2, stopped)
@@ -96,7 +96,7 @@ def _starts(bench: Bench) -> dict[str, Start]:
     return {
         "checkpoint and run folder": Start(run, _files(stopped), stopped),
         "cache": Start(run, _files(run.root / "cache")),
-        "pictures and captions": Start(run, (data / "1.png", data / "1.txt")),
+        "images and captions": Start(run, (data / "1.png", data / "1.txt")),
         **{f"metadata{suffix}": _with_rows(run, data, suffix) for suffix in (".jsonl", ".csv", ".parquet")},
         "dataset": _with_dataset(run, data),
         "LoRA": _with_lora(run, stopped),
@@ -108,7 +108,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
 
 
 def _with_rows(run: TinyRun, data: Path, suffix: str) -> Start:
-    """Captions in one metadata file beside the pictures."""
+    """Captions in one metadata file next to the images."""
     rows = [{"file_name": f"{place}.png", "text": "a red circle"} for place in range(5)]
     metadata = run.root / f"rows{suffix}"
     if suffix == ".jsonl":
@@ -171,7 +171,7 @@ def leak_secrets(bench: Bench) -> str:
 @fault("S4", "pass, and try no connection")
 def cut_the_network(bench: Bench) -> str:
     """Runs without a network."""
-    runs = [bench.pictures()] if bench.scale == "ci" else [bench.pictures(), bench.clips()]
+    runs = [bench.images()] if bench.scale == "ci" else [bench.images(), bench.clips()]
     num_starts = 0
     for run in runs:
         for is_offline in (True, False):
