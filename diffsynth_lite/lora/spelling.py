@@ -138,11 +138,6 @@ COGVIDEOX_IN_COMFYUI = Spelling(
 COGVIDEOX_NAMES = replace(DIFFUSERS, unknown_to_comfyui=("",), for_comfyui=COGVIDEOX_IN_COMFYUI)
 """Diffusers' own names, of CogVideoX."""
 
-ERNIE_IMAGE_NAMES = Spelling(
-    prefixes=MappingProxyType({"transformer": "diffusion_model"}), unknown_to_comfyui=()
-)
-"""Diffusers' names but for the prefix: its pipeline takes that, too, and ComfyUI has the same modules."""
-
 ANIMA_NAMES = Spelling(
     prefixes=MappingProxyType({"transformer": "diffusion_model"}),
     renames=(
@@ -166,30 +161,6 @@ ANIMA_NAMES = Spelling(
         ("proj_out", "final_layer.linear"),
         ("time_embed.t_embedder", "t_embedder.1"),
         ("patch_embed.proj", "x_embedder.proj.1"),
-    ),
-    unknown_to_comfyui=(),
-)
-"""The names of the models' own repository, which ComfyUI has, too."""
-
-LTX_VIDEO_NAMES = Spelling(
-    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
-    unknown_to_comfyui=("proj_in", "time_embed"),
-)
-"""Diffusers' names but for the prefix; those of the two layers would be others in ComfyUI."""
-
-LTX2_NAMES = Spelling(
-    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
-    renames=(
-        ("proj_in", "patchify_proj"),
-        ("audio_proj_in", "audio_patchify_proj"),
-        ("time_embed", "adaln_single"),
-        ("audio_time_embed", "audio_adaln_single"),
-        ("prompt_adaln", "prompt_adaln_single"),
-        ("audio_prompt_adaln", "audio_prompt_adaln_single"),
-        ("av_cross_attn_video_scale_shift", "av_ca_video_scale_shift_adaln_single"),
-        ("av_cross_attn_audio_scale_shift", "av_ca_audio_scale_shift_adaln_single"),
-        ("av_cross_attn_video_a2v_gate", "av_ca_a2v_gate_adaln_single"),
-        ("av_cross_attn_audio_v2a_gate", "av_ca_v2a_gate_adaln_single"),
     ),
     unknown_to_comfyui=(),
 )

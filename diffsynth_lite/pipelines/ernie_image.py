@@ -7,6 +7,7 @@ Sources: diffusers ``transformer_ernie_image.py`` and ``pipeline_ernie_image.py`
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -21,7 +22,7 @@ from transformers import Mistral3Model
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.lora import known_names
-from diffsynth_lite.lora.spelling import ERNIE_IMAGE_NAMES
+from diffsynth_lite.lora.spelling import Spelling
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
@@ -44,6 +45,12 @@ _NUM_TIMESTEPS = 1000
 # A literal in the pipeline, which the model was trained with; the autoencoder's file has 1e-4, of FLUX.2.
 _NORM_EPS = 1e-5
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+ERNIE_IMAGE_NAMES = Spelling(
+    prefixes=MappingProxyType({"transformer": "diffusion_model"}), unknown_to_comfyui=()
+)
+"""Diffusers' names but for the prefix: its pipeline takes that, too, and ComfyUI has the same modules."""
 
 
 @model_function

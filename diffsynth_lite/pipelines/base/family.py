@@ -49,6 +49,8 @@ class ModelFamily(LoraFormat):
             they are multiplied with does not train; the recompute then leaves their products out.
         refused_in_prompts: texts that its pipeline takes in no prompt, as they stand for an image or a video.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
+        sequence_split: how context parallelism splits its model; None where it cannot.
+        default_num_layers: of a preview unless user or data say otherwise; 0 where none is in layers.
         splits_batches: whether ``predict`` runs the model several times for some batches.
         is_counted_by_few_blocks: whether a few blocks, each called with what the last one gave, say what all
             of them hold.
@@ -74,6 +76,8 @@ class ModelFamily(LoraFormat):
     blocks_by_hook: ClassVar[bool] = True
     prompt_sees_images: ClassVar[bool] = False
     splits_batches: ClassVar[bool] = False
+    sequence_split: ClassVar[SequenceSplit | None] = None
+    default_num_layers: ClassVar[int] = 0
     is_counted_by_few_blocks: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
@@ -129,11 +133,6 @@ class ModelFamily(LoraFormat):
     @abstractmethod
     def block_lists(self) -> tuple[str, ...]:
         """Where the first of ``trained`` holds its blocks, in call order; often a plain attribute."""
-
-    @property
-    def sequence_split(self) -> SequenceSplit | None:
-        """How context parallelism splits its model; None where it cannot. Many give it as an attribute."""
-        return None
 
     @property
     @abstractmethod
@@ -214,11 +213,6 @@ class ModelFamily(LoraFormat):
             UserError: the clip is too short for its sound.
         """
         return None
-
-    @property
-    def default_num_layers(self) -> int:
-        """Layers of a preview unless user or data say otherwise; 0 where no picture is taken apart."""
-        return 0
 
     @property
     def max_inputs(self) -> int | None:

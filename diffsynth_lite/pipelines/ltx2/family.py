@@ -27,8 +27,6 @@ from transformers import Gemma3ForConditionalGeneration
 
 from diffsynth_lite.core.gradient import count_blocks, gradient_flags
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import ltx2_names
-from diffsynth_lite.lora.spelling import LTX2_NAMES
 from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Drawn, Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
@@ -40,6 +38,7 @@ from diffsynth_lite.pipelines.base.first_frame import (
 )
 from diffsynth_lite.pipelines.ltx2.drawing import Connected, guidance_arguments, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.forward import BLOCK_LISTS, UNUSED_MATMULS, model_fn_ltx2
+from diffsynth_lite.pipelines.ltx2.names import LTX2_LAYERS, LTX2_NAMES
 from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, prompt_encoder
 from diffsynth_lite.pipelines.ltx2.releases import LTX_2
 from diffsynth_lite.pipelines.ltx2.sound import COMPRESSION, encode_audio, num_audio_latents
@@ -105,7 +104,7 @@ class LTX2(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "ltx2_lora.yaml"}
     transformer_class = LTX2VideoTransformer3DModel
     lora_spelling = LTX2_NAMES
-    lora_layers = ltx2_names.LTX2
+    lora_layers = LTX2_LAYERS
     block_lists = BLOCK_LISTS
     unused_matmuls = UNUSED_MATMULS
     record_kinds = ("video", "image", "image_to_video")

@@ -8,6 +8,7 @@ Sources: diffusers ``transformer_ltx.py``, ``pipeline_ltx.py``, ``pipeline_ltx_i
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -26,7 +27,7 @@ from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_f
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
-from diffsynth_lite.lora.spelling import LTX_VIDEO_NAMES
+from diffsynth_lite.lora.spelling import Spelling
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
@@ -58,6 +59,13 @@ _DECODING = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 LTX-Video, which has these of all releases."""
 _START_NOISE = 0.15
 """Default of ``image_cond_noise_scale`` of ``LTXConditionPipeline``."""
+
+
+LTX_VIDEO_NAMES = Spelling(
+    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
+    unknown_to_comfyui=("proj_in", "time_embed"),
+)
+"""Diffusers' names but for the prefix; those of the two layers would be others in ComfyUI."""
 
 
 @model_function

@@ -8,7 +8,25 @@ from types import MappingProxyType
 
 from diffsynth_lite.lora.known_names import LoraLayers
 from diffsynth_lite.lora.layer_names import LayerNames, renamed
-from diffsynth_lite.lora.spelling import LTX2_NAMES
+from diffsynth_lite.lora.spelling import Spelling
+
+LTX2_NAMES = Spelling(
+    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
+    renames=(
+        ("proj_in", "patchify_proj"),
+        ("audio_proj_in", "audio_patchify_proj"),
+        ("time_embed", "adaln_single"),
+        ("audio_time_embed", "audio_adaln_single"),
+        ("prompt_adaln", "prompt_adaln_single"),
+        ("audio_prompt_adaln", "audio_prompt_adaln_single"),
+        ("av_cross_attn_video_scale_shift", "av_ca_video_scale_shift_adaln_single"),
+        ("av_cross_attn_audio_scale_shift", "av_ca_audio_scale_shift_adaln_single"),
+        ("av_cross_attn_video_a2v_gate", "av_ca_a2v_gate_adaln_single"),
+        ("av_cross_attn_audio_v2a_gate", "av_ca_v2a_gate_adaln_single"),
+    ),
+    unknown_to_comfyui=(),
+)
+"""The names of the models' own repository, which ComfyUI has, too."""
 
 _BLOCK = "transformer_blocks.*"
 _ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
@@ -26,7 +44,7 @@ _OUTSIDE = (
     *("proj_in", "audio_proj_in", "proj_out", "audio_proj_out"),
 )
 
-LTX2: LoraLayers = MappingProxyType(
+LTX2_LAYERS: LoraLayers = MappingProxyType(
     {
         "transformer": LayerNames(
             layers=(
