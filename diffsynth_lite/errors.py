@@ -26,12 +26,12 @@ class CheckpointError(UserError):
 class RunStoppedError(RuntimeError):
     """The run had to stop although its settings were right: non-finite numbers, no memory, a full disk.
 
-    The message says what is safe and how to go on.
+    The message says what is safe and how to continue.
     """
 
 
 class RunDivergedError(RunStoppedError):
-    """Losses, gradients or weights of a run are not finite, so what it has come to is no result."""
+    """Losses, gradients or weights of a run are not finite, so what it has come to is not a result."""
 
 
 class RunInterrupted(BaseException):

@@ -38,7 +38,7 @@ _UNFINISHED_NAME = re.compile(r"\.tmp-.+-[0-9a-f]{8}", re.DOTALL)
 
 
 def temporary_path(path: Path) -> Path:
-    """A new name beside ``path``, to write to before the rename; see :func:`is_unfinished`."""
+    """A new name next to ``path``, to write to before the rename; see :func:`is_unfinished`."""
     return path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
 
 

@@ -1,4 +1,4 @@
-"""This file holds decoded media: what an encoder gets of an item, what is drawn, and pictures to be shown."""
+"""This file holds decoded media: what an encoder gets of an item, what is drawn, and images to be shown."""
 
 import base64
 import io
@@ -17,18 +17,18 @@ _SQUARE_PX = 8
 _LIGHT_SQUARES, _DARK_SQUARES = (255, 255, 255, 255), (204, 204, 204, 255)
 
 RecordKind = Literal["image", "video", "edit", "image_to_video", "control", "inpaint", "layers"]
-"""What an item of a data set is: a picture, a clip, pictures to edit with their target, a clip with its first
-or last frame, a picture or clip with one that guides it, one with a mask of what is painted anew, a picture
+"""What an item of a data set is: an image, a clip, images to edit with their target, a clip with its first
+or last frame, an image or clip with one that guides it, one with a mask of what is regenerated, an image
 with its layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crop:
-    """What a picture was, and where in it its crop lies, after it was resized to cover the training size.
+    """What an image was, and where in it its crop lies, after it was resized to cover the training size.
 
     Attributes:
-        original_width: of the upright picture before, in pixels, as is ``original_height``.
-        left: pixels of the resized picture that lie left of the crop, as ``top`` lie above it.
+        original_width: of the upright image before, in pixels, as is ``original_height``.
+        left: pixels of the resized image that lie left of the crop, as ``top`` lie above it.
     """
 
     original_width: int
@@ -39,7 +39,7 @@ class Crop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioFormat:
-    """The form in which a family takes and makes sound.
+    """The form in which a family takes and makes audio.
 
     Attributes:
         sample_rate: samples a second.
@@ -52,7 +52,7 @@ class AudioFormat:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Audio:
-    """Sound.
+    """Audio.
 
     Attributes:
         waveform: (channels, samples), in [-1, 1] where nothing is clipped, fp32, on the CPU.
@@ -71,7 +71,7 @@ class Audio:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipWithAudio:
-    """A clip that was drawn with its sound.
+    """A clip that was generated with its audio.
 
     Attributes:
         frames: RGB, all of one size.
@@ -86,18 +86,18 @@ class Media:
     """The decoded media of one item: upright, cropped, at the training size.
 
     Attributes:
-        frames: RGB, all of one size; one for a picture.
-        inputs: RGB pictures that an edit starts from, each of a size of its own.
-        layers: RGBA pictures of the frames' size that the frame is taken apart into, the one at the bottom
+        frames: RGB, all of one size; one for an image.
+        inputs: RGB images that an edit starts from, each of a size of its own.
+        layers: RGBA images of the frames' size that the frame is split into, the one at the bottom
             first.
         first_frame: RGB of the frames' size; None where the item names none, as with ``last_frame``.
         mask: mode "L" of the frames' size: 255 counts in the loss, 0 does not. None: all counts.
         control: RGB of the frames' size, as many: what guides each of them; empty where nothing does.
-        inpaint_mask: mode "L" of the frames' size, as many: 255 where each is painted anew, 0 where it stays;
+        inpaint_mask: mode "L" of the frames' size, as many: 255 where each is regenerated, 0 where it stays;
             empty where there is none.
-        fps: frames per second of a clip; None for a picture.
-        crop: of a picture; None for a clip, and where it was neither resized nor cropped.
-        audio: sound of a clip while its frames are shown, in the family's form, as long as they are; None
+        fps: frames per second of a clip; None for an image.
+        crop: of an image; None for a clip, and where it was neither resized nor cropped.
+        audio: audio of a clip while its frames are shown, in the family's form, as long as they are; None
             where it is not asked for, or the file has none then.
     """
 
@@ -120,7 +120,7 @@ class Prompt:
 
     Attributes:
         text: the caption.
-        images: RGB pictures that it sees beside the text, in families that edit.
+        images: RGB images that it sees next to the text, in families that edit.
         is_negative: whether guidance steers away from it: the negative prompt of a preview, and the empty
             caption that stands for a dropped one. Some pipelines encode these in another way.
     """
@@ -131,11 +131,11 @@ class Prompt:
 
 
 Drawn = list[Image] | ClipWithAudio
-"""One preview: the frames of a clip, or a picture as a clip of one frame; or a clip with its sound."""
+"""One preview: the frames of a clip, or an image as a clip of one frame; or a clip with its audio."""
 
 
 def frames_of(drawn: Drawn) -> list[Image]:
-    """The pictures of what was drawn."""
+    """The images of what was drawn."""
     return drawn.frames if isinstance(drawn, ClipWithAudio) else drawn
 
 
@@ -147,9 +147,9 @@ def evenly_spread(values: Sequence[_Value], count: int) -> list[_Value]:
 
 
 def frame_strip(frames: Sequence[Image]) -> Image:
-    """A picture of a clip: up to five of its frames side by side, evenly spread; a single frame is itself.
+    """An image of a clip: up to five of its frames side by side, evenly spread; a single frame is itself.
 
-    Of layers, which are RGBA, all stand there, over a checkerboard.
+    Of layers, which are RGBA, all are there, over a checkerboard.
     """
     are_layers = frames[0].mode == "RGBA"
     shown = list(frames) if are_layers else evenly_spread(frames, STRIP_FRAMES)
@@ -161,7 +161,7 @@ def frame_strip(frames: Sequence[Image]) -> Image:
 
 
 def opaque(picture: Image) -> Image:
-    """A picture as RGB; what shows through it is a checkerboard."""
+    """An image as RGB; what shows through it is a checkerboard."""
     if picture.mode != "RGBA":
         return picture.convert("RGB")
     width, height = picture.size
@@ -174,7 +174,7 @@ def opaque(picture: Image) -> Image:
 
 
 def jpeg_url(picture: Image) -> str:
-    """A picture as a JPEG in a data URL: the same text for the same picture."""
+    """An image as a JPEG in a data URL: the same text for the same image."""
     file = io.BytesIO()
     opaque(picture).save(file, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

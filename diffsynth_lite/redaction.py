@@ -91,7 +91,7 @@ _in_force: ContextVar[Redactor] = ContextVar("redactor", default=_FORMS_ALONE)
 
 @contextmanager
 def in_force(redactor: Redactor) -> Iterator[None]:
-    """Scope in which :func:`redacted` masks what this redactor knows; elsewhere it masks forms alone."""
+    """Scope in which :func:`redacted` masks what this redactor knows; elsewhere it masks forms only."""
     before = _in_force.set(redactor)
     try:
         yield

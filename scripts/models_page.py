@@ -28,9 +28,9 @@ RECORDS = {
     "video": "clips",
     "edit": "edit pairs",
     "image_to_video": "clips with a first frame",
-    "layers": "pictures with their layers",
-    "control": "pictures or clips with what guides them",
-    "inpaint": "pictures with a mask of what is painted anew",
+    "layers": "images with their layers",
+    "control": "images or clips with what guides them",
+    "inpaint": "images with a mask of what is regenerated",
 }
 BY_THE_FOLDER = "what the model's folder says"
 
@@ -47,8 +47,8 @@ Of a hub id, a run and `diffsynth-lite cache fill` fetch the folders that its in
 else of the repository: first settings and tokenizers, by which the model is checked; then, when nothing
 is wrong with config and data either, of each component the safetensors files of `model.variant` that its
 library loads. They say before how much that is, and do not begin where the disk of the hub's cache
-(`HF_HOME`) has no room for it. All is of one commit. After an interruption the same command goes on:
-huggingface_hub 2.4 keeps the files that are complete, and begins the others anew. With
+(`HF_HOME`) has no room for it. All is of one commit. After an interruption the same command continues:
+huggingface_hub 2.4 keeps the files that are complete, and begins the others again. With
 `HF_HUB_OFFLINE=1`, or while the hub cannot be reached, the cache is enough where it has all of them.
 `diffsynth-lite doctor` fetches no weights.
 
@@ -57,20 +57,20 @@ The index is `model_index.json` or, where there is none, `modular_model_index.js
 a revision in it. Each is fetched when the family asks for it, all of one revision of a repository from one
 commit, and what is of the pipeline's own repository from the pipeline's commit. In a local folder, a
 component whose files are there is read from there, whatever the index says, as diffusers does. A place that
-is no hub id, such as the folder of the machine where the index was written, is never read. Identities of
+is not a hub id, such as the folder of the machine where the index was written, is never read. Identities of
 models and keys of the cache are made of the files, wherever they lie.
 
 By such an index Anima is trained. Others are opened, and refused by the name of their pipeline: of what
-diffusers 0.42.1 has as modular pipelines alone (FLUX.3, LTX-2.5, MiniMax-H3, Wan Animate 2) no family
+diffusers 0.42.1 has as modular pipelines only (FLUX.3, LTX-2.5, MiniMax-H3, Wan Animate 2) no family
 trains the model; of a model that a family trains, Qwen-Image 2.1 Turbo among them, the repository or
 folder with a `model_index.json` is the one to name.
 
 The transformer may also come from one file, as ComfyUI has them: `model.transformer_file`
 ([base-model.md](base-model.md#from-one-file)).
 
-A distilled release makes pictures in few steps, mostly without guidance. Training knows nothing of the
-distillation and undoes it: with the LoRA, few steps give blurred pictures. Where a family's files tell such a
-release, below as "distilled releases", or else its name alone, a run and `diffsynth-lite doctor` warn of it.
+A distilled release makes images in few steps, mostly without guidance. Training knows nothing of the
+distillation and undoes it: with the LoRA, few steps give blurred images. Where a family's files tell such a
+release, below as "distilled releases", or else its name only, a run and `diffsynth-lite doctor` warn of it.
 """
 
 
@@ -122,7 +122,7 @@ def render_family(name: str) -> str:
 
 
 def render_readme(text: str) -> str:
-    """The README with its table of families written anew.
+    """The README with its table of families written again.
 
     Args:
         text: of the README, with two comments around the table.
@@ -147,7 +147,7 @@ def _untrained() -> list[str]:
         "Folders of these are refused, with the name of the nearest family, and so is any other pipeline\n"
         "that no family names. [add-a-model.md](add-a-model.md) says how one is added.\n"
     )
-    head = ["| models | folders of | nearest | has beside it |", "|---|---|---|---|"]
+    head = ["| models | folders of | nearest | has next to it |", "|---|---|---|---|"]
     return ["## Not trained", "", introduction, *head, *rows, ""]
 
 
@@ -179,7 +179,7 @@ def facts(family: type[ModelFamily]) -> dict[str, str]:
         "width and height, multiples of": _said(family, "size_divisor"),
         **_frames(family),
         "tokens of a prompt, at most": _said(family, "max_prompt_tokens"),
-        "input pictures": _inputs(family),
+        "input images": _inputs(family),
         "shift of the noise levels": _docstring_of(family, "family_shift", above=ModelFamily, whole=True)
         or BY_THE_FOLDER,
         "distilled releases": _said(family, "distilled", lambda _: ""),

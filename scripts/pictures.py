@@ -1,4 +1,4 @@
-"""Makes the README's pictures of pages: of the doctor's, and of a run's, both as the quickstart has them.
+"""Makes the README's images of pages: of the doctor's, and of a run's, both as the quickstart has them.
 
     python scripts/pictures.py     # trains the quickstart; needs Chromium, and what the quickstart installs
 
@@ -26,13 +26,13 @@ QUALITY = 80
 
 
 def main() -> None:
-    """Run the quickstart in a folder of its own, and picture the pages that it leaves."""
+    """Run the quickstart in a folder of its own, and image the pages that it leaves."""
     program = chromium()
     if program is None:
         sys.exit("no Chromium: install one, or name it in CHROMIUM")
     with TemporaryDirectory() as place:
         folder = Path(place)
-        # Its paths stand on the pages: they are those of a user.
+        # Its paths are on the pages: they are those of a user.
         shutil.copy(ROOT / "configs" / "quickstart.yaml", folder)
         (folder / "examples").symlink_to(ROOT / "examples")
         run(folder, "examples/quickstart/make_data.py", "--output", "runs/quickstart_data")
@@ -52,7 +52,7 @@ def run(folder: Path, *arguments: str) -> None:
 
 
 def take(browser: Browser, page: Path, name: str, *, until: str) -> None:
-    """Picture a page from its top to the end of what a selector names."""
+    """Image a page from its top to the end of what a selector names."""
     with browser.page(page, width=DESKTOP_PX) as shown:
         if shown.complaints:
             sys.exit(f"{page.name}: {shown.complaints}")

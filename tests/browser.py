@@ -117,7 +117,7 @@ class Page:
             self.complaints.append(event["entry"]["text"])
 
     def load(self, url: str, *, height: int, dark: bool) -> None:
-        """Go to an address, and wait until its first picture is painted."""
+        """Go to an address, and wait until its first image is painted."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
         size = {"width": self.width, "height": height, "deviceScaleFactor": 1}

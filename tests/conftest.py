@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.all and (nightly := [item for item in items if item.get_closest_marker("nightly")]):
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
-    # At the end of the tests one process would else be left alone with minutes of work.
+    # At the end of the tests one process would else be left unchanged with minutes of work.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -44,7 +44,7 @@ _spawn = util.spawnv_passfds
 def start_fork_server() -> None:
     """Fork the server of ``FORKED`` from this process, with all that this one has imported.
 
-    Called before the first test; otherwise the server is another interpreter, which imports it all anew.
+    Called before the first test; otherwise the server is another interpreter, which imports it all again.
     """
     if sys.platform != "linux":
         return
@@ -115,7 +115,7 @@ class Program:
         arguments: of its command line.
         log: file for what it prints.
         num_processes: several find each other as those of one machine.
-        variables: of the environment, beside those of this process.
+        variables: of the environment, next to those of this process.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ def _on_rank(
 
 @contextmanager
 def group_of_one() -> Iterator[torch.distributed.ProcessGroup]:
-    """A gloo group of this process alone: what is sharded is all there, but comes and goes with its block."""
+    """A gloo group of this process only: what is sharded is all there, but comes and goes with its block."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         group = torch.distributed.group.WORLD

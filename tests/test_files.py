@@ -1,4 +1,4 @@
-"""Atomic files: the old text or the new one, on the disk, with nothing left beside it."""
+"""Atomic files: the old text or the new one, on the disk, with nothing left next to it."""
 
 import errno
 import itertools

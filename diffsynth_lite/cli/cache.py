@@ -201,7 +201,7 @@ def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     num_files, size = found.num_files + more.num_files, format_bytes(found.num_bytes + more.num_bytes)
     what = f"{num_files} files, {size}, that {_none_of(loaded)}"
     if sealed := [one.config.data.sealed for one in loaded if one.config.data.sealed is not None]:
-        what += f" beside {join_names(sealed)}"
+        what += f" next to {join_names(sealed)}"
     if more.num_files:
         what += (
             f" ({more.num_files} of them, {format_bytes(more.num_bytes)}, are orders of samples and copies "
@@ -226,7 +226,7 @@ def _digests(loaded: Sequence[LoadedConfig]) -> set[str]:
 
 
 def _prune_more(config: Config, seals: Collection[str], *, dry_run: bool) -> "Pruned":
-    """Delete what the folder holds beside entries; the tables of seals of these digests stay."""
+    """Delete what the folder holds next to entries; the tables of seals of these digests stay."""
     from diffsynth_lite.data import Pruned, parts_folder
     from diffsynth_lite.data.sealed import prune_orders, prune_tables, prune_unfinished
     from diffsynth_lite.training.data_settings import cache_folder, index_file, orders_folder, sealed_folder
@@ -279,7 +279,7 @@ def fill_cache(config: Config, accelerator: "Accelerator", part: "Part | None" =
 
 
 def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
-    """Keys of all entries that a run reads; those of its previews alone where its data are sealed."""
+    """Keys of all entries that a run reads; those of its previews only where its data are sealed."""
     from diffsynth_lite.training.checks import check_run
     from diffsynth_lite.training.data_settings import open_memory, sealed_folder
     from diffsynth_lite.training.encoding.run_encoding import plan_encoding, plan_previews

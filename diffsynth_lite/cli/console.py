@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _ERROR_DESCRIPTOR = 2
 _IDLE_ADVICE = {
-    # That each picture processor is the one of Pillow, as we want it to be.
+    # That each image processor is the one of Pillow, as we want it to be.
     "transformers.utils.import_utils": "requires torchvision",
     # That products in 4 bits have no kernel on the CPU, which nobody asks it for: weights are made first.
     "bitsandbytes.backends.cpu.ops": "pip install kernels",
@@ -118,7 +118,7 @@ def log_level(environment: Mapping[str, str]) -> int:
     """Of the lines that a process of a launcher prints.
 
     The main process prints its facts and everybody's warnings. The first one of each other machine prints
-    errors, and how the run ended: whoever looks at that machine's log alone learns it too. The others are
+    errors, and how the run ended: whoever looks at that machine's log only learns it too. The others are
     silent.
     """
     if is_main_process(environment):

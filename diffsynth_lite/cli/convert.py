@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which ta
     from diffsynth_lite.lora.reading import LoraContents
 
 _EXPLANATION = (
-    "Every tensor of IN is accounted for: what is not known, and what is no plain LoRA, is an error. The "
+    "Every tensor of IN is accounted for: what is not known, and what is not a plain LoRA, is an error. The "
     "update of each layer stays the same, whatever its names, alpha and dtype; how far it came through is "
     "measured and said. No model is loaded."
 )

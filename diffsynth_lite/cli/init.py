@@ -1,4 +1,4 @@
-"""Write a config for a folder of pictures or clips, by what is in it; asks nothing and loads no weights."""
+"""Write a config for a folder of images or clips, by what is in it; asks nothing and loads no weights."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ from diffsynth_lite.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite init``."""
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="pictures or clips, with their captions")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="images or clips, with their captions")
     parser.add_argument("--family", metavar="NAME", help="model family (default: by what the folder holds)")
     parser.add_argument(
         "--inputs",
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="pictures that those in FOLDER are edits of, with the same names; repeatable",
+        help="images that those in FOLDER are edits of, with the same names; repeatable",
     )
     parser.add_argument(
         "--layers",

@@ -24,10 +24,10 @@ _EXAMPLES = {
     convert: "runs/mine mine.safetensors --to kohya",
     publish: "runs/mine --to user/name --dry-run",
 }
-"""Each command's module, in the order in which a user needs them, with what one may type behind its name."""
+"""Each command's module, in the order in which a user needs them, with what one may type after its name."""
 
 _DESCRIPTION = (
-    "What there is to do before a training run, while it goes on, and with the LoRA that it leaves. The run "
+    "Commands for before a training run, during it, and for the LoRA that it leaves. The run "
     "itself: accelerate launch train.py --config my.yaml (without a clone: -m diffsynth_lite.cli.train in "
     "place of train.py)."
 )
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, as of ``train.py``: 0 done, 2 something the user can fix, 3 it had to stop.
     """
-    # Subcommands know no intermixed arguments; the overrides stand at the end, or between flags of theirs.
+    # Subcommands know no intermixed arguments; the overrides are at the end, or between flags of theirs.
     parsed, rest = build_parser().parse_known_args(arguments)
     takes_overrides = "overrides" in parsed
     flags = [text for text in rest if text.startswith("-") or "=" not in text or not takes_overrides]

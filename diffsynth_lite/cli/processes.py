@@ -234,7 +234,7 @@ def _require_as_many_as_asked(environment: Mapping[str, str], program: str) -> N
     of_launcher = _parent_environment()
     if all(environment.get(name) == of_launcher.get(name) for name in _RENDEZVOUS):
         return
-    # The number may also stand in a file of its own.
+    # The number may also be in a file of its own.
     asked = argument(parent_command(), ("--num_processes", "--num-processes")) or "N"
     on_cpu = f"{_USE_CPU}=true " if _is_on(environment, _USE_CPU) else ""
     raise UserError(

@@ -77,12 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--guidance", metavar="X", help="how strongly to follow the prompt")
     parser.add_argument("--size", type=_size, metavar="WxH", help="in pixels, such as 1024x768")
     parser.add_argument("--frames", metavar="N", help="of a clip")
-    parser.add_argument("--layers", metavar="N", help="that a picture is decomposed into")
+    parser.add_argument("--layers", metavar="N", help="that an image is decomposed into")
     parser.add_argument(
         "--input",
         action="append",
         metavar="FILE",
-        help="picture to start from: one for each prompt, or for all",
+        help="image to start from: one for each prompt, or for all",
     )
     parser.add_argument(
         "--last-frame",
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Draw, and say where the pictures are.
+    """Draw, and say where the images are.
 
     Raises:
         UserError: something that the user can fix, before weights load wherever that is possible.
@@ -122,7 +122,7 @@ def run(parsed: argparse.Namespace) -> None:
     if not Console(stderr=True).is_terminal:
         hide_progress_bars()
     grid, here = draw_samples(request), Path.cwd()
-    logger.info("Pictures: %s", grid.relative_to(here) if grid.is_relative_to(here) else grid)
+    logger.info("Images: %s", grid.relative_to(here) if grid.is_relative_to(here) else grid)
 
 
 def _request(parsed: argparse.Namespace) -> SampleRequest:
@@ -162,13 +162,13 @@ def _request(parsed: argparse.Namespace) -> SampleRequest:
 
 
 def _of_run(run: RunFolder | None, output_dir: str, scales: Sequence[float]) -> list[GivenLora]:
-    """The LoRA of the run that a config is of; none where the base model alone is asked for."""
+    """The LoRA of the run that a config is of; none where only the base model is asked for."""
     if not any(scales):
         return []
     if run is None:
         raise UserError(
             f"--lora: is missing, and the config's output.dir {output_dir} holds no run; name a LoRA, or "
-            "draw with the base model alone: --scale 0"
+            "draw with the base model only: --scale 0"
         )
     return [find_lora(str(run.path))]
 
@@ -187,7 +187,7 @@ def _settings(parsed: argparse.Namespace) -> dict[str, object]:
         ("control", parsed.control),
         ("inpaint_masks", parsed.mask),
     ):
-        # The config's pictures are for the config's prompts.
+        # The config's images are for the config's prompts.
         if given or prompts:
             files = given or []
             is_for_all = len(files) == 1 and prompts
@@ -221,7 +221,7 @@ def _seeds(parsed: argparse.Namespace, default: int) -> Sequence[int]:
     if parsed.num is None:
         return seeds
     if len(seeds) > 1:
-        raise UserError(f"--num {parsed.num}: --seed lists {len(seeds)} seeds; give the first alone")
+        raise UserError(f"--num {parsed.num}: --seed lists {len(seeds)} seeds; give the first only")
     return range(seeds[0], seeds[0] + parsed.num)
 
 

@@ -265,7 +265,7 @@ class DataSettings(SourceSettings):
     as many times."""
 
     background: _Colour = "white"
-    """Colour behind images with transparency: a name, or red, green and blue in hexadecimal, in quotes."""
+    """Colour after images with transparency: a name, or red, green and blue in hexadecimal, in quotes."""
 
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the samples that are learned with an empty caption. About 0.1 keeps guidance working in long
@@ -276,7 +276,7 @@ class DataSettings(SourceSettings):
     next to the one written. Each is encoded, so the cache grows as many times."""
 
     tag_separator: NonEmptyStr = ","
-    """What stands between tags."""
+    """What is between tags."""
 
     keep_tags: int = Field(default=0, ge=0, le=10_000)
     """Tags at the start of a caption that stay where they are, such as a trigger."""
@@ -352,7 +352,7 @@ class DataSettings(SourceSettings):
             for key in own:
                 default = json.dumps(self.defaults()[key])
                 message = (
-                    "cannot stand beside data.sources; move it into the entries it is for, or, where an "
+                    "cannot stand next to data.sources; move it into the entries it is for, or, where an "
                     f"extended file sets it, undo that: data: {{{key}: {default}}}"
                 )
                 yield Problem((key,), message)
@@ -372,7 +372,7 @@ class DataSettings(SourceSettings):
         own = list(self.sources_by_key.values())
         place = "sources[0]." if self.sources else ""
         if all(source.preserve for source in own):
-            message = "leaves nothing to learn; list what is learned beside it, in data.sources"
+            message = "leaves nothing to learn; list what is learned next to it, in data.sources"
             yield Problem((f"{place}preserve",), message)
         weights = {source.loss_weight for source in own}
         if len(weights) == 1 and weights != {1.0}:
@@ -396,7 +396,7 @@ class DataSettings(SourceSettings):
     def _size_conflicts(self) -> Iterator[Problem]:
         if (self.width is None) != (self.height is None):
             key, missing = ("height", "width") if self.width is None else ("width", "height")
-            yield Problem((key, missing), f"needs data.{missing} beside it")
+            yield Problem((key, missing), f"needs data.{missing} next to it")
         is_fixed = self.width is not None or self.height is not None
         ways = {
             "width": is_fixed,

@@ -288,7 +288,7 @@ def _require_plain_keys(node: yaml.Node) -> None:
 
 
 def _syntax_message(problem: str, before: str) -> str:
-    """What is wrong, from what yaml says and what stands before it on its line."""
+    """What is wrong, from what yaml says and what is before it on its line."""
     if "'\\t'" in problem:
         return f"a tab {'stands between words' if before.strip() else 'is used to indent'}; use spaces"
     if "single document" in problem or "another document" in problem:

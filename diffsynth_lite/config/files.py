@@ -133,12 +133,12 @@ def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:
     found = {path.name: path for path in recipes.rglob("*.yaml")}
     if name in found and found[name].parent.name == PRESETS:
         raise UserError(
-            f"{asked}: is a preset; give --preset {found[name].stem} beside --config and a recipe"
+            f"{asked}: is a preset; give --preset {found[name].stem} next to --config and a recipe"
         )
     if name in found and found[name].parent.name == _LAUNCHES:
         raise UserError(
             f"{asked}: says how a run is launched; give accelerate launch --config_file {found[name]}, and "
-            "a recipe behind train.py"
+            "a recipe after train.py"
         )
     if name in found:
         return found[name]

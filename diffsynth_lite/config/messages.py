@@ -104,7 +104,7 @@ def expectation(name: str, node: yaml.Node, schema: Schema) -> str:
 
 
 def unknown_section(name: str, sections: Mapping[str, Collection[str]]) -> str:
-    """A message for a top-level name that is no section.
+    """A message for a top-level name that is not a section.
 
     Args:
         name: what was written.
@@ -140,7 +140,7 @@ def unknown_key(section: str, key: str, own: Collection[str], sections: Mapping[
         return "planned, not available yet; remove it"
     of_list = key.partition("[")[0]
     if of_list != key and of_list in own:
-        return f"an entry cannot be set alone; set the whole list, as {section}.{of_list}=[...]"
+        return f"an entry cannot be set by itself; set the whole list, as {section}.{of_list}=[...]"
     if answer := answer_to(key):
         return answer
     meant = get_close_matches(key, own, n=1)

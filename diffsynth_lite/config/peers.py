@@ -108,12 +108,12 @@ _THEIR_NAMES = {
 _EPOCHS = "is train.steps here: passes over the data x items / train.global_batch_size"
 _SAVE_EPOCHS = "is output.checkpoint_every_steps here, in steps: items / train.global_batch_size are a pass"
 _SAMPLE_EPOCHS = "is validation.every_steps here, in steps: items / train.global_batch_size are a pass"
-_ATTENTION = "is no setting here, as torch chooses how attention is computed; remove it"
+_ATTENTION = "is not a setting here, as torch chooses how attention is computed; remove it"
 _CLASS = (
-    "is no setting here; put images of other things of its kind into a second entry of data.sources, with "
+    "is not a setting here; put images of other things of its kind into a second entry of data.sources, with "
     "preserve: true where the model shall stay what it is on them"
 )
-_HUB = "is no setting here; diffsynth-lite publish puts a LoRA on the hub"
+_HUB = "is not a setting here; diffsynth-lite publish puts a LoRA on the hub"
 _OTHERWISE = {
     **dict.fromkeys(("epochs", "max_train_epochs", "num_train_epochs", "num_epochs"), _EPOCHS),
     **dict.fromkeys(("save_every_n_epochs", "checkpoint_epoch_interval"), _SAVE_EPOCHS),
@@ -132,25 +132,26 @@ _OTHERWISE = {
     ),
     **dict.fromkeys(
         ("enable_bucket", "aspect_ratio_bucketing"),
-        "is no setting here, as items keep their shape unless data.width and data.height are set; remove it",
+        "is not a setting here, as items keep their shape without data.width and data.height; remove it",
     ),
     "max_pixels": "is data.resolutions here: the edge of a square of as many pixels",
     "validation_resolution": "is validation.width and validation.height here",
-    "num_validation_images": "is no setting here, as each of validation.prompts is drawn once",
+    "num_validation_images": "is not a setting here, as each of validation.prompts is drawn once",
     "num_frames": "is data.frame_counts here, a list; validation.num_frames is that of previews",
     "use_ema": "is train.ema_decay here; validation.use_ema asks for it in previews",
     "bucket_no_upscale": "is data.upscale here, the other way round",
     **dict.fromkeys(
-        ("caption_extension", "caption_ext"), "is no setting here, as .txt and .caption are read; remove it"
+        ("caption_extension", "caption_ext"),
+        "is not a setting here, as .txt and .caption are read; remove it",
     ),
-    "training_method": "is no setting here, as a LoRA is what is trained; lora.kind says of which kind",
+    "training_method": "is not a setting here, as a LoRA is what is trained; lora.kind says of which kind",
     **dict.fromkeys(("use_dora", "dora_wd", "weight_decompose"), "is lora.kind: dora here"),
     **dict.fromkeys(
         ("lokr_full_rank", "full_matrix"),
-        "is no setting here, as lora.rank: 8192 trains a LoKr's factor whole",
+        "is not a setting here, as lora.rank: 8192 trains a LoKr's factor whole",
     ),
     **dict.fromkeys(
-        ("vae", "text_encoder", "ae"), "is no setting here, as it is that of model.path; remove it"
+        ("vae", "text_encoder", "ae"), "is not a setting here, as it is that of model.path; remove it"
     ),
     **dict.fromkeys(
         ("train_text_encoder", "network_train_unet_only", "train_unet"),
@@ -159,14 +160,14 @@ _OTHERWISE = {
     "text_encoder_lr": "is lora.groups here, such as [{match: text_encoder, learning_rate: 1e-5}]",
     **dict.fromkeys(
         ("max_sequence_length", "max_token_length", "tokenizer_max_length"),
-        "is no setting here, as each model family has its own; remove it",
+        "is not a setting here, as each model family has its own; remove it",
     ),
     "model_type": "is model.family here; a LoRA is what is trained",
     **dict.fromkeys(
         ("lora_format", "save_model_as"),
-        "is no setting here; diffsynth-lite convert writes files for other programs",
+        "is not a setting here; diffsynth-lite convert writes files for other programs",
     ),
-    "logging_dir": "is no setting here, as logs are in output.dir; remove it",
+    "logging_dir": "is not a setting here, as logs are in output.dir; remove it",
     **dict.fromkeys(("network", "network_args"), "is the section lora here"),
     **dict.fromkeys(("sample", "samples"), "is the section validation here"),
     "save": "is the section output here",

@@ -31,7 +31,7 @@ class Config(Settings):
 
     @property
     def needs_empty_captions(self) -> bool:
-        """Whether an empty caption of each item that is trained on is encoded beside its own."""
+        """Whether an empty caption of each item that is trained on is encoded next to its own."""
         return self.data.caption_dropout > 0 or self.objective.guidance_target is not None
 
     @property
@@ -171,7 +171,7 @@ class Config(Settings):
         if self.train.mixed_precision == "bf16" and self.model.dtype != "bfloat16":
             yield Problem(
                 ("train.context_parallel", "model.dtype"),
-                f"{degree}: beside train.mixed_precision bf16 a base in {self.model.dtype} gives attention "
+                f"{degree}: next to train.mixed_precision bf16 a base in {self.model.dtype} gives attention "
                 "inputs of two precisions, which its backward pass cannot take; set model.dtype: bfloat16, "
                 "or train.mixed_precision: no",
             )
@@ -236,7 +236,7 @@ def takes_null(schema: Schema) -> bool:
 
 
 def words_instead(schema: Schema) -> list[str]:
-    """The words that may stand in place of the list or number that a setting else holds; mostly none."""
+    """The words that may be in place of the list or number that a setting else holds; mostly none."""
     value = without_null(schema)
     words: list[str] = []
     for option in schema.get("anyOf", ()):

@@ -111,7 +111,7 @@ class TrainSettings(Settings):
 
     use_gradient_checkpointing_offload: bool = False
     """Keep these inputs in the memory of the host rather than of the device. For images so large that
-    checkpointing alone does not fit. The result is the same."""
+    checkpointing only does not fit. The result is the same."""
 
     context_parallel: int = Field(default=1, ge=1, le=1024)
     """Devices that share each sample: each computes a part of its tokens, and attention sees all of them. For

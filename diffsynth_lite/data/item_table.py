@@ -193,7 +193,7 @@ class ItemTable:
         sizes = repr([self.buckets, self.has_unconditional]).encode()
         return {
             "number of items": len(self),
-            "pictures and clips": _digest(columns.media_keys[:]),
+            "images and clips": _digest(columns.media_keys[:]),
             "captions": _digest(columns.caption_keys[:], columns.caption_ends[:]),
             "sizes": _digest(sizes, columns.bucket_index[:]),
             "sources": _digest(columns.source_index[:]),

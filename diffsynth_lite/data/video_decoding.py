@@ -325,7 +325,7 @@ def transposition(frame: VideoFrame) -> Image.Transpose | None:
     entries = memoryview(bytes(matrix)).cast("i")
     a, b, c, d = (round(entries[index] / 2**16, 2) for index in (0, 1, 3, 4))
     if (a, b, c, d) not in _UPRIGHT:
-        raise UserError("is shown at an angle that is no multiple of 90 degrees; save it upright")
+        raise UserError("is shown at an angle that is not a multiple of 90 degrees; save it upright")
     return _UPRIGHT[a, b, c, d]
 
 

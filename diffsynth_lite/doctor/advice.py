@@ -117,14 +117,14 @@ def _about_repeats(data: ExaminedData) -> Iterator[str]:
 def _about_sound(data: ExaminedData) -> Iterator[str]:
     if data.unheard:
         yield (
-            f"{counted(len(data.unheard), 'clip')} with sound, which is not looked at: data.audio: true "
+            f"{counted(len(data.unheard), 'clip')} with audio, which is not looked at: data.audio: true "
             f"would learn it{_such_as(data.unheard)}."
         )
     if data.silent:
         is_learned = data.config.data.silent_clips == "learn"
-        does = "learned as silent ones" if is_learned else "of which the pictures alone are learned"
+        does = "learned as silent ones" if is_learned else "of which only the images are learned"
         yield (
-            f"{counted(len(data.silent), 'clip')} without sound, {does} (data.silent_clips: "
+            f"{counted(len(data.silent), 'clip')} without audio, {does} (data.silent_clips: "
             f"{data.config.data.silent_clips}){_such_as(data.silent)}."
         )
 
@@ -149,7 +149,7 @@ def _about_batches(buckets: Sequence[BucketFindings]) -> Iterator[str]:
     if sparse:
         yield (
             f"{counted(len(sparse), 'bucket')} with fewer samples in a pass than a batch has, which "
-            "holds some of them twice; a larger data.bucket_step, input pictures of fewer shapes or a "
+            "holds some of them twice; a larger data.bucket_step, input images of fewer shapes or a "
             f"smaller batch helps{_such_as(sparse)}."
         )
 

@@ -57,7 +57,7 @@ from diffsynth_lite.training.encoding.dataset import require_audio
 _Value = TypeVar("_Value")
 
 _TRAINING = "trained on: "
-"""Stands before the names of training items where they are listed beside held-out ones."""
+"""Stands before the names of training items where they are listed next to held-out ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ class ExaminedData:
         plan: of the records.
         dropped: name of a record to the reason why it cannot be used.
         caption_tokens: of each caption, uncut.
-        unheard: names of clips that have sound, where the model could learn it and does not.
+        unheard: names of clips that have audio, where the model could learn it and does not.
     """
 
     config: Config
@@ -121,12 +121,12 @@ class ExaminedData:
 
     @cached_property
     def clips_with_audio(self) -> Sequence[str]:
-        """Names of the records that are learned with their sound, if they have some."""
+        """Names of the records that are learned with their audio, if they have some."""
         return list(dict.fromkeys(item.record.name for item in self.items if item.audio is not None))
 
     @cached_property
     def silent(self) -> Sequence[str]:
-        """Those of them that have no track of sound."""
+        """Those of them that have no track of audio."""
         return [name for name in self.clips_with_audio if name not in self.plan.audio]
 
     def records_of(self, items: Collection[str]) -> list[str]:

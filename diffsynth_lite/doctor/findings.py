@@ -15,7 +15,7 @@ _KINDS = {
     "image_to_video": "first-frame clip",
     "control": "guided item",
     "inpaint": "masked item",
-    "layers": "layered picture",
+    "layers": "layered image",
 }
 
 
@@ -35,7 +35,7 @@ class SourceFindings:
         num_records: by kind: image, video, edit and so on.
         num_captions: of all records together, with the tags in all their orders.
         num_dropped: records that are not trained on.
-        passes: times that each record stands in a pass: repeats x weight.
+        passes: times that each record is in a pass: repeats x weight.
         is_preserved: whether it is not learned.
     """
 
@@ -158,7 +158,7 @@ class SheetEntry:
         name: of the item.
         bucket: its size in words.
         captions: as encoded, one after the other.
-        pictures: by what they are: input, target, mask, ...
+        images: by what they are: input, target, mask, ...
         remarks: what is odd about it.
     """
 

@@ -19,7 +19,7 @@ _GAP_PX = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Picture:
-    """A picture as text that stands in the page, and its size there in pixels."""
+    """An image as text that is in the page, and its size there in pixels."""
 
     kind: str
     source: str
@@ -29,7 +29,7 @@ class _Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Figure:
-    """A sheet entry with its pictures as texts that stand in the page."""
+    """A sheet entry with its images as texts that are in the page."""
 
     name: str
     bucket: str
@@ -39,13 +39,13 @@ class _Figure:
 
     @property
     def width(self) -> int:
-        """Pixels that its pictures take side by side; captions are broken there."""
+        """Pixels that its images take side by side; captions are broken there."""
         gaps = _GAP_PX * (len(self.pictures) - 1)
         return max(_THUMBNAIL_PX, gaps + sum(picture.width for picture in self.pictures))
 
     @property
     def is_wide(self) -> bool:
-        """Whether it needs the room of two pictures where a window is narrow."""
+        """Whether it needs the room of two images where a window is narrow."""
         return self.width > _THUMBNAIL_PX
 
 
@@ -82,7 +82,7 @@ def _figure(entry: SheetEntry) -> _Figure:
 
 
 def _inline(kind: str, picture: Image.Image) -> _Picture:
-    """A small JPEG of a picture as a data URL; a strip of frames is wider."""
+    """A small JPEG of an image as a data URL; a strip of frames is wider."""
     small = opaque(picture)
     is_strip = small.width > _STRIP_ASPECT * small.height
     small.thumbnail((_STRIP_PX if is_strip else _THUMBNAIL_PX, _THUMBNAIL_PX))

@@ -22,14 +22,14 @@ from diffsynth_lite.progress_log import ProgressLog
 _GRID = 8
 _BAND_BITS = 16
 _MAX_COMPARED = 200
-"""Most candidates that one picture is compared with: of a hundred thousand on white all share a band."""
+"""Most candidates that one image is compared with: of a hundred thousand on white all share a band."""
 MAX_DIFFERENT_BITS = 3
 """Fewer than the bands of a hash, so that two hashes this close agree in at least one band."""
 MAX_COLOUR_DIFFERENCE = 6.0
 """Mean difference of two thumbnails, of 255; drawings in other colours have equal difference hashes."""
 _MAX_PICTURES = 3000
 _MAX_FRAMES = 30_000
-"""Pictures and frames of clips that are decoded at most: a hundred thousand photos would take an hour."""
+"""Images and frames of clips that are decoded at most: a hundred thousand photos would take an hour."""
 _HASH_ID = "look 1"
 """Part of the name of a hash that is remembered; change it with `perceptual_hash`."""
 _BY_CONTENT = FileState(0, 0)
@@ -38,7 +38,7 @@ _BY_CONTENT = FileState(0, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerceptualHash:
-    """What a picture looks like, in 200 bytes: close hashes are of pictures that look alike.
+    """What an image looks like, in 200 bytes: close hashes are of images that look alike.
 
     Attributes:
         bits: difference hash of 64 bits.
@@ -50,7 +50,7 @@ class PerceptualHash:
 
 
 def perceptual_hash(picture: Image) -> PerceptualHash:
-    """The hash of an RGB picture of any size."""
+    """The hash of an RGB image of any size."""
     grey = picture.convert("L").resize((_GRID + 1, _GRID), PIL.Image.Resampling.BOX)
     rises = np.diff(np.asarray(grey, dtype=np.int16), axis=1) > 0
     bits = int.from_bytes(np.packbits(rises).tobytes(), "big")
@@ -59,9 +59,9 @@ def perceptual_hash(picture: Image) -> PerceptualHash:
 
 
 def near_duplicates(hashes: Mapping[str, PerceptualHash]) -> list[list[str]]:
-    """Groups of names whose pictures look alike, in the order of ``hashes``.
+    """Groups of names whose images look alike, in the order of ``hashes``.
 
-    Two pictures are in one group when a chain of near ones connects them.
+    Two images are in one group when a chain of near ones connects them.
     """
     names = list(hashes)
     group_of = {name: name for name in names}
@@ -194,12 +194,12 @@ def _entry(item: TrainingItem, media: Media) -> SheetEntry:
         bucket=item.bucket.name,
         captions=item.record.captions,
         pictures=pictures,
-        remarks=["no sound"] if item.audio is not None and media.audio is None else [],
+        remarks=["no audio"] if item.audio is not None and media.audio is None else [],
     )
 
 
 def _companions(media: Media, roles: Iterable[Role]) -> dict[str, Image]:
-    """The pictures that belong to a target, by what they are."""
+    """The images that belong to a target, by what they are."""
     named: dict[str, Image] = {}
     for role in roles:
         images, label = unpacked(getattr(media, role.name)), role.setting.replace("_", " ")

@@ -1,4 +1,4 @@
-"""This file looks at a folder of media, by headers alone, and says the config that a run starts from."""
+"""This file looks at a folder of media, by headers only, and says the config that a run starts from."""
 
 import inspect
 import json
@@ -28,11 +28,11 @@ from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines import family_names, load_family
 
 _DEFAULTS: Mapping[RecordKind, tuple[str, str]] = {
-    "image": ("qwen_image", "as the folder holds pictures; it is the README's example"),
+    "image": ("qwen_image", "as the folder holds images; it is the README's example"),
     "video": ("wan", "as the folder holds clips; Wan 2.1 1.3B is the smallest model for them"),
-    "edit": ("qwen_image_edit", "as its pictures come from others"),
-    "layers": ("qwen_image_layered", "as its pictures have layers"),
-    "inpaint": ("flux_fill", "as its pictures have masks"),
+    "edit": ("qwen_image_edit", "as its images come from others"),
+    "layers": ("qwen_image_layered", "as its images have layers"),
+    "inpaint": ("flux_fill", "as its images have masks"),
 }
 """The family that is taken where none is named, and why, by what the folder holds."""
 _EDGE_STEP = 64
@@ -67,12 +67,12 @@ class FolderFindings:
 
     Attributes:
         path: as given.
-        num_pictures: files of pictures.
+        num_pictures: files of images.
         num_clips: files of clips.
-        input_dirs: folders with the pictures that those in it come from, as given.
+        input_dirs: folders with the images that those in it come from, as given.
         layer_dirs: folders with their layers, from the bottom up, as given.
-        mask_dir: folder with the masks of what of them is painted anew, as given; or None.
-        sizes: what the headers of pictures and clips that can be read tell.
+        mask_dir: folder with the masks of what of them is regenerated, as given; or None.
+        sizes: what the headers of images and clips that can be read tell.
         records: its items that can be used, by all that is known without their pixels.
         problems: what is wrong with captions and names, as a run would tell it.
     """
@@ -112,9 +112,9 @@ def starting_point(
 
     Args:
         family: name, or the dotted path of a module elsewhere.
-        has_inputs: its pictures come from others, which are known.
+        has_inputs: its images come from others, which are known.
         has_layers: they have layers, which are known.
-        has_masks: masks say what of them is painted anew.
+        has_masks: masks say what of them is regenerated.
     """
     own = load_family(family).starting_recipes if family else {}
     kinds: tuple[RecordKind, ...] = ("image", "video")
@@ -122,17 +122,17 @@ def starting_point(
     if any(map(is_video, list_folder(path, allow_outside=False).files)):
         learned, kinds = "clips", ("video", "image_to_video")
     elif has_inputs or ("edit" in own and "image" not in own):
-        learned, kinds = "pictures with --inputs", ("edit",)
+        learned, kinds = "images with --inputs", ("edit",)
     elif has_layers or "layers" in own:
-        learned, kinds = "pictures with --layers", ("layers",)
+        learned, kinds = "images with --layers", ("layers",)
     elif has_masks or "inpaint" in own:
-        learned, kinds = "pictures with --masks", ("inpaint",)
+        learned, kinds = "images with --masks", ("inpaint",)
     if has_inputs and "edit" not in kinds:
-        raise UserError("--inputs: are of pictures, and the folder holds clips; leave it out")
+        raise UserError("--inputs: are of images, and the folder holds clips; leave it out")
     if has_layers and "layers" not in kinds:
-        raise UserError("--layers: are of pictures without --inputs; leave it out")
+        raise UserError("--layers: are of images without --inputs; leave it out")
     if has_masks and "inpaint" not in kinds:
-        raise UserError("--masks: are of pictures without --inputs and --layers; leave it out")
+        raise UserError("--masks: are of images without --inputs and --layers; leave it out")
     default, reason = _DEFAULTS[kinds[0]]
     name = family or default
     if found := _recipe_of(name, kinds):
@@ -175,7 +175,7 @@ def look_at(
     if not pictures and not clips:
         hint = ""
         if source.input_columns:
-            hint = "; --inputs FOLDER names pictures of the same names that these come from"
+            hint = "; --inputs FOLDER names images of the same names that these come from"
         if source.layer_columns:
             hint = (
                 "; --layers FOLDER names their layers, of the same names: once for each, from the bottom up"
@@ -195,11 +195,11 @@ def look_at(
 
 
 def write_start(found: FolderFindings, start: StartingPoint, out: Path) -> Path | None:
-    """Write the picture that previews of clips start from, or the mask of those that paint parts anew, where
+    """Write the image that previews of clips start from, or the mask of those that regenerates parts, where
     the config names it.
 
     Args:
-        out: the file of the config, which it lies beside.
+        out: the file of the config, which it lies next to.
 
     Returns:
         Its file, or None where there is no need of one.
@@ -215,7 +215,7 @@ def write_start(found: FolderFindings, start: StartingPoint, out: Path) -> Path 
         with path.open("xb") as file:
             drawn.save(file, format="PNG")
     except OSError as error:
-        raise UserError(f"{path}: the picture that previews start from: {error.strerror}") from None
+        raise UserError(f"{path}: the image that previews start from: {error.strerror}") from None
     return path
 
 
@@ -286,7 +286,7 @@ def _settings(
 
     Args:
         out: the file of the config.
-        start: picture that previews of clips start from.
+        start: image that previews of clips start from.
     """
     yield "data", "path", str(found.path), ""
     if found.input_dirs:
@@ -296,7 +296,7 @@ def _settings(
         yield "data", "layer_dirs", list(map(str, found.layer_dirs)), "their layers, from the bottom up"
         yield "data", "layer_columns", [], ""
     if found.mask_dir:
-        yield "data", "inpaint_mask_dir", str(found.mask_dir), "white is what is painted anew"
+        yield "data", "inpaint_mask_dir", str(found.mask_dir), "white is what is regenerated"
         yield "data", "random_masks", 0, ""
     if trigger := _trigger([record.captions[0] for record in found.records]):
         yield "data", "trigger", trigger, "every caption begins with it"
@@ -315,7 +315,7 @@ def _settings(
 def _proposed_previews(
     found: FolderFindings, config: Config, start: Path | None
 ) -> Iterator[tuple[str, object, str]]:
-    """Prompts, and the picture that each starts from where the recipe has some."""
+    """Prompts, and the image that each starts from where the recipe has some."""
     texts = (text for record in found.records for text in record.captions[:1])
     caption = next((text for text in texts if text.isprintable() and "${" not in text), None)
     prompts = [caption, *config.validation.prompts[-1:]] if caption else []
@@ -330,11 +330,11 @@ def _proposed_previews(
         if is_masked:
             masks = [start, *(record.inpaint_mask for record in found.records[:1])]
             files = [str(path) for path in masks if path][:1] * len(prompts)
-            yield "inpaint_masks", files, "white is what is painted anew"
+            yield "inpaint_masks", files, "white is what is regenerated"
 
 
 def _start_of(record: Record, *, is_masked: bool) -> Sequence[Path]:
-    """The picture that a preview of a record's kind starts from."""
+    """The image that a preview of a record's kind starts from."""
     return [record.target] if record.layers or is_masked else record.inputs[:1]
 
 
@@ -348,7 +348,7 @@ def _proposed_sizes(
         max(_EDGE_STEP, isqrt(median_low(map(_area, sizes))) // _EDGE_STEP * _EDGE_STEP) if sizes else width
     )
     if data.width is None and edge < width:
-        yield "resolutions", [edge], f"half of the pictures have fewer than {width} x {width} pixels"
+        yield "resolutions", [edge], f"half of the images have fewer than {width} x {width} pixels"
     elif data.width is not None and any(size.width < width or size.height < height for size in sizes):
         why = f"some are smaller than {width} x {height}"
         yield "width", None, why

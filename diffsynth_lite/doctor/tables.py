@@ -114,7 +114,7 @@ def bucket_table(data: ExaminedData) -> list[BucketFindings]:
 
 
 def number_table(data: ExaminedData, captions: CaptionFindings) -> dict[str, str]:
-    """Numbers in words by name: sizes, durations, sound, captions."""
+    """Numbers in words by name: sizes, durations, audio, captions."""
     table = _sizes(data)
     if data.family.with_audio:
         table["sound"] = _sound(data)

@@ -31,7 +31,9 @@ def require_fit(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, place:
     known = (_FIRST, _SECOND, MAGNITUDE)
     others = sorted(name for name in tensors if not name.endswith(known) and not LOKR_NAME.fullmatch(name))
     if others or not tensors:
-        found = f"{others[0]}, which is no part of a plain LoRA (lora_A, lora_B)" if others else "no tensors"
+        found = (
+            f"{others[0]}, which is not a part of a plain LoRA (lora_A, lora_B)" if others else "no tensors"
+        )
         raise UserError(f"{place} holds {found}")
     products = lokr_updates(tensors)
     pairs = {name.partition(".lora_")[0] for name in tensors if name.endswith(known)}

@@ -312,7 +312,7 @@ _SD3 = LayerNames(
                 "mlp.fc2": "ff_context.net.2",
             },
         ),
-        # Of the last block it has scale and shift alone.
+        # Of the last block it has scale and shift only.
         "joint_blocks.*.context_block.adaLN_modulation.1": Original(
             (f"{_DOUBLE}.norm1_context.linear",), halves_swapped=True
         ),

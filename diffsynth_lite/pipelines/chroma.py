@@ -1,4 +1,4 @@
-"""This file trains Chroma (text to image), made from FLUX.1 schnell: T5 prompts alone, and a mask for them.
+"""This file trains Chroma (text to image), made from FLUX.1 schnell: T5 prompts only, and a mask for them.
 
 Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels.
 Sources: diffusers ``transformer_chroma.py`` and ``pipeline_chroma.py``.
@@ -137,18 +137,18 @@ class Chroma(Flux):
     19 dual-stream and 38 single-stream blocks as in FLUX.1, T5 prompts, 16 channels at 1/8 size. It knows no
     guidance scale: previews are guided by the negative prompt. No layer of the last block is unused.
 
-    diffusers 0.42.1 has one transformer of Chroma. Its pipelines that start from a picture
+    diffusers 0.42.1 has one transformer of Chroma. Its pipelines that start from an image
     (``ChromaImg2ImgPipeline``, ``ChromaInpaintPipeline``) draw with the same weights and the same inputs of
     the model, so what is trained here is for them, too. Chroma1-Radiance, which works on pixels without an
     autoencoder, has no class there, and is not covered.
 
-    The model sees the tokens of its prompt and one of the padding behind them, as in its own training. The
+    The model sees the tokens of its prompt and one of the padding after them, as in its own training. The
     rest of the padding is cut away, so that prompts of one length need no mask. ``ChromaPipeline`` of
     diffusers 0.42 hides none of it: its mask is of numbers, which torch adds to the attention's scores
     (diffusers issue 12116). Previews see what training sees; to draw the same elsewhere, give the pipeline
     what its ``encode_prompt`` returns, with ``prompt_attention_mask.bool()``, and so for the negative prompt.
 
-    Copies of its scheduler's file differ: in SD.Next's the shift grows with the picture, as in FLUX.1 dev,
+    Copies of its scheduler's file differ: in SD.Next's the shift grows with the image, as in FLUX.1 dev,
     and in that of stable-diffusion-webui-forge there is none. ``diffsynth-lite doctor`` shows what that of a
     folder makes of the noise levels.
     """

@@ -120,7 +120,7 @@ _MINISTRAL3_3B = ReleaseComponent(
         },
     },
     dtype="bfloat16",
-    source=f"{_PORT}; {_STUDIO}ernie_image_text_encoder.py. The part that sees pictures, which is not used, "
+    source=f"{_PORT}; {_STUDIO}ernie_image_text_encoder.py. The part that sees images, which is not used, "
     f"is that of Mistral 3 in FLUX.2: with it the numbers are those of the 7.17 GiB in {_BYTES}",
 )
 _BASE = Release(
@@ -179,8 +179,8 @@ class ErnieImage(DiffusersFamily):
     """ERNIE-Image and ERNIE-Image-Turbo, from text.
 
     36 single-stream blocks, prompts of Ministral 3, the autoencoder of FLUX.2: 32 channels at 1/8 size, four
-    places of which are a token. Captions of any lengths may stand in one batch. No layer of the last block is
-    unused: text and picture share its weights.
+    places of which are a token. Captions of any lengths may be in one batch. No layer of the last block is
+    unused: text and image share its weights.
 
     The pipeline has a second language model, which makes short prompts longer (``pe``). Its weights are
     neither downloaded nor used here: captions are learned, and previews drawn, as they are written. To draw

@@ -53,7 +53,7 @@ _ATTENTION = (
 )
 _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 SINGLE_STREAM = ("proj_mlp", "single_transformer_blocks.*.proj_out")
-"""Of the single-stream blocks, beside attention; a bare ``proj_out`` would also be the model's last layer."""
+"""Of the single-stream blocks, next to attention; ``proj_out`` would also be the model's last layer."""
 _MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
 
 
@@ -79,8 +79,8 @@ def model_fn_flux(
         prompt_embeds_bld: (B, L, D) prompt embeddings of T5, padded; there is no mask.
         pooled_prompt_embeds_bd: (B, D_pooled) prompt embeddings of CLIP.
         guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
-        input_latents_bchw: (B, 16, H_i, W_i), clean normalised latents of the picture to edit.
-        condition_bld: (B, H * W / 4, D), further channels of the tokens of the noisy picture.
+        input_latents_bchw: (B, 16, H_i, W_i), clean normalised latents of the image to edit.
+        condition_bld: (B, H * W / 4, D), further channels of the tokens of the noisy image.
         checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
@@ -106,13 +106,13 @@ def model_fn_flux(
 
 
 def pack_pictures(pictures: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of pictures, each of 2 x 2 latents, one behind the other, and where each token stands.
+    """The tokens of images, each of 2 x 2 latents, one after the other, and where each token stands.
 
     Args:
-        pictures: each (B, C, H_i, W_i), its latents, H_i and W_i even.
+        images: each (B, C, H_i, W_i), its latents, H_i and W_i even.
 
     Returns:
-        (B, L, 4 C), with L the sum of H_i * W_i / 4; and (L, 3), of each token the place of its picture in
+        (B, L, 4 C), with L the sum of H_i * W_i / 4; and (L, 3), of each token the place of its image in
         ``pictures``, its row and its column.
     """
     tokens_bld = [FluxPipeline._pack_latents(picture, *picture.shape) for picture in pictures]
@@ -121,7 +121,7 @@ def pack_pictures(pictures: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch
 
 
 def unpack_picture(tokens_bld: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The first picture in a sequence of tokens.
+    """The first image in a sequence of tokens.
 
     Args:
         tokens_bld: (B, L, 4 C), L at least height * width / 4.
@@ -224,14 +224,14 @@ class Flux(DiffusersFamily):
     """FLUX.1 dev and schnell, from text.
 
     19 dual-stream and 38 single-stream blocks, T5 and CLIP prompts, 16 channels at 1/8 size. No layer of the
-    last block is unused: the single-stream blocks use the same weights for text and picture.
+    last block is unused: the single-stream blocks use the same weights for text and image.
 
-    dev knows a guidance scale, which it is told beside the noise level. Training tells it 1, which asks for
-    no guidance, because the target is that of the data alone, unless ``objective.guidance_target`` guides the
+    dev knows a guidance scale, which it is told next to the noise level. Training tells it 1, which asks for
+    no guidance, because the target is that of the data only, unless ``objective.guidance_target`` guides the
     target; previews tell it ``validation.guidance_scale``. schnell knows none: a scale above 1 makes its
     previews run the model twice, with the negative prompt.
 
-    The sampler's shift grows with the picture: ``flux_shift`` of musubi-tuner is the same line, with a
+    The sampler's shift grows with the image: ``flux_shift`` of musubi-tuner is the same line, with a
     density around the middle; diffusers' training scripts shift nothing, and DiffSynth-Studio takes 3.
     schnell's sampler has none.
     """
@@ -348,11 +348,11 @@ class Flux(DiffusersFamily):
         )
 
     def _input_latents(self, _conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
-        """(B, 16, H_i, W_i), of the picture that an edit starts from."""
+        """(B, 16, H_i, W_i), of the image that an edit starts from."""
         return None
 
     def _condition(self, _conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
-        """(B, L, D), what is told beside each token of the noisy picture."""
+        """(B, L, D), what is told next to each token of the noisy image."""
         return None
 
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
@@ -375,7 +375,7 @@ class Flux(DiffusersFamily):
         return {**prompt, **negative, "true_cfg_scale": request.guidance_scale}
 
     def _input_arguments(self, _pipeline: Any, _request: PreviewRequest) -> dict[str, Any]:
-        """What the pipeline's call of an edit is given of that picture."""
+        """What the pipeline's call of an edit is given of that image."""
         return {}
 
 
@@ -398,7 +398,7 @@ def tiny() -> FluxPipeline:
             axes_dims_rope=(4, 6, 6),
         )
     return FluxPipeline(
-        # As in dev's repository: a shift that grows with the picture, with the class's own range of it.
+        # As in dev's repository: a shift that grows with the image, with the class's own range of it.
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=tiny_flux_vae(),
         text_encoder=text_encoder,

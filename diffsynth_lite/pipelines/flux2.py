@@ -1,4 +1,4 @@
-"""This file trains FLUX.2, dev and klein: pictures from text alone, and with pictures to start from.
+"""This file trains FLUX.2, dev and klein: images from text only, and with images to start from.
 
 Layouts: b batch, c channels of a token (32 latent channels of 2 x 2 places), h and w height and width in
 tokens; l tokens, d channels.
@@ -69,7 +69,7 @@ _ATTENTION = (
     # Of the single-stream blocks; each is also one half of their feed-forward part.
     *("to_qkv_mlp_proj", "to_out"),
 )
-# The shift of pictures up to 4,300 tokens depends on the number of steps, too: the pipelines' own.
+# The shift of images up to 4,300 tokens depends on the number of steps, too: the pipelines' own.
 _SAMPLING_STEPS = 50
 _TRAINING_MU = 0.8
 # Literals in the pipelines.
@@ -96,7 +96,7 @@ def model_fn_flux2(
         timestep: (B,), noise level in [0, 1].
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded; there is no mask.
         guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
-        input_latents_bchw: each (B, 128, H_i, W_i), clean normalised latents of the pictures to start from.
+        input_latents_bchw: each (B, 128, H_i, W_i), clean normalised latents of the images to start from.
         checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
@@ -241,9 +241,9 @@ FLUX2: tuple[Release, ...] = (_DEV, _KLEIN_4B_BASE, _KLEIN_4B, _KLEIN_9B_BASE, _
 
 
 class Flux2(DiffusersFamily):
-    """FLUX.2 dev and klein (4B and 9B, base and distilled), from text and from reference pictures.
+    """FLUX.2 dev and klein (4B and 9B, base and distilled), from text and from reference images.
 
-    Both make pictures from text alone or with any number of pictures to start from; a data set may hold both
+    Both make images from text only or with any number of images to start from; a data set may hold both
     kinds of items. Inputs keep their shape; those above a megapixel are brought to one, and none is enlarged.
 
     Prompts are read by Mistral 3 in dev and by Qwen3 in klein, together with the chat around them: all 512
@@ -255,7 +255,7 @@ class Flux2(DiffusersFamily):
     A distilled klein (4 steps) is best trained through its base model, whose LoRA it takes. The klein models
     with a cache of their inputs (KV) see these in another way and are refused.
 
-    No layer of the last block is unused: the single-stream blocks use the same weights for text and picture.
+    No layer of the last block is unused: the single-stream blocks use the same weights for text and image.
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (Flux2Pipeline, Flux2KleinPipeline)
@@ -285,7 +285,7 @@ class Flux2(DiffusersFamily):
         short, long = sorted((width, height))
         if short < _SHORTEST_SIDE or long > _LONGEST_RATIO * short:
             raise UserError(
-                f"{width}x{height} pixels: an input picture of this family has at least {_SHORTEST_SIDE} on "
+                f"{width}x{height} pixels: an input image of this family has at least {_SHORTEST_SIDE} on "
                 f"each side, and at most {_LONGEST_RATIO} times as many on one as on the other"
             )
         scale = min(1.0, math.sqrt(_LARGEST_INPUT / (width * height)))
@@ -313,7 +313,7 @@ class Flux2(DiffusersFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        # dev's own tokenizer is a processor for pictures too, which needs torchvision; texts do without.
+        # dev's own tokenizer is a processor for images too, which needs torchvision; texts do without.
         pipeline = self.prompt_pipeline(dtype, device)
 
         @torch.no_grad()

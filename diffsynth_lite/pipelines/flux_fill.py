@@ -1,7 +1,7 @@
-"""This file trains FLUX.1 Fill, which paints a part of a picture anew.
+"""This file trains FLUX.1 Fill, which regenerates a part of an image.
 
-The transformer is FLUX.1's with more input channels: each token of the noisy picture also holds the latents
-of the picture without that part, and the mask in pixels.
+The transformer is FLUX.1's with more input channels: each token of the noisy image also holds the latents
+of the image without that part, and the mask in pixels.
 Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels of a token.
 Source: diffusers ``pipeline_flux_fill.py``.
 """
@@ -27,7 +27,7 @@ from diffsynth_lite.releases.release import Release, ReleaseComponent
 from diffsynth_lite.testing import seeded
 
 model_fn_flux_fill = flux.model_fn_flux
-"""One forward; ``condition_bld`` is what is told of the picture beside each of its tokens."""
+"""One forward; ``condition_bld`` is what is told of the image next to each of its tokens."""
 
 _MASKED, _MASK = "masked_tokens", "mask_tokens"
 _PIXELS_OF_A_TOKEN = 16 * 16
@@ -62,11 +62,11 @@ FLUX_FILL: tuple[Release, ...] = (
 
 
 class FluxFill(flux.Flux):
-    """FLUX.1 Fill dev, which paints the masked part of a picture anew.
+    """FLUX.1 Fill dev, which paints the masked part of an image again.
 
-    FLUX.1 dev whose tokens also hold the picture with its masked part in grey, encoded, and the mask of their
+    FLUX.1 dev whose tokens also hold the image with its masked part in grey, encoded, and the mask of their
     pixels: 384 channels in place of 64. Masks come from files, or are drawn (`data.random_masks`). The loss
-    is that of the whole picture; where `data.mask_dir` names the same masks, that of the masked part.
+    is that of the whole image; where `data.mask_dir` names the same masks, that of the masked part.
 
     Guidance and the shift of the noise levels are as in ``flux``: training gives the model 1, and previews
     ``validation.guidance_scale``, which its pipeline and the recipe have at 30. A script that was proposed
@@ -114,7 +114,7 @@ class FluxFill(flux.Flux):
 
     def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
         pipeline = super().preview_pipeline(model, vae_dtype, **settings)
-        # The pipeline encodes the picture as if its VAE had the dtype of the embeddings.
+        # The pipeline encodes the image as if its VAE had the dtype of the embeddings.
         vae, dtype = pipeline.vae, device_and_dtype(model)["dtype"]
         vae.encoder.register_forward_pre_hook(lambda _module, inputs: (inputs[0].to(vae.dtype),))
         vae.encoder.register_forward_hook(lambda _module, _inputs, moments: moments.to(dtype))
@@ -130,7 +130,7 @@ class FluxFill(flux.Flux):
 
 
 def _encoded(pipeline: Any, item: Media) -> EncodedMedia:
-    """Latents of a picture, and per token what the model is told of it: (L, 64) latents, (L, 256) mask."""
+    """Latents of an image, and per token what the model is told of it: (L, 64) latents, (L, 256) mask."""
     (mask,) = item.inpaint_mask
     pixels_bchw = pipeline.image_processor.preprocess(item.frames[0])
     mask_bchw = pipeline.mask_processor.preprocess(mask)
@@ -158,7 +158,7 @@ def _encoded(pipeline: Any, item: Media) -> EncodedMedia:
 
 
 def _covering(picture: Image, request: PreviewRequest) -> Image:
-    """The middle of a picture in the preview's size, as its mask is; the pipeline would distort it."""
+    """The middle of an image in the preview's size, as its mask is; the pipeline would distort it."""
     return ImageOps.fit(picture, (request.width, request.height), method=Resampling.LANCZOS)
 
 

@@ -1,6 +1,6 @@
-"""This file trains FLUX.1 Kontext, which edits a picture.
+"""This file trains FLUX.1 Kontext, which edits an image.
 
-The transformer is FLUX.1's; the tokens of the picture to edit stand behind those of the noisy picture.
+The transformer is FLUX.1's; the tokens of the image to edit come after those of the noisy image.
 Source: diffusers ``pipeline_flux_kontext.py``.
 """
 
@@ -25,7 +25,7 @@ from diffsynth_lite.releases.components import MUSUBI, PINNED_INDEXES
 from diffsynth_lite.releases.release import Release
 
 model_fn_flux_kontext = flux.model_fn_flux
-"""One forward; ``input_latents_bchw`` is the picture to edit."""
+"""One forward; ``input_latents_bchw`` is the image to edit."""
 
 
 FLUX_KONTEXT: tuple[Release, ...] = (
@@ -48,9 +48,9 @@ FLUX_KONTEXT: tuple[Release, ...] = (
 
 
 class FluxKontext(flux.Flux):
-    """FLUX.1 Kontext dev, which edits one picture.
+    """FLUX.1 Kontext dev, which edits one image.
 
-    FLUX.1 dev whose tokens also hold the picture to edit, at the nearest of the shapes of about a megapixel
+    FLUX.1 dev whose tokens also hold the image to edit, at the nearest of the shapes of about a megapixel
     that it was trained on. Guidance and the shift of the noise levels are as in ``flux``.
     """
 
@@ -71,7 +71,7 @@ class FluxKontext(flux.Flux):
     def input_size(self, width: int, height: int) -> tuple[int, int]:
         rounded_width, rounded_height = (side // self.size_divisor for side in (width, height))
         if not rounded_width or not rounded_height:
-            raise UserError(f"{width}x{height} pixels are too narrow for an input picture of this family")
+            raise UserError(f"{width}x{height} pixels are too narrow for an input image of this family")
         # The nearest shape among those that the model was trained on, all of about a megapixel.
         _, width, height = min(
             (abs(rounded_width / rounded_height - w / h), w, h)
@@ -102,7 +102,7 @@ class FluxKontext(flux.Flux):
 def _only(pictures: Sequence[Image]) -> Image:
     if len(pictures) != 1:
         raise UserError(
-            f"data.input_columns, validation: an item with {len(pictures)} input pictures; "
+            f"data.input_columns, validation: an item with {len(pictures)} input images; "
             "a FluxKontextPipeline takes exactly one"
         )
     return pictures[0]

@@ -175,8 +175,8 @@ class HunyuanVideo(DiffusersFamily):
     20 dual-stream and 40 single-stream blocks, prompts by Llama 3 (of LLaVA) and CLIP, a causal video VAE:
     1/4 of the frames, 1/8 of the size.
 
-    It knows a guidance scale, which it is told beside the noise level. Training tells it 1, as musubi-tuner
-    does, which asks for no guidance, because the target is that of the data alone, unless
+    It knows a guidance scale, which it is told next to the noise level. Training tells it 1, as musubi-tuner
+    does, which asks for no guidance, because the target is that of the data only, unless
     ``objective.guidance_target`` guides the target; previews tell it ``validation.guidance_scale``. A model
     that knows none is drawn with the negative prompt in its place.
 
@@ -186,12 +186,12 @@ class HunyuanVideo(DiffusersFamily):
     ComfyUI has queries, keys and values as one layer, and takes the file that
     ``diffsynth-lite convert --to comfyui`` makes of it.
 
-    The folder names a class of tokenizers that transformers 5 builds anew with another way to split words:
-    all prompts would come to other tokens. What stands in ``tokenizer.json`` is taken instead. A pipeline of
+    The folder names a class of tokenizers that transformers 5 builds again with another way to split words:
+    all prompts would come to other tokens. What is in ``tokenizer.json`` is taken instead. A pipeline of
     diffusers reads it wrongly, until its ``tokenizer`` is
     ``PreTrainedTokenizerFast.from_pretrained(folder, subfolder="tokenizer")``, as in the code of model cards.
 
-    Also of its classes, and not trained here: SkyReels V1 from pictures and FramePack.
+    Also of its classes, and not trained here: SkyReels V1 from images and FramePack.
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (HunyuanVideoPipeline,)
@@ -251,7 +251,7 @@ class HunyuanVideo(DiffusersFamily):
         return encode
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        """With the token that the template puts behind a text."""
+        """With the token that the template puts after a text."""
         tokenizer = self.load_tokenizer()
         rows = tokenizer([TEMPLATE.format(text) for text in texts])["input_ids"]
         return [len(row) - _NUM_CUT for row in rows]

@@ -71,7 +71,7 @@ def model_fn_ideogram4(
     positions, segments, roles = Ideogram4Pipeline._prepare_ids(
         lengths, height, width, longest, latents_bchw.device
     )
-    # Each is moved within the expression, so that no copy of what is this wide waits beside the batch.
+    # Each is moved within the expression, so that no copy of what is this wide waits next to the batch.
     embeds_bld = torch.stack(
         [
             pad(row_ld.to(latents_bchw), (0, 0, longest - len(row_ld), num_places))
@@ -152,7 +152,7 @@ class Ideogram4(DiffusersFamily):
     format of the first. There is no negative prompt. The scale is one for all steps, where the pipeline by
     default has 7 and, in its last steps, 3.
 
-    Noise levels grow with the picture, as by its pipeline: a shift of 2 at 1024 x 1024 pixels and of 4 at
+    Noise levels grow with the image, as by its pipeline: a shift of 2 at 1024 x 1024 pixels and of 4 at
     2048 x 2048. The pipeline, diffusers' training script and musubi-tuner have a logit-normal density of a
     standard deviation of 1.5 around that.
 
@@ -162,7 +162,7 @@ class Ideogram4(DiffusersFamily):
     that under the CPU's autocast; autocast on a GPU was not tried. Where previews with the LoRA get gray, set
     ``train.mixed_precision: "no"``, which is what that guide does.
 
-    Its weights are released in 8 and in 4 bits alone; the folder named here is a copy in bfloat16. ComfyUI
+    Its weights are released in 8 and in 4 bits only; the folder named here is a copy in bfloat16. ComfyUI
     has one layer for queries, keys and values, and no names for a LoRA on each of them: it takes what
     ``diffsynth-lite convert --to comfyui`` makes of the file. No layer of the last block is unused.
     """
@@ -328,7 +328,7 @@ def tiny() -> Ideogram4Pipeline:
     """A random, complete and small pipeline of the real classes, built offline in a second.
 
     Two blocks of 32 channels in each transformer; a text encoder of 36 layers, because the pipeline takes the
-    embeddings behind the last; 32 latent channels at 1/8 size.
+    embeddings after the last; 32 latent channels at 1/8 size.
     """
     tokenizer = qwen2_tokenizer()
     text_encoder = tiny_qwen3_vl(tokenizer, num_layers=QWEN3_VL_ACTIVATION_LAYERS[-1] + 1)

@@ -179,10 +179,10 @@ KREA2: tuple[Release, ...] = (_RAW, _TURBO)
 class Krea2(DiffusersFamily):
     """Krea 2 Raw, from text; Turbo, where its LoRA is used, draws.
 
-    28 single-stream blocks behind four that read the prompt, the autoencoder of Qwen-Image: 16 channels at
+    28 single-stream blocks after four that read the prompt, the autoencoder of Qwen-Image: 16 channels at
     1/8 size.
 
-    Its authors train on Raw, which is not distilled and not meant for pictures that please, and draw with
+    Its authors train on Raw, which is not distilled and not meant for images that please, and draw with
     Turbo, distilled to 8 steps without guidance. What is learned on Turbo itself undoes the distillation.
 
     The transformer is given what 12 layers of Qwen3-VL make of each token, 30,720 numbers. Padding, which the
@@ -195,12 +195,12 @@ class Krea2(DiffusersFamily):
     By default the LoRA is on what its authors recommend within the blocks, also those that read the prompt.
     Their whole list, which goes with their rank of 32, is the one of the recipe: it has the layers around the
     blocks as well, eight of which are in no set here, from ``img_in`` to ``final_layer.linear``. musubi-tuner
-    and DiffSynth-Studio train these, too. For long runs the authors advise the attention alone with a higher
+    and DiffSynth-Studio train these, too. For long runs the authors advise only the attention, with a higher
     rank, so that prompts are followed as before.
 
-    The sampler's shift grows with the picture: 1.8 at 512 x 512 pixels and 2.5 at 1024 x 1024; Turbo has 3.2
+    The sampler's shift grows with the image: 1.8 at 512 x 512 pixels and 2.5 at 1024 x 1024; Turbo has 3.2
     at any size. DiffSynth-Studio trains Raw with 2.2 (``set_timesteps_krea2``), and diffusers' script with
-    none. No layer of the last block is unused: text and picture share its weights.
+    none. No layer of the last block is unused: text and image share its weights.
     """
 
     pipelines = (Krea2Pipeline,)
@@ -261,7 +261,7 @@ class Krea2(DiffusersFamily):
             embeds_blkd, mask = pipeline.encode_prompt(
                 [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
             )
-            # The padding stands between a prompt and what the chat ends with; no token has a position.
+            # The padding is between a prompt and what the chat ends with; no token has a position.
             return [{"prompt_embeds": row_lkd} for row_lkd in without_padding(embeds_blkd, mask)]
 
         return encode
@@ -280,7 +280,7 @@ class Krea2(DiffusersFamily):
         return config["z_dim"], num_frames, height // scale, width // scale
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
-        """That of the folder's sampler, which grows with the picture; Turbo's pipeline has one for all."""
+        """That of the folder's sampler, which grows with the image; Turbo's pipeline has one for all."""
         if self._is_distilled:
             return exponential_shift(_MU_OF_TURBO)
         return super().resolution_shift(latents_shape)
@@ -360,7 +360,7 @@ def tiny() -> Krea2Pipeline:
             axes_dims_rope=(4, 6, 6),
         )
     return Krea2Pipeline(
-        # As in the released repositories: a shift that grows with the picture.
+        # As in the released repositories: a shift that grows with the image.
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
             base_shift=0.5,

@@ -1,6 +1,6 @@
 """This file trains Qwen-Image (text to image).
 
-Layouts: b batch, c latent channels, f pictures (1 but for Qwen-Image-Layered), h and w latent height and
+Layouts: b batch, c latent channels, f images (1 but for Qwen-Image-Layered), h and w latent height and
 width; l tokens, d channels.
 Sources: diffusers ``transformer_qwenimage.py`` and ``pipeline_qwenimage.py``.
 """
@@ -69,13 +69,13 @@ def model_fn_qwen_image(
 
     Args:
         transformer: a ``QwenImageTransformer2DModel``, plain or wrapped by DDP.
-        latents_bcfhw: (B, 16, F, H, W), noisy normalised latents of F pictures, H and W even.
+        latents_bcfhw: (B, 16, F, H, W), noisy normalised latents of F images, H and W even.
         timestep: (B,), noise level in [0, 1].
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
-        input_latents_bcfhw: each (B, 16, 1, H_i, W_i), clean normalised latents of the pictures that an edit
+        input_latents_bcfhw: each (B, 16, 1, H_i, W_i), clean normalised latents of the images that an edit
             starts from.
-        additional_t_cond: (B,), 0 or 1, of a model with an embedding beside that of the noise level.
+        additional_t_cond: (B,), 0 or 1, of a model with an embedding next to that of the noise level.
         checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
@@ -210,7 +210,7 @@ QWEN_EDIT = replace(
     version="qwen_image_edit",
     sources={
         **QWEN_IMAGE_BASE.sources,
-        "size": "the area that the pipeline brings pictures to",
+        "size": "the area that the pipeline brings images to",
         "pipeline": PINNED_INDEXES,
     },
     unconfirmed=(*QWEN_IMAGE_BASE.unconfirmed, "settings of the scheduler"),
@@ -222,7 +222,7 @@ class QwenImage(DiffusersFamily):
 
     60 dual-stream blocks, Qwen2.5-VL prompts, a causal 3D VAE with 16 channels at 1/8 size.
 
-    The sampler's shift grows little with the picture: 1.7 at 512 x 512 pixels and 2.0 at 1024 x 1024, where
+    The sampler's shift grows little with the image: 1.7 at 512 x 512 pixels and 2.0 at 1024 x 1024, where
     DiffSynth-Studio and musubi-tuner (``docs/qwen_image.md``) train with 2.2 at any size.
     """
 
@@ -351,7 +351,7 @@ def tiny() -> QwenImagePipeline:
             joint_attention_dim=text_encoder.config.text_config.hidden_size,
             axes_dims_rope=(8, 4, 4),
         )
-    # The scheduler settings of the real repository: a shift that grows with the picture.
+    # The scheduler settings of the real repository: a shift that grows with the image.
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,

@@ -59,7 +59,7 @@ def model_fn_qwen_image_21(
         transformer: a ``QwenImage21Transformer2DModel``, plain or wrapped by DDP.
         latents_bcfhw: (B, 64, 1, H, W), noisy normalised latents, H and W even.
         timestep: (B,), noise level in [0, 1].
-        prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right. Where the picture stands depends
+        prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right. Where the image stands depends
             on L, padding included.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
         checkpointing: the two flags and the policy of the gradient engine.
@@ -175,23 +175,23 @@ class QwenImage21(DiffusersFamily):
     """Qwen-Image 2.1, from text.
 
     32 single-stream blocks, Qwen3-VL prompts, an autoencoder of its own: 64 channels at 1/16 size, and a
-    channel for transparency, which is full in training. Pictures to start from, which the pipeline takes as
+    channel for transparency, which is full in training. Images to start from, which the pipeline takes as
     well, are not trained yet.
 
-    Text sees what stands before it, a picture also all of itself. In a batch of prompts of several lengths
-    diffusers places the pictures behind the longest, where a model alone with a prompt has them elsewhere; so
+    Text sees what is before it, an image also all of itself. In a batch of prompts of several lengths
+    diffusers places the images after the longest, where a model with one prompt has them elsewhere; so
     samples of one length go through the model together and the others after them, and a sample counts as much
-    beside others as alone. Processes that share its weights (``memory.shard_base``) therefore take one sample
-    at a time. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end. A
+    next to others as without them. Processes that share its weights (``memory.shard_base``) therefore take
+    one sample at a time. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end. A
     caption with the placeholder of an image or a video (``image_pad``, ``video_pad``), which the pipeline
     refuses, is an item that cannot be used.
 
-    It is meant to be drawn without guidance. The sampler's shift grows with the picture: 1.7 at 512 x 512
+    It is meant to be drawn without guidance. The sampler's shift grows with the image: 1.7 at 512 x 512
     pixels, 2.0 at 1024 x 1024 and 3.7 at 2048 x 2048, which it is made for. DiffSynth-Studio trains with 2.2
     at any size. Fizgig, a trainer, says that LoRAs trained on it fall apart after some hundred steps unless
     an adapter is active in training that is left away afterwards, and offers one.
 
-    No layer of the last block is unused: text and picture share its weights.
+    No layer of the last block is unused: text and image share its weights.
     """
 
     pipelines = (QwenImage21Pipeline,)
@@ -316,7 +316,7 @@ class QwenImage21(DiffusersFamily):
 
 
 class _Texts:
-    """What ``Qwen3VLProcessor`` does of texts alone, without torchvision, which that class needs."""
+    """What ``Qwen3VLProcessor`` does of texts only, without torchvision, which that class needs."""
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
         self.tokenizer = tokenizer
@@ -326,7 +326,7 @@ class _Texts:
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, Any]], *, tokenize: bool, return_dict: bool
     ) -> list[list[int]]:
-        """Tokens of what stands before each prompt, which the pipeline asks for to leave them away."""
+        """Tokens of what is before each prompt, which the pipeline asks for to leave them away."""
         chats: list[list[int]] = self.tokenizer.apply_chat_template(
             [list(conversation)], tokenize=tokenize, return_dict=return_dict
         )
@@ -336,7 +336,7 @@ class _Texts:
     def __call__(
         self, *, text: Sequence[str], padding: bool, padding_side: str, return_tensors: str
     ) -> BatchEncoding:
-        """Token ids, cut behind as many tokens of the prompt as there may be."""
+        """Token ids, cut after as many tokens of the prompt as there may be."""
         encoded: BatchEncoding = self.tokenizer(
             list(text),
             padding=padding,
@@ -394,7 +394,7 @@ def tiny() -> QwenImage21Pipeline:
             axes_dims_rope=(4, 6, 6),
         )
     return QwenImage21Pipeline(
-        # The scheduler settings of the real repository: a shift that grows with the picture.
+        # The scheduler settings of the real repository: a shift that grows with the image.
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
             base_shift=0.5,

@@ -1,6 +1,6 @@
-"""This file trains Qwen-Image-Edit, with one input picture, and Edit-Plus (2509 and 2511), with several.
+"""This file trains Qwen-Image-Edit, with one input image, and Edit-Plus (2509 and 2511), with several.
 
-The transformer is Qwen-Image's; the tokens of the input pictures stand behind those of the noisy picture.
+The transformer is Qwen-Image's; the tokens of the input images come after those of the noisy image.
 Sources: diffusers ``pipeline_qwenimage_edit.py`` and ``pipeline_qwenimage_edit_plus.py``.
 """
 
@@ -34,7 +34,7 @@ _EDIT_AREA = 1024 * 1024
 _TOKEN_AREA = 28 * 28
 
 model_fn_qwen_image_edit = qwen_image.model_fn_qwen_image
-"""One forward; ``input_latents_bcfhw`` are the pictures to edit."""
+"""One forward; ``input_latents_bcfhw`` are the images to edit."""
 
 
 _EDIT_2509 = replace(
@@ -65,9 +65,9 @@ QWEN_IMAGE_EDIT: tuple[Release, ...] = (QWEN_EDIT, _EDIT_2509, _EDIT_2511)
 
 
 class QwenImageEdit(qwen_image.QwenImage):
-    """Qwen-Image-Edit (one input picture) and Edit-Plus 2509, 2511 (several); the folder says which.
+    """Qwen-Image-Edit (one input image) and Edit-Plus 2509, 2511 (several); the folder says which.
 
-    Qwen-Image whose prompts and tokens also hold the pictures to edit, each brought to about a megapixel.
+    Qwen-Image whose prompts and tokens also hold the images to edit, each brought to about a megapixel.
     The shift of the noise levels is that of Qwen-Image, by the size of the result.
 
     A caption with the placeholder of an image or a video (``image_pad``, ``video_pad``), which the pipelines
@@ -97,10 +97,10 @@ class QwenImageEdit(qwen_image.QwenImage):
         return (edit_plus.CONDITION_IMAGE_SIZE if self._takes_several else _EDIT_AREA) // _TOKEN_AREA
 
     def input_size(self, width: int, height: int) -> tuple[int, int]:
-        # Whatever its size, an input picture is brought to one area.
+        # Whatever its size, an input image is brought to one area.
         size = _size(width / height, edit_plus.VAE_IMAGE_SIZE if self._takes_several else _EDIT_AREA)
         if not all(size):
-            raise UserError(f"{width}x{height} pixels are too narrow for an input picture of this family")
+            raise UserError(f"{width}x{height} pixels are too narrow for an input image of this family")
         return size
 
     @property
@@ -127,7 +127,7 @@ class QwenImageEdit(qwen_image.QwenImage):
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            # One by one: the pipelines give all prompts of a batch the same pictures.
+            # One by one: the pipelines give all prompts of a batch the same images.
             rows = [
                 pipeline.encode_prompt(
                     prompt.text, image=self._seen_by_prompt(pipeline, prompt.images), device=device
@@ -169,7 +169,7 @@ class QwenImageEdit(qwen_image.QwenImage):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        # Not in ``vae_dtype``: the pipelines encode the input pictures in the dtype of the embeddings.
+        # Not in ``vae_dtype``: the pipelines encode the input images in the dtype of the embeddings.
         pipeline = self.preview_pipeline(transformer, device_and_dtype(transformer)["dtype"])
         return [self.draw(pipeline, request, image=self._given(request.inputs)) for request in requests]
 
@@ -177,7 +177,7 @@ class QwenImageEdit(qwen_image.QwenImage):
         return {"image": INPUT_IMAGE}
 
     def _given(self, pictures: Sequence[Image]) -> Image | list[Image]:
-        """The pictures as the pipeline wants them.
+        """The images as the pipeline wants them.
 
         Raises:
             UserError: there are none, or several for the pipeline that takes one.
@@ -185,7 +185,7 @@ class QwenImageEdit(qwen_image.QwenImage):
         if not pictures or (len(pictures) > 1 and not self._takes_several):
             wanted = "one or more" if self._takes_several else "exactly one"
             raise UserError(
-                f"data.input_columns, validation: an item with {len(pictures)} input pictures; "
+                f"data.input_columns, validation: an item with {len(pictures)} input images; "
                 f"a {self.pipeline.__name__} takes {wanted}"
             )
         return list(pictures) if self._takes_several else pictures[0]
@@ -220,7 +220,7 @@ class TextAndPictures:
     def __call__(
         self, *, text: Sequence[str], images: Image | list[Image], padding: bool, return_tensors: str
     ) -> BatchFeature:
-        """Token ids and patches; each picture has as many tokens in the text as it takes."""
+        """Token ids and patches; each image has as many tokens in the text as it takes."""
         patches = self.pictures(images=images, return_tensors=return_tensors)
         num_tokens = iter((patches["image_grid_thw"].prod(1) // self.pictures.merge_size**2).tolist())
         widened = []
@@ -236,7 +236,7 @@ class TextAndPictures:
 def tiny() -> QwenImageEditPipeline:
     """A random, complete and small pipeline of the real classes, built offline in a second.
 
-    Its processor is the part for pictures alone: the class of the released models needs torchvision.
+    Its processor is the part for images only: the class of the released models needs torchvision.
     """
     parts = qwen_image.tiny().components
     pictures = PictureProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28})
@@ -244,7 +244,7 @@ def tiny() -> QwenImageEditPipeline:
 
 
 def _size(aspect_ratio: float, area: int) -> tuple[int, int]:
-    """Width and height that the pipelines bring an input picture to."""
+    """Width and height that the pipelines bring an input image to."""
     width, height = edit.calculate_dimensions(area, aspect_ratio)[:2]
     return width, height
 

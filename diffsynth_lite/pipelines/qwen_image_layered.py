@@ -1,9 +1,9 @@
-"""This file trains Qwen-Image-Layered, which takes a picture apart into transparent layers.
+"""This file trains Qwen-Image-Layered, which splits an image into transparent layers.
 
-Layouts: b batch, c latent channels, f pictures (the whole one, then its layers), h and w latent height and
+Layouts: b batch, c latent channels, f images (the whole one, then its layers), h and w latent height and
 width; l tokens, d channels.
 Source: diffusers ``pipeline_qwenimage_layered.py``. The transformer is Qwen-Image's with another embedding of
-places, in which each layer has its own; the tokens of the picture to take apart stand behind all others.
+places, in which each layer has its own; the tokens of the image to split come after all others.
 """
 
 import math
@@ -36,16 +36,16 @@ from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 
 _CHANNELS = 4
 _BASE_TOKENS = 256
-"""Of the picture at which the sampler's mu is 1: 256 x 256 pixels. A number in the pipeline's call."""
+"""Of the image at which the sampler's mu is 1: 256 x 256 pixels. A number in the pipeline's call."""
 _OWN_RESOLUTIONS = (640, 1024)
 """Those that the pipeline takes: edges of squares of the area that it generates."""
 _IS_RGB = 0
-"""What the pipeline tells the model beside the noise level."""
+"""What the pipeline tells the model next to the noise level."""
 _PICTURE = "picture_latents"
 _PROMPT_IS_ENCODED = "as embeddings"
 
 model_fn_qwen_image_layered = qwen_image.model_fn_qwen_image
-"""One forward; ``latents_bcfhw`` are the picture and its layers, ``input_latents_bcfhw`` that picture."""
+"""One forward; ``latents_bcfhw`` are the image and its layers, ``input_latents_bcfhw`` that image."""
 
 
 _LAYERED = replace(
@@ -72,7 +72,7 @@ _LAYERED = replace(
     version="qwen_image_layered",
     sources={
         **QWEN_EDIT.sources,
-        "size": "the area that the pipeline brings pictures to, and one picture with four layers, by default",
+        "size": "the area that the pipeline brings images to, and one image with four layers, by default",
         "pipeline": "diffusers, docs/source/en/api/pipelines/qwenimage.md",
     },
 )
@@ -81,15 +81,15 @@ QWEN_IMAGE_LAYERED: tuple[Release, ...] = (_LAYERED,)
 
 
 class QwenImageLayered(qwen_image.QwenImage):
-    """Qwen-Image-Layered: a picture and a prompt in, its layers with transparency out.
+    """Qwen-Image-Layered: an image and a prompt in, its layers with transparency out.
 
-    Qwen-Image's transformer on an autoencoder with a fourth channel. It makes the whole picture once more and
+    Qwen-Image's transformer on an autoencoder with a fourth channel. It makes the whole image once more and
     then each layer, from the one at the bottom to the one on top; all are learned, and previews show the
-    layers. The picture that is taken apart stands clean beside them. A caption describes the whole picture,
+    layers. The image that is split is clean next to them. A caption describes the whole image,
     also what is hidden in it. Where the pipeline is given no prompt it has its text encoder describe the
-    picture; training and previews take what is written.
+    image; training and previews take what is written.
 
-    The pipeline draws at 640 x 640 or 1024 x 1024 pixels, in the shape of the picture; training and previews
+    The pipeline draws at 640 x 640 or 1024 x 1024 pixels, in the shape of the image; training and previews
     may have any size. Its shift, 12 at the first of these and 55 at the second, is large; what is trained
     with is Qwen-Image's.
     """
@@ -106,7 +106,7 @@ class QwenImageLayered(qwen_image.QwenImage):
         vae = self.folder.component_config("vae")
         if vae.get("input_channels") != _CHANNELS:
             raise UserError(
-                f"model.path: {vae.file}: the autoencoder takes pictures of {vae.get('input_channels', 3)} "
+                f"model.path: {vae.file}: the autoencoder takes images of {vae.get('input_channels', 3)} "
                 f"channels, and that of Qwen-Image-Layered takes {_CHANNELS}, the last one of transparency; "
                 "get the folder's own autoencoder again"
             )
@@ -121,7 +121,7 @@ class QwenImageLayered(qwen_image.QwenImage):
             return encode_latents(pipeline.vae, pixels_bchw.unsqueeze(2))[0]
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            # One by one, as the pipeline does: each is a picture of its own to the autoencoder.
+            # One by one, as the pipeline does: each is an image of its own to the autoencoder.
             encoded = [[latents_of(picture) for picture in (item.frames[0], *item.layers)] for item in media]
             return [{"latents": torch.cat(row, dim=1), _PICTURE: row[0]} for row in encoded]
 
@@ -131,11 +131,11 @@ class QwenImageLayered(qwen_image.QwenImage):
         return math.prod(_of_one_picture(latents_shape))
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        """Those of the picture, of its layers, and of the picture beside them."""
+        """Those of the image, of its layers, and of the image next to them."""
         return super().num_tokens(latents_shape) * (latents_shape[-3] + 1)
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
-        """By the area of the picture alone: mu is the square root of its part of 256 x 256 pixels.
+        """By the area of the image only: mu is the square root of its part of 256 x 256 pixels.
 
         The folder's sampler says whether that is the shift or its logarithm.
         """
@@ -144,7 +144,7 @@ class QwenImageLayered(qwen_image.QwenImage):
         return mu if is_linear else exponential_shift(mu)
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
-        """Qwen-Image's, by the area of the picture: 1.8 at 640 x 640 pixels.
+        """Qwen-Image's, by the area of the image: 1.8 at 640 x 640 pixels.
 
         With its own, 12 at that size, one step in thirteen would be of a noise level below 0.5.
         ``qwen_shift`` of musubi-tuner, which trains this model, is Qwen-Image's, too; DiffSynth-Studio has
@@ -189,7 +189,7 @@ class QwenImageLayered(qwen_image.QwenImage):
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
         """The layers of each preview, with their transparency."""
-        # Not in ``vae_dtype``: the pipeline encodes the picture in the dtype of the embeddings.
+        # Not in ``vae_dtype``: the pipeline encodes the image in the dtype of the embeddings.
         dtype = device_and_dtype(transformer)["dtype"]
         pipeline = self.preview_pipeline(transformer, dtype, text_encoder=_NoEncoder(dtype))
         return [self.draw(pipeline, request) for request in requests]
@@ -210,7 +210,7 @@ class QwenImageLayered(qwen_image.QwenImage):
             (layers,) = pipeline(
                 **inputs,
                 image=_the_picture(request.inputs),
-                # Without one the pipeline would have the picture described.
+                # Without one the pipeline would have the image described.
                 prompt=_PROMPT_IS_ENCODED,
                 **self._prompt_arguments(request.conditioning, pipeline),
                 **(self._prompt_arguments(request.negative, pipeline, "negative_") if guided else {}),
@@ -226,7 +226,7 @@ class QwenImageLayered(qwen_image.QwenImage):
 
 @dataclass(frozen=True)
 class _NoEncoder:
-    """Stands where the pipeline asks its text encoder for the dtype of the picture."""
+    """Stands where the pipeline asks its text encoder for the dtype of the image."""
 
     dtype: torch.dtype
 
@@ -245,7 +245,7 @@ def _drawn_in(width: int, height: int) -> Iterator[None]:
 def _the_picture(pictures: Sequence[Image]) -> Image:
     if len(pictures) != 1:
         raise UserError(
-            f"validation.inputs: {len(pictures)} pictures for a prompt; Qwen-Image-Layered takes one apart"
+            f"validation.inputs: {len(pictures)} images for a prompt; Qwen-Image-Layered takes one apart"
         )
     return pictures[0].convert("RGBA")
 
@@ -258,7 +258,7 @@ def _of_one_picture(latents_shape: Sequence[int]) -> tuple[int, ...]:
 def tiny() -> QwenImageLayeredPipeline:
     """A random, complete and small pipeline of the real classes, built offline in a second.
 
-    Its processor, which nothing here asks for, is the part for pictures alone: the class of the released
+    Its processor, which nothing here asks for, is the part for images only: the class of the released
     model needs torchvision.
     """
     parts: Mapping[str, Any] = qwen_image.tiny().components

@@ -83,7 +83,7 @@ def _transformer(name: str, config: Mapping[str, Any]) -> ReleaseComponent:
 
 
 def _in_float32(component: ReleaseComponent) -> ReleaseComponent:
-    """Of Sana 1.0, whose plain files are beside those of a variant."""
+    """Of Sana 1.0, whose plain files are next to those of a variant."""
     return replace(
         component, dtype="float32", source=f"{component.source}; dtype of the plain files as in {_DOCS}"
     )
@@ -193,7 +193,7 @@ class Sana(DiffusersFamily):
     Sana 1.0 (0.6B, 1.6B; 512 to 4096 pixels) and 1.5 (1.6B, 4.8B). Sana Sprint, of another pipeline, is
     refused: it is distilled, and told a guidance scale.
 
-    A prompt is put in lower case, behind the instruction of the pipeline's call; a negative prompt and a
+    A prompt is put in lower case, after the instruction of the pipeline's call; a negative prompt and a
     dropped caption get none. The feed-forward layers are convolutions, which get no LoRA.
 
     The sampler's shift is 3 in diffusers' conversions, and 6 in that of 4096 pixels. Sana's own training at
@@ -253,7 +253,7 @@ class Sana(DiffusersFamily):
         return super().prompt_lengths(assemble(self.pipeline)._text_preprocessing(list(texts)))
 
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        # One latent for a picture, not a distribution, and no mean to take off.
+        # One latent for an image, not a distribution, and no mean to take off.
         latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent.float().cpu()
         scaled_bchw: torch.Tensor = latents_bchw * vae.config.scaling_factor
         return scaled_bchw

@@ -70,7 +70,7 @@ def model_fn_sd3(
         transformer: an ``SD3Transformer2DModel``, plain or wrapped by DDP.
         latents_bchw: (B, 16, H, W), noisy normalised latents, H and W even.
         timestep: (B,), in [0, 1000].
-        prompt_embeds_bld: (B, 77 + 256, D), prompt embeddings of both CLIPs, side by side, and behind them
+        prompt_embeds_bld: (B, 77 + 256, D), prompt embeddings of both CLIPs, side by side, and after them
             those of T5.
         pooled_prompt_embeds_bd: (B, D_pooled), one vector of each CLIP, side by side.
         checkpointing: the two flags and the policy of the gradient engine.
@@ -224,13 +224,13 @@ SD3_RELEASES: tuple[Release, ...] = (_MEDIUM, _LARGE, _LARGE_TURBO, _MEDIUM_3)
 class SD3(DiffusersFamily):
     """Stable Diffusion 3 medium and 3.5 (medium, large and large turbo), from text.
 
-    24 dual-stream blocks, in 3.5 large 38; the first 13 of 3.5 medium see the picture once more by itself.
+    24 dual-stream blocks, in 3.5 large 38; the first 13 of 3.5 medium see the image once more by itself.
     Prompts of two CLIPs and T5, 16 channels at 1/8 size. All three text encoders must be in the folder.
 
     CLIP reads the first 77 tokens of its own, T5 256 of its own, padding too, which the model sees: nothing
     is masked. A caption beyond the first is cut for CLIP alone.
 
-    The blocks' places come from a table: pictures may have at most 3072 pixels on each side, and with 3.5
+    The blocks' places come from a table: images may have at most 3072 pixels on each side, and with 3.5
     medium 6144.
 
     Large turbo is distilled to 4 steps without guidance. No setting tells so; its name does.
@@ -276,7 +276,7 @@ class SD3(DiffusersFamily):
         places = self.folder.component_config("transformer")["pos_embed_max_size"]
         if max(width, height) > places * self.size_divisor:
             raise UserError(
-                f"{keys}: {width}x{height}; this model knows the places of pictures of at most "
+                f"{keys}: {width}x{height}; this model knows the places of images of at most "
                 f"{places * self.size_divisor} pixels on each side"
             )
 

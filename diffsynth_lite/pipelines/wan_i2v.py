@@ -26,26 +26,26 @@ from diffsynth_lite.pipelines.wan.releases import WAN_I2V
 from diffsynth_lite.testing import seeded
 
 _LARGEST_FLF2V_SHIFT = 5.0
-_CLIP_SIZE = 32  # of the pictures that the tiny CLIP sees
+_CLIP_SIZE = 32  # of the images that the tiny CLIP sees
 
 model_fn_wan_i2v = wan.model_fn_wan
 """One forward.
 
-``latents_bcfhw`` are the noisy latents and, behind them in the channels, a mask of the frames that are given
+``latents_bcfhw`` are the noisy latents and, after them in the channels, a mask of the frames that are given
 (4 channels) and the latents of these frames with grey between them; what is predicted has the channels of the
-noisy latents alone. ``image_embeds_bld`` has the rows of a sample's pictures one after the other.
+noisy latents only. ``image_embeds_bld`` has the rows of a sample's images one after the other.
 """
 
 
 class WanI2V(wan.Wan):
-    """Wan 2.1 I2V-14B and FLF2V-14B, and Wan 2.2 I2V-A14B: clips from a picture, or from one to another.
+    """Wan 2.1 I2V-14B and FLF2V-14B, and Wan 2.2 I2V-A14B: clips from an image, or from one to another.
 
     A clip whose first frame the data does not name starts from the first one of its own. The folder decides
     about the last: FLF2V-14B always has one, named by the data or the clip's own; I2V-A14B has one where the
     data names it; I2V-14B refuses one. All latents count in the loss, those of the given frames too.
 
-    Wan 2.1 also sees the pictures through CLIP, whose encoder is loaded beside the autoencoder: when media
-    are encoded, and while previews are drawn. A preview starts from a picture, cut to its size, and
+    Wan 2.1 also sees the images through CLIP, whose encoder is loaded next to the autoencoder: when media
+    are encoded, and while previews are generated. A preview starts from an image, cut to its size, and
     leads to that of ``validation.last_frames`` where it is given; without it, FLF2V leads back to the first.
     """
 
@@ -68,7 +68,7 @@ class WanI2V(wan.Wan):
 
     @property
     def target_sets(self) -> TargetSets:
-        """As in family ``wan``; in Wan 2.1 both add ``add_k_proj, add_v_proj``, of its picture embeddings."""
+        """As in family ``wan``; in Wan 2.1 both add ``add_k_proj, add_v_proj``, of its image embeddings."""
         # diffusers fills a LoRA up with zeros for these two where it has none, and warns.
         of_pictures = ("add_k_proj", "add_v_proj") if self._embeds_pictures else ()
         return {name: (*targets, *of_pictures) for name, targets in super().target_sets.items()}
@@ -79,7 +79,7 @@ class WanI2V(wan.Wan):
 
     @property
     def takes_last_frames(self) -> bool:
-        """All but Wan 2.1 I2V, whose transformer has no place for a second picture."""
+        """All but Wan 2.1 I2V, whose transformer has no place for a second image."""
         return self._leads_to_last_frame or not self._embeds_pictures
 
     @cached_property
@@ -88,12 +88,12 @@ class WanI2V(wan.Wan):
 
     @property
     def _embeds_pictures(self) -> bool:
-        """Wan 2.1, whose transformer also sees the pictures through CLIP."""
+        """Wan 2.1, whose transformer also sees the images through CLIP."""
         return self._transformer_config.get("image_dim") is not None
 
     @property
     def _leads_to_last_frame(self) -> bool:
-        """FLF2V, whose transformer tells the first picture from the last by their place."""
+        """FLF2V, whose transformer tells the first image from the last by their place."""
         return self._transformer_config.get("pos_embed_seq_len") is not None
 
     def check_folder(self, *, with_weights: bool = True) -> None:
@@ -146,7 +146,7 @@ class WanI2V(wan.Wan):
 
     @torch.no_grad()
     def _encode_pictures(self, pipeline: Any, item: Media) -> EncodedMedia:
-        """Of one item, (4 + C, F, H, W) and, where CLIP sees the pictures, (1 or 2, L, D)."""
+        """Of one item, (4 + C, F, H, W) and, where CLIP sees the images, (1 or 2, L, D)."""
         pictures = self._given_pictures(item)
         pixels_bchw = [pipeline.video_processor.preprocess(picture) for picture in pictures]
         width, height = item.frames[0].size
@@ -230,7 +230,7 @@ class WanI2V(wan.Wan):
 def tiny() -> WanImageToVideoPipeline:
     """A random, complete and small pipeline of the real classes, built offline in a second: Wan 2.1 I2V.
 
-    Beside what is small in ``wan``, a CLIP encoder that makes 5 tokens of a picture.
+    Next to what is small in ``wan``, a CLIP encoder that makes 5 tokens of an image.
     """
     parts = wan.tiny().components
     layout, image_encoder = parts["transformer"].config, tiny_clip_vision()
@@ -246,9 +246,9 @@ def tiny() -> WanImageToVideoPipeline:
 
 
 def tiny_clip_vision() -> CLIPVisionModel:
-    """A random CLIP picture encoder with two layers, in eval mode.
+    """A random CLIP image encoder with two layers, in eval mode.
 
-    It makes 5 tokens of a picture of 32 x 32 pixels; the released one makes 257 of 224 x 224.
+    It makes 5 tokens of an image of 32 x 32 pixels; the released one makes 257 of 224 x 224.
     """
     config = CLIPVisionConfig(
         hidden_size=16,
@@ -264,6 +264,6 @@ def tiny_clip_vision() -> CLIPVisionModel:
 
 
 def tiny_clip_processor() -> CLIPImageProcessorPil:
-    """What brings a picture to the size of :func:`tiny_clip_vision`: shorter side to 32, then cut."""
+    """What brings an image to the size of :func:`tiny_clip_vision`: shorter side to 32, then cut."""
     size = {"height": _CLIP_SIZE, "width": _CLIP_SIZE}
     return CLIPImageProcessorPil(size={"shortest_edge": _CLIP_SIZE}, crop_size=size)

@@ -1,4 +1,4 @@
-"""This file trains Wan VACE: clips that follow a clip of edges, depth or poses, or are painted anew in part.
+"""This file trains Wan VACE: clips that follow a clip of edges, depth or poses, or are regenerated in part.
 
 Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
 Sources: diffusers ``transformer_wan_vace.py`` and ``pipeline_wan_vace.py``; for what files call the layers
@@ -29,7 +29,7 @@ from diffsynth_lite.pipelines.wan.releases import WAN_VACE
 from diffsynth_lite.testing import seeded
 
 _GREY = (127, 127, 127)
-"""Of what is painted anew where nothing guides it: the middle of what the autoencoder takes."""
+"""Of what is regenerated where nothing guides it: the middle of what the autoencoder takes."""
 
 _OF_WAN = WAN["transformer"].layers
 _LAYERS = (
@@ -60,7 +60,7 @@ def model_fn_wan_vace(
         latents_bcfhw: (B, 16, F, H, W), noisy normalised latents, H and W even.
         timestep: (B,), in [0, 1000].
         prompt_embeds_bld: (B, 512, D) prompt embeddings, filled up with zeros; there is no mask.
-        control_bcfhw: (B, 96, F, H, W): normalised latents of what stays (16), of what is painted anew (16),
+        control_bcfhw: (B, 96, F, H, W): normalised latents of what stays (16), of what is regenerated (16),
             and which pixels those are (64, the 8 x 8 of each latent).
         control_scale: (number of the further blocks,), how much each of them counts; None is 1.
         checkpointing: the two flags and the policy of the gradient engine.
@@ -85,20 +85,20 @@ def model_fn_wan_vace(
 
 
 class WanVACE(wan.Wan):
-    """Wan 2.1 VACE (1.3B and 14B): clips that are guided, or painted anew in part, beside a prompt.
+    """Wan 2.1 VACE (1.3B and 14B): clips that are guided, or regenerated in part, next to a prompt.
 
     To the blocks of Wan come 15, or 8, which see what is given of a clip and add to every second, or fifth,
     of the others. They get a LoRA like those; ``lora.target_modules: [vace_blocks.*.attn1.to_q, ...]`` trains
     them alone, as DiffSynth-Studio does.
 
     The pipeline is given a clip and a mask: what is black in the mask stays as it is, what is white is
-    painted anew, guided by what the clip has there. Training gives the model the same. With a control, all
+    regenerated, guided by what the clip has there. Training gives the model the same. With a control, all
     is painted, guided by it. With a mask, what is black in it is that of the item itself, and the rest that
-    of the control or, without one, grey. An item with neither is made from its prompt alone.
+    of the control or, without one, grey. An item with neither is made from its prompt only.
 
-    In previews ``validation.inputs`` is what stays, as a still picture, and without it the control is, so
+    In previews ``validation.inputs`` is what stays, as a still image, and without it the control is, so
     that ``validation.control`` and ``validation.inpaint_masks`` are what the pipeline calls ``video`` and
-    ``mask``. Its pictures of reference (``reference_images``) are not trained.
+    ``mask``. Its images of reference (``reference_images``) are not trained.
 
     diffusers' pipeline loads no LoRA on the further blocks by the names that ComfyUI takes, so that the file
     has diffusers' own; ``diffsynth-lite convert --to comfyui`` writes it for ComfyUI.
@@ -124,7 +124,7 @@ class WanVACE(wan.Wan):
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
-        """Clips and pictures with a control or a mask of what is painted anew, or both, or neither."""
+        """Clips and images with a control or a mask of what is regenerated, or both, or neither."""
         return self.kinds
 
     @property
@@ -234,7 +234,7 @@ def _given_clip(
     Args:
         staying: frames of which what is black in the mask is taken.
         control: frames that guide what is painted; none: it is grey.
-        mask: mode "L", of each frame: white is painted anew; none: all is.
+        mask: mode "L", of each frame: white is regenerated; none: all is.
     """
     if not mask:
         return {"video": list(control) or None, "mask": None}

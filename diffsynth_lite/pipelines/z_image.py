@@ -134,12 +134,12 @@ class ZImage(DiffusersFamily):
 
     34 single-stream blocks, Qwen3 prompts, the autoencoder of FLUX.1: 16 channels at 1/8 size.
 
-    Two blocks refine the picture alone, two the prompt alone, and 30 see both. Captions of any lengths may
-    stand in one batch. No layer of the last block is unused: text and picture share its weights.
+    Two blocks refine the image only, two the prompt only, and 30 see both. Captions of any lengths may
+    are in one batch. No layer of the last block is unused: text and image share its weights.
 
     Turbo, distilled to 8 steps without guidance, has the same layout. Training knows nothing of the
-    distillation and undoes it: with a LoRA trained on Turbo, 8 steps give blurred pictures while 30 with
-    guidance give good ones, unless an adapter that restores it is loaded beside (see
+    distillation and undoes it: with a LoRA trained on Turbo, 8 steps give blurred images while 30 with
+    guidance give good ones, unless an adapter that restores it is loaded next to (see
     https://huggingface.co/DiffSynth-Studio/Z-Image-Turbo-DistillPatch). The base model has no such trouble;
     ``model.training_adapter`` and ``objective.guidance_target`` are other ways out.
 
@@ -150,28 +150,28 @@ class ZImage(DiffusersFamily):
     folder; DiffSynth-Studio takes 3 for both (``set_timesteps_z_image``), as the recipe here does to leave
     more steps for detail, and musubi-tuner (``docs/zimage.md``) 2 with a density around the middle.
 
-    diffusers 0.42.1 has one transformer of Z-Image. Its pipelines that start from a picture
+    diffusers 0.42.1 has one transformer of Z-Image. Its pipelines that start from an image
     (``ZImageImg2ImgPipeline``, ``ZImageInpaintPipeline``) draw with the same weights and the same inputs of
-    the model, so what is trained here is for them, too; those of a ControlNet run a second model beside it.
+    the model, so what is trained here is for them, too; those of a ControlNet run a second model next to it.
 
-    Omni models, which also see pictures, as latents and through SigLIP, are refused. Their forward is not in
-    the way: with a tiny one it goes through the gradient engine bit for bit, with pictures and without, and
+    Omni models, which also see images, as latents and through SigLIP, are refused. Their forward is not in
+    the way: with a tiny one it goes through the gradient engine bit for bit, with images and without, and
     in training the model can be told, to the last bit, what ``ZImageOmniPipeline`` tells it. This is:
 
     None was found to be released (https://github.com/Tongyi-MAI/Z-Image/issues/163 asks for it), nor the
     settings of one, so that there is nothing to train, to count or to compare with. diffusers spreads what
-    SigLIP sees of a picture over twice the rows and columns that the picture's own tokens have, and nothing
+    SigLIP sees of an image over twice the rows and columns that the image's own tokens have, and nothing
     tells whether the model was trained so.
 
-    A batch without pictures reaches neither ``siglip_embedder`` nor ``siglip_refiner``: a LoRA there gets no
+    A batch without images reaches neither ``siglip_embedder`` nor ``siglip_refiner``: a LoRA there gets no
     gradient, which DDP refuses, and as blocks are numbered by their calls (``core/gradient/blocks.py``),
-    those that follow have other numbers in such a batch than in one with pictures.
+    those that follow have other numbers in such a batch than in one with images.
 
-    Plans count a picture to start from by its latents alone. These models need the features of SigLIP beside
-    them, and prompts in two pieces more than there are pictures.
+    Plans count an image to start from by its latents only. These models need the features of SigLIP next to
+    them, and prompts in two pieces more than there are images.
 
-    The pipeline hands its autoencoder pictures in bfloat16, and fails where that is kept in float32 or
-    float16. It brings pictures of more than a megapixel to the area of what is drawn, which a family is not
+    The pipeline hands its autoencoder images in bfloat16, and fails where that is kept in float32 or
+    float16. It brings images of more than a megapixel to the area of what is drawn, which a family is not
     told when it encodes them.
     """
 
@@ -199,7 +199,7 @@ class ZImage(DiffusersFamily):
         super().check_folder(with_weights=with_weights)
         if self.folder.component_config("transformer").get("siglip_feat_dim") is not None:
             raise UserError(
-                f"model.path: {self.folder.path} holds a Z-Image Omni, whose transformer sees pictures "
+                f"model.path: {self.folder.path} holds a Z-Image Omni, whose transformer sees images "
                 "(siglip_feat_dim), which is not supported; use Z-Image or Z-Image-Turbo"
             )
 

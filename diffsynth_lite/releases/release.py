@@ -7,7 +7,7 @@ from typing import Any, Literal
 WeightDtype = Literal["float32", "float16", "bfloat16"]
 
 Pixels = tuple[int, int, int]
-"""Width, height and frames; of a model that takes pictures apart, the picture and its layers."""
+"""Width, height and frames; of a model that splits images, the image and its layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class ReleaseComponent:
 
     Attributes:
         class_name: its class, of diffusers or transformers; behind ``ltx2.`` or the like where diffusers has
-            it in that folder of its pipelines alone.
+            it in that folder of its pipelines only.
         config: settings that differ from the defaults of its class.
         dtype: of the released weights; None where that is not known, and of a scheduler.
         num_bytes: of the released weights, as the index of their files says; None where no index is known.
@@ -32,7 +32,7 @@ class ReleaseComponent:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseTokenizer:
-    """A tokenizer, a processor of pictures, or a guider of a pipeline.
+    """A tokenizer, a processor of images, or a guider of a pipeline.
 
     Attributes:
         class_name: as ``model_index.json`` names it.
@@ -57,13 +57,13 @@ class Release:
         tokenizers: of the pipeline, by folder.
         size: that it makes unless told otherwise.
         parameters: of one model that is trained, as published: a number in its name is rounded; or None.
-        variants: of the weight files, beside the plain ones.
+        variants: of the weight files, next to the plain ones.
         licence: its name.
         gated: whether its terms must be accepted before a download; None where that is not known.
         distilled: what it was distilled to, which training undoes; None of a model that was not.
         architecture: its id in the metadata of LoRA files, ``modelspec.architecture``, without "/lora"; None
             where no program is known to give it one.
-        version: its name in ``ss_base_model_version`` there, likewise.
+        version: its name in ``ss_base_model_version`` there, too.
         sources: of what is said here, by ``pipeline`` (class, settings, tokenizers, variants), ``size``,
             ``parameters``, ``licence`` and ``architecture`` (and version).
         unconfirmed: what no source was found for, or what sources differ in.

@@ -24,40 +24,42 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
     {
         "CogVideoXFun": Untrained("CogVideoX-Fun", "cogvideox", "a control clip in the model's input"),
         "CogVideoXImageToVideo": Untrained(
-            "CogVideoX from pictures", "cogvideox", "the first frame in the model's input"
+            "CogVideoX from images", "cogvideox", "the first frame in the model's input"
         ),
-        "Flux2KleinKV": Untrained("FLUX.2 klein KV", "flux2", "a cache of the pictures to start from"),
+        "Flux2KleinKV": Untrained("FLUX.2 klein KV", "flux2", "a cache of the images to start from"),
         "FluxControl": Untrained(
-            "FLUX.1 Depth and Canny", "flux", "a picture of depth or edges in the model's input"
+            "FLUX.1 Depth and Canny", "flux", "an image of depth or edges in the model's input"
         ),
-        "FluxControlNet": Untrained("ControlNets of FLUX.1", "flux", "a second model beside the transformer"),
-        "FluxPriorRedux": Untrained("FLUX.1 Redux", "flux", "a picture as the prompt"),
+        "FluxControlNet": Untrained(
+            "ControlNets of FLUX.1", "flux", "a second model next to the transformer"
+        ),
+        "FluxPriorRedux": Untrained("FLUX.1 Redux", "flux", "an image as the prompt"),
         "HunyuanSkyreelsImageToVideo": Untrained(
-            "SkyReels V1 from pictures", "hunyuan_video", "the first frame in the model's input"
+            "SkyReels V1 from images", "hunyuan_video", "the first frame in the model's input"
         ),
         "HunyuanVideoFramepack": Untrained(
             "FramePack", "hunyuan_video", "another transformer, which is shown the frames before"
         ),
         "HunyuanVideoImageToVideo": Untrained(
-            "HunyuanVideo from pictures",
+            "HunyuanVideo from images",
             "hunyuan_video",
             "the first frame in the model's input and the prompt",
         ),
-        "LTX2DFR": Untrained("LTX-2's refinement", "ltx2", "a second pass over a clip that is drawn"),
-        "LTX2HDR": Untrained("LTX-2 for HDR", "ltx2", "a clip to make brighter, beside the noisy one"),
-        "LTX2InContext": Untrained("LTX-2 in context", "ltx2", "clips to go by, beside the noisy one"),
+        "LTX2DFR": Untrained("LTX-2's refinement", "ltx2", "a second pass over a clip that is generated"),
+        "LTX2HDR": Untrained("LTX-2 for HDR", "ltx2", "a clip to make brighter, next to the noisy one"),
+        "LTX2InContext": Untrained("LTX-2 in context", "ltx2", "clips to go by, next to the noisy one"),
         "LTX2LatentUpsample": Untrained(
             "Upscalers of LTX-2", "ltx2", "a model that enlarges latents and removes no noise"
         ),
         "LTXLatentUpsample": Untrained(
             "Upscalers of LTX-Video", "ltx_video", "a model that enlarges latents and removes no noise"
         ),
-        "SanaImageToVideo": Untrained("Sana-Video from pictures", "sana", "clips, and another transformer"),
+        "SanaImageToVideo": Untrained("Sana-Video from images", "sana", "clips, and another transformer"),
         "SanaSprint": Untrained("Sana Sprint", "sana", "a distilled model that is told a guidance scale"),
         "SanaVideo": Untrained("Sana-Video", "sana", "clips, and another transformer"),
         "SkyReelsV2": Untrained("SkyReels-V2", "wan", "a model of its own, made from Wan 2.1"),
         "SkyReelsV2ImageToVideo": Untrained(
-            "SkyReels-V2 from pictures", "wan_i2v", "a model of its own, made from Wan 2.1"
+            "SkyReels-V2 from images", "wan_i2v", "a model of its own, made from Wan 2.1"
         ),
         "SkyReelsV2DiffusionForcing": Untrained(
             "SkyReels-V2 DF",
@@ -65,19 +67,19 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
             "a model of its own, with a noise level for each frame",
         ),
         "StableDiffusion3ControlNet": Untrained(
-            "ControlNets of Stable Diffusion 3", "sd3", "a second model beside the transformer"
+            "ControlNets of Stable Diffusion 3", "sd3", "a second model next to the transformer"
         ),
         "StableDiffusionXLImg2Img": Untrained(
             "The SDXL refiner", "sdxl", "one text encoder, and an aesthetic score that the UNet is told"
         ),
         "StableDiffusionXLInpaint": Untrained(
-            "SDXL for inpainting", "sdxl", "a mask and a masked picture in the model's input"
+            "SDXL for inpainting", "sdxl", "a mask and a masked image in the model's input"
         ),
         "WanAnimate": Untrained("Wan 2.2 Animate", "wan_i2v", "poses and faces that the model is shown"),
         "ZImageControlNet": Untrained(
-            "ControlNets of Z-Image", "z_image", "a second model beside the transformer"
+            "ControlNets of Z-Image", "z_image", "a second model next to the transformer"
         ),
-        "ZImageOmni": Untrained("Z-Image-Omni", "z_image", "pictures beside the prompt, read by SigLIP"),
+        "ZImageOmni": Untrained("Z-Image-Omni", "z_image", "images next to the prompt, read by SigLIP"),
     }
 )
 """By the beginning of the names of their pipelines' classes; the longest that fits holds."""

@@ -33,7 +33,7 @@ class SampleRequest:
 
     Attributes:
         config: the base model and its formats; its section ``validation`` has the prompts.
-        loras: used together; the base model alone where empty.
+        loras: used together; the base model only where empty.
         scales: each multiplies the weights of all LoRAs; 0 is the base model.
         seeds: of the starting noise; each prompt is generated from each.
         run: the run whose LoRA is used, if it is a run's.
@@ -115,7 +115,9 @@ def _without_weight(given: str) -> tuple[str, float]:
     if not colon:
         return given, 1.0
     if not math.isfinite(weight):
-        raise UserError(f"--lora {given}: {written} is no weight; give a finite number, such as {path}:0.7")
+        raise UserError(
+            f"--lora {given}: {written} is not a weight; give a finite number, such as {path}:0.7"
+        )
     return path, weight
 
 

@@ -89,7 +89,7 @@ def tiny_sdxl_vae(*, seed: int = 0) -> AutoencoderKL:
 
 
 def tiny_kl(*, seed: int = 0, **settings: Any) -> AutoencoderKL:
-    """A random VAE of Stable Diffusion's kind, as most models of pictures have: 8 x 8 pixels to a latent.
+    """A random VAE of Stable Diffusion's kind, as most models of images have: 8 x 8 pixels to a latent.
 
     Args:
         settings: those of the released model's ``config.json`` that a pipeline reads, such as
@@ -179,9 +179,9 @@ def tiny_ltx2_vae(*, seed: int = 0) -> AutoencoderKLLTX2Video:
 
 
 def tiny_ltx2_audio_vae(*, seed: int = 0) -> AutoencoderKLLTX2Audio:
-    """A random LTX-2 VAE of sound: 4 channels of 4 mel bins, the real rates, 25 latents a second.
+    """A random LTX-2 VAE of audio: 4 channels of 4 mel bins, the real rates, 25 latents a second.
 
-    The released one has 8 channels of 16. Its statistics are no released model's, likewise.
+    The released one has 8 channels of 16. Its statistics are no released model's, too.
     """
     with seeded(seed):
         vae = AutoencoderKLLTX2Audio(

@@ -9,7 +9,7 @@ from diffusers import ModularPipeline
 def handled_as_others(pipeline_class: type[ModularPipeline]) -> Any:
     """A modular pipeline's class, of the same name, that is saved and given components as others are.
 
-    The ``save_pretrained`` of diffusers 0.42.1 takes a text alone, and warns where it is not told that the
+    The ``save_pretrained`` of diffusers 0.42.1 takes a text only, and warns where it is not told that the
     index shall name the folder, which from 0.43 on is so anyhow.
     """
 

@@ -80,7 +80,7 @@ def tiny_qwen2_5_vl(
 def tiny_qwen2_5_vl_text(tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> Qwen2_5_VLTextModel:
     """The random language model of a Qwen2.5-VL: a text encoder of the HunyuanVideo 1.5 pipelines.
 
-    It has three layers, because the pipelines take the embeddings behind the last layer but two.
+    It has three layers, because the pipelines take the embeddings after the last layer but two.
     """
     config = Qwen2_5_VLTextConfig(**_qwen2_5_vl_layout(tokenizer, _DECODER_WIDTH, num_layers=3))
     with seeded(seed):
@@ -96,7 +96,7 @@ def tiny_qwen3(tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> Qwen3Model:
 def tiny_qwen3_lm(tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> Qwen3ForCausalLM:
     """A random Qwen3 with its head,: the text encoder of the FLUX.2 klein pipelines.
 
-    It has 27 layers, because the pipelines take the embeddings behind layers 9, 18 and 27.
+    It has 27 layers, because the pipelines take the embeddings after layers 9, 18 and 27.
     """
     with seeded(seed):
         return Qwen3ForCausalLM(Qwen3Config(**_decoder_layout(tokenizer, num_layers=27))).eval()
@@ -139,7 +139,7 @@ def _qwen3_vl_config(tokenizer: Qwen2Tokenizer, num_layers: int) -> Qwen3VLConfi
 def tiny_llama(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> LlamaModel:
     """A random Llama: a text encoder of the HunyuanVideo pipelines.
 
-    It has three layers, because the pipelines take the embeddings behind the last layer but two.
+    It has three layers, because the pipelines take the embeddings after the last layer but two.
     """
     with seeded(seed):
         return LlamaModel(LlamaConfig(**_decoder_layout(tokenizer, num_layers=3))).eval()
@@ -148,7 +148,7 @@ def tiny_llama(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> LlamaMod
 def tiny_mistral3(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Mistral3ForConditionalGeneration:
     """A random Mistral 3: the text encoder of the FLUX.2 pipelines.
 
-    It has 30 layers, because the pipelines take the embeddings behind layers 10, 20 and 30.
+    It has 30 layers, because the pipelines take the embeddings after layers 10, 20 and 30.
     """
     layout = {"model_type": "mistral", **_decoder_layout(tokenizer, num_layers=30)}
     with seeded(seed):

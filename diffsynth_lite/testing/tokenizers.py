@@ -32,7 +32,7 @@ QWEN2_SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-# The text of a message is a text, or as in the releases that see pictures a list of pieces, as it is below.
+# The text of a message is a text, or as in the releases that see images a list of pieces, as it is below.
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -55,7 +55,7 @@ MISTRAL_TEMPLATE = (
 
 @dataclass(kw_only=True)
 class BytePairs:
-    """The two tables of a byte-pair encoding; a merge applies before all that stand behind it in the list."""
+    """The two tables of a byte-pair encoding; a merge applies before all that follow it in the list."""
 
     vocab: dict[str, int]
     merges: list[tuple[str, str]] = field(default_factory=list)
@@ -65,7 +65,7 @@ def assemble_byte_pairs(pieces: Iterable[str], alphabet: Iterable[str]) -> ByteP
     """Byte pairs in which every piece is one token.
 
     A piece is merged with the pairs known so far; where none applies, its leftmost pair is learned. A
-    learned pair ranks behind all earlier ones, so whatever was one token before stays one.
+    learned pair ranks after all earlier ones, so whatever was one token before stays one.
 
     Args:
         pieces: what the pre-tokenizer makes of the words; characters of the alphabet only.

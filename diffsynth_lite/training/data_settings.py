@@ -35,8 +35,8 @@ def set_audio(config: Config, family: ModelFamily) -> None:
     """Have the family learn and generate clips with audio where the config asks for it."""
     if config.data.audio and family.audio_format is None:
         raise UserError(
-            f"data.audio: true, but the model of {config.model.family} makes no sound; set it to false, or "
-            "choose a family that docs/models.md says makes clips with sound"
+            f"data.audio: true, but the model of {config.model.family} makes no audio; set it to false, or "
+            "choose a family that docs/models.md says makes clips with audio"
         )
     family.with_audio = config.data.audio
 
@@ -53,7 +53,7 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
     if family.frame_step is None:
         for key in ("fps", "clip", "clips_per_video"):
             if not data.is_default(key):
-                raise UserError(f"data.{key}: has no effect, as this family makes pictures; remove it")
+                raise UserError(f"data.{key}: has no effect, as this family makes images; remove it")
     if family.with_audio and fps_of(config, family) is None:
         raise UserError("data.audio: true needs data.fps, so that clips of as many frames last as long")
     for count in frame_counts:
@@ -61,7 +61,7 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
     has_inputs = any(source.input_columns or source.input_dirs for source in data.sources_by_key.values())
     if data.crop == "random" and has_inputs:
         raise UserError(
-            "data.crop: random crops the result of an edit and not the pictures that it starts from, so that "
+            "data.crop: random crops the result of an edit and not the images that it starts from, so that "
             "the two would no longer fit; set data.crop: center"
         )
     return PlanRules(
@@ -115,7 +115,7 @@ def check_records(records: Sequence[Record], family: ModelFamily) -> None:
     refuse_other_kinds(records, family.record_kinds)
     if not family.takes_last_frames and (ending := [record for record in records if record.last_frame]):
         raise UserError(
-            f"data: {len(ending)} clips, such as {ending[0].name}, end with a picture, and this model only "
+            f"data: {len(ending)} clips, such as {ending[0].name}, end with an image, and this model only "
             "starts them from one; leave last_frame_dir and last_frame_column out, or choose a model that "
             "docs/models.md says is led to a last frame"
         )
@@ -273,7 +273,7 @@ def _require_colour(name: str) -> None:
         ImageColor.getrgb(name)
     except ValueError:
         raise UserError(
-            f"data.background: {name!r} is no colour; give a name such as white, or #rrggbb"
+            f"data.background: {name!r} is not a colour; give a name such as white, or #rrggbb"
         ) from None
 
 

@@ -47,7 +47,7 @@ def distillation_warning(family: ModelFamily, location: str, file: str | None = 
         return None
     return (
         f"{key}: {named} is distilled to few steps: {reason}. Training knows nothing of the "
-        "distillation and undoes it: with the LoRA, few steps give blurred pictures. To keep them, set "
+        "distillation and undoes it: with the LoRA, few steps give blurred images. To keep them, set "
         "objective.guidance_target, or model.training_adapter where there is one for it; or train what it "
         "was made from, with previews on this one (validation.model_path)."
     )
@@ -67,7 +67,7 @@ def read_training_adapter(config: Config, family: ModelFamily) -> LoraFile | Non
     tensors, settings = read_lora(family, location, key="model.training_adapter")
     if is_drawn_alone(tensors):
         raise UserError(
-            f"model.training_adapter: {location} is a DoRA or a LoKr, which is on no model beside another "
+            f"model.training_adapter: {location} is a DoRA or a LoKr, which is on no model next to another "
             "adapter here; a plain LoRA would do"
         )
     require_fit(family.empty_transformer(), tensors, place=f"model.training_adapter: {location}")
@@ -107,7 +107,7 @@ def load_training_adapter(
 
 
 def find_preview_family(config: Config, family: ModelFamily, layers: Sequence[str]) -> ModelFamily:
-    """The family, bound to the pipeline that previews are drawn on.
+    """The family, bound to the pipeline that previews are generated on.
 
     Args:
         family: bound to the one that is trained.
@@ -118,7 +118,7 @@ def find_preview_family(config: Config, family: ModelFamily, layers: Sequence[st
         return family
     if location == config.model.path and not family.folder.files:
         raise UserError(
-            "validation.model_path: is model.path, which previews are drawn on anyway; leave it out, or name "
+            "validation.model_path: is model.path, which generates previews anyway; leave it out, or name "
             "another model"
         )
     try:

@@ -219,7 +219,7 @@ def thumbnail_of(item: TrainingItem) -> str | None:
     try:
         strip = frame_strip([_small(frame) for frame in item.few_frames(STRIP_FRAMES)])
     except (UserError, OSError, MemoryError) as error:
-        logger.warning("There is no small picture of %s: %s", item.name, error)
+        logger.warning("There is no small image of %s: %s", item.name, error)
         return None
     return jpeg_url(strip)
 
@@ -287,7 +287,7 @@ class ItemLosses:
         keys = [self._measured_by(item) for item in self.items]
         if list(known) != keys and self._file.rows():
             logger.warning(
-                "Losses of single items are measured anew from here on: those before are of other items, of "
+                "Losses of single items are measured again from here on: those before are of other items, of "
                 "another validation.seed, or of other weights (validation.use_ema)."
             )
             self._file.path.unlink()
@@ -383,7 +383,7 @@ class LayerUpdates:
         self._recorded_step: int | None = None
 
     def record(self, step: int, *, num_skipped: int) -> None:
-        """Measure what is trained after a step, once for each; on the main process alone, or on all.
+        """Measure what is trained after a step, once for each; on the main process only, or on all.
 
         Args:
             step: optimizer steps done.

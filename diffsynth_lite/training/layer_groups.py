@@ -16,7 +16,7 @@ from diffsynth_lite.pipelines import ModelFamily
 
 OF_GROUP = " of "
 """Between a setting of ``train`` and the ``match`` of the entry of ``lora.groups`` that has its own; a run
-that goes on may change it as it may change the setting."""
+that continues may change it as it may change the setting."""
 _RATES = ("learning_rate", "weight_decay")
 _NUM_NAMED = 3
 
@@ -234,7 +234,7 @@ def _targets(family: ModelFamily, config: Config) -> Sequence[str]:
     unknown = [name for name in names if name in get_args(TargetSet) and name not in family.target_sets]
     if unknown:
         raise UserError(
-            f"lora.target_modules: {unknown[0]} is no set of layers that {config.model.family} names; list "
+            f"lora.target_modules: {unknown[0]} is not a set of layers of {config.model.family}; list "
             f"them instead, or leave it out for the default, [{', '.join(family.default_target_modules)}]"
         )
     return [target for name in names for target in family.target_sets.get(name, (name,))]

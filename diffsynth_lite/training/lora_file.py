@@ -111,7 +111,7 @@ def _require_range(adapter: Mapping[str, LayerUpdate], dtype: torch.dtype) -> No
     if largest > torch.finfo(dtype).max:
         raise RunStoppedError(
             f"output.lora_dtype: float16 holds nothing above {torch.finfo(dtype).max:g}, and the LoRA has a "
-            f"{largest:g}; go on from the checkpoint with output.lora_dtype=bfloat16"
+            f"{largest:g}; continue from the checkpoint with output.lora_dtype=bfloat16"
         )
 
 
@@ -241,7 +241,7 @@ def _read_updates(
     others = sorted(name for name in tensors if not name.endswith(known) and not LOKR_NAME.fullmatch(name))
     if others:
         raise UserError(
-            f"lora.init_from: {location} holds {others[0]}, which is no part of a plain LoRA (lora_A, lora_B)"
+            f"lora.init_from: {location} holds {others[0]}, not part of a plain LoRA (lora_A, lora_B)"
         )
     return given
 

@@ -86,9 +86,7 @@ def check_previews(config: Config, family: ModelFamily) -> None:
         for path in files:
             file = Path(path).expanduser()
             if not file.is_file():
-                raise UserError(
-                    f"validation.{key}: there is no file {path}; each of its entries is a picture"
-                )
+                raise UserError(f"validation.{key}: there is no file {path}; each of its entries is an image")
             # To the last pixel: the caching pass, which looks for bad items, does not read it.
             image = load_image(file, background=config.data.background)
             try:
@@ -113,21 +111,21 @@ def _check_pictures_have_effect(config: Config, family: ModelFamily) -> None:
     validation = config.validation
     if validation.prompts and family.needs_inputs and not validation.inputs:
         raise UserError(
-            "validation.inputs: is empty; previews of this family start from pictures: name a file for each "
+            "validation.inputs: is empty; previews of this family start from images: name a file for each "
             "of validation.prompts, or give no prompts"
         )
     if validation.inputs and not {*_OF_A_PICTURE, "inpaint"} & set(family.record_kinds):
         raise UserError(
-            "validation.inputs: has no effect, as previews of this family start from the prompt alone; "
+            "validation.inputs: has no effect, as previews of this family start from the prompt only; "
             "remove it"
         )
     if validation.last_frames and not family.takes_last_frames:
         raise UserError(
-            "validation.last_frames: has no effect, as this model leads a clip to no picture; remove it"
+            "validation.last_frames: has no effect, as this model leads a clip to no image; remove it"
         )
     if validation.num_layers is not None and not family.default_num_layers:
         raise UserError(
-            "validation.num_layers: has no effect, as this family takes no picture apart; remove it"
+            "validation.num_layers: has no effect, as this family takes no image apart; remove it"
         )
 
 
@@ -147,13 +145,13 @@ def _check_guides_have_effect(config: Config, family: ModelFamily) -> None:
     if validation.inpaint_masks and not (validation.inputs or validation.control):
         raise UserError(
             "validation.inpaint_masks: have no effect alone; name as many validation.inputs, of which they "
-            "say what is painted anew, or remove them"
+            "say what is regenerated, or remove them"
         )
     starts = set(_OF_A_PICTURE) & set(family.record_kinds)
     if validation.inputs and not starts and not validation.inpaint_masks:
         raise UserError(
             "validation.inputs: has no effect without validation.inpaint_masks, which say what of it is "
-            "painted anew; name as many, or remove it"
+            "regenerated; name as many, or remove it"
         )
 
 
@@ -163,7 +161,7 @@ def _frames(config: Config, family: ModelFamily, files: list[str], *, is_mask: b
         return ()
     path, num_frames = Path(files[0]).expanduser(), num_preview_frames(config, family)
     if not path.is_file():
-        raise UserError(f"there is no file {files[0]}; each entry is a picture, or of a clip a clip")
+        raise UserError(f"there is no file {files[0]}; each entry is an image, or of a clip a clip")
 
     def fitted(image: Image) -> Image:
         image = cover(image.convert("L") if is_mask else image, *preview_size(config, family))
@@ -171,14 +169,14 @@ def _frames(config: Config, family: ModelFamily, files: list[str], *, is_mask: b
 
     if is_video(path.name):
         if family.frame_step is None:
-            raise UserError(f"{path}: is a clip, and this family makes pictures; give a picture")
+            raise UserError(f"{path}: is a clip, and this family makes images; give an image")
         fps = fps_of(config, family)
         assert fps is not None, "a family that makes clips says how fast they are"
         return tuple(read_frames(path, clip_times(0.0, num_frames=num_frames, fps=fps), each=fitted))
     if num_frames > 1 and not is_mask:
-        raise UserError(f"{path}: is a picture, and previews are clips of {num_frames} frames; give a clip")
+        raise UserError(f"{path}: is an image, and previews are clips of {num_frames} frames; give a clip")
     picture = (
-        load_mask(path, white="what is painted anew")
+        load_mask(path, white="what is regenerated")
         if is_mask
         else load_image(path, background=config.data.background)
     )

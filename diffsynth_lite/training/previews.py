@@ -163,7 +163,7 @@ class Previews:
         """
         if not self.requests:
             return None
-        logger.info("After step %d: drawing %d previews.", step, len(self.requests))
+        logger.info("After step %d: generating %d previews.", step, len(self.requests))
         try:
             previews = self._sample(transformer)
             return self._save(previews, step) if self.writes else None
@@ -174,7 +174,7 @@ class Previews:
             ) from error
         except torch.OutOfMemoryError as error:
             logger.warning(
-                "Previews at step %d failed, out of memory: %s Training goes on. What helps: %s",
+                "Previews at step %d failed, out of memory: %s Training continues. What helps: %s",
                 step,
                 str(error).partition("\n")[0],
                 OUT_OF_MEMORY_ADVICE,
@@ -182,7 +182,7 @@ class Previews:
             return None
         except Exception as error:  # a preview is never worth the run: a full disk, a broken scheduler
             logger.warning(
-                "Previews at step %d failed; training goes on: %s",
+                "Previews at step %d failed; training continues: %s",
                 step,
                 error,
                 exc_info=not isinstance(error, OSError | FloatingPointError),

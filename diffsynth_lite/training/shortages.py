@@ -149,7 +149,7 @@ def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         first_line = str(error).partition("\n")[0]
         raise RunStoppedError(
-            f"out of memory before training: {first_line} What helps: for pictures and clips, "
+            f"out of memory before training: {first_line} What helps: for images and clips, "
             "model.vae_tiling: true, smaller or shorter ones (data.resolutions, data.sizes, "
             "data.frame_counts), or model.vae_dtype: bfloat16; for captions, model.text_encoder_dtype: "
             "bfloat16, model.text_encoder_quantize: int8 or nf4, or memory.stream_text_encoder: true"

@@ -179,7 +179,7 @@ def _take(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:  # a folder of that name, or one that may not be written to: nobody's request
-        logger.warning("%s cannot be removed (%s), so it is no request.", path, error.strerror)
+        logger.warning("%s cannot be removed (%s), so it is not a request.", path, error.strerror)
         return False
     return True
 
@@ -259,7 +259,7 @@ class ShutdownBudget:
         if setting is None:
             return (
                 f"That of torch {torch.__version__} cannot wait longer, one of a newer torch can; otherwise "
-                "lower what stands here, or save more often (output.checkpoint_every_minutes)."
+                "lower what is here, or save more often (output.checkpoint_every_minutes)."
             )
         advised_s = math.ceil(2 * needed_s / _ADVISED_MULTIPLE_S) * _ADVISED_MULTIPLE_S
         return f"Set {setting}={advised_s} where it is launched."

@@ -24,7 +24,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 class Drawn:
     """One group of prompts: its scenes, and by "before" and "after" what was drawn and what that shows.
 
-    A drawn thing is a picture or a clip; readings and scores are dataclasses of the measure.
+    A drawn thing is an image or a clip; readings and scores are dataclasses of the measure.
     """
 
     scenes: list[Any]
@@ -60,7 +60,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def training_captions(folder: Path) -> set[str]:
-    """The captions of a folder of pictures or clips with .txt files."""
+    """The captions of a folder of images or clips with .txt files."""
     return {path.read_text().strip() for path in folder.glob("*.txt")}
 
 

@@ -1,4 +1,4 @@
-"""Arranges pictures in a labelled grid that a person can look at."""
+"""Arranges images in a labelled grid that a person can look at."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ INK, PAPER = (30, 30, 30), (255, 255, 255)
 
 @dataclass(frozen=True)
 class Panel:
-    """A heading, one caption a column, and rows of pictures of one size by their label.
+    """A heading, one caption a column, and rows of images of one size by their label.
 
-    Pictures are shown ``scale`` times as large as they are, without smoothing.
+    Images are shown ``scale`` times as large as they are, without smoothing.
     """
 
     heading: str
@@ -26,7 +26,7 @@ class Panel:
 
     @property
     def cell(self) -> tuple[int, int]:
-        """Width and height of a picture as it is shown, in pixels."""
+        """Width and height of an image as it is shown, in pixels."""
         width, height = next(iter(self.rows.values()))[0].size
         return self.scale * width, self.scale * height
 

@@ -1,6 +1,6 @@
 """Draws the training set of the video quickstart: 48 captioned clips of moving shapes.
 
-32 clips show the new word and 16 the known directions. Each is an MP4 with its caption in a .txt file beside
+32 clips show the new word and 16 the known directions. Each is an MP4 with its caption in a .txt file next to
 it. The same files come out at every call; scenes that `score_clips.py` asks for are not among them.
 """
 

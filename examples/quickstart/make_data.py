@@ -1,6 +1,6 @@
-"""Draws the training set of the quickstart: 32 pictures of shapes in four new colours, with captions.
+"""Draws the training set of the quickstart: 32 images of shapes in four new colours, with captions.
 
-Each picture has its caption in a .txt file beside it. The same files come out at every call; shapes and
+Each image has its caption in a .txt file next to it. The same files come out at every call; shapes and
 grounds that `score.py` asks for are not among them.
 """
 
@@ -19,7 +19,7 @@ def main() -> None:
     """Write what is missing into the output folder."""
     files = training_files()
     folder = write_missing(files, __doc__.splitlines()[0])
-    print(f"{len(files) // 2} pictures with captions in {folder}")
+    print(f"{len(files) // 2} images with captions in {folder}")
 
 
 def write_missing(files: dict[str, bytes], description: str) -> Path:

@@ -12,7 +12,7 @@ BORDER = 3  # pixels along the edge that show the ground only
 
 @dataclass(frozen=True)
 class Reading:
-    """What one picture shows: the shape's colour (0 to 255 each), its distance to the named one, its name."""
+    """What one image shows: the shape's colour (0 to 255 each), its distance to the named one, its name."""
 
     rgb: tuple[float, float, float]
     distance: float
@@ -22,14 +22,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Score:
-    """Share of pictures whose nearest colour is the named one (0 to 1), and mean RGB distance (0 to 441)."""
+    """Share of images whose nearest colour is the named one (0 to 1), and mean RGB distance (0 to 441)."""
 
     accuracy: float
     distance: float
 
 
 def shape_colour(image: Image.Image) -> np.ndarray:
-    """Median RGB of the foreground, (3,), 0 to 255; a picture without one gives the mean of its centre."""
+    """Median RGB of the foreground, (3,), 0 to 255; an image without one gives the mean of its centre."""
     pixels = np.asarray(image.convert("RGB"), dtype=float)
     foreground = find_foreground(pixels)
     if foreground.any():
@@ -57,7 +57,7 @@ def find_foreground(pixels: np.ndarray) -> np.ndarray:
 
 
 def read_picture(image: Image.Image, colour: str) -> Reading:
-    """Compare the shape in a picture with the colour its caption names."""
+    """Compare the shape in an image with the colour its caption names."""
     seen = shape_colour(image)
     distances = {name: float(np.linalg.norm(seen - np.array(rgb))) for name, rgb in COLOURS.items()}
     nearest = min(distances, key=lambda name: distances[name])
@@ -66,7 +66,7 @@ def read_picture(image: Image.Image, colour: str) -> Reading:
 
 
 def read_pictures(images: Sequence[Image.Image], scenes: Sequence[Scene]) -> list[Reading]:
-    """One reading a picture."""
+    """One reading an image."""
     return [read_picture(image, scene.colour) for image, scene in zip(images, scenes, strict=True)]
 
 

@@ -20,7 +20,7 @@ KNOWN_DIRECTIONS: dict[str, Direction] = {
     "up": (0.0, -1.0),
 }
 NEW_WORD = "diagonally"
-# Towards the lower right; 0.75 each, so that the shape stays in the picture.
+# Towards the lower right; 0.75 each, so that the shape stays in the image.
 DIRECTIONS = KNOWN_DIRECTIONS | {NEW_WORD: (0.75, 0.75)}
 SHAPES = ("circle", "square", "triangle", "ring")
 NUM_FRAMES = 9

@@ -36,7 +36,7 @@ def main() -> None:
     print(make_table(groups))
     num_new = len(groups["new"].scenes)
     print(f"{num_unseen} of the {num_new} prompts of new colours are not among the training captions.")
-    print(f"Pictures: {arguments.output / 'grid.png'}, figures: {arguments.output / 'score.json'}")
+    print(f"Images: {arguments.output / 'grid.png'}, figures: {arguments.output / 'score.json'}")
 
 
 def load_pipeline(folder: Path) -> QwenImagePipeline:
@@ -45,7 +45,7 @@ def load_pipeline(folder: Path) -> QwenImagePipeline:
 
 
 def draw_prompts(pipeline: QwenImagePipeline, scenes: Sequence[shapes.Scene]) -> list[Image.Image]:
-    """One 64 x 64 picture a scene, in one batch; its noise depends on its place in the list only."""
+    """One 64 x 64 image a scene, in one batch; its noise depends on its place in the list only."""
     return pipeline(
         prompt=[scene.caption for scene in scenes],
         negative_prompt=[" "] * len(scenes),

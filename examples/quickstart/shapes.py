@@ -1,7 +1,7 @@
 """Drawings of one coloured shape on a plain ground, and the captions that describe them.
 
 The mini model was trained on these drawings in the known colours; the quickstart teaches it the new ones.
-Numbers about a drawing are fractions of the picture's side.
+Numbers about a drawing are fractions of the image's side.
 """
 
 import math

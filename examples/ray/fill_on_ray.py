@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _WRONG_INPUT = 2
-"""Exit code of what another try does not mend: a setting, a path, a picture."""
+"""Exit code of what another try does not mend: a setting, a path, an image."""
 
 
 @dataclass(frozen=True)

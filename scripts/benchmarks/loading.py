@@ -125,7 +125,7 @@ def load(folder: Path, component: str, name: str) -> nn.Module:
 
 
 def anonymous_bytes() -> int:
-    """What this process holds that is no page of a file."""
+    """What this process holds that is not a page of a file."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None, "Linux says this since 4.5"
     return 1024 * int(found[1])

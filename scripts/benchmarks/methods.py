@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--method", action="append", choices=METHODS, help="these alone")
+    parser.add_argument("--method", action="append", choices=METHODS, help="these only")
     parser.add_argument("--preserve", action="store_true", help="images of known colours, too")
     parser.add_argument("--preservation", action="store_true", help="compare what may be preserved")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run (default: %(default)s)")

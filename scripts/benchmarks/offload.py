@@ -2,7 +2,7 @@
 
 Memory is measured between forward and backward for two or more numbers of blocks: with offloading that on the
 device does not grow. Time is measured in turns; the stall is what a block takes longer than with plain
-checkpointing. On CUDA torch's profiler shows how much of the copying ran beside kernels. On cpu and meta
+checkpointing. On CUDA torch's profiler shows how much of the copying ran next to kernels. On cpu and meta
 every tensor is counted by its size, and the host copies apart; meta computes nothing and has no times.
 """
 
@@ -173,7 +173,7 @@ def table_of(figures: dict[str, Figures]) -> list[dict[str, str]]:
         if row.seconds and reference:
             stall = (row.seconds - reference) / max(row.memory)
             line["stall, ms a block"] = f"{stall * 1000:.2f}"
-            line["copies beside kernels"] = "-" if row.overlap is None else f"{row.overlap:.1%}"
+            line["copies next to kernels"] = "-" if row.overlap is None else f"{row.overlap:.1%}"
     return table
 
 

@@ -3,7 +3,7 @@
     python scripts/benchmarks/peers.py [--batch 8] [--steps 300]
 
 The mini Qwen-Image of the quickstart, encoded images and prompts, a LoRA of rank 4 on the layers that the
-trainer adapts by default, float32, one thread of a CPU. Beside each other are
+trainer adapts by default, float32, one thread of a CPU. Next to each other are
 
 - the trainer: a run as ``train.py`` starts it, from its checks to its checkpoint; a step is all that happens
   until the next one begins: batch, clipping, finiteness check, engine, metrics, status and requests;

@@ -88,7 +88,7 @@ class TaughtColours:
         seconds = time.process_time() - started_at
         if code:
             sys.exit((self.folder / "log").read_text())
-        # The model itself takes adapters of every kind, its pipeline LoRAs alone.
+        # The model itself takes adapters of every kind, its pipeline LoRAs only.
         transformer = self._pipeline.transformer
         transformer.load_lora_adapter(run / "lora", weight_name=comparison.LORA_FILE, prefix="transformer")
         try:

@@ -60,7 +60,7 @@ def ask_at_random(bench: Bench) -> str:
 
 
 def with_held_out(run: TinyRun, *settings: str) -> TinyRun:
-    """A run that measures its loss on held-out images; it saves at its end alone."""
+    """A run that measures its loss on held-out images; it saves at its end only."""
     folder = run.root / "held out"
     folder.mkdir()
     for place in range(2):

@@ -163,9 +163,9 @@ MIN_WHILE_FILLING = 0.5
 """Of the kills; the others may strike after the last entry, on a machine that wakes this process late."""
 
 
-@fault("V1", "exactly what depends on it is encoded anew; no entry torn, none encoded twice; rot is found")
+@fault("V1", "exactly what depends on it is encoded again; no entry torn, none encoded twice; rot is found")
 def distrust_the_cache(bench: Bench) -> str:
-    """Each input of a cached tensor changed alone; kill -9 while caching, also by parts; entries that rot."""
+    """Each input of a cached tensor changed by itself; kill -9 while caching, also by parts; rot."""
     num_passed(*KEYS)
     stride = bench.pick(4, 1, 1)
     num_changes = change_each_input(changing_pictures(bench), PICTURES | NOTHING, stride)

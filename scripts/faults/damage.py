@@ -129,7 +129,7 @@ def continue_beside_a_damaged_one(run: TinyRun, whole: Path, name: str, dice: ra
     shutil.rmtree(folder)
 
 
-@fault("D4", "untouched; the run goes on")
+@fault("D4", "untouched; the run continues")
 def leave_foreign_files(bench: Bench) -> str:
     """Foreign files in the run folder; an old checkpoint that cannot be removed, or has vanished."""
     run = bench.images()
@@ -186,7 +186,7 @@ def _rotate_around_obstacles(run: TinyRun, folder: Path) -> None:
     assert names == ["step-00000001", "step-00000003", "step-00000004"], names
 
 
-@fault("D5", "refused with exit 2, the first goes on; no lock stays")
+@fault("D5", "refused with exit 2, the first continues; no lock stays")
 def start_two_trainers(bench: Bench) -> str:
     """A second trainer in the same folder; a lock of a killed one."""
     run = bench.images()

@@ -65,7 +65,7 @@ def _spoil_all(spoil: Spoil, built: TrainingObjects, _step: int) -> None:
 def _named_in_message(folder: Path) -> Path:
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("diverged", 3), status
-    named = re.search(r"go on from (checkpoints/step-\d{8})", status["message"])
+    named = re.search(r"continue from (checkpoints/step-\d{8})", status["message"])
     assert named, status
     assert named[1] == f"checkpoints/step-{LAST_GOOD:08d}", status
     return folder / named[1]

@@ -1,4 +1,4 @@
-"""C2: a run that is continued with each setting changed alone."""
+"""C2: a run that is continued with each setting changed by itself."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ from faults.settings import BASE, DATA, FREE, NAMED, NEVER, NOT_OF_PICTURES, Cha
 
 @fault("C2", "refused, refused without resume.allow, or free and then exact")
 def change_each_setting(bench: Bench) -> str:
-    """Each setting changed alone."""
+    """Each setting changed by itself."""
     run = bench.images()
     run = run.having(*BASE)
     whole, stopped = run.root / "whole", run.root / "stopped"

@@ -147,7 +147,7 @@ def _differences(run: TinyRun) -> Iterator[tuple[str, tuple[str, dict[str, list[
     images = run.root / "other images"
     shutil.copytree(run.root / "data", images)
     tiny_picture(80, 48, 99).save(images / "0.png")
-    yield "picture", ("pictures and clips of data is", of(f"data.path={images}"))
+    yield "picture", ("images and clips of data is", of(f"data.path={images}"))
     fewer = run.root / "fewer images"
     shutil.copytree(run.root / "data", fewer)
     (fewer / "4.png").unlink()

@@ -20,7 +20,7 @@ from faults.model_folders import DEPTH, NAN, SETTINGS, VALUES, Attack, Outcome, 
 _FILE, _BESIDE = "adapter_model.safetensors", "adapter_config.json"
 _KEY = "lora_adapter_metadata"
 _CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["to_q"]}
-"""Beside a file: where it is there, the file's own settings are left out."""
+"""Next to a file: where it is there, the file's own settings are left out."""
 _HOSTILE: dict[str, Any] = {
     "use_dora": True,
     "peft_type": "LOHA",
@@ -32,7 +32,7 @@ _HOSTILE: dict[str, Any] = {
     "use_qalora": True,
     "use_bdlora": {"a": 1},
 }
-"""Settings of peft by which a file is no plain LoRA."""
+"""Settings of peft by which a file is not a plain LoRA."""
 _OF_THE_MODEL = ("another width",)
 """What only who has a model can tell."""
 _IDLE: dict[str, Any] = {

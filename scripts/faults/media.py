@@ -174,7 +174,7 @@ def _cost(bench: Bench, path: Path, check: Callable[[], None]) -> Cost:
 
 @contextmanager
 def _peak_noted(note: Path) -> Iterator[None]:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     before_mib, started_at = _status_mib("VmRSS"), time.process_time()
     yield
     seconds, peak_mib = time.process_time() - started_at, _status_mib("VmHWM")

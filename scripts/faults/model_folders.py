@@ -35,7 +35,7 @@ VALUES: tuple[Any, ...] = (None, "x", [], {}, -1, 0, 10**12, NAN, "x" * 100_000)
 """That each field has in turn."""
 _ERROR = "told as an error: "
 _COPIED = ("tokenizer.json",)
-"""Files whose fields are vocabularies: these are damaged as a whole alone."""
+"""Files whose fields are vocabularies: these are damaged as a whole only."""
 _COMPUTES = re.compile(r"encoding \d+ |Loading the transformer")
 """Told before the first caption and the first step: some settings make a model that its files fit and that
 cannot compute, which these then show."""
@@ -144,7 +144,7 @@ def attacks_on(model: Path, marker: Path) -> Iterator[Attack]:
 
 
 def on_any_file(file: str, marker: Path) -> Iterator[Attack]:
-    """What may stand in the place of a file.
+    """What may be in the place of a file.
 
     Args:
         marker: the folder that pickles make where they run.
@@ -382,7 +382,7 @@ _INDICES: dict[str, Callable[[dict[str, str]], Any]] = {
     "an absolute file": _with_files(lambda name: "/etc/passwd.safetensors"),
     "a file that is missing": _with_files(lambda name: "diffusion_pytorch_model-00003-of-00002.safetensors"),
     "a file of the other shard": _with_files(lambda name: name.replace("00001-of", "00002-of")),
-    "a file that is no weights": _with_files(lambda name: "config.json"),
+    "a file that is not a weights": _with_files(lambda name: "config.json"),
     "a name that is long": _with_files(lambda name: "x" * 100_000),
     "a tensor too many": lambda weight_map: {
         "metadata": {},

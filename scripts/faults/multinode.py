@@ -46,7 +46,7 @@ class _Launch:
         return [launcher.returncode for launcher in self.launchers]
 
     def assert_says(self, words: str) -> None:
-        """It stands in the log of each node."""
+        """It is in the log of each node."""
         for printed in self.printed():
             assert words in printed, printed
 

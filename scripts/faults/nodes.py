@@ -116,7 +116,7 @@ def two_nodes(root: Path) -> Iterator[tuple[Node, Node]]:
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in addresses.items())]
     hosts.write_text("\n".join(lines) + "\n")
     try:
-        # On the network of the first node alone: there the second one has another process number.
+        # On the network of the first node only: there the second one has another process number.
         laying = ("nsenter", "--target", str(first.pid), "--net", "ip", "link", "add", _CABLE, "type", "veth")
         subprocess.run((*laying, "peer", "name", _CABLE, "netns", str(second.pid)), check=True)
         for node, address in zip(nodes, addresses, strict=True):

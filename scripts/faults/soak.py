@@ -66,7 +66,7 @@ def _with_everything(run: TinyRun) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Soaked:
-    """A run that has ended, and what its processes held while it went on.
+    """A run that has ended, and what its processes held while it continued.
 
     Attributes:
         run: whose folder it is.

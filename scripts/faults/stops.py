@@ -39,7 +39,7 @@ GRACE_S = 60.0
 """Within which all processes of a tiny run that was signalled must be gone."""
 
 
-@fault("K4", "exit 75, checkpoint there, no process left; continued bit for bit; under nohup it goes on")
+@fault("K4", "exit 75, checkpoint there, no process left; continued bit for bit; under nohup it continues")
 def signal_everything(bench: Bench) -> str:
     """SIGTERM, SIGUSR1, SIGINT, SIGHUP to train.py, accelerate launch, torchrun; at each stage; twice; SIGHUP
     under nohup.

@@ -45,8 +45,8 @@ def test_what_is_needed_is_exactly_what_filling_stores(prepared: Prepared, tmp_p
     assert stored_keys(config) == set()
     assert fill_cache(config, accelerator) == 5
     assert stored_keys(config) == needed
-    # Pictures and their caption, which is also previewed; the other prompt and the negative one; no caption
-    # at all; the picture held out, and its caption.
+    # Images and their caption, which is also previewed; the other prompt and the negative one; no caption
+    # at all; the image held out, and its caption.
     assert len(needed) == 5 + 1 + 2 + 1 + 2
     assert not (tmp_path / "run").exists()
 

@@ -23,7 +23,7 @@ def entries(folder: Path) -> dict[str, bytes]:
 
 
 def names_in(part: Part, number: int) -> list[str]:
-    """The first picture names that fall into a part."""
+    """The first image names that fall into a part."""
     names = (f"{place}.png" for place in count() if part.owns(f"{place}.png"))
     return [next(names) for _ in range(number)]
 
@@ -104,7 +104,7 @@ def test_bad_items_stop_their_own_part_alone_and_are_left_out_where_the_run_does
 ) -> None:
     good, bad = Part(0, 2), Part(1, 2)
     for name in names_in(bad, 3):
-        add_picture(tiny_run, name).write_bytes(b"no picture")
+        add_picture(tiny_run, name).write_bytes(b"no image")
     assert fill(tiny_run, "--part", str(good)) == 0
     assert fill(tiny_run, "--part", str(bad)) == 2
     assert f"part 1/2: 3 of 3 items cannot be used: {names_in(bad, 1)[0]}: " in caplog.text

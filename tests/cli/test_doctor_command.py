@@ -17,7 +17,7 @@ def test_good_data_exit_with_0_and_have_a_page(tiny_run: TinyRun, capsys: pytest
     printed = capsys.readouterr().out
     for words in (
         "none that is known",
-        "5 pictures",
+        "5 images",
         "64x32",
         "one pass",
         "entries to make",
@@ -39,7 +39,7 @@ def test_a_terminal_of_80_columns_shows_every_column(
     assert doctor(tiny_run, "data.repeats=17") == 0
     printed = capsys.readouterr().out
     lines = [line.rstrip() for line in printed.splitlines()]
-    row = next(line for line in lines if "5 pictures" in line)
+    row = next(line for line in lines if "5 images" in line)
     assert any(line.endswith("times a pass") for line in lines)
     assert row.endswith(" 17")
 

@@ -18,9 +18,9 @@ from diffsynth_lite.training.data_settings import find_training_records
 
 @pytest.fixture
 def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder below the working folder, with three pictures and their captions."""
+    """A folder below the working folder, with three images and their captions."""
     monkeypatch.chdir(tmp_path)
-    folder = Path("my pictures")
+    folder = Path("my images")
     folder.mkdir()
     for number in range(3):
         tiny_picture(120, 90 + number, 10 + number).save(folder / f"{number}.png")
@@ -33,21 +33,21 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
 ) -> None:
     assert main(["init", str(pictures), "--preset", "likeness", "--preset", "few_pictures"]) == 0
     printed = capsys.readouterr().out
-    assert "my pictures: 3 pictures; 120 x 90 to 120 x 92 pixels" in printed
-    assert "for qwen_image, as the folder holds pictures" in printed
+    assert "my images: 3 images; 120 x 90 to 120 x 92 pixels" in printed
+    assert "for qwen_image, as the folder holds images" in printed
     for command in ("diffsynth-lite doctor", "diffsynth-lite plan", "accelerate launch train.py"):
         assert f"  {command} --config 'my pictures_lora.yaml'\n" in printed
     out = Path("my pictures_lora.yaml")
     loaded = load_config(out)
     config, recipe = loaded.config, load_config("qwen_lora.yaml").config
     assert loaded.warnings == ()
-    assert (config.data.path, config.data.trigger, config.data.resolutions) == ("my pictures", "ohwx", [64])
+    assert (config.data.path, config.data.trigger, config.data.resolutions) == ("my images", "ohwx", [64])
     assert config.validation.prompts == ["ohwx: a circle, no. 0 # red", recipe.validation.prompts[-1]]
-    assert (config.output.dir, config.logging.run_name) == ("runs/my pictures_lora", "my pictures")
+    assert (config.output.dir, config.logging.run_name) == ("runs/my pictures_lora", "my images")
     assert (config.lora.rank, config.lora.dropout, config.train.steps) == (8, 0.1, 500)
     assert (config.model, config.objective, config.memory) == (recipe.model, recipe.objective, recipe.memory)
     assert main(["doctor", "--config", str(out), f"model.path={tiny_model}"]) == 0
-    assert "3 pictures" in capsys.readouterr().out
+    assert "3 images" in capsys.readouterr().out
     # It never overwrites.
     text = out.read_text()
     assert main(["init", str(pictures)]) == 2
@@ -106,7 +106,7 @@ def test_pictures_that_come_from_others_get_an_edit_model(
     else:
         arguments, family = ["--inputs", "before"], "qwen_image_edit"
     assert main(["init", str(pictures), "--out", "mine.yaml", *arguments]) == 0
-    assert "my pictures: 3 pictures; 120 x 90 to 120 x 92 pixels" in capsys.readouterr().out
+    assert "my images: 3 images; 120 x 90 to 120 x 92 pixels" in capsys.readouterr().out
     loaded = load_config("mine.yaml")
     config = loaded.config
     assert loaded.warnings == ()
@@ -127,7 +127,7 @@ def test_pictures_with_layers_get_a_model_that_takes_pictures_apart(
             tiny_picture(120, 90 + number, 40 + number).save(folder / f"{number}.png")
     named = [argument for folder in folders for argument in ("--layers", str(folder))]
     assert main(["init", str(pictures), "--out", "mine.yaml", *named]) == 0
-    assert "for qwen_image_layered, as its pictures have layers" in capsys.readouterr().out
+    assert "for qwen_image_layered, as its images have layers" in capsys.readouterr().out
     loaded = load_config("mine.yaml")
     assert loaded.warnings == ()
     assert loaded.config.validation.inputs == [f"{pictures}/0.png"] * 2
@@ -166,26 +166,26 @@ def test_pictures_of_which_parts_are_painted_anew_get_masks(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["my pictures", "--masks", "empty", "--inputs", "empty"], "--masks: are of pictures without"),
-        (["my pictures", "--masks", "empty", "--family", "flux"], "--family flux: has no starting point for"),
+        (["my images", "--masks", "empty", "--inputs", "empty"], "--masks: are of images without"),
+        (["my images", "--masks", "empty", "--family", "flux"], "--family flux: has no starting point for"),
         (["nothing"], "nothing: no such folder"),
         (["empty"], "empty: no images or clips among its 0 files"),
-        (["my pictures", "--family", "wan_i2v"], "--family wan_i2v: has no starting point for a folder of"),
+        (["my images", "--family", "wan_i2v"], "--family wan_i2v: has no starting point for a folder of"),
         (
-            ["my pictures", "--family", "flux_kontext"],
-            "my pictures: no metadata file for input; --inputs FOLDER names",
+            ["my images", "--family", "flux_kontext"],
+            "my images: no metadata file for input; --inputs FOLDER names",
         ),
         (
-            ["my pictures", "--family", "qwen_image_layered"],
-            "my pictures: no metadata file for layers; --layers FOLDER names",
+            ["my images", "--family", "qwen_image_layered"],
+            "my images: no metadata file for layers; --layers FOLDER names",
         ),
-        (["my pictures", "--layers", "x", "--inputs", "y"], "--layers: are of pictures without --inputs"),
+        (["my images", "--layers", "x", "--inputs", "y"], "--layers: are of images without --inputs"),
         (
-            ["my pictures", "--preset", "motion"],
+            ["my images", "--preset", "motion"],
             "--preset motion: is for cogvideox, hunyuan_video, hunyuan_video_15, ltx2, ltx_video, wan, ",
         ),
-        (["my pictures", "--preset", "x"], "--preset x: There are few_pictures, "),
-        (["my pictures", "--out", "none/mine.yaml"], "--out none/mine.yaml: cannot be written: No such file"),
+        (["my images", "--preset", "x"], "--preset x: There are few_pictures, "),
+        (["my images", "--out", "none/mine.yaml"], "--out none/mine.yaml: cannot be written: No such file"),
     ],
 )
 def test_what_it_cannot_do_is_told_in_a_line_and_nothing_is_written(

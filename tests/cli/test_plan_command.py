@@ -122,7 +122,7 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
             "model.path=nobody/nothing",
             "neither a folder nor a known release of qwen_image (Qwen/",
         ),
-        ("data.frame_counts=[5]", "data.frame_counts: 5 frames; this family makes pictures"),
+        ("data.frame_counts=[5]", "data.frame_counts: 5 frames; this family makes images"),
         ("memory.stream_blocks=61", "memory.stream_blocks: 61; the model has 60 blocks"),
         ("lora.target_modules=[nothing]", "lora.target_modules: nothing match no linear layer"),
         ("--gpu=RTX 1", "--gpu RTX 1: not known; known are RTX 3060 12GB, RTX 3090,"),

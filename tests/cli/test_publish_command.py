@@ -89,7 +89,7 @@ def test_only_what_changed_is_committed_and_a_card_edited_there_gives_way_to_one
     assert hub.commits[1:] == [["pytorch_lora_weights.safetensors"]]
 
     hub.files["README.md"] = b"# Edited there"
-    (run.lora_folder / "pictures" / "prompt-00.png").write_bytes(b"a newer picture")
+    (run.lora_folder / "pictures" / "prompt-00.png").write_bytes(b"a newer image")
     assert publish(run) == 0
     assert hub.commits[2:] == [["pictures/prompt-00.png"]]
     assert "was edited there, and stays" in caplog.text
@@ -113,8 +113,8 @@ def remove(name: str) -> Change:
         (remove("lora/pytorch_lora_weights.safetensors"), "holds no LoRA"),
         (remove("lora/README.md"), "is not there"),
         (remove("lora/pictures/prompt-00.png"), "names pictures/prompt-00.png, which is not there"),
-        (write_card("---\nbase_model: /models/qwen\n---\n"), "base_model: '/models/qwen' is no name"),
-        (write_card("---\nbase_model: [a/b, 7]\n---\n"), "base_model: '7' is no name"),
+        (write_card("---\nbase_model: /models/qwen\n---\n"), "base_model: '/models/qwen' is not a name"),
+        (write_card("---\nbase_model: [a/b, 7]\n---\n"), "base_model: '7' is not a name"),
         (write_card("---\na: [\n---\n"), "its header cannot be read"),
         (lambda run, _: (run.lora_folder / "README.md").write_bytes(b"\xff"), "cannot be read as UTF-8"),
         (lambda _, patch: patch.delenv("HF_TOKEN"), "no token for the hub: log in with `hf auth login`"),

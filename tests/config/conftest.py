@@ -10,7 +10,7 @@ model:
   family: qwen_image
   path: some/model
 data:
-  path: pictures
+  path: images
 output:
   dir: runs/one
 """

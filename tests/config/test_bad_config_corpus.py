@@ -105,7 +105,7 @@ WRONG_FILES = [
     ("- model\n", ":1:", "must be sections"),
     ("just words\n", ":1:", "must be sections"),
     ("train:\n\tsteps: 3\n", ":2:", "a tab is used to indent"),
-    ("train:\n  steps:\t3\n", ":2:", "a tab stands between words"),
+    ("train:\n  steps:\t3\n", ":2:", "a tab is between words"),
     ("train:\n  steps: 3\n  steps: 4\n", ":3 train.steps:", "is there already, on line 2"),
     ("train:\n  steps: 3\ntrain:\n  seed: 4\n", ":3 train:", "is there already, on line 1"),
     ("trian:\n  steps: 3\n", ":1 trian:", "did you mean 'train'?"),

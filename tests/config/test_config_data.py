@@ -56,9 +56,9 @@ WRONG_SOURCES = {
     ),
     "nothing but what is preserved": (
         ["sources:", "- path: a", "  preserve: true", "- path: b", "  preserve: true"],
-        [":4 data.sources[0].preserve: leaves nothing to learn; list what is learned beside it"],
+        [":4 data.sources[0].preserve: leaves nothing to learn; list what is learned next to it"],
     ),
-    "a folder that is preserved alone": (
+    "a folder that is preserved by itself": (
         ["path: a", "preserve: true"],
         [":3 data.preserve: leaves nothing to learn"],
     ),
@@ -113,12 +113,12 @@ WRONG_SOURCES = {
         ["sources: [{path: a, repeats: 200, weight: 100}]"],
         [":2 data.sources[0].weight: 100 times the repeats, 200, is more often than the 10000 times"],
     ),
-    "beside one": (
+    "next to one": (
         ["path: a", "sources: [{path: b}]", "repeats: 2"],
         [
-            ":2 data.path: cannot stand beside data.sources; move it into the entries it is for, or, where "
+            ":2 data.path: cannot stand next to data.sources; move it into the entries it is for, or, where "
             "an extended file sets it, undo that: data: {path: null}",
-            ":4 data.repeats: cannot stand beside data.sources; move it into the entries it is for, or, "
+            ":4 data.repeats: cannot stand next to data.sources; move it into the entries it is for, or, "
             "where an extended file sets it, undo that: data: {repeats: 1}",
         ],
     ),
@@ -151,7 +151,7 @@ WRONG_SOURCES = {
         ["sources:", "- path: ${oc.env:DIFFSYNTH_LITE_UNSET}"],
         [":3 data.sources[0].path: ${oc.env:DIFFSYNTH_LITE_UNSET}: Environment variable"],
     ),
-    "part of a size": (["path: a", "width: 64"], [":3 data.width: needs data.height beside it"]),
+    "part of a size": (["path: a", "width: 64"], [":3 data.width: needs data.height next to it"]),
     "two ways to give sizes": (
         ["path: a", "width: 64", "height: 64", "resolutions: [512]"],
         [":5 data.resolutions: data.width x height and data.resolutions exclude each other; keep one"],
@@ -218,8 +218,8 @@ def test_an_override_replaces_the_whole_list(write):
         ),
         ("data.sources=photos", ": got 'photos'; must be a list of sections"),
         ("data.sources=[{path: a]", ": not valid yaml"),
-        ("data.sources[0].repeats=2", ": an entry cannot be set alone; set the whole list, as data.sources"),
-        ("data.path=photos", ": cannot stand beside data.sources"),
+        ("data.sources[0].repeats=2", ": an entry cannot be set by itself; set the whole list"),
+        ("data.path=photos", ": cannot stand next to data.sources"),
     ],
 )
 def test_a_wrong_override_of_a_list_of_sources_is_reported_as_typed(write, override, reason):

@@ -70,7 +70,7 @@ def test_a_folder_is_not_a_config(tmp_path):
 
 @pytest.fixture
 def files(tmp_path, minimal):
-    """Writes files of a folder by name, beside ``base.yaml``, and gives the path of the last."""
+    """Writes files of a folder by name, next to ``base.yaml``, and gives the path of the last."""
 
     def write_files(**texts: str) -> Path:
         for name, text in {"base": f"{minimal}train:\n  steps: 7\n  seed: 3\n", **texts}.items():
@@ -301,5 +301,5 @@ def test_a_preset_that_is_none_is_answered_with_the_list(write, minimal, name, r
 
 def test_a_preset_is_no_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"^--config style.yaml: is a preset; give --preset style beside"):
+    with pytest.raises(UserError, match=r"^--config style.yaml: is a preset; give --preset style next to"):
         load_config("style.yaml")

@@ -129,7 +129,7 @@ validation:
     assert config.lora.alpha == 16.0
     assert config.logging.run_name == "0123"
     assert config.logging.project == "run-0123-rank32"
-    assert config.validation.prompts == ["null", "in pictures"]
+    assert config.validation.prompts == ["null", "in images"]
     assert config.validation.width is None
     assert config.validation.loss_items == 32
 
@@ -252,7 +252,7 @@ def test_a_secret_on_the_command_line_is_named_and_masked(write, minimal) -> Non
 
 def test_a_secret_in_an_entry_of_a_list_is_masked(write, minimal) -> None:
     sources = f"[{{path: a, trigger: {TOKEN}}}, {{path: b}}]"
-    loaded = load_config(write(minimal.replace("  path: pictures", f"  sources: {sources}")))
+    loaded = load_config(write(minimal.replace("  path: images", f"  sources: {sources}")))
     assert len(loaded.warnings) == 1
     assert "data.sources: holds a secret" in loaded.warnings[0]
     assert TOKEN not in loaded.resolved_yaml + loaded.source_text

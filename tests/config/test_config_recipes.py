@@ -117,7 +117,7 @@ def test_a_recipe_fits_its_model(name):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in RECIPES))
 def test_each_preview_has_the_files_that_the_items_have(name):
-    """A picture to edit or to start from, and a mask where the model fills one."""
+    """An image to edit or to start from, and a mask where the model fills one."""
     config = load_config(name).config
     data, previews = config.data, config.validation
     if data.input_columns or data.first_frame_dir or config.model.family in ("wan_i2v", "flux_fill"):

@@ -7,7 +7,7 @@ from diffsynth_lite.errors import MAX_LINES, UserError
 
 NUM_KEYS = len(section_types()["train"].model_fields)
 
-# Section and setting, value as written, and what the message must say. The setting stands on line 2.
+# Section and setting, value as written, and what the message must say. The setting is on line 2.
 WRONG_VALUES = [
     ("train", "steps", "0", "at least 1"),
     ("train", "steps", "-5", "at least 1"),
@@ -299,7 +299,7 @@ def test_every_problem_is_reported_at_once_what_was_written_in_its_order_and_the
 modle:
   family: x
 data:
-  path: pictures
+  path: images
   width: wide
 train:
   steps: 0

@@ -99,7 +99,7 @@ def defaults(keys: Iterable[str]) -> dict:
 
 
 def one_for_each_prompt(values: dict) -> dict:
-    """The pictures of previews, as many as there are prompts; none to lead to without one to start from."""
+    """The images of previews, as many as there are prompts; none to lead to without one to start from."""
     num_prompts = len(values["prompts"]) or 1
     keys = ("inputs", "last_frames", "control", "inpaint_masks")
     given = {key: values[key][:1] * num_prompts for key in keys}
@@ -248,7 +248,7 @@ def test_config_to_yaml_to_config_is_the_same(config):
 
 
 VALID = (
-    "model: {family: a, path: b}\ndata:\n  sources:\n  - path: pictures\n"
+    "model: {family: a, path: b}\ndata:\n  sources:\n  - path: images\n"
     "output:\n  dir: runs/one\ntrain:\n  steps: 5\n"
 )
 JUNK = st.text(max_size=30) | st.text("ab:-[]{}#&*!|>'\"%@`,?\n\t ~.0$x\r", max_size=30)

@@ -79,7 +79,7 @@ def repacked(
 
 
 def sounding(num_frames: int, **container: str) -> Maker:
-    """A clip whose sound ends after it."""
+    """A clip whose audio ends after it."""
     return repacked(list, silence_s=num_frames / 25 + 0.1, num_frames=num_frames, **container)
 
 
@@ -97,7 +97,7 @@ def edited(*, silence_s: float = 0.0) -> Maker:
 
 
 def edited_at_both_ends(path: Path) -> None:
-    """Of its 29 frames, the edit list of `edited` cuts the last 5 as well; its audio goes on."""
+    """Of its 29 frames, the edit list of `edited` cuts the last 5 as well; its audio continues."""
     edited(silence_s=2.0)(path)
     content = bytearray(path.read_bytes())
     first_entry = content.index(b"elst") + 12

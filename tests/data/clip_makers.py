@@ -148,7 +148,7 @@ def write_avi(
     """`pattern` frames in an AVI of 25 frames a second, a keyframe every 8, and an audio track.
 
     FFmpeg writes an empty chunk for each slot that no frame has. It does so for the second slot of all that
-    have MP3, too, and moves the frames behind it: MP3 begins before time 0.
+    have MP3, too, and moves the frames after it: MP3 begins before time 0.
 
     Args:
         slots: of each frame.

@@ -1,4 +1,4 @@
-"""Sound is cut out of files where its frames are, in the form asked for; what is damaged is an error."""
+"""Audio is cut out of files where its frames are, in the form asked for; what is damaged is an error."""
 
 import dataclasses
 import random

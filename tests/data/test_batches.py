@@ -342,7 +342,7 @@ def test_audio_has_noise_of_its_own_beside_that_of_the_clips(rows, cache):
         cache.write(key(index, "a"), clip | sound)
     heard = first_batches(4, ItemTable.build(rows), cache)
     for batch, other in zip(heard, silent, strict=True):
-        # What clips had without their sound they have with it, bit for bit.
+        # What clips had without their audio they have with it, bit for bit.
         assert_equal(dataclasses.replace(batch, audio=None), other)
         indices = [int(name.partition(".")[0]) for name in batch.names]
         assert [row.unique().tolist() for row in batch.audio.latents] == [[index + 0.5] for index in indices]

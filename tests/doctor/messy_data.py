@@ -25,7 +25,7 @@ class Workplace:
     models: Path
 
     def add(self, name: str, picture: Image.Image, caption: str | None = "a caption") -> Path:
-        """A picture ``folder/file.png`` with its caption file."""
+        """An image ``folder/file.png`` with its caption file."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         picture.save(path)
@@ -46,7 +46,7 @@ class Workplace:
 
 
 def add_pictures(workplace: Workplace, folder: str, count: int, size: tuple[int, int] = (96, 64)) -> str:
-    """Pictures of one folder with captions; returns its path."""
+    """Images of one folder with captions; returns its path."""
     for number in range(count):
         workplace.add(f"{folder}/{number}.png", scene(len(folder) * 100 + number, size), f"{folder} {number}")
     return f"{workplace.root}/{folder}"

@@ -1,4 +1,4 @@
-"""Which pictures count as alike, on drawings and on the same drawing after what people do to pictures."""
+"""Which images count as alike, on drawings and on the same drawing after what people do to images."""
 
 import io
 

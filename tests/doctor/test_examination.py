@@ -40,9 +40,9 @@ def test_buckets_samples_and_steps_follow_repeats_and_weights(workplace: Workpla
     assert [row.batches_per_pass for row in found.buckets] == [2.0, 3.0]
     assert found.facts["one pass"] == "2.5 steps; 100 steps are 40 passes"
     assert [(source.contents, source.passes) for source in found.sources] == [
-        ("3 pictures", 2.0),
-        ("4 pictures", 0.5),
-        ("4 pictures, preserved", 0.5),
+        ("3 images", 2.0),
+        ("4 images", 0.5),
+        ("4 images, preserved", 0.5),
     ]
     assert found.facts["width"] == "64 to 160, median 64"
     assert found.num_items == 11
@@ -98,8 +98,8 @@ def test_what_is_wrong_in_one_source_does_not_hide_the_others(workplace: Workpla
     )
     examination = examine(workplace.config(sources), sheet_size=50)
     assert [source.contents for source in examination.findings.sources] == [
-        "2 pictures",
-        "2 pictures",
+        "2 images",
+        "2 images",
         "none",
     ]
     assert examination.findings.num_items == 4
@@ -249,7 +249,7 @@ def test_edit_pairs_show_input_and_target_and_are_counted_by_the_sizes_of_both(w
         ("64x64 from 1024x1024", 2, 4 * 4 + 64 * 64),
         ("64x64 from 1440x736", 1, 4 * 4 + 90 * 46),
     ]
-    assert "input pictures of fewer shapes" in advice_with(found, "1440x736")
+    assert "input images of fewer shapes" in advice_with(found, "1440x736")
     alone = findings(workplace.config(*given, "train.micro_batch_size=1", family="qwen_image_edit"))
     assert alone.advice == []
 

@@ -16,7 +16,7 @@ from diffsynth_lite.errors import UserError
 
 
 def apart(workplace: Workplace, count: int = 2) -> tuple[str, str]:
-    """Settings of pictures to train on, and of others that are held out."""
+    """Settings of images to train on, and of others that are held out."""
     return (
         f"data.path={add_pictures(workplace, 'trained', 3)}",
         f"validation.data={add_pictures(workplace, 'apart', count)}",
@@ -42,7 +42,7 @@ def test_they_are_read_planned_and_shown_as_the_training_data_are(workplace: Wor
     # Once each, from the middle, however often the training crops and repeats.
     assert (found.num_items, examination.findings.num_items) == (3, 12)
     assert [(source.place, source.contents, source.passes) for source in found.sources] == [
-        (f"{workplace.root}/apart", "3 pictures", 1.0)
+        (f"{workplace.root}/apart", "3 images", 1.0)
     ]
     assert found.facts["measured on"] == "2 of 3 items"
     assert found.facts["width"] == "96 to 300, median 96"
@@ -89,7 +89,7 @@ def test_copies_of_training_items_are_told_from_those_that_only_look_alike(workp
     shutil.copy(workplace.root / "trained/0.png", workplace.root / "apart/copy.png")
     (workplace.root / "apart/copy.txt").write_text("a copy")
     workplace.add("apart/again.jpg", Image.open(workplace.root / "trained/1.png"), "one more")
-    # Equal among themselves alone, which is no leak.
+    # Equal among themselves only, which is not a leak.
     shutil.copy(workplace.root / "apart/1.png", workplace.root / "apart/twin.png")
     (workplace.root / "apart/twin.txt").write_text("a twin")
     found = held_out(findings(workplace.config(*settings)))

@@ -83,7 +83,7 @@ def findings(**changes: object) -> Findings:
 
 def page(tmp_path: Path, **changes: object) -> tuple[str, _Page]:
     path = tmp_path / "new" / "page.html"
-    write_page(path, findings(**changes), title="flowers", lead="two pictures")
+    write_page(path, findings(**changes), title="flowers", lead="two images")
     text = path.read_text(encoding="utf-8")
     return text, _Page(text)
 
@@ -147,7 +147,7 @@ def test_tables_and_remarks_are_shown(tmp_path: Path) -> None:
     for part in (
         "Model release none that is known",
         "832x480x81 2 3 2 1.5 32760",
-        "photos 2 pictures 2 1 1.5",
+        "photos 2 images 2 1 1.5",
         "2 of 900 items",
     ):
         assert part in text

@@ -71,7 +71,7 @@ def test_every_command_finds_a_family_by_its_dotted_name(
     assert main(["plan", *config]) == 0
     assert f"{NAME}, 64x64, micro-batch of 1" in capsys.readouterr().out
     assert main(["doctor", *config]) == 0
-    assert "2 pictures" in capsys.readouterr().out
+    assert "2 images" in capsys.readouterr().out
     assert train(config) == 0
     assert (
         main(["sample", "--lora", "runs/mine", "--prompt", "a circle", "--steps", "2", "--out", "new"]) == 0

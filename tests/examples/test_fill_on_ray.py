@@ -31,9 +31,9 @@ def test_a_number_of_parts_that_there_cannot_be_is_refused(parts: str) -> None:
 
 def test_a_part_that_is_wrong_is_told_and_one_that_stopped_may_be_tried_again(tmp_path: Path) -> None:
     def python(code: str) -> list[str]:
-        return [sys.executable, "-c", f"import os, sys; print('no picture', file=sys.stderr); {code}"]
+        return [sys.executable, "-c", f"import os, sys; print('no image', file=sys.stderr); {code}"]
 
-    assert run_part("0/2", python("sys.exit(2)"), str(tmp_path)) == Ended("0/2", 2, "no picture")
+    assert run_part("0/2", python("sys.exit(2)"), str(tmp_path)) == Ended("0/2", 2, "no image")
     assert run_part("0/2", python("pass"), str(tmp_path)).code == 0
-    with pytest.raises(PartStopped, match="exit code -9: no picture"):
+    with pytest.raises(PartStopped, match="exit code -9: no image"):
         run_part("1/2", python("sys.stderr.flush(); os.kill(os.getpid(), 9)"), str(tmp_path))

@@ -194,7 +194,7 @@ HUNYUAN_VIDEO = (
     *HUNYUAN_VIDEO_15,
     *_flat("lora_unet", *_in("single_blocks.*", "linear1", "linear2", "modulation.lin")),
 )
-"""Likewise of the first version."""
+"""Also of the first version."""
 
 COGVIDEOX = _in(
     "diffusion_model",

@@ -288,7 +288,7 @@ def test_a_sampler_of_another_kind_of_noise_is_refused(sample: Sample, tmp_path:
     other = FlowMatchEulerDiscreteScheduler() if trains_diffusion else DDPMScheduler()
     other.save_pretrained(family.folder.path / "scheduler")
     changed = type(family)(family.folder)
-    with pytest.raises(UserError, match=rf"scheduler: {type(other).__name__}.* is no sampler of"):
+    with pytest.raises(UserError, match=rf"scheduler: {type(other).__name__}.* is not a sampler of"):
         changed.check_folder()
 
 

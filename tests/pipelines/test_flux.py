@@ -213,7 +213,7 @@ def test_the_size_of_an_input_is_known_before_it_is_encoded(kontext: Any) -> Non
 def test_a_number_of_images_that_the_pipeline_cannot_take_is_refused(
     kontext: Any, inputs: tuple[Image.Image, ...]
 ) -> None:
-    with pytest.raises(UserError, match=f"{len(inputs)} input pictures; .* takes exactly one"):
+    with pytest.raises(UserError, match=f"{len(inputs)} input images; .* takes exactly one"):
         encoded_by_kontext(kontext, *inputs)
 
 

@@ -1,4 +1,4 @@
-"""Pipelines on the hub: what is fetched of a repository, how much, and how it goes on where it broke off."""
+"""Pipelines on the hub: which files are fetched, how much, and how it continues where it broke off."""
 
 import json
 import logging
@@ -215,7 +215,7 @@ def test_an_interrupted_download_goes_on_with_the_files_that_lack(
 ) -> None:
     hub.broken = {WEIGHTS[2]}
     with pytest.raises(
-        UserError, match=r"downloading owner/name failed \(.*The same command goes on with it"
+        UserError, match=r"downloading owner/name failed \(.*The same command continues with it"
     ):
         fetched_family(tmp_path)
     assert hub.fetched.count(WEIGHTS[0]) == 1
@@ -241,7 +241,7 @@ def test_a_download_that_somebody_stops_reports_how_it_resumes(
 
     monkeypatch.setattr("diffsynth_lite.pipelines.base.hub.snapshot_download", stopped)
     with pytest.raises(
-        RunInterrupted, match=r"owner/name was interrupted\. The same command goes on with it"
+        RunInterrupted, match=r"owner/name was interrupted\. The same command continues with it"
     ):
         folder.download_weights(COMPONENTS)
 

@@ -35,8 +35,8 @@ from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Media
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.pipelines.ltx2 import LTX2, model_fn_ltx2, tiny
+from diffsynth_lite.pipelines.ltx2.audio import N_FFT, log_mel
 from diffsynth_lite.pipelines.ltx2.releases import LTX_2
-from diffsynth_lite.pipelines.ltx2.sound import N_FFT, log_mel
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 

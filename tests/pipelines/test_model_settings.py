@@ -43,12 +43,12 @@ CPU = torch.device("cpu")
         (lambda path: path.write_bytes(b'{"a": "\xff"}'), "cannot be read: .*utf-8"),
         (lambda path: path.write_text('{"a": '), "cannot be read"),
         (lambda path: path.write_text("[1]"), "does not hold a JSON object"),
-        (lambda path: path.write_text('{"a": NaN}'), "it holds NaN, which is no number"),
+        (lambda path: path.write_text('{"a": NaN}'), "it holds NaN, which is not a number"),
         (lambda path: path.write_text("[" * 100_000), "cannot be read: maximum recursion depth"),
-        (lambda path: path.mkdir(), "is no file that can be read"),
-        (os.mkfifo, "is no file that can be read"),
-        (lambda path: path.symlink_to("nowhere"), "is no file that can be read"),
-        (lambda path: path.symlink_to("/dev/zero"), "is no file that can be read"),
+        (lambda path: path.mkdir(), "is not a file that can be read"),
+        (os.mkfifo, "is not a file that can be read"),
+        (lambda path: path.symlink_to("nowhere"), "is not a file that can be read"),
+        (lambda path: path.symlink_to("/dev/zero"), "is not a file that can be read"),
     ],
 )
 def test_what_is_no_file_of_settings_is_refused(
@@ -162,8 +162,8 @@ def folder(tiny_folder: Path) -> PipelineFolder:
     [
         ([], "does not hold a JSON object"),
         ({}, "lacks weight_map"),
-        ({"weight_map": ["a"]}, "is no index of weights: its weight_map is no object"),
-        ({"weight_map": {"a": 1}}, "lists 1, which is no .safetensors file beside it"),
+        ({"weight_map": ["a"]}, "is not an index of weights: its weight_map is not an object"),
+        ({"weight_map": {"a": 1}}, "lists 1, which is no .safetensors file next to it"),
         ({"weight_map": {"a": "../../b.safetensors"}}, "lists ../../b.safetensors, which is no"),
         ({"weight_map": {"a": "/b.safetensors"}}, "lists /b.safetensors, which is no"),
         ({"weight_map": {"a": "config.json"}}, "lists config.json, which is no"),
@@ -231,6 +231,6 @@ def test_weights_of_whole_numbers_are_refused(folder: PipelineFolder, component:
 
 def test_a_config_of_a_far_larger_model_makes_no_memory(folder: PipelineFolder) -> None:
     with pytest.raises(
-        UserError, match=r"that of a Linear with 1000001000000 weights, and the files beside it"
+        UserError, match=r"that of a Linear with 1000001000000 weights, and the files next to it"
     ):
         folder.require_as_many_numbers("vae", nn.Linear, 10**12 + 10**6)

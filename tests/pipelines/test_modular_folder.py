@@ -253,7 +253,7 @@ def test_nothing_outside_is_read_though_it_is_there(
 @pytest.mark.parametrize("value", [7, ["a", "b"], {"a": "b"}, True])
 def test_a_place_that_is_no_text_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     settings = {"vae": ["diffusers", "AutoencoderKL", {key: value}]}
-    with pytest.raises(UserError, match=f"the {key} of vae is .*, which is no text"):
+    with pytest.raises(UserError, match=f"the {key} of vae is .*, which is not text"):
         read_entries(ModelSettings(settings, tmp_path / "modular_model_index.json"))
 
 

@@ -224,7 +224,7 @@ def test_a_preview_has_a_transparent_image_for_each_layer_in_any_size(of_layers:
         layers = generated(family, transformer, num_layers, width=size[0], height=size[1])
         assert [(layer.mode, layer.size) for layer in layers] == [("RGBA", size)] * num_layers
         assert len({layer.getchannel("A").tobytes() for layer in layers}) == num_layers
-    with pytest.raises(UserError, match=r"validation\.inputs: 0 pictures for a prompt"):
+    with pytest.raises(UserError, match=r"validation\.inputs: 0 images for a prompt"):
         generated(family, transformer, 1, inputs=())
     # The pipeline resizes images in its own way again.
     assert layered.calculate_dimensions is own
@@ -294,7 +294,7 @@ def test_the_size_of_an_input_is_that_of_its_latents(edit: QwenImageEdit, one: I
 
 
 def test_an_input_to_edit_of_which_no_row_would_be_left_is_refused(edit: QwenImageEdit) -> None:
-    with pytest.raises(UserError, match="8000x2 pixels are too narrow for an input picture"):
+    with pytest.raises(UserError, match="8000x2 pixels are too narrow for an input image"):
         edit.input_size(8000, 2)
 
 
@@ -303,10 +303,10 @@ def test_each_release_takes_as_many_images_as_its_pipeline(edit: QwenImageEdit) 
 
 
 def test_a_number_of_images_that_the_pipeline_cannot_take_is_refused(edit: QwenImageEdit) -> None:
-    with pytest.raises(UserError, match="0 input pictures"):
+    with pytest.raises(UserError, match="0 input images"):
         encode_texts(edit, PROMPT)
     if edit.pipeline is QwenImageEditPipeline:
-        with pytest.raises(UserError, match="2 input pictures; a QwenImageEditPipeline takes exactly one"):
+        with pytest.raises(UserError, match="2 input images; a QwenImageEditPipeline takes exactly one"):
             encoded_inputs(edit, (WIDE, TALL))
 
 

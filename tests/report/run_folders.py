@@ -31,7 +31,7 @@ def full_folder(path: Path, *, text: str = "a circle", steps: Iterable[int] = (0
     start = {"step": 0, "at": "2026-01-01T00:00:00+00:00", "device": "cpu", "processes": 1, "versions": {}}
     changed = {"step": 100, "changed": {text: {"from": text, "to": 2}}, "chosen": {"memory.stream_blocks": 3}}
     folder.lineage_file.write_text(json.dumps([start, start | changed]))
-    write_rows(folder.quarantine_file, [{"item": text, "reason": f"no picture: {text}"}])
+    write_rows(folder.quarantine_file, [{"item": text, "reason": f"no image: {text}"}])
     _write_metrics(folder)
     losses = [0.5, 1.0, 2.0]
     items = [

@@ -27,7 +27,7 @@ from diffsynth_lite.training.checkpoint.store import CheckpointStore
 LIMIT_S = 300.0
 """A page takes a second; only a hang takes that long."""
 MEMORY_BYTES = 1 << 30
-"""That reading may take beside what a process has: an endless file takes more."""
+"""That reading may take next to what a process has: an endless file takes more."""
 DEEP = "[" * 500 + "]" * 500
 """json reads it, and yaml cannot write it."""
 PREVIEW = "previews/step-00000000-prompt-00-aa0"
@@ -38,7 +38,7 @@ SHOWN = (
 )
 """Files whose loss the page of a run names."""
 MENDED_BY_NOBODY = ("items.jsonl", "metrics.jsonl", "item_losses.jsonl", "layers.jsonl", "contract.json")
-"""Files without which a start does not go on."""
+"""Files without which a start does not continue."""
 FILES = (*SHOWN, "contract.json", "config.yaml", ".lock", f"{PREVIEW}.png", f"{PREVIEW}.mp4", MANIFEST)
 
 

@@ -28,10 +28,10 @@ HOSTILE = (
 
 
 def card(folder: Path, prompt: str = "a red circle", **changes: Any) -> ModelCard:
-    """A card with a picture and a clip, each before and after."""
+    """A card with an image and a clip, each before and after."""
     for step in (0, 6):
         for place in (0, 1):
-            (folder / f"step-{step}-{place}.png").write_bytes(b"picture %d %d" % (step, place))
+            (folder / f"step-{step}-{place}.png").write_bytes(b"image %d %d" % (step, place))
         (folder / f"step-{step}-1.mp4").write_bytes(b"clip %d" % step)
     samples = [
         Sample(
@@ -93,15 +93,15 @@ def test_a_card_has_a_header_for_the_hub_its_pictures_beside_it_and_the_same_tex
         ],
     }
     assert {path.name: path.read_bytes() for path in (lora / "pictures").iterdir()} == {
-        "prompt-00-before.png": b"picture 0 0",
-        "prompt-00.png": b"picture 6 0",
-        "prompt-01-before.png": b"picture 0 1",
+        "prompt-00-before.png": b"image 0 0",
+        "prompt-00.png": b"image 6 0",
+        "prompt-01-before.png": b"image 0 1",
         "prompt-01-before.mp4": b"clip 0",
-        "prompt-01.png": b"picture 6 1",
+        "prompt-01.png": b"image 6 1",
         "prompt-01.mp4": b"clip 6",
     }
     page = shown(text)
-    assert '<td><img src="pictures/prompt-00.png" alt="picture"' in page
+    assert '<td><img src="pictures/prompt-00.png" alt="image"' in page
     assert '<a href="pictures/prompt-01.mp4"><img src="pictures/prompt-01.png"' in page
     assert "<h2>Trigger words</h2>\n<ul>\n<li><strong>ohwx</strong></li>\n</ul>" in page
     assert "<li>pytorch_lora_weights.safetensors: the model</li>" in page

@@ -136,10 +136,10 @@ def test_a_json_file_is_masked(tmp_path: Path) -> None:
 
 def test_the_list_of_bad_items_is_masked(config: Config, tmp_path: Path) -> None:
     quarantine = Quarantine(config)
-    quarantine.add_rows([("0.png", f"https://ann:{TOKEN}@example.org/ is no picture")])
+    quarantine.add_rows([("0.png", f"https://ann:{TOKEN}@example.org/ is not an image")])
     quarantine.write()
     row = json.loads((tmp_path / "run" / "quarantine.jsonl").read_text())
-    assert row == {"item": "0.png", "reason": "https://REDACTED@example.org/ is no picture"}
+    assert row == {"item": "0.png", "reason": "https://REDACTED@example.org/ is not an image"}
 
 
 def test_the_metadata_of_a_lora_are_masked_but_never_its_layers(

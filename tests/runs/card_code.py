@@ -20,7 +20,7 @@ LARGEST_DIFFERENCE = 2
 """Of 255, between an image of the code and the preview: prompts that are padded are summed otherwise."""
 _LOADING = re.compile(r"pipeline( = |\.(\w+\.)?load_\w+\(|\.to\().*\n")
 _SEES_IMAGES = (
-    "pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)\n"
+    "pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, images=pipeline.processor)\n"
 )
 """For pipelines whose own processor needs torchvision."""
 

@@ -29,7 +29,7 @@ SETTINGS = (
     ),
     *("train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"),
 )
-SIZES = ((96, 64), (80, 80))  # of all pictures and clips; the smallest that FLUX.2 takes to start from
+SIZES = ((96, 64), (80, 80))  # of all images and clips; the smallest that FLUX.2 takes to start from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class FamilyCase:
         build: makes the pipeline, each time the same.
         kind: of the data; by default the first that the family trains on.
         has_last_frames: whether data and previews name the last frames of their clips.
-        has_sound: whether the sound of clips is learned and drawn; one of them has none.
+        has_sound: whether the audio of clips is learned and drawn; one of them has none.
         trained: folders that get a LoRA; by default those that the family trains.
-        conditioning: what the cache must hold of an item beside its latents: tensors and their first axes.
+        conditioning: what the cache must hold of an item next to its latents: tensors and their first axes.
     """
 
     family: str
@@ -85,19 +85,19 @@ CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
     ("ltx2", "image_to_video"): OF_A_START,
     ("ltx_video", "image_to_video"): OF_A_DRAWN_START,
 }
-"""What tiny pipelines cache of items of other kinds than their first, beside latents."""
+"""What tiny pipelines cache of items of other kinds than their first, next to latents."""
 
 LAYOUTS = {
     "flux2 klein from references": FamilyCase(
         family="flux2", build=release_layouts.klein, kind="edit", conditioning=OF_A_REFERENCE
     ),
-    "hunyuan_video_15 from pictures": FamilyCase(
+    "hunyuan_video_15 from images": FamilyCase(
         family="hunyuan_video_15",
         build=release_layouts.hunyuan_of_images,
         kind="image_to_video",
         conditioning=(("first_frame_latents", 4), ("image_embeds", 4)),
     ),
-    "ltx2 as 2.3 with sound": FamilyCase(
+    "ltx2 as 2.3 with audio": FamilyCase(
         family="ltx2", build=release_layouts.ltx_2_3, has_sound=True, conditioning=(("audio_latents", 4),)
     ),
     "ltx_video of conditions": FamilyCase(family="ltx_video", build=release_layouts.ltx_of_conditions),
@@ -162,7 +162,7 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
 
 
 def add_others(kind: RecordKind, root: Path, family: ModelFamily) -> list[str]:
-    """What an item of a kind has beside its target, and the settings that name it."""
+    """What an item of a kind has next to its target, and the settings that name it."""
     if kind == "edit":
         return [f"data.input_dirs=[{add_pictures(root / 'inputs', detail=20)}]"]
     if kind == "layers":
@@ -189,7 +189,7 @@ def shortest_clip(family: ModelFamily) -> int:
 
 
 def add_pictures(folder: Path, *, detail: int) -> Path:
-    """One picture for each item."""
+    """One image for each item."""
     folder.mkdir()
     for place, size in enumerate(SIZES):
         tiny_picture(*size, detail + place).save(folder / f"{place}.png")
@@ -197,7 +197,7 @@ def add_pictures(folder: Path, *, detail: int) -> Path:
 
 
 def make_transparent(folder: Path) -> None:
-    """What is bright in its pictures is seen, and what is dark is seen through."""
+    """What is bright in its images is seen, and what is dark is seen through."""
     for path in folder.iterdir():
         with Image.open(path) as opened:
             picture = opened.convert("RGBA")
@@ -206,7 +206,7 @@ def make_transparent(folder: Path) -> None:
 
 
 def add_masks(folder: Path) -> Path:
-    """One mask of what is painted anew for each item."""
+    """One mask of what is regenerated for each item."""
     folder.mkdir()
     for place, (width, height) in enumerate(SIZES):
         mask = Image.new("L", (width, height))

@@ -106,10 +106,10 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
         ("data.cache_dir={root}/data/0.txt",),
         "0.txt is a file; name a folder",
     ),
-    "frame rate of pictures": (
+    "frame rate of images": (
         lambda run: None,
         ("data.fps=16",),
-        "data.fps: has no effect, as this family makes pictures; remove it",
+        "data.fps: has no effect, as this family makes images; remove it",
     ),
     "metadata in a named pipe": (
         lambda run: os.mkfifo(run.root / "metadata.csv"),
@@ -214,4 +214,4 @@ def test_bad_pictures_are_left_out_and_listed_when_asked_to(tiny_run: TinyRun) -
     rows = [json.loads(line) for line in (tiny_run.folder / "quarantine.jsonl").read_text().splitlines()]
     assert [row["item"] for row in rows] == ["2.png"]
     Image.effect_mandelbrot((64, 64), (-2, -1, 1, 1), 9).convert("RGB").save(picture)
-    assert tiny_run.train("data.on_bad_item=skip") == 2  # a picture more is a different run
+    assert tiny_run.train("data.on_bad_item=skip") == 2  # an image more is a different run

@@ -67,7 +67,7 @@ def test_a_run_folder_holds_what_the_readme_says(watched_run: TinyRun) -> None:
 
 
 def assert_card(run: TinyRun) -> None:
-    """The card of a LoRA for a model that is no release, with what the run drew and measured."""
+    """The card of a LoRA for a model that is not a release, with what the run drew and measured."""
     text = (run.folder / "lora" / "README.md").read_text()
     assert is_as_written(text)
     header = HubCard(text).data.to_dict()
@@ -87,7 +87,7 @@ def assert_card(run: TinyRun) -> None:
 
 
 def assert_told(metadata: dict[str, str]) -> None:
-    """What a file says of six steps on five pictures, on a model that is no release."""
+    """What a file says of six steps on five images, on a model that is not a release."""
     told = {
         "modelspec.architecture": "Qwen-Image/lora",
         "modelspec.title": "qwen_image LoRA",
@@ -336,4 +336,4 @@ def test_prompts_changed_on_resume_get_pictures_of_their_own(watched_run: TinyRu
     assert watched_run.train("train.steps=2") == 0
     assert watched_run.train("train.steps=4", "validation.prompts=[a green star]") == 0
     with Image.open(watched_run.folder / "previews" / "grid.png") as grid:
-        assert grid.width < 2 * 128 + 190  # one column: step 4, for the old pictures show other prompts
+        assert grid.width < 2 * 128 + 190  # one column: step 4, for the old images show other prompts

@@ -96,7 +96,7 @@ def test_a_new_run_takes_a_lora_with_ranks_of_layers(
 
 
 KINDS = {
-    # With what each may have beside it, and what of memory changes no number.
+    # With what each may have next to it, and what of memory changes no number.
     "dora": (
         *("lora.kind=dora", "lora.init=orthogonal", "lora.use_rslora=true", "lora.loraplus_ratio=4"),
         *("model.quantize=int8", "memory.stream_blocks=all", "memory.stream_slots=1"),

@@ -1,4 +1,4 @@
-"""Whole runs on clips with their sound, with a tiny family that makes sound."""
+"""Whole runs on clips with their audio, with a tiny family that makes audio."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ def run(tmp_path: Path, tiny_model: Path) -> TinyRun:
 
 
 def sounds_in(run: TinyRun) -> list[dict[str, torch.Tensor]]:
-    """What the cache holds of clips with the latents of their sound, those that have some first."""
+    """What the cache holds of clips with the latents of their audio, those that have some first."""
     found = [safetensors.torch.load_file(path) for path in (run.root / "cache").rglob("*.safetensors")]
     heard = [entry for entry in found if "audio_latents" in entry]
     return sorted(
@@ -99,7 +99,7 @@ def test_sound_is_encoded_learned_told_apart_and_drawn(run: TinyRun) -> None:
     measured = [row for row in run.metrics() if "train_fixed_noise_loss" in row]
     for row in measured:
         parts = [row[f"train_fixed_noise_loss/{part}"] for part in ("video", "audio")]
-        # Two of the four have sound.
+        # Two of the four have audio.
         assert row["train_fixed_noise_loss"] == pytest.approx(parts[0] + parts[1] / 2)
     page = (run.folder / "report.html").read_text()
     assert '<section class="previews" data-audio>' in page
@@ -186,12 +186,12 @@ def test_samples_have_sound_and_the_doctor_says_what_has_none(
     told = capsys.readouterr()
     text = " ".join((told.out + told.err).split())
     assert "3 of 4 clips: 3 files of 16000 Hz and 1 channel; learned at 1600 Hz, 2 channels" in text
-    assert "1 clip without sound, of which the pictures alone are learned" in text
-    assert page.read_text().count("no sound") == 2
+    assert "1 clip without audio, of which only the images are learned" in text
+    assert page.read_text().count("no audio") == 2
     assert main(["doctor", *run.arguments, "data.audio=false", "--page", str(page)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "3 clips with sound, which is not looked at: data.audio: true would learn it" in text
-    assert "no sound" not in page.read_text()
+    assert "3 clips with audio, which is not looked at: data.audio: true would learn it" in text
+    assert "no audio" not in page.read_text()
 
     assert run.train(*UNWATCHED) == 0
     lora = ("--lora", str(run.folder), "--prompt", "a red circle", "--size", "32x32")
@@ -206,7 +206,7 @@ def test_what_cannot_be_learned_is_refused_before_weights_load(
 ) -> None:
     monkeypatch.setattr(Singing, "load_component", None)
     assert run.train("model.family=ltx_video") == 2
-    assert "data.audio: true, but the model of ltx_video makes no sound" in caplog.text
+    assert "data.audio: true, but the model of ltx_video makes no audio" in caplog.text
     clips = run.root / "clips"
     for name in ("tone", "late", "mute"):
         write_audio_clip(clips / f"{name}.mov", None, seconds=0.9)
@@ -225,7 +225,7 @@ def test_what_a_step_and_the_cache_take_is_counted_with_the_sound(run: TinyRun, 
         taken[audio] = counter_of(config, family).count(step_settings(config, family)).step
         (data,) = examine(config, sheet_size=0).data
         estimated[audio] = estimate_cache(data, TensorCache(tmp_path / "none"))
-    # The same blocks run twice, for 2 latents of the pictures and 9 of the sound.
+    # The same blocks run twice, for 2 latents of the images and 9 of the audio.
     assert 2 * taken["false"].kept < taken["true"].kept < 9 * taken["false"].kept
     assert estimated["true"].num_missing == estimated["false"].num_missing
     assert estimated["true"].missing_bytes - estimated["false"].missing_bytes == 4 * 4 * 128 * 9
@@ -234,7 +234,7 @@ def test_what_a_step_and_the_cache_take_is_counted_with_the_sound(run: TinyRun, 
 def test_a_sealed_cache_has_the_sound(run: TinyRun) -> None:
     pytest.importorskip("lance")
     sealed = f"data.sealed={run.root / 'sealed'}"
-    # Pictures beside the clips have no sound, and are learned as pictures.
+    # Images next to the clips have no audio, and are learned as images.
     for place in range(4):
         tiny_picture(32, 32, 30 + place).save(run.root / "clips" / f"{place}.png")
         (run.root / "clips" / f"{place}.txt").write_text("a blue square")

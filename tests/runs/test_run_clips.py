@@ -218,7 +218,7 @@ def test_inputs_of_several_shapes_train_in_batches_of_one_shape_each(
             "data.input_columns=[]",
             "4 of kind image, such as after/0.png; this family trains on the kinds edit",
         ),
-        ("validation.inputs=[]", "validation.inputs: is empty; previews of this family start from pictures"),
+        ("validation.inputs=[]", "validation.inputs: is empty; previews of this family start from images"),
         ("data.input_columns=[inptu]", "has no column inptu; it has file_name, input, text"),
     ],
 )

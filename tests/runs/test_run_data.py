@@ -99,7 +99,7 @@ SCRIPT = Path(__file__).with_name("recorded_train.py")
 
 @pytest.fixture
 def mixed_run(tmp_path: Path, tiny_model: Path) -> TinyRun:
-    """Pictures of many shapes in three sources, one of them with masks."""
+    """Images of many shapes in three sources, one of them with masks."""
     run = make_mixed_run(tmp_path, tiny_model)
     steps = ("train.steps=10", "output.checkpoint_every_steps=10")
     return replace(run, settings=(*run.settings, *steps, "lora.dropout=0"))

@@ -1,4 +1,4 @@
-"""A run whose disk is full, or has lost what lies beside the checkpoints."""
+"""A run whose disk is full, or has lost what lies next to the checkpoints."""
 
 import errno
 import json
@@ -69,7 +69,7 @@ def test_what_a_run_saves_was_counted(whole_run: TinyRun) -> None:
     )
     for folder, counted in (("checkpoints/step-00000006", saved.checkpoint), ("lora", saved.lora)):
         found = sum(file.stat().st_size for file in (whole_run.folder / folder).glob("*.safetensors"))
-        headers = 40_000  # names of layers, and a small picture
+        headers = 40_000  # names of layers, and a small image
         assert counted < found < counted + headers
 
 
@@ -83,7 +83,7 @@ def test_what_a_run_saves_was_counted(whole_run: TinyRun) -> None:
         (("train.steps=7",), 3, 1),
         (("train.steps=5", "output.keep_every_steps=2"), 0, 3),
         (("train.steps=1000000000", "output.checkpoint_every_steps=1"), 0, 3),
-        (("output.keep_checkpoints=1",), 0, 3),  # the newest that is known to be sound stays
+        (("output.keep_checkpoints=1",), 0, 3),  # the newest that is known to be audio stays
         (("train.steps=20", "output.keep_every_steps=4"), 0, 6),  # 4, 8, 12, and 16, 18, 20
         (("validation.data=data",), 0, 4),
     ],
@@ -105,7 +105,7 @@ def test_previews_that_may_fill_the_disk_are_a_warning(
         num_lora_weights=1, num_in_vectors=0, family=bind_family(config), optimizer=optimizer
     )
     warn_of_previews(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
-    # Two pictures of 64 x 32 before the first step and after the last one.
+    # Two images of 64 x 32 before the first step and after the last one.
     assert "previews may take up to 24.0 KiB next to the" not in caplog.text
     monkeypatch.setattr("diffsynth_lite.training.export.disk_space.free_disk_bytes", lambda _: 2**14)
     warn_of_previews(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)

@@ -71,7 +71,7 @@ def expert_run(tmp_path: Path, experts: Path) -> TinyRun:
 
 
 def trained_experts(folder: Path) -> list[str]:
-    """The expert of each step after the first, whose adapter and optimizer state alone that step changed."""
+    """The expert of each step after the first, whose adapter and optimizer state only that step changed."""
     names = []
     for step in range(2, STEPS + 1):
         changed = differing(checkpoint_tensors(folder, step - 1), checkpoint_tensors(folder, step))

@@ -1,4 +1,4 @@
-"""Files that are dropped into the run folder while a run goes on, and the checkpoints that stay."""
+"""Files that are dropped into the run folder while a run continues, and the checkpoints that stay."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def test_the_best_on_held_out_data_and_every_so_many_stay_beside_the_newest(
     )
     assert tiny_run.train(*settings, "train.steps=5") == 0
     assert steps_kept(tiny_run) == [2, 4, 5]
-    # The best is remembered by the checkpoint that the run goes on from; an equal loss is not better.
+    # The best is remembered by the checkpoint that the run continues from; an equal loss is not better.
     assert tiny_run.train(*settings, "train.steps=7") == 0
     assert steps_kept(tiny_run) == [2, 4, 7]
     assert (best_of(tiny_run, 7)["step"], best_of(tiny_run, 7)["loss"]) == (2, 3.0)
@@ -266,7 +266,7 @@ def test_a_best_that_was_measured_otherwise_is_compared_with_nothing(
     assert caplog.text.count("cannot be compared") == bool(named)
     assert named is None or named in caplog.text
     source = "adapter" if named and "use_ema" in named else "ema"
-    # A finite loss of the average does not tell that the weights of step 6 are sound: 4 stays, too.
+    # A finite loss of the average does not tell that the weights of step 6 are audio: 4 stays, too.
     sound = [4] if source == "ema" else []
     expected = ([*sound, 6], 6) if named else ([2, *sound, 6], 2)
     assert (steps_kept(run), best_of(run, 6)["step"]) == expected

@@ -1,4 +1,4 @@
-"""Pictures on demand from a finished run: what is drawn, what stands in the files, and what is refused."""
+"""Images on demand from a finished run: what is drawn, what is in the files, and what is refused."""
 
 import shutil
 from itertools import product
@@ -66,7 +66,7 @@ def test_prompts_seeds_scales_and_several_loras_of_a_run_that_has_moved(
         ("--lora {root}/nowhere", "nowhere: there is no such file or folder"),
         ("--lora {root}/data", "data: there is no LoRA in"),
         ("--lora {root}/tiny.yaml", "tiny.yaml: is no .safetensors file"),
-        ("--lora {root}/run:inf", "inf is no weight; give a finite number"),
+        ("--lora {root}/run:inf", "inf is not a weight; give a finite number"),
         ("--lora {root}/lone.safetensors", "--config: is missing, and no run says which base model"),
         (
             "--config {root}/tiny.yaml output.dir={root}/none",
@@ -82,11 +82,11 @@ def test_prompts_seeds_scales_and_several_loras_of_a_run_that_has_moved(
         ),
         (
             "--lora {root}/run --prompt a --frames 5",
-            "5 frames; this family makes pictures",
+            "5 frames; this family makes images",
         ),
         ("--lora {root}/run --prompt a --steps 0", "got '0'; must be a whole number, at least 1"),
         ("--lora {root}/run --prompt a --input {root}/data/0.png", "validation.inputs: has no effect"),
-        ("--lora {root}/run --prompt a --seed 1,2 --num 2", "--seed lists 2 seeds; give the first alone"),
+        ("--lora {root}/run --prompt a --seed 1,2 --num 2", "--seed lists 2 seeds; give the first only"),
         (
             "--lora {root}/run --prompt a --out {root}/tiny.yaml",
             "tiny.yaml: is there",
@@ -128,7 +128,7 @@ def test_a_picture_whose_numbers_overflow_is_not_drawn(
 ) -> None:
     drawn = ("--prompt", "a red circle", "--size", "32x32", "--steps", 2, "--guidance", 1)
     assert sample("--lora", finished_run.folder, *drawn, "--scale", "1e30") == 2
-    assert "--scale 1e+30: numbers overflow, the decoded picture holds NaN or infinity" in caplog.text
+    assert "--scale 1e+30: numbers overflow, the decoded image holds NaN or infinity" in caplog.text
     assert list(finished_run.folder.rglob("*.png")) == []
 
 

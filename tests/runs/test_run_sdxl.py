@@ -45,7 +45,7 @@ def test_a_run_on_the_unet_alone_weighs_by_the_ratio_of_signal_to_noise(sdxl_run
     [
         (
             "lora.components=[text_encoder]",
-            r"lora.components: [text_encoder] is no choice here; use [unet], or",
+            r"lora.components: [text_encoder] is not a choice here; use [unet], or",
         ),
         ("objective.shift=resolution", "objective.shift: resolution is not defined for this family"),
         ("objective.loss_weighting=cosmap", "objective.loss_weighting: cosmap is defined on another path"),

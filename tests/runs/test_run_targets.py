@@ -136,7 +136,7 @@ def test_previews_are_drawn_on_another_model_as_samples_on_it_are_and_training_i
     assert f"a red circle (generated on {distilled_model.name})" in (run / "report.html").read_text()
     card = (run / "lora" / "README.md").read_text()
     assert f"Samples were generated on {distilled_model.name}, which it was not trained on." in card
-    # Changed for a run that goes on: files of their own, and none of the earlier ones in the grid.
+    # Changed for a run that continues: files of their own, and none of the earlier ones in the grid.
     assert tiny_run.train(f"output.dir={run}", *given[1:], groups, "train.steps=3") == 0
     names = {path.name for path in (run / "previews").glob("step-*.png")}
     assert len({name.partition("prompt")[2] for name in names}) == 2
@@ -158,7 +158,7 @@ def test_a_model_to_draw_on_that_cannot_have_the_lora_is_refused(
     assert f"validation.model_path: {other} holds a FluxPipeline" in caplog.text
     same = next(line for line in tiny_run.config.read_text().splitlines() if "path: " in line).split()[-1]
     assert tiny_run.train(*DRAWN, f"validation.model_path={same}") == 2
-    assert "is model.path, which previews are drawn on anyway" in caplog.text
+    assert "is model.path, which generates previews anyway" in caplog.text
     split = ("memory.shard_base=all", f"validation.model_path={distilled_model}")
     assert tiny_run.train(*DRAWN, *split) == 2
     assert "which cannot hold what memory.shard_base has several share" in caplog.text

@@ -102,7 +102,7 @@ def test_pickles_under_all_names_of_a_run_folder_end_in_an_error(
 
 
 def plant_module(model: Path, marker: Path, poison: bytes) -> None:
-    """Pickles and modules beside the files of a pipeline, which its settings name where they can."""
+    """Pickles and modules next to the files of a pipeline, which its settings name where they can."""
     for component, name in {
         "transformer": "diffusion_pytorch_model.bin",
         "vae": "diffusion_pytorch_model.bin",

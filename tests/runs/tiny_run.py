@@ -1,4 +1,4 @@
-"""A tiny pipeline, a folder of pictures and a config: everything that a run of a few seconds needs."""
+"""A tiny pipeline, a folder of images and a config: everything that a run of a few seconds needs."""
 
 import json
 import os
@@ -169,7 +169,7 @@ def dropping(run: TinyRun, monkeypatch: pytest.MonkeyPatch, **files: int) -> Non
 
 
 def make_run(root: Path, model: Path) -> TinyRun:
-    """Pictures with captions, and a config for them."""
+    """Images with captions, and a config for them."""
     data = root / "data"
     data.mkdir(parents=True)
     for place in range(5):
@@ -188,7 +188,7 @@ def copy_run(run: TinyRun, root: Path) -> TinyRun:
 
 
 def make_mixed_run(root: Path, model: Path) -> TinyRun:
-    """Pictures of many shapes in three sources, one of them with masks; all that is drawn by chance is on."""
+    """Images of many shapes in three sources, one of them with masks; all that is drawn by chance is on."""
     roots = [root / name for name in ("photos", "drawings", "masked")]
     for number, folder in enumerate(roots):
         folder.mkdir(parents=True)
@@ -242,12 +242,12 @@ def write_config(root: Path, model: Path, data: Path) -> Path:
 
 
 def tiny_picture(width: int, height: int, detail: int) -> Image.Image:
-    """A picture that differs with ``detail``."""
+    """An image that differs with ``detail``."""
     return Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), detail).convert("RGB")
 
 
 def garble_media(folder: Path) -> None:
-    """Other bytes in all pictures and clips, of the same size and time: to read one again is an error."""
+    """Other bytes in all images and clips, of the same size and time: to read one again is an error."""
     media = [path for path in folder.rglob("*") if path.suffix in (".png", ".mp4")]
     assert media
     for path in media:

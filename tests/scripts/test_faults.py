@@ -1,4 +1,4 @@
-"""The fault program at its smallest scale, what it reports, and the verdict on each setting changed alone."""
+"""The fault program at its smallest scale, what it reports, and the verdict on each changed setting."""
 
 import re
 import sys

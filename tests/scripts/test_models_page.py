@@ -64,7 +64,7 @@ def test_facts_that_depend_on_the_folder_are_those_of_the_docstrings() -> None:
     assert said["width and height, multiples of"] == "16; 32 with TI2V-5B"
     assert (said["frames"], said["frames a second"]) == ("4 k + 1", "16; 24 with TI2V-5B")
     assert said["LoRA file"].endswith("of `WanLoraLoaderMixin` and for ComfyUI")
-    assert "input pictures" not in said
+    assert "input images" not in said
     assert facts(Chroma)["LoRA file"].endswith(", but for what a LoRA has on `distilled_guidance_layer*`")
 
 
@@ -96,7 +96,7 @@ def test_a_family_of_other_parts_than_diffusers_transformers_has_facts_too() -> 
 
     said = facts(Other)
     assert said["blocks, in call order"] == "Those of the UNet's levels"
-    assert said["input pictures"] == "any number"
+    assert said["input images"] == "any number"
     assert said["width and height, multiples of"] == BY_THE_FOLDER
     assert said["LoRA file"] == "Two files"
     assert "model" not in said

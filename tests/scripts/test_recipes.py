@@ -46,7 +46,7 @@ def test_every_recipe_for_a_card_belongs_to_a_model_whose_settings_are_those_of_
     assert {path.stem for path in CARDS.glob("*.yaml")} == {name for name in named if name.endswith("gb")}
     for names in RECIPES.values():
         configs = [load_config(f"{name}.yaml").config for name in names]
-        # A run may go on with the recipe of another card where the format of the model is the same.
+        # A run may continue with the recipe of another card where the format of the model is the same.
         for section in ("lora", "objective", "output"):
             assert len({getattr(config, section).model_dump_json() for config in configs}) == 1
         assert len({config.model.path for config in configs}) == 1

@@ -73,7 +73,7 @@ def step_on_cpu(
 def assert_same_cost(counted: StepCost, held: StepCost) -> None:
     """Memory is the same to the byte, and so are operations; bytes that are read and written nearly.
 
-    On meta some operators are taken apart: up to 3.3 % of the bytes of a tiny model's forward pass.
+    On meta some operators are split: up to 3.3 % of the bytes of a tiny model's forward pass.
     """
     assert (counted.kept, counted.peak, counted.host) == (held.kept, held.peak, held.host)
     for one, other in ((counted.forward, held.forward), (counted.backward, held.backward)):

@@ -1,4 +1,4 @@
-"""A tiny pipeline with encoded pictures, and a config in which no two settings are the same."""
+"""A tiny pipeline with encoded images, and a config in which no two settings are the same."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ SETTINGS = {
     "train.use_gradient_checkpointing": "true",
     "train.use_gradient_checkpointing_offload": "true",
     "validation.prompts": "[a red circle, a blue square on a white background]",
-    "validation.negative_prompt": "a very blurred picture of nothing at all",
+    "validation.negative_prompt": "a very blurred image of nothing at all",
     "validation.num_inference_steps": "9",
     "validation.guidance_scale": "2.5",
     "validation.seed": "13",
@@ -112,7 +112,7 @@ def load_config_of(root: Path, changes: dict[str, str] | None = None) -> Config:
 
 
 def prepare(root: Path) -> Prepared:
-    """Save a tiny pipeline and a few pictures, and encode them."""
+    """Save a tiny pipeline and a few images, and encode them."""
     tiny().save_pretrained(root / "model")
     (root / "data").mkdir()
     for place in range(NUM_PICTURES):

@@ -1,4 +1,4 @@
-"""Clips that are learned with their sound: noise, targets and losses of both."""
+"""Clips that are learned with their audio: noise, targets and losses of both."""
 
 import dataclasses
 from typing import Any
@@ -83,7 +83,7 @@ def objective(**changes: Any) -> DenoisingObjective:
 
 
 def batch(**changes: Any) -> Batch:
-    """Three clips, of which the second has no sound."""
+    """Three clips, of which the second has no audio."""
     generator = torch.Generator().manual_seed(0)
     audio = AudioBatch(
         latents=torch.randn(AUDIO, generator=generator),
@@ -122,7 +122,7 @@ def noisy_and_target(
 def expected_errors(
     given: Batch, model: TwoHeads, audio_sigma: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean squared error of each sample, of its pictures and of its sound."""
+    """Mean squared error of each sample, of its images and of its audio."""
     levels = given.uniform, given.uniform if audio_sigma is None else audio_sigma
     video, audio = (
         (factor * estimate(model, noisy, level, given.conditioning) - target).square().flatten(1).mean(1)
@@ -142,7 +142,7 @@ def test_the_loss_is_that_of_the_pictures_and_weighted_that_of_the_sound_where_t
     heard = torch.tensor([1.0, 0.0, 1.0])
     torch.testing.assert_close(loss, (video + WEIGHT * heard * audio).mean())
 
-    # Each part of the step is told by itself, that of the sound over the samples that have some.
+    # Each part of the step is told by itself, that of the audio over the samples that have some.
     assert tried.losses_apart is not None
     apart = mean_losses(loss.item(), tried.losses_apart.take(given.latents.device).tolist())
     assert apart.preserved is None
@@ -260,7 +260,7 @@ def test_audio_with_levels_of_its_own_has_them_from_its_own_draws_tokens_and_wei
     assert apart.learned == pytest.approx(loss.item(), rel=1e-5)
     assert apart.video == pytest.approx(video.mean().item(), rel=1e-5)
     assert apart.audio == pytest.approx(audio[[0, 2]].mean().item(), rel=1e-5)
-    # A noise level has the loss of what is at it: the clips alone.
+    # A noise level has the loss of what is at it: the clips only.
     for (_, level, found), at, of in zip(tried.sample_losses.take(), sigma, video, strict=True):
         assert (level, found) == pytest.approx((at.item(), of.item()), rel=1e-5)
     sums, numbers = tried.loss_by_tenth.take(given.latents.device)

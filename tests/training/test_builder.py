@@ -307,7 +307,7 @@ def test_previews_are_conditioned_on_their_prompt_and_the_negative_one(prepared:
     *prompts, negative = (
         encode([Prompt(text=text)])[0]["prompt_embeds"] for text in (*config.prompts, config.negative_prompt)
     )
-    assert len({len(embeds) for embeds in (*prompts, negative)}) == 3  # none can stand in for another
+    assert len({len(embeds) for embeds in (*prompts, negative)}) == 3  # none can be in for another
     for request, embeds in zip(built.previews.requests, prompts, strict=True):
         # Encoded in a batch: other sums of fp32 numbers.
         torch.testing.assert_close(request.conditioning["prompt_embeds"], embeds)

@@ -80,7 +80,7 @@ def test_the_results_of_edits_are_not_cropped_at_random(root: Path) -> None:
 
 
 def test_previews_have_as_many_steps_as_the_sampler_needs(root: Path) -> None:
-    """With one, diffusers would divide by zero, and draw black pictures."""
+    """With one, diffusers would divide by zero, and draw black images."""
     qwen_image.tiny().save_pretrained(root / "model")
     one_step = {"validation.num_inference_steps": "1"}
     assert "validation.num_inference_steps: 1, " in refusal(root, **one_step)
@@ -101,7 +101,7 @@ def test_a_preview_input_that_the_family_cannot_encode_is_named(root: Path) -> N
     picture = root / "thin.png"
     Image.new("RGB", (700, 70)).save(picture)
     changes = {"model.family": "flux2", "validation.prompts": "[a circle]"}
-    message = f"validation.inputs: {picture}: 700x70 pixels: an input picture of this family has"
+    message = f"validation.inputs: {picture}: 700x70 pixels: an input image of this family has"
     assert message in refusal(root, **changes, **{"validation.inputs": f"[{picture}]"})
 
 
@@ -139,7 +139,7 @@ def test_a_distilled_model_is_warned_of_once(
     assert caplog.messages == [
         f"model.path: {root}/model is distilled to few steps: its files say so; better train the base. "
         "Training knows nothing of the distillation and undoes it: with the LoRA, few steps give blurred "
-        "pictures. To keep them, set objective.guidance_target, or model.training_adapter where there is one "
+        "images. To keep them, set objective.guidance_target, or model.training_adapter where there is one "
         "for it; or train what it was made from, with previews on this one (validation.model_path)."
     ]
     caplog.clear()
@@ -191,7 +191,7 @@ def test_a_named_set_of_layers_is_the_familys_own(root: Path, monkeypatch: pytes
         )
         assert found == same
     monkeypatch.setattr(family, "target_sets", {})
-    message = "lora.target_modules: all is no set of layers that qwen_image names; list them instead"
+    message = "lora.target_modules: all is not a set of layers of qwen_image; list them instead"
     for chosen in ("all", "[img_mod.1, all]"):
         assert message in refusal(root, **{"lora.target_modules": chosen})
 
@@ -251,7 +251,7 @@ def test_clips_that_end_with_a_picture_are_refused_where_the_model_leads_to_none
     }
     checked = check_run(load_config_of(root, changes), PROCESS)
     assert [record.kind for record in checked.training.records] == ["image_to_video"] * 2
-    message = "data: 2 clips, such as a.mp4, end with a picture, and this model only starts them from one"
+    message = "data: 2 clips, such as a.mp4, end with an image, and this model only starts them from one"
     assert message in refusal(root, **changes, **{"data.last_frame_dir": f"{root}/starts"})
 
 

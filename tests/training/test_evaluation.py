@@ -202,7 +202,7 @@ def test_what_is_measured_is_described_with_a_small_picture(
     assert (first.name, first.caption, first.size) == ("0.png", "a cat", "24x16")
     assert first.noise_levels == pytest.approx([1 / 6, 1 / 2, 5 / 6])
     assert (second.name, second.size, second.thumbnail) == ("9.png", "40x16", None)
-    assert "There is no small picture of 9.png: 9.png: gone" in caplog.text
+    assert "There is no small image of 9.png: 9.png: gone" in caplog.text
     assert first.thumbnail is not None
     kind, content = first.thumbnail.split(",")
     assert kind == "data:image/jpeg;base64"
@@ -218,7 +218,7 @@ def test_a_resumed_run_goes_on_with_its_losses_and_makes_no_picture_anew(
     caplog.set_level("INFO")
     item_losses(tmp_path, tracked(0), tracked(1))[0].record(torch.nn.Identity(), 0)
     described = RunFolder(tmp_path).items_file.read_bytes()
-    monkeypatch.setattr(f"{thumbnail_of.__module__}.frame_strip", lambda _: pytest.fail("made anew"))
+    monkeypatch.setattr(f"{thumbnail_of.__module__}.frame_strip", lambda _: pytest.fail("made again"))
     losses, recorder = item_losses(tmp_path, tracked(0), tracked(1))
     recorder.scale = 2.0
     losses.record(torch.nn.Identity(), 3)
@@ -245,7 +245,7 @@ def test_losses_that_do_not_compare_are_never_in_one_file(
     for step, (items, settings) in enumerate(changes):
         item_losses(tmp_path, *items, **settings)[0].record(torch.nn.Identity(), step)
         assert [row["step"] for row in rows(tmp_path)] == [step]
-    assert caplog.text.count("are measured anew from here on") == len(changes) - 1
+    assert caplog.text.count("are measured again from here on") == len(changes) - 1
     assert "measured from step 4 on: the start is not known" in caplog.text
 
 
@@ -309,7 +309,7 @@ def test_samples_are_written_by_item_after_logged_steps_and_when_asked(tmp_path:
     log.after_step(10)
     add(losses, 4, loss=float("nan"))
     log.after_step(11)
-    log.write(12)  # as before a checkpoint, so that a run that goes on from there has lost none
+    log.write(12)  # as before a checkpoint, so that a run that continues from there has lost none
     log.write(12)
     rows = [(row["step"], row["samples"]) for row in file.rows()]
     samples = {"item 0": [[0.1, 0.1235], [0.9, 0.1235]], "item 1": [[0.5, 0.1235]]}

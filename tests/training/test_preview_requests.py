@@ -1,4 +1,4 @@
-"""What guides a preview, and what of it is painted anew, come in the preview's size, number and times."""
+"""What guides a preview, and what of it is regenerated, come in the preview's size, number and times."""
 
 from pathlib import Path
 
@@ -23,35 +23,35 @@ class Guided(LTXVideo):
 
 
 class GuidedOrFilled(LTXVideo):
-    """Clips that are guided or painted anew in part, or neither."""
+    """Clips that are guided or regenerated in part, or neither."""
 
     record_kinds = ("control", "inpaint", "video")
     min_inference_steps = 1
 
 
 class Filled(Flux):
-    """Pictures of which a part is painted anew."""
+    """Images of which a part is regenerated."""
 
     record_kinds = ("inpaint",)
     min_inference_steps = 1
 
 
 class Reading(Flux):
-    """Pictures from texts that its pipeline counts the places of images in."""
+    """Images from texts that its pipeline counts the places of images in."""
 
     refused_in_prompts = ("<|image_pad|>",)
     min_inference_steps = 1
 
 
 class TakenApart(Flux):
-    """Pictures that are taken apart into layers."""
+    """Images that are split into layers."""
 
     record_kinds = ("layers",)
     min_inference_steps = 1
 
 
 class Painted(Flux):
-    """Pictures that are made, or painted anew in part."""
+    """Images that are made, or regenerated in part."""
 
     record_kinds = ("inpaint", "image")
     min_inference_steps = 1
@@ -101,8 +101,8 @@ def test_a_clip_guides_the_frames_of_its_times_in_the_size_of_the_preview(config
     ("given", "message"),
     [
         ("[short.mp4]", r"validation\.control: .*short\.mp4: a frame at 2 s is asked for, but the clip ends"),
-        ("[gone.mp4]", r"validation\.control: there is no file .*gone\.mp4; each entry is a picture"),
-        ("[a.png]", r"validation\.control: .*a\.png: is a picture, and previews are clips of 9 frames"),
+        ("[gone.mp4]", r"validation\.control: there is no file .*gone\.mp4; each entry is an image"),
+        ("[a.png]", r"validation\.control: .*a\.png: is an image, and previews are clips of 9 frames"),
         ("[]", r"validation\.control: is empty, and this family makes nothing without it"),
     ],
 )
@@ -170,8 +170,8 @@ def test_pictures_need_a_mask_that_is_one(config, filled, tmp_path, monkeypatch)
     )
     for given, message in (
         ("[]", "is empty, and this family makes nothing without it"),
-        ("[a.png]", "a mask that is black all over; white is what is painted anew"),
-        ("[m.mp4]", "is a clip, and this family makes pictures"),
+        ("[a.png]", "a mask that is black all over; white is what is regenerated"),
+        ("[m.mp4]", "is a clip, and this family makes images"),
     ):
         with pytest.raises(UserError, match=rf"validation\.inpaint_masks: .*{message}"):
             check_previews(config(*settings, f"validation.inpaint_masks={given}"), filled)

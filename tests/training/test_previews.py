@@ -168,7 +168,7 @@ def test_a_failure_is_logged_and_mode_and_random_state_are_as_before(
 ) -> None:
     def fail(*_args):
         torch.rand(1)
-        raise error("no memory for a picture\nmore")
+        raise error("no memory for an image\nmore")
 
     model = torch.nn.Linear(1, 1).train()
     for sample, expected in ((fail, False), (draw_colours, True)):
@@ -177,7 +177,7 @@ def test_a_failure_is_logged_and_mode_and_random_state_are_as_before(
         assert torch.equal(torch.get_rng_state(), state)
         assert model.training
     assert "Previews at step 3 failed" in caplog.text
-    assert "no memory for a picture" in caplog.text
+    assert "no memory for an image" in caplog.text
     for setting in ("validation.width", "memory.stream_blocks: all", "model.vae_tiling: true"):
         assert (setting in caplog.text) is (error is torch.OutOfMemoryError)
 
@@ -194,11 +194,11 @@ def test_a_picture_that_is_not_finite_is_told_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def overflow(*_args):
-        raise FloatingPointError("the decoded picture holds NaN or infinity")
+        raise FloatingPointError("the decoded image holds NaN or infinity")
 
     assert previews(tmp_path, overflow).draw(torch.nn.Linear(1, 1), 3) is None
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert record.getMessage().endswith("training goes on: the decoded picture holds NaN or infinity")
+    assert record.getMessage().endswith("training continues: the decoded image holds NaN or infinity")
     assert not record.exc_info
 
 

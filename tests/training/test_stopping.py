@@ -120,7 +120,7 @@ def test_files_from_before_the_start_ask_for_nothing(
 def test_a_folder_of_that_name_is_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "SAVE").mkdir()
     assert requests_of(tmp_path).gather() == NOTHING
-    assert "so it is no request" in caplog.text
+    assert "so it is not a request" in caplog.text
 
 
 @pytest.mark.parametrize(("planned", "saved_after"), [((), [3, 6]), ((2, 4, 6), [2, 4, 6])])

@@ -45,7 +45,7 @@ def linear() -> torch.nn.Linear:
 
 
 def batch(positions: Sequence[int], step_samples: int = 0) -> Batch:
-    """Each sample is a function of its position alone, like the real ones."""
+    """Each sample is a function of its position only, like the real ones."""
 
     def draw(position: int, size: int) -> torch.Tensor:
         return torch.randn(size, generator=torch.Generator().manual_seed(100 * position + size))

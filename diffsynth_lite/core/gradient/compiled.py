@@ -239,7 +239,7 @@ def _symbolic_sizes(max_graphs: int, *, only_known: bool) -> Iterator[None]:
     settings = torch._dynamo.config
     limit = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
     with ExitStack() as scopes:
-        # Past its own limit torch would go on with plain blocks, and only warn of it.
+        # Past its own limit torch would continue with plain blocks, and only warn of it.
         # DDP would have a block cut where its buckets of gradients end; each has few.
         scopes.enter_context(settings.patch({limit: max_graphs + 1, "optimize_ddp": False}))
         scopes.enter_context(shape_settings.patch(use_duck_shape=False))  # type: ignore[attr-defined]

@@ -139,7 +139,7 @@ class _PinnedPages(mmap.mmap):
     """Pages that the device copies from and to directly.
 
     Shared pages, also of memory without a file: those of a private mapping could be replaced in this process
-    by a copy when it writes to them after a fork, and the device would go on with the old ones.
+    by a copy when it writes to them after a fork, and the device would continue with the old ones.
     """
 
     release: Callable[[], None] | None = None

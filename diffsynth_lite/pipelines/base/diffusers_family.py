@@ -130,8 +130,8 @@ class DiffusersFamily(DiffusersLora):
         """
         if not matches_flows(scheduler):
             raise UserError(
-                f"model.path: {self.folder.place('scheduler')}: {described(scheduler)} is no sampler of flow "
-                "matching, which this family trains; get the folder's own scheduler again, or check "
+                f"model.path: {self.folder.place('scheduler')}: {described(scheduler)} is not a sampler of "
+                "flow matching, which this family trains; get the folder's own scheduler again, or check "
                 "model.path and model.family"
             )
 
@@ -206,7 +206,7 @@ class DiffusersFamily(DiffusersLora):
     def load_preview_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The autoencoder for previews: what it cannot decode as a whole on a full device goes in tiles.
 
-        It raises FloatingPointError where a picture holds NaN or infinity, which diffusers draws in black.
+        It raises FloatingPointError where an image holds NaN or infinity, which diffusers draws in black.
         """
         vae = self.load_component("vae", dtype).to(device)
         vae.decoder.register_forward_hook(lambda _module, _inputs, output: _require_finite(output))
@@ -279,7 +279,7 @@ class DiffusersFamily(DiffusersLora):
         return encoders
 
     def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
-        """The folder's pipeline with its text encoders and tokenizers alone, for ``encode_prompt``.
+        """The folder's pipeline with its text encoders and tokenizers only, for ``encode_prompt``.
 
         Args:
             settings: further arguments of the pipeline.
@@ -291,7 +291,7 @@ class DiffusersFamily(DiffusersLora):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        """For families of pictures: they write ``encode_pixels``, and to edit also ``encode_inputs``."""
+        """For families of images: they write ``encode_pixels``, and to edit also ``encode_inputs``."""
         pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
 
         @torch.no_grad()
@@ -305,7 +305,7 @@ class DiffusersFamily(DiffusersLora):
         return encode
 
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        """Normalised latents of pictures, (B, ...) in fp32, on the CPU.
+        """Normalised latents of images, (B, ...) in fp32, on the CPU.
 
         Args:
             vae: the family's autoencoder.
@@ -314,11 +314,11 @@ class DiffusersFamily(DiffusersLora):
         raise NotImplementedError(f"{type(self).__name__} has neither encode_pixels nor load_media_encoder")
 
     def encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
-        """What the transformer sees of the pictures that an edit starts from; nothing in other families.
+        """What the transformer sees of the images that an edit starts from; nothing in other families.
 
         Args:
-            pipeline: the folder's, with its autoencoder alone.
-            pictures: RGB, as they are given.
+            pipeline: the folder's, with its autoencoder only.
+            images: RGB, as they are given.
         """
         return {}
 
@@ -364,7 +364,7 @@ class DiffusersFamily(DiffusersLora):
         return exponential_shift(mu)
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
-        """That of the folder's sampler, which is fixed or, in some releases, grows with the picture.
+        """That of the folder's sampler, which is fixed or, in some releases, grows with the image.
 
         The noise levels that the model is used at are then trained about as often as they are used.
         """
@@ -449,7 +449,7 @@ def _require_finite(decoded: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
     if pixels.is_meta:  # counted, not drawn
         return
     if not torch.isfinite(pixels).all():
-        raise FloatingPointError("the decoded picture holds NaN or infinity")
+        raise FloatingPointError("the decoded image holds NaN or infinity")
 
 
 def _decode_in_own_dtype(vae: Any) -> None:

@@ -49,7 +49,7 @@ class DiffusionFamily(DiffusersFamily):
         known = get_args(PredictionType)
         if self.prediction_type not in known or not hasattr(scheduler, "alphas_cumprod"):
             raise UserError(
-                f"model.path: {self.folder.place('scheduler')}: {described(scheduler)} is no sampler of "
+                f"model.path: {self.folder.place('scheduler')}: {described(scheduler)} is not a sampler of "
                 f"denoising diffusion that predicts {' or '.join(known)}, which this family trains; get the "
                 "folder's own scheduler again, or check model.path and model.family"
             )

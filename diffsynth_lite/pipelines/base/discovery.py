@@ -25,7 +25,7 @@ _EXPECTED_PACKAGES = ("diffsynth_lite", "torch", "bitsandbytes", "prodigyopt", "
 
 
 def family_names() -> list[str]:
-    """Names of the built-in families: the files and folders beside this folder, sorted."""
+    """Names of the built-in families: the files and folders next to this folder, sorted."""
     return sorted({module.name for module in pkgutil.iter_modules(pipelines.__path__)} - {"base"})
 
 

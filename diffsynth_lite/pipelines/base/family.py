@@ -23,7 +23,7 @@ from diffsynth_lite.releases import Release
 EncodedMedia = dict[str, torch.Tensor]
 """What training needs of one item's media, on the CPU, without a batch axis: ``latents``, normalised, fp32,
 ``loss_mask`` where not all of them are learned, (1, ...) at their size, ``audio_latents`` of a clip that is
-learned with its sound, and whatever else the transformer is conditioned on, which joins the conditioning of
+learned with its audio, and whatever else the transformer is conditioned on, which joins the conditioning of
 its prompt."""
 
 TargetSets = Mapping[str, tuple[str, ...]]
@@ -42,13 +42,13 @@ class ModelFamily(LoraFormat):
         starting_recipes: the config that a run starts from, for each kind of data: one of ``configs/``, or a
             file next to the family's own.
         tokenizers: folders of all tokenizers.
-        frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
+        frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only images.
         unused_in_last_block: endings of names in the last block whose output nobody uses.
         blocks_by_hook: whether diffusers' hook for gradient checkpointing runs the blocks.
         unused_matmuls: names of layers in the blocks whose results no gradient needs as long as the gate that
             they are multiplied with does not train; the recompute then leaves their products out.
         refused_in_prompts: texts that its pipeline takes in no prompt, as they stand for an image or a video.
-        prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
+        prompt_sees_images: whether the text encoder also sees the input images of an edit.
         sequence_split: how context parallelism splits its model; None where it cannot.
         default_num_layers: of a preview unless user or data say otherwise; 0 where none is in layers.
         splits_batches: whether ``predict`` runs the model several times for some batches.
@@ -59,9 +59,9 @@ class ModelFamily(LoraFormat):
         shards: over which all models that remove noise are spread; None is over none. A run sets it.
         context: by which all these models are split over processes; None leaves them whole. A run sets it.
         text_encoder_memory: how text encoders are kept while they encode. A run sets it likewise.
-        vae_tiles: that the autoencoder works in; None leaves pictures and clips whole. A run sets it, too.
+        vae_tiles: that the autoencoder works in; None leaves images and clips whole. A run sets it, too.
         training_guidance: scale that a model which knows one is told in training; 1 is none. A run sets it.
-        with_audio: whether clips are learned and drawn with their sound; those of a family with an
+        with_audio: whether clips are learned and drawn with their audio; those of a family with an
             ``audio_format`` may be. A run sets it.
     """
 
@@ -147,7 +147,7 @@ class ModelFamily(LoraFormat):
         """Such endings by the name that ``lora.target_modules`` may give: ``attention`` and ``all``.
 
         The first holds the projections of attention, the second the linear layers in the blocks. A family
-        without them takes lists alone.
+        without them takes lists only.
         """
         return {}
 
@@ -198,34 +198,34 @@ class ModelFamily(LoraFormat):
 
     @property
     def default_fps(self) -> float | None:
-        """Frames per second that the model was trained on; None where there are only pictures."""
+        """Frames per second that the model was trained on; None where there are only images."""
         return None
 
     @property
     def audio_format(self) -> AudioFormat | None:
-        """Form of the sound that the model makes with its clips, whose ``default_fps`` is given; or None."""
+        """Form of the audio that the model makes with its clips, whose ``default_fps`` is given; or None."""
         return None
 
     def audio_latents_shape(self, num_frames: int, fps: float) -> tuple[int, ...] | None:
-        """Shape of the latents of a clip's sound, without a batch axis; None of pictures.
+        """Shape of the latents of a clip's audio, without a batch axis; None of images.
 
         Raises:
-            UserError: the clip is too short for its sound.
+            UserError: the clip is too short for its audio.
         """
         return None
 
     @property
     def max_inputs(self) -> int | None:
-        """Input pictures that an edit may start from; None where any number will do."""
+        """Input images that an edit may start from; None where any number will do."""
         return None
 
     @property
     def prompt_tokens_of_an_input(self) -> int:
-        """Tokens that an input picture of an edit takes in the prompt, about."""
+        """Tokens that an input image of an edit takes in the prompt, about."""
         return 0
 
     def input_size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height in pixels that an input picture of this width and height is encoded at.
+        """Width and height in pixels that an input image of this width and height is encoded at.
 
         Raises:
             UserError: it has a shape that cannot be encoded.
@@ -234,7 +234,7 @@ class ModelFamily(LoraFormat):
 
     @property
     def takes_last_frames(self) -> bool:
-        """Whether a clip, and a preview, may be led to a picture that is given beside its first one."""
+        """Whether a clip, and a preview, may be led to an image that is given next to its first one."""
         return False
 
     @property
@@ -244,7 +244,7 @@ class ModelFamily(LoraFormat):
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether the model needs a picture to start from, beside a prompt."""
+        """Whether the model needs an image to start from, next to a prompt."""
         return not {"image", "video", "control"} & set(self.record_kinds)
 
     def take_files(self, files: Mapping[str, ComponentFile]) -> None:
@@ -271,7 +271,7 @@ class ModelFamily(LoraFormat):
         return self.folder.fingerprints(*self.components, "scheduler")
 
     def check_size(self, width: int, height: int, *, keys: str) -> None:
-        """Check that both sides of a picture are multiples of ``size_divisor``.
+        """Check that both sides of an image are multiples of ``size_divisor``.
 
         Raises:
             UserError: naming ``keys`` and the nearest size that would do.
@@ -304,7 +304,7 @@ class ModelFamily(LoraFormat):
         """
         if self.frame_step is None:
             if num_frames != 1:
-                raise UserError(f"{key}: {num_frames} frames; this family makes pictures, of 1 frame")
+                raise UserError(f"{key}: {num_frames} frames; this family makes images, of 1 frame")
             return
         steps, rest = divmod(num_frames - 1, self.frame_step)
         if num_frames < 1 or rest:
@@ -382,7 +382,7 @@ class ModelFamily(LoraFormat):
 
     @abstractmethod
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text, uncut, as ``max_prompt_tokens`` counts them; loads the tokenizer alone."""
+        """Tokens of each text, uncut, as ``max_prompt_tokens`` counts them; loads the tokenizer only."""
 
     @abstractmethod
     def media_encoder_id(self, dtype: torch.dtype) -> str:
@@ -399,7 +399,7 @@ class ModelFamily(LoraFormat):
         """Shape of the latents of media of this size, without a batch axis; loads no weights."""
 
     def num_condition_values(self, latents_shape: Sequence[int]) -> int:
-        """Numbers that are kept of each item's media beside its latents, where that is no small part."""
+        """Numbers that are kept of each item's media next to its latents, where that is not a small part."""
         return 0
 
     @abstractmethod
@@ -408,7 +408,7 @@ class ModelFamily(LoraFormat):
 
     @abstractmethod
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
-        """The sampler's shift s that grows with the picture; raises UserError where there is none."""
+        """The sampler's shift s that grows with the image; raises UserError where there is none."""
 
     @abstractmethod
     def family_shift(self, latents_shape: Sequence[int]) -> float:
@@ -454,7 +454,7 @@ class ModelFamily(LoraFormat):
         *,
         audio_sigma: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``predict``, of clips with their sound: the estimate of each of the two, in its shape.
+        """As ``predict``, of clips with their audio: the estimate of each of the two, in its shape.
 
         Args:
             audio_sigma: (B,), noise level of the audio, in fp32; None where it is ``sigma``.

@@ -18,7 +18,7 @@ from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code
 def encode_clips(
     media: Sequence[Media], encode: Callable[[Sequence[Sequence[Image]]], torch.Tensor]
 ) -> list[EncodedMedia]:
-    """Latents of clips, and what is kept of the pictures that some of them start from.
+    """Latents of clips, and what is kept of the images that some of them start from.
 
     Args:
         media: of one size and frame count.
@@ -38,7 +38,7 @@ def encode_clips(
 
 
 def preview_start(request: PreviewRequest) -> dict[str, Image]:
-    """The picture that a preview starts from, cut to its size, as an argument of the pipeline; or nothing."""
+    """The image that a preview starts from, cut to its size, as an argument of the pipeline; or nothing."""
     if not request.inputs:
         return {}
     return {"image": ImageOps.fit(request.inputs[0], (request.width, request.height))}
@@ -63,10 +63,10 @@ def require_later_frames(num_frames: int, frame_step: int, *, key: str) -> None:
 
 
 def first_frame_tensors(first_cfhw: torch.Tensor, latents_cfhw: torch.Tensor) -> EncodedMedia:
-    """What is kept of the picture that a clip starts from: its latents, and a mask that they do not count in.
+    """What is kept of the image that a clip starts from: its latents, and a mask that they do not count in.
 
     Args:
-        first_cfhw: (C, 1, H, W), normalised latents of the picture.
+        first_cfhw: (C, 1, H, W), normalised latents of the image.
         latents_cfhw: (C, F, H, W), those of the clip.
 
     Raises:
@@ -74,7 +74,7 @@ def first_frame_tensors(first_cfhw: torch.Tensor, latents_cfhw: torch.Tensor) ->
     """
     if latents_cfhw.shape[1] == 1:
         raise UserError(
-            "data.frame_counts: a clip of 1 frame that starts from a picture leaves nothing to learn; "
+            "data.frame_counts: a clip of 1 frame that starts from an image leaves nothing to learn; "
             "give more frames"
         )
     loss_mask = torch.ones_like(latents_cfhw[:1])

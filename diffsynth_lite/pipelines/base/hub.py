@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 INDEXES = ("model_index.json", "modular_model_index.json")
 """What lists a pipeline's components: of a folder with both, the first does."""
 SMALL_SUFFIXES = (".json", ".txt", ".jinja", ".model")
-"""Settings and vocabularies; other files beside the weights are of no use here."""
+"""Settings and vocabularies; other files next to the weights are of no use here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ def _settings_in(subfolders: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 _OTHER_DISK = "set HF_HOME to a folder on another disk"
-_GOES_ON = "The same command goes on with it: files that are complete stay, the others begin anew."
+_GOES_ON = "The same command continues with it: files that are complete stay, the others begin again."
 
 
 _NO_FOLDER = ", and there is no local folder of that name"

@@ -78,6 +78,6 @@ def encode_patched_latents(
 
 
 def scaled_latents_shape(vae_config: Mapping[str, Any], width: int, height: int) -> tuple[int, int, int]:
-    """Shape of the latents that an ``AutoencoderKL`` of these settings makes of a picture in pixels."""
+    """Shape of the latents that an ``AutoencoderKL`` of these settings makes of an image in pixels."""
     scale = 2 ** (len(vae_config["block_out_channels"]) - 1)
     return vae_config["latent_channels"], height // scale, width // scale

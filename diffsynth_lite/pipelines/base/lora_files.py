@@ -151,7 +151,7 @@ class DiffusersLora(ModelFamily):
             )
         logger.warning(
             "The LoRA file will have diffusers' names, by which ComfyUI does not find the layers: by "
-            "others diffusers' %s loads no LoRA on %s alone (lora.target_modules).",
+            "others diffusers' %s loads no LoRA on %s only (lora.target_modules).",
             self.pipeline.__name__,
             _some(layers),
         )
@@ -332,7 +332,7 @@ def _some(layers: Sequence[str]) -> str:
 def _adapter_metadata(spelling: Spelling, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """peft's settings of each model of a pipeline as diffusers' loaders want them.
 
-    They refuse them beside tensors of alpha.
+    They refuse them next to tensors of alpha.
     """
     if spelling.is_flat:
         return {}
@@ -359,7 +359,7 @@ def _alpha_setting(settings: Collection[str], prefix: str = "") -> str:
 
 
 def _update_of(found: LoadedLayer, tensors: Mapping[str, torch.Tensor]) -> LayerUpdate:
-    """What a pipeline does to a layer with tensors of a file, and what stands beside them for ComfyUI."""
+    """What a pipeline does to a layer with tensors of a file, and what stands next to them for ComfyUI."""
     given = {ending: tensors[name] for ending, name in found.parts.items()}
     if ".lora_A.weight" not in given:
         return replace(lokr_updates(given)[""], scale=found.scale)
@@ -393,10 +393,10 @@ def _said_settings(file: Path) -> dict[str, Any]:
 
 
 def _read_any(pipeline_class: Any, file: Path) -> LoraContents:
-    """What a pipeline's own loader finds in a file, by diffusers' names of layers, behind their components.
+    """What a pipeline's own loader finds in a file, by diffusers' names of layers, after their components.
 
     Raises:
-        UserError: it finds nothing that it can read, or what is no plain LoRA.
+        UserError: it finds nothing that it can read, or what is not a plain LoRA.
     """
     try:
         tensors, *_, settings = pipeline_class.lora_state_dict(

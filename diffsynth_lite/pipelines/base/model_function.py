@@ -100,14 +100,14 @@ def without_padding(tokens_bld: torch.Tensor, mask: torch.Tensor | None) -> list
 
 
 INPUT = "input_latents_"
-"""Start of the names of an item's input pictures among its conditioning; their places follow, from 0."""
+"""Start of the names of an item's input images among its conditioning; their places follow, from 0."""
 
 
 def stack_inputs(conditioning: Sequence[Conditioning]) -> list[torch.Tensor]:
-    """Each (B, ...), in the order of the pictures; none where the items have none.
+    """Each (B, ...), in the order of the images; none where the items have none.
 
     Args:
-        conditioning: of the items of one bucket, whose pictures are alike in number and sizes.
+        conditioning: of the items of one bucket, whose images are alike in number and sizes.
     """
     rows = [
         [sample[f"{INPUT}{place}"] for place in range(sum(name.startswith(INPUT) for name in sample))]

@@ -70,7 +70,7 @@ def require_readable(path: Path) -> None:
                 f"model.path: {path} has {path.stat().st_size} bytes; no file of settings has so many"
             )
     elif path.exists() or path.is_symlink():
-        raise UserError(f"model.path: {path} is no file that can be read; get the folder again")
+        raise UserError(f"model.path: {path} is not a file that can be read; get the folder again")
 
 
 def read_settings(path: Path) -> ModelSettings:
@@ -95,7 +95,7 @@ def read_settings(path: Path) -> ModelSettings:
 def _constant(name: str) -> float:
     # Infinities are not json either, but some schedulers of diffusers have them.
     if name == "NaN":
-        raise ValueError("it holds NaN, which is no number")
+        raise ValueError("it holds NaN, which is not a number")
     return float(name)
 
 
@@ -118,7 +118,7 @@ def require_sizes(settings: ModelSettings) -> None:
 
 
 def _whole_numbers(document: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """All of them, with the name of their setting behind those that it is part of."""
+    """All of them, with the name of their setting after those that it is part of."""
     # Not by recursion: what json could read may be nested deeper than what may be called.
     found: list[tuple[str, Any]] = list(document.items())
     while found:

@@ -24,20 +24,20 @@ LANCZOS = "Image.Resampling.LANCZOS"
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewRequest:
-    """One preview: a picture or a clip.
+    """One preview: an image or a clip.
 
     Attributes:
         conditioning: the encoded prompt.
         negative: the encoded negative prompt, for classifier-free guidance.
-        inputs: RGB pictures to edit, the one to take apart, or the one to start a clip from and, where there
+        inputs: RGB images to edit, the one to take apart, or the one to start a clip from and, where there
             is one, the one to lead it to; most families have none.
         control: RGB of the preview's size, one a frame: what guides each; empty in most families.
-        inpaint_mask: mode "L" of the preview's size, one a frame, likewise: 255 where it is painted anew, 0
+        inpaint_mask: mode "L" of the preview's size, one a frame, too: 255 where it is regenerated, 0
             where the input stays.
         width: pixels, a multiple of the family's ``size_divisor``, as is ``height``.
-        num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
-        fps: frames per second at which a clip is shown; None of families that make pictures.
-        num_layers: that a picture is taken apart into; 0 in families that take none apart.
+        num_frames: of a clip, as ``check_frames`` wants it; 1 is an image.
+        fps: frames per second at which a clip is shown; None of families that make images.
+        num_layers: that an image is split into; 0 in families that take none apart.
         num_inference_steps: denoising steps.
         guidance_scale: told to a model that knows one; classifier-free guidance for others, off at 1 or less.
         seed: of the starting noise.

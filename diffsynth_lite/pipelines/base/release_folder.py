@@ -185,7 +185,7 @@ def differences(release: Release, folder: PipelineFolder) -> Differences:
 
 
 def _pipeline_settings(release: Release) -> dict[str, Any]:
-    """Those of the index that tell releases apart, and their defaults."""
+    """Those of the index that distinguishes releases, and their defaults."""
     parameters = inspect.signature(getattr(diffusers, release.pipeline_class)).parameters.values()
     switches = {entry.name: entry.default for entry in parameters if isinstance(entry.default, bool)}
     return dict.fromkeys(release.settings) | switches
@@ -225,7 +225,7 @@ def find_releases(
 
     Returns:
         The release of that hub id. Else those with the folder's models and pipeline, and of these the ones
-        that its files say least otherwise of: several, where files do not tell them apart; or none.
+        that its files say least otherwise of: several, where files do not distinguishes them; or none.
     """
     if named := [release for release in releases if release.hub_id.lower() == location.lower()]:
         return [(release, differences(release, folder)) for release in named]
@@ -240,7 +240,7 @@ def find_base_model(releases: Sequence[Release], location: str, folder: Pipeline
 
     A local folder is taken for a repository where it is a commit of it in the hub's cache, and for a release
     where it has the settings and the name of the release's repository. Where weights come from files of their
-    own, the architecture alone is told.
+    own, only the architecture is known.
 
     Args:
         releases: of its family.

@@ -19,7 +19,7 @@ def exponential_shift(mu: float) -> float:
         return math.exp(mu)
     except OverflowError:
         raise UserError(
-            f"objective.shift: that of the sampler is exp({mu:.0f}) for pictures or clips of this size, "
+            f"objective.shift: that of the sampler is exp({mu:.0f}) for images or clips of this size, "
             "which no number holds; take smaller ones, or set objective.shift: static"
         ) from None
 
@@ -28,7 +28,7 @@ def matches_flows(scheduler: Any) -> bool:
     """Whether a scheduler of diffusers takes what a model predicts for a velocity, at noise levels in [0, 1].
 
     Classes that take ``prediction_type`` do where they are told to. Of the others, those without a table of
-    a diffusion's noise do; a setting that a class does not take may stand in its file all the same.
+    a diffusion's noise do; a setting that a class does not take may be in its file all the same.
     """
     if "prediction_type" not in inspect.signature(type(scheduler)).parameters:
         return not hasattr(scheduler, "alphas_cumprod")

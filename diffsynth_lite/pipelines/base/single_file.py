@@ -41,7 +41,7 @@ _PREFIXES_OF_OTHERS = MappingProxyType(
         "CLIPTextModelWithProjection": ("conditioner.embedders.1.model.",),
     }
 )
-"""Likewise of the other models in a checkpoint of SDXL or Anima, by their classes."""
+"""Also of the other models in a checkpoint of SDXL or Anima, by their classes."""
 _OF_ANOTHER_MODEL = (KeyError, IndexError, ValueError, AttributeError, RuntimeError)
 """What diffusers' functions raise where they miss a tensor, or cannot split one of another shape."""
 _LORA = re.compile(r"\.lora\.|\.(lora|hada|lokr)_")

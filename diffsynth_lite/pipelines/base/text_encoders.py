@@ -32,7 +32,7 @@ _Encoded = TypeVar("_Encoded")
 
 
 def transformer_layers(encoder: nn.Module) -> list[list[nn.Module]]:
-    """The transformer layers of a text encoder, in call order: of the text, and of pictures if it sees any.
+    """The transformer layers of a text encoder, in call order: of the text, and of images if it sees any.
 
     They are those that transformers can checkpoint.
 

@@ -57,7 +57,7 @@ def _class_of(folder: Path, class_name: str | None) -> Any:
 def is_misread(folder: Path, class_name: str | None) -> bool:
     """Whether the class that ``model_index.json`` names gives other tokens than ``tokenizer.json`` says.
 
-    transformers 5.23 builds ``LlamaTokenizer`` anew, which splits words as Llama 2 did
+    transformers 5.23 builds ``LlamaTokenizer`` again, which splits words as Llama 2 did
     (huggingface/transformers pull 45345 mended ``AutoTokenizer`` alone). HunyuanVideo has Llama 3's by that
     name, which takes words apart into bytes.
     """

@@ -1,7 +1,7 @@
-"""This file has autoencoders work in tiles: overlapping parts of a picture or clip, one by one, and blended.
+"""This file has autoencoders work in tiles: overlapping parts of an image or clip, one by one, and blended.
 
-Each tile goes through the encoder or decoder alone, which needs less memory and gives other numbers: at the
-edges of tiles, and wherever a layer looks at the whole picture.
+Each tile goes through the encoder or decoder separately, which needs less memory and gives other numbers: at
+the edges of tiles, and wherever a layer looks at the whole image.
 """
 
 import logging
@@ -52,7 +52,7 @@ class VaeTiles:
 
     @property
     def largest_whole(self) -> int:
-        """The longest side, in pixels, of a picture that is encoded whole."""
+        """The longest side, in pixels, of an image that is encoded whole."""
         # With merged pixels diffusers 0.42.1 begins a second tile inside of the first one.
         return self.side if self.patch == 1 else self.stride
 
@@ -64,7 +64,7 @@ class VaeTiles:
     def apply_to(self, vae: Any) -> None:
         """Have an autoencoder work in these tiles; what fits into one stays whole."""
         if isinstance(vae, AutoencoderKL | AutoencoderKLFlux2):
-            # Their ``enable_tiling`` takes no sizes: a tile is as large as the pictures of their training.
+            # Their ``enable_tiling`` takes no sizes: a tile is as large as the images of their training.
             vae.tile_sample_min_size = self.side
             vae.tile_latent_min_size = self.side // 2 ** (len(vae.config.block_out_channels) - 1)
             vae.tile_overlap_factor = 1 - self.stride / self.side
@@ -96,7 +96,7 @@ class VaeTiles:
 
 _BY_CLASS: Mapping[Any, VaeTiles] = MappingProxyType(
     {
-        # diffusers has 1024 for the released ones, which leaves most pictures whole.
+        # diffusers has 1024 for the released ones, which leaves most images whole.
         AutoencoderKL: VaeTiles(side=512, stride=384),
         AutoencoderKLFlux2: VaeTiles(side=512, stride=384),
         # diffusers has half of 720 x 480, and no squares.
@@ -130,13 +130,13 @@ def tiles_of(vae_class: Any, config: Mapping[str, Any]) -> VaeTiles | None:
 
 
 def has_frames(vae: Any) -> bool:
-    """Whether an autoencoder takes (B, 3, F, H, W), also of pictures."""
+    """Whether an autoencoder takes (B, 3, F, H, W), also of images."""
     said = {**vae.config, **vars(vae)}
     return "temperal_downsample" in said or said.get("temporal_compression_ratio", 1) > 1
 
 
 def tile_when_full(vae: Any, tiles: VaeTiles) -> None:
-    """Have an autoencoder decode in tiles from when a whole picture or clip first did not fit on the device.
+    """Have an autoencoder decode in tiles from when a whole image or clip first did not fit on the device.
 
     What it encodes stays as it is.
     """

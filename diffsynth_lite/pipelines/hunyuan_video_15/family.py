@@ -1,4 +1,4 @@
-"""This file trains HunyuanVideo 1.5: clips from text, or from a picture.
+"""This file trains HunyuanVideo 1.5: clips from text, or from an image.
 
 Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
 Sources: diffusers ``transformer_hunyuan_video15.py``, ``pipeline_hunyuan_video1_5.py`` and
@@ -85,10 +85,10 @@ def model_fn_hunyuan_video_15(
         timestep: (B,), in [0, 1000], in the dtype of the transformer.
         prompt_embeds_bld: (B, L, 3584) prompt embeddings, padded on the right.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
-        glyph_embeds_bld: (B, L, 1472), of words that shall be written, likewise; None where there are none.
+        glyph_embeds_bld: (B, L, 1472), of words that shall be written, too; None where there are none.
         glyph_embeds_mask: (B, L), as that of the prompts.
-        image_embeds_bld: (B, 729, 1152), of the picture that clips start from; None for clips from text.
-        first_frame_bcfhw: (B, 32, 1, H, W), clean normalised latents of that picture.
+        image_embeds_bld: (B, 729, 1152), of the image that clips start from; None for clips from text.
+        first_frame_bcfhw: (B, 32, 1, H, W), clean normalised latents of that image.
         checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
@@ -115,7 +115,7 @@ def model_fn_hunyuan_video_15(
 
 
 def _with_first_frame(latents_bcfhw: torch.Tensor, first_bcfhw: torch.Tensor | None) -> torch.Tensor:
-    """(B, 2 C + 1, F, H, W): behind the latents those that are given, zeros between them, and which are."""
+    """(B, 2 C + 1, F, H, W): after the latents those that are given, zeros between them, and which are."""
     given_bcfhw, mask = torch.zeros_like(latents_bcfhw), torch.zeros_like(latents_bcfhw[:, :1])
     if first_bcfhw is not None:
         given_bcfhw[:, :, :1], mask[:, :, :1] = first_bcfhw, 1
@@ -128,14 +128,14 @@ class HunyuanVideo15(DiffusersFamily):
     54 blocks, prompts by Qwen2.5-VL, a causal video VAE: 1/4 of the frames, 1/16 of the size. What stands
     between quotation marks in a prompt is also read by ByT5, letter by letter: words to be written.
 
-    The folder decides whether clips are made from text alone or from a picture. A clip whose first frame the
+    The folder decides whether clips are made from text only or from an image. A clip whose first frame the
     data does not name starts from the first one of its own, which the model also sees through SigLIP; all
     latents count in the loss, those of the given frame too. The two kinds are other weights.
 
     Diffusers' samplers have a shift of 5 to 9, by size and kind; Tencent's trainer trains with 3
     (``train.py``), as ``objective.shift: family`` does, and musubi-tuner's example has 2.
 
-    Captions of images are read behind the same system message as those of clips, which asks to describe a
+    Captions of images are read after the same system message as those of clips, which asks to describe a
     video: diffusers, musubi-tuner and ComfyUI have no other. Tencent's trainer puts one before them that
     asks to describe an image (``data_type`` in ``train.py``).
 
@@ -190,7 +190,7 @@ class HunyuanVideo15(DiffusersFamily):
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
-        """From text clips and pictures; from a picture clips, and clips with a first frame."""
+        """From text clips and images; from an image clips, and clips with a first frame."""
         return ("video", "image_to_video") if self._starts_from_pictures else ("video", "image")
 
     @property
@@ -269,7 +269,7 @@ class HunyuanVideo15(DiffusersFamily):
         return encode
 
     def _picture_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """What sees the pictures that clips start from, as arguments of the pipeline."""
+        """What sees the images that clips start from, as arguments of the pipeline."""
         if not self._starts_from_pictures:
             return {}
         return {
@@ -281,7 +281,7 @@ class HunyuanVideo15(DiffusersFamily):
 
     @torch.no_grad()
     def _encode_start(self, pipeline: Any, item: Media) -> EncodedMedia:
-        """Of the picture that a clip starts from: (C, 1, H, W), and (L, D)."""
+        """Of the image that a clip starts from: (C, 1, H, W), and (L, D)."""
         assert item.last_frame is None, "refused with the records"
         if not self._starts_from_pictures:
             return {}
@@ -346,7 +346,7 @@ class HunyuanVideo15(DiffusersFamily):
         return model_fn_hunyuan_video_15(
             transformer,
             noisy_latents.to(**like),
-            # The model takes it in its own dtype alone, as the pipelines give it.
+            # The model takes it in its own dtype only, as the pipelines give it.
             (sigma * _NUM_TIMESTEPS).to(**like),
             *padded(conditioning, "prompt_embeds", like),
             *padded(conditioning, "glyph_embeds", like),
@@ -382,7 +382,7 @@ class HunyuanVideo15(DiffusersFamily):
         pipeline.guider = self._guider
         arguments = request.call_arguments()
         if self._starts_from_pictures:
-            # Its call takes no size, but the nearest to that of the picture in a list of its own.
+            # Its call takes no size, but the nearest to that of the image in a list of its own.
             pipeline.video_processor.calculate_default_height_width = _size_of_picture
             del arguments["width"], arguments["height"]
         frames: list[Image] = pipeline(

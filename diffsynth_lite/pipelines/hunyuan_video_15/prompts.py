@@ -53,7 +53,7 @@ def encode_prompts(
 
 
 def num_tokens(tokenizer: Any, texts: Sequence[str]) -> list[int]:
-    """Tokens of each text, uncut, with the few that the template puts behind it."""
+    """Tokens of each text, uncut, with the few that the template puts after it."""
     rows = tokenizer.apply_chat_template(
         format_text_input(list(texts), SYSTEM_MESSAGE),
         add_generation_prompt=True,

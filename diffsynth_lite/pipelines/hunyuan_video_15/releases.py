@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5: 480p and 720p, from text and from pictures, and what was distilled from these."""
+"""HunyuanVideo 1.5: 480p and 720p, from text and from images, and what was distilled from these."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""This folder trains LTX-2: clips, and their sound."""
+"""This folder trains LTX-2: clips, and their audio."""
 
 from diffsynth_lite.pipelines.ltx2.family import LTX2
 from diffsynth_lite.pipelines.ltx2.forward import model_fn_ltx2

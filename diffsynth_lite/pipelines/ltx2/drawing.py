@@ -34,7 +34,7 @@ def guidance_arguments(scale: float, *, perturbs: bool) -> dict[str, float]:
 
 
 class Connected:
-    """Stands in for the connectors of a pipeline, whose outputs it is given: one beside the other.
+    """Stands in for the connectors of a pipeline, whose outputs it is given: one next to the other.
 
     Args:
         video_width: channels of what the stream of the clip reads.

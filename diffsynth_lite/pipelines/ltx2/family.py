@@ -1,4 +1,4 @@
-"""This file trains LTX-2: clips from text, and from text with their first frame, and their sound.
+"""This file trains LTX-2: clips from text, and from text with their first frame, and their audio.
 
 Sources: diffusers ``pipeline_ltx2.py`` and ``pipeline_ltx2_image2video.py``; the ``ltx-trainer`` of
 Lightricks' LTX-2.
@@ -36,12 +36,12 @@ from diffsynth_lite.pipelines.base.first_frame import (
     start_code,
     with_first_frames,
 )
+from diffsynth_lite.pipelines.ltx2.audio import COMPRESSION, encode_audio, num_audio_latents
 from diffsynth_lite.pipelines.ltx2.drawing import Connected, guidance_arguments, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.forward import BLOCK_LISTS, UNUSED_MATMULS, model_fn_ltx2
 from diffsynth_lite.pipelines.ltx2.names import LTX2_LAYERS, LTX2_NAMES
 from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, prompt_encoder
 from diffsynth_lite.pipelines.ltx2.releases import LTX_2
-from diffsynth_lite.pipelines.ltx2.sound import COMPRESSION, encode_audio, num_audio_latents
 from diffsynth_lite.pipelines.ltx2.tiny import tiny as tiny
 
 _SPATIAL = 32
@@ -50,25 +50,25 @@ _NUM_TIMESTEPS = 1000
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _GATES = ("to_gate_logits",)
 _SOUND_ALONE = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn", "audio_ff")
-"""Parts of a block that do nothing for a clip without its sound."""
+"""Parts of a block that do nothing for a clip without its audio."""
 
 
 class LTX2(DiffusersFamily):
-    """LTX-2 19B and LTX-2.3 22B, from text, and from text with a first frame, with sound and without.
+    """LTX-2 19B and LTX-2.3 22B, from text, and from text with a first frame, with audio and without.
 
-    48 blocks with two streams, one for the clip and one for its sound, prompts by Gemma 3, a causal video
+    48 blocks with two streams, one for the clip and one for its audio, prompts by Gemma 3, a causal video
     VAE of 128 channels: 1/8 of the frames, 1/32 of the size. Positions in time are in seconds, so that each
-    clip trains at its own frame rate, and previews are drawn at the one that they are shown at.
+    clip trains at its own frame rate, and previews are generated at the one that they are shown at.
 
-    Unless `data.audio` says otherwise the clip is trained alone, as by Lightricks' trainer without sound: the
-    streams are kept apart (``isolate_modalities``), and no layer of the sound or between the two gets a
-    LoRA, for none would get a gradient. Previews are drawn as the model is used, clip and sound together and
-    each hearing the other; the sound is then dropped.
+    Unless `data.audio` says otherwise the clip is trained by itself, as by Lightricks' trainer without audio:
+    the streams are kept separate (``isolate_modalities``), and no layer of the audio or between the two gets
+    a LoRA, for none would get a gradient. Previews are generated as the model is used, clip and audio
+    together and each hearing the other; the audio is then dropped.
 
     With `data.audio: true` both are trained, each hearing the other, with a LoRA on both streams and between
-    them, and previews have their sound. It is learned as 25 latents a second of mel spectrograms, of 16 kHz
+    them, and previews have their audio. It is learned as 25 latents a second of mel spectrograms, of 16 kHz
     and two channels. Their autoencoder is diffusers', which has no way to its spectrogram: that is computed
-    as Lightricks' ltx-core does. Pictures are trained without.
+    as Lightricks' ltx-core does. Images are trained without.
 
     Audio is at the noise level of its clip, as in ai-toolkit, DiffSynth-Studio and SimpleTuner, or with
     `objective.audio_noise: own` at one that is drawn for it by its own number of tokens, as in the strategy
@@ -78,23 +78,23 @@ class LTX2(DiffusersFamily):
     How much the streams take from each other is modulated by noise levels: diffusers, and so training with a
     shared level and previews, takes the other stream's for all of it, where ltx-core and ComfyUI scale and
     shift by the stream's own, which is 0 in a first frame, and only gate by the other's. The two differ where
-    a clip with audio starts from a picture. With `own` it is as in ltx-core.
+    a clip with audio starts from an image. With `own` it is as in ltx-core.
 
     Gemma's layers go through the folder's ``connectors``, and what these make of a prompt is kept, for each
     stream: always 1024 tokens, padding filled with registers, of 2 x 3840 numbers, of LTX-2.3 4096 and 2048.
     In bfloat16 a prompt of any length takes 15.7 MB of the cache, of LTX-2.3 12.6 MB.
 
     A clip with a first frame is trained as its pipeline samples it: the first latent frame is that of the
-    picture, at timestep 0, and does not count in the loss. The picture goes through H.264 first, as there
+    image, at timestep 0, and does not count in the loss. The image goes through H.264 first, as there
     (``image_crf`` 33). It takes clips of 9 frames or more; a last frame is an error.
 
-    A preview with guidance has all that the pipeline has by default: for the sound a scale of 7, guidance
-    against streams kept apart with 3, rescaling with 0.7 and, of LTX-2.3, against a block without attention
-    with 1; that is three runs of the model a step, or four. With a scale of 1 it has none.
+    A preview with guidance has all that the pipeline has by default: for the audio a scale of 7, guidance
+    against streams kept separate with 3, rescaling with 0.7 and, of LTX-2.3, against a block without
+    attention with 1; that is three runs of the model a step, or four. With a scale of 1 it has none.
 
     The shift grows with the clip up to 4096 tokens, as of ``ltx_video``: there the noise level is 0.80 in the
     mean. The recipe has the noise levels of Lightricks' trainer, 0.75 at its 4,224 tokens
-    (`timestep_density: stretched_logit_normal`), whose line goes on beyond these (`shift: resolution`). The
+    (`timestep_density: stretched_logit_normal`), whose line continues beyond these (`shift: resolution`). The
     files of the distilled releases look like those of the others; training undoes what lets them generate in
     8 steps. LTX-2.5, which reads prompts by Gemma 4, and the upscalers are refused.
     """
@@ -137,7 +137,7 @@ class LTX2(DiffusersFamily):
 
     @property
     def audio_format(self) -> AudioFormat:
-        """That of the folder's autoencoder for sound."""
+        """That of the folder's autoencoder for audio."""
         rate, channels = self._audio_config["sample_rate"], self._audio_config["in_channels"]
         return AudioFormat(sample_rate=rate, num_channels=channels)
 
@@ -149,7 +149,7 @@ class LTX2(DiffusersFamily):
 
     @property
     def target_sets(self) -> TargetSets:
-        """With the feed-forward of the sound where it is learned; LTX-2.3 has gates in its attention."""
+        """With the feed-forward of the audio where it is learned; LTX-2.3 has gates in its attention."""
         attention = (*_ATTENTION, *_GATES) if self._transformer_config.get("gated_attn") else _ATTENTION
         streams = ("ff", "audio_ff") if self.with_audio else ("ff",)
         feed_forward = (f"{ff}.net.{layer}" for ff in streams for layer in ("0.proj", "2"))
@@ -234,7 +234,7 @@ class LTX2(DiffusersFamily):
         return encode
 
     def _encode_audio(self, audio_vae: Any, media: Sequence[Media]) -> torch.Tensor:
-        """(B, C, L, M), of clips; silence where one has no sound."""
+        """(B, C, L, M), of clips; silence where one has no audio."""
         num_frames, fps = len(media[0].frames), media[0].fps or self.default_fps
         silence = Audio.silent(self.audio_format, num_frames / fps)
         num_latents = num_audio_latents(self._audio_config, num_frames, fps)
@@ -251,7 +251,7 @@ class LTX2(DiffusersFamily):
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which grows with the clip, to the end of its line, as of LTX-Video.
 
-        The sampler itself goes on along it (``objective.shift: resolution``).
+        The sampler itself continues along it (``objective.shift: resolution``).
         """
         shift = super().family_shift(latents_shape)
         if not self.scheduler_config.get("use_dynamic_shifting"):
@@ -335,7 +335,7 @@ class LTX2(DiffusersFamily):
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[Drawn]:
         like = device_and_dtype(transformer)
-        # The image-to-video pipeline hands pictures to the VAE in the dtype of the prompt.
+        # The image-to-video pipeline hands images to the VAE in the dtype of the prompt.
         dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
         sound = {
             name: self.load_component(name, vae_dtype).to(like["device"]) for name in ("audio_vae", "vocoder")

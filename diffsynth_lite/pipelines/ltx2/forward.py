@@ -13,7 +13,7 @@ from diffusers import LTX2Pipeline
 
 from diffsynth_lite.core.gradient import checkpoint_blocks, gradient_checkpoint_forward, unwrapped
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, model_function
-from diffsynth_lite.pipelines.ltx2.sound import unpacked
+from diffsynth_lite.pipelines.ltx2.audio import unpacked
 
 BLOCK_LISTS = ("transformer_blocks",)
 UNUSED_MATMULS = ("ff.net.2",)
@@ -36,7 +36,7 @@ def model_fn_ltx2(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward of LTX-2, each transformer block run by the gradient engine.
 
-    Without sound the model's two streams are kept apart (``isolate_modalities``). That of the sound is run
+    Without audio the model's two streams are kept separate (``isolate_modalities``). That of the audio is run
     all the same, and gets one token of zeros.
 
     Args:
@@ -47,9 +47,9 @@ def model_fn_ltx2(
         prompt_embeds_mask: (B, L), 1 for a token and 0 for what is hidden; None hides nothing.
         sigma: (B,), in [0, 1000]: that of the noisy tokens, by which LTX-2.3 reads the prompt.
         frame_rate: (B,), frames per second of the clips: positions in time are in seconds.
-        audio_latents_bclm: (B, 8, L, 16), noisy normalised latents of their sound.
+        audio_latents_bclm: (B, 8, L, 16), noisy normalised latents of their audio.
         audio_sigma: (B,), as ``sigma``, that of these; None where it is the same.
-        audio_prompt_embeds_bld: (B, L, D), what the connectors make of prompts for the stream of sound; with
+        audio_prompt_embeds_bld: (B, L, D), what the connectors make of prompts for the stream of audio; with
             the mask of the others.
         checkpointing: the two flags and the policy of the gradient engine.
 
@@ -126,7 +126,7 @@ def _gates_of_the_other(
 def _without_audio(
     transformer: torch.nn.Module, like_bcfhw: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the stream of sound is given where there is none: one token, (B, C, 1, 1), and one of a prompt."""
+    """What the stream of audio is given where there is none: one token, (B, C, 1, 1), and one of a prompt."""
     config: Any = unwrapped(transformer).config
     reads = config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim
     batch = len(like_bcfhw)

@@ -15,7 +15,7 @@ from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning
 
 STREAMS = ("prompt_embeds", "audio_prompt_embeds")
-"""Names of what the stream of the clip and that of its sound read of a prompt."""
+"""Names of what the stream of the clip and that of its audio read of a prompt."""
 
 
 def prompt_encoder(

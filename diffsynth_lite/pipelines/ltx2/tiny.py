@@ -14,7 +14,7 @@ from diffsynth_lite.testing.tokenizers import gemma_tokenizer
 def tiny() -> LTX2Pipeline:
     """A random, complete and small pipeline of the real classes, built offline in a second: LTX-2 19B.
 
-    Two blocks of 32 channels, and 16 of sound; the real compression, and the sampler of the released model.
+    Two blocks of 32 channels, and 16 of audio; the real compression, and the sampler of the released model.
     """
     tokenizer, vae, audio_vae = gemma_tokenizer(), tiny_ltx2_vae(), tiny_ltx2_audio_vae()
     tokenizer.model_max_length = 1024
@@ -48,7 +48,7 @@ def tiny() -> LTX2Pipeline:
 
 
 def tiny_transformer(*, seed: int = 0, **layout: Any) -> LTX2VideoTransformer3DModel:
-    """A random transformer in eval mode: two blocks of 32 channels, and 16 of sound.
+    """A random transformer in eval mode: two blocks of 32 channels, and 16 of audio.
 
     Args:
         seed: of the weights; the global random state is left as it was.

@@ -151,7 +151,7 @@ class LTXVideo(DiffusersFamily):
     files; training undoes what lets them draw in 4 to 10 steps. The upscalers are other models.
 
     A clip with a first frame is trained as the pipelines sample it: the first latent frame is that of the
-    picture, at timestep 0, and does not count in the loss. Its latents are drawn anew in each step, from the
+    image, at timestep 0, and does not count in the loss. Its latents are drawn again in each step, from the
     mean and standard deviation that the autoencoder gives them; from 0.9.5 on with noise of 0.15 sigma^2
     besides, the default ``image_cond_noise_scale``. It takes clips of 9 frames or more; a last frame is an
     error.
@@ -256,7 +256,7 @@ class LTXVideo(DiffusersFamily):
                 if item.first_frame is not None:
                     std_bcfhw = encode_pixels([[item.first_frame]]).std
                     tensors["first_frame_std"] = _normalised(vae, std_bcfhw, mean=0)[0]
-                    # So that the rest of the noisy latents there is noise, to draw those of the picture with.
+                    # So that the rest of the noisy latents there is noise, to draw those of the image with.
                     tensors["latents"][:, :1] = tensors["first_frame_latents"]
             return encoded
 
@@ -273,7 +273,7 @@ class LTXVideo(DiffusersFamily):
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which grows with the clip, to the end of its line; 1 from 0.9.5 on.
 
-        The scheduler's file gives the line up to 4096 tokens, where the shift is 7.8. The sampler goes on
+        The scheduler's file gives the line up to 4096 tokens, where the shift is 7.8. The sampler continues
         along it (``objective.shift: resolution``), to 32 at 768 x 512 pixels and 161 frames, which leaves 3 %
         of the steps for noise levels below 0.5, where detail is learned. The trainer of LTX-2 by Lightricks
         ends it there, too (``timestep_samplers.py``), though their earlier one for LTX-Video did not;
@@ -327,7 +327,7 @@ class LTXVideo(DiffusersFamily):
             pipeline = self.preview_pipeline(transformer, vae_dtype)
             return [self.draw(pipeline, request) for request in requests]
         like = device_and_dtype(transformer)
-        # The image-to-video pipeline hands pictures and latents to the VAE in the dtype of the prompt.
+        # The image-to-video pipeline hands images and latents to the VAE in the dtype of the prompt.
         dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
         vae = self.load_preview_vae(dtype, like["device"])
         parts = {"vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}

@@ -75,7 +75,7 @@ def model_fn_sdxl(
         prompt_embeds_bld: (B, 77, D) prompt embeddings of both text encoders, side by side.
         pooled_prompt_embeds_bd: (B, D_pooled) prompt embeddings of the second one.
         time_ids: (B, 6), in pixels: the original's height and width, the crop's top and left, and the
-            picture's height and width.
+            image's height and width.
         checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
@@ -140,8 +140,8 @@ class SDXL(DiffusionFamily):
     Checkpointing covers the ResNet and transformer blocks that diffusers' hook runs: not the ResNet block
     that opens the middle, the samplers between the levels, nor the text encoders.
 
-    The UNet is told sizes as in diffusers' training script: that of a picture's file, where in the resized
-    picture its crop begins, and that of the training picture. Previews tell it what the pipeline does: their
+    The UNet is told sizes as in diffusers' training script: that of an image's file, where in the resized
+    image its crop begins, and that of the training image. Previews tell it what the pipeline does: their
     own size, uncropped.
 
     An empty negative prompt is zeros, where the folder says ``force_zeros_for_empty_prompt``, and so is a
@@ -165,7 +165,7 @@ class SDXL(DiffusionFamily):
         super().__init__(folder, trained=trained)
         if self.trained not in (self.trained_by_default, self.trainable):
             raise UserError(
-                f"lora.components: [{', '.join(self.trained)}] is no choice here; use [unet], or "
+                f"lora.components: [{', '.join(self.trained)}] is not a choice here; use [unet], or "
                 f"[{', '.join(self.trainable)}]"
             )
 
@@ -254,7 +254,7 @@ class SDXL(DiffusionFamily):
 
     @property
     def size_divisor(self) -> int:
-        """32; each level of VAE and UNet but the last halves the picture."""
+        """32; each level of VAE and UNet but the last halves the image."""
         levels = [self.folder.component_config(name)["block_out_channels"] for name in ("unet", "vae")]
         return int(2 ** sum(len(channels) - 1 for channels in levels))
 
@@ -285,7 +285,7 @@ class SDXL(DiffusionFamily):
         if dtype == torch.float16 and self._vae_config.get("force_upcast", True):
             raise UserError(
                 f"model.vae_dtype: float16 is too narrow for the VAE in {self.folder.path / 'vae'} "
-                "(force_upcast in its config): pictures turn black; use float32"
+                "(force_upcast in its config): images turn black; use float32"
             )
 
     def load_media_encoder(
@@ -379,7 +379,7 @@ class SDXL(DiffusionFamily):
 
 
 def _time_ids(media: Media) -> torch.Tensor:
-    """Sizes and crop of a training picture, (6,), as ``model_fn_sdxl`` takes them.
+    """Sizes and crop of a training image, (6,), as ``model_fn_sdxl`` takes them.
 
     Source: ``train_text_to_image_lora_sdxl.py`` of diffusers.
     """

@@ -26,7 +26,7 @@ def clip_prompt_encoder(
     """A function from prompts to their embeddings, or to their tokens where the encoders are trained.
 
     Args:
-        encoders: the ``CLIPTextModel`` and the ``CLIPTextModelWithProjection``; empty for tokens alone.
+        encoders: the ``CLIPTextModel`` and the ``CLIPTextModelWithProjection``; empty for tokens only.
         zeros_for_empty: an empty prompt that guidance steers away from has zeros for embeddings.
     """
 
@@ -63,7 +63,7 @@ def clip_prompt_embeds(
     first, second = (torch.stack([sample[name] for sample in conditioning]) for name in names)
     if encoders:
         first, second = _encode(encoders, (first.to(like["device"]), second.to(like["device"])))
-    # A product keeps the graph: DDP waits for a gradient of each encoder also in a batch of zeros alone.
+    # A product keeps the graph: DDP waits for a gradient of each encoder also in a batch of zeros only.
     kept_b = torch.stack([~sample["is_zero"] for sample in conditioning]).to(like["device"])
     return first.to(**like) * kept_b[:, None, None], second.to(**like) * kept_b[:, None]
 

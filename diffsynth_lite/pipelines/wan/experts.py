@@ -175,7 +175,7 @@ def estimates_by_expert(
     Returns:
         (B, ...).
     """
-    # This waits for the device once a micro-batch, which is little beside a model that is worth two experts.
+    # This waits for the device once a micro-batch, which is little next to a model that is worth two experts.
     is_high = (sigma >= boundary).tolist()
     places = [[place for place, high in enumerate(is_high) if high == wanted] for wanted in (True, False)]
     used = [(name, chosen) for name, chosen in zip(_EXPERTS, places, strict=True) if chosen]
@@ -201,7 +201,7 @@ def _boundary_of(folder: PipelineFolder) -> float | None:
     if missing:
         raise UserError(
             f"model.path: {file} gives the boundary_ratio {boundary} of two transformers, but names no "
-            f"{' and no '.join(missing)}; get the whole folder (lora.components trains one of the two alone)"
+            f"{' and no '.join(missing)}; get the whole folder (lora.components trains one of the two only)"
         )
     if isinstance(boundary, bool) or not isinstance(boundary, int | float) or not 0 < boundary < 1:
         raise UserError(

@@ -66,7 +66,7 @@ def model_fn_wan(
         timestep: (B,), or (B, F * H * W / 4) with one for each token, in [0, 1000]. Where all tokens of a
             sample have the same, (B,) spares a modulation tensor for each token, which is large.
         prompt_embeds_bld: (B, 512, D) prompt embeddings, filled up with zeros; there is no mask.
-        image_embeds_bld: (B, L, D_image), for models that see a picture.
+        image_embeds_bld: (B, L, D_image), for models that see an image.
         checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
@@ -93,8 +93,8 @@ class Wan(ExpertFamily):
 
     Wan 2.2 A14B has two experts, which are trained together or, by ``lora.components``, one alone.
 
-    Wan 2.2 TI2V-5B also makes clips from a picture, and is trained as ``WanImageToVideoPipeline`` samples:
-    the first latent frame is that of the picture, without noise and at timestep 0, and not in the loss.
+    Wan 2.2 TI2V-5B also makes clips from an image, and is trained as ``WanImageToVideoPipeline`` samples:
+    the first latent frame is that of the image, without noise and at timestep 0, and not in the loss.
 
     The shift of diffusers' conversions is 3, and 5 in TI2V-5B. DiffSynth-Studio trains all of Wan with 5
     (``set_timesteps_wan`` in ``flow_match.py``); the example in musubi-tuner's ``docs/wan.md`` has 3, with a
@@ -132,7 +132,7 @@ class Wan(ExpertFamily):
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
-        """Clips and pictures; TI2V-5B also clips with a first frame."""
+        """Clips and images; TI2V-5B also clips with a first frame."""
         return ("video", "image", "image_to_video") if self._is_ti2v else ("video", "image")
 
     @cached_property
@@ -204,7 +204,7 @@ class Wan(ExpertFamily):
         return lambda media: encode_clips(media, latents_of)
 
     def _picture_parts(self, vae: Any) -> dict[str, Any]:
-        """What makes latents of pictures and pictures of latents, as arguments of the pipeline."""
+        """What makes latents of images and images of latents, as arguments of the pipeline."""
         return {"vae": vae}
 
     @cached_property
@@ -272,11 +272,11 @@ class Wan(ExpertFamily):
         return with_first_frames(noisy_latents, timestep, conditioning, patch_size=_PATCH)
 
     def _image_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
-        """(B, L, D_image), for models that see a picture."""
+        """(B, L, D_image), for models that see an image."""
         return None
 
     def _prompt_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
-        """(B, 512, D): as in the pipeline, the model attends to the zeros behind a prompt too."""
+        """(B, 512, D): as in the pipeline, the model attends to the zeros after a prompt too."""
         rows = [sample["prompt_embeds"][: self.max_prompt_tokens] for sample in conditioning]
         embeds_bld = rows[0].new_zeros(len(rows), self.max_prompt_tokens, rows[0].shape[-1])
         for place, row in enumerate(rows):
@@ -323,7 +323,7 @@ class Wan(ExpertFamily):
         return start_code(request)
 
     def _start(self, request: PreviewRequest) -> dict[str, Any]:
-        """What a preview is given beside its prompt, as arguments of the pipeline."""
+        """What a preview is given next to its prompt, as arguments of the pipeline."""
         return preview_start(request)
 
 

@@ -21,9 +21,9 @@ from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTo
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_wan_to_diffusers.py"
 _SIZE_480P, _SIZE_720P = (832, 480, 81), (1280, 720, 81)
-_SHIFT = "flow_shift: 3 in the conversion script; Wan-Video/Wan2.1 samples at 5, from a picture in 480P at 3"
+_SHIFT = "flow_shift: 3 in the conversion script; Wan-Video/Wan2.1 samples at 5, from an image in 480P at 3"
 _A14B_SHIFT = (
-    "flow_shift: 3 in the conversion script; Wan-Video/Wan2.2 samples at 12 from text, at 5 from a picture"
+    "flow_shift: 3 in the conversion script; Wan-Video/Wan2.2 samples at 12 from text, at 5 from an image"
 )
 
 
@@ -188,10 +188,10 @@ _I2V_480P = replace(
     parameters=None,
     sources={
         **_T2V_14B.sources,
-        "parameters": "none: 14B in its name leaves out what sees the pictures",
+        "parameters": "none: 14B in its name leaves out what sees the images",
         "size": "its name",
     },
-    unconfirmed=(_SHIFT, "dtype of the picture encoder"),
+    unconfirmed=(_SHIFT, "dtype of the image encoder"),
 )
 _I2V_720P = replace(
     _I2V_480P,
@@ -216,7 +216,7 @@ _FLF2V = replace(
         ),
     },
     size=_SIZE_720P,
-    unconfirmed=("dtype of the picture encoder",),
+    unconfirmed=("dtype of the image encoder",),
 )
 _I2V_A14B = replace(
     _T2V_A14B,

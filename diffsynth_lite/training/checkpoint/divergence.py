@@ -1,4 +1,4 @@
-"""This file tracks losses and gradients that are not finite: skipped steps, and the newest sound
+"""This file tracks losses and gradients that are not finite: skipped steps, and the newest audio
 checkpoint."""
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ class Divergence:
 
     @classmethod
     def of_checkpoint(cls, state: Mapping[str, Any]) -> Self:
-        """From a checkpoint's state; one of an earlier version has no entry, and counts as sound."""
+        """From a checkpoint's state; one of an earlier version has no entry, and counts as audio."""
         return cls(
             **{"sound_step": state["step"], **state.get("divergence", {}), "saved_step": state["step"]}
         )
@@ -55,7 +55,7 @@ class Divergence:
         }
 
     def note_taken(self) -> None:
-        """A step had a finite loss and gradients: the weights that it started from are sound."""
+        """A step had a finite loss and gradients: the weights that it started from are audio."""
         self.num_skipped_in_a_row = 0
         self.is_loss_finite = True
         self.sound_step = self.saved_step

@@ -78,7 +78,7 @@ class CheckpointStore:
 
     Attributes:
         pinned: a step whose checkpoint stays too, such as the best one's.
-        sound: the step of the newest checkpoint whose weights are known to be good, which stays too.
+        audio: the step of the newest checkpoint whose weights are known to be good, which stays too.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int | None = None) -> None:

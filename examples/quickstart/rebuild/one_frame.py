@@ -1,4 +1,4 @@
-"""A shortcut that halves the time to train a video autoencoder on single pictures."""
+"""A shortcut that halves the time to train a video autoencoder on single images."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ def one_frame_convolutions() -> Iterator[None]:
     """Run the causal 3D convolutions of a single frame as 2D ones inside the ``with`` block.
 
     A causal convolution pads with empty frames before the first one, so of its temporal taps only the last
-    one meets a picture: the result is the same.
+    one meets an image: the result is the same.
     """
     causal_forward = QwenImageCausalConv3d.forward
 

@@ -1,7 +1,7 @@
 """Rebuilds the mini Wan pipeline from nothing but the autoencoder of the mini Qwen-Image, and compares.
 
 The classes and the folder are those of the real Wan 2.1; only the sizes are small. Stages: a tokenizer and
-a random text encoder, the picture autoencoder taught to follow motion, a transformer trained on captioned
+a random text encoder, the image autoencoder taught to follow motion, a transformer trained on captioned
 clips.
 """
 

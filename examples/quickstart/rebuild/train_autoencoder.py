@@ -1,6 +1,6 @@
 """The autoencoder of the mini model: trained on drawings in all colours, then given the real statistics.
 
-Pictures are (B, 3, 1, H, W) in [-1, 1], one frame each; latents are (B, 16, 1, H / 8, W / 8).
+Images are (B, 3, 1, H, W) in [-1, 1], one frame each; latents are (B, 16, 1, H / 8, W / 8).
 """
 
 import random
@@ -28,7 +28,7 @@ CROP = 32
 
 
 def to_pixels(images: Sequence[Image.Image]) -> torch.Tensor:
-    """Pictures of one size as (B, 3, 1, H, W) in [-1, 1]."""
+    """Images of one size as (B, 3, 1, H, W) in [-1, 1]."""
     bytes_bhwc = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
     return (bytes_bhwc.permute(0, 3, 1, 2).float() / 127.5 - 1).unsqueeze(2)
 
@@ -77,7 +77,7 @@ def new_autoencoder(seed: int) -> AutoencoderKLQwenImage:
 
 
 def train(vae: AutoencoderKLQwenImage, *, num_steps: int, num_pictures: int, seed: int) -> None:
-    """Train in place: three steps on crops of 32 x 32, then one on whole pictures, and again.
+    """Train in place: three steps on crops of 32 x 32, then one on whole images, and again.
 
     Args:
         vae: from `new_autoencoder`.
@@ -109,7 +109,7 @@ def train(vae: AutoencoderKLQwenImage, *, num_steps: int, num_pictures: int, see
 
 
 def _draw_batch(pictures: torch.Tensor, step: int, generator: torch.Generator) -> torch.Tensor:
-    """4 whole pictures in each fourth step, else 12 crops at one place on the grid of the latents."""
+    """4 whole images in each fourth step, else 12 crops at one place on the grid of the latents."""
     whole = step % 4 == 3
     chosen = torch.randint(len(pictures), (4 if whole else 12,), generator=generator)
     if whole:
@@ -120,7 +120,7 @@ def _draw_batch(pictures: torch.Tensor, step: int, generator: torch.Generator) -
 
 
 def reconstruction_loss(error: torch.Tensor) -> torch.Tensor:
-    """Absolute and squared error, with the error in colour counted again: a gray picture is the easy way out.
+    """Absolute and squared error, with the error in colour counted again: a gray image is the easy way out.
 
     Args:
         error: decoded minus wanted pixels, (B, 3, 1, H, W).
@@ -145,13 +145,13 @@ def encode(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> torch.Tensor:
 def adopt_statistics(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> None:
     """Rescale the latents in place so that the class's ``latents_mean`` and ``latents_std`` are true of them.
 
-    The real model's statistics are known to every tool by heart. The latents of these pictures have others,
-    so the difference is folded into the two 1 x 1 convolutions around the latents; pictures are encoded and
+    The real model's statistics are known to every tool by heart. The latents of these images have others,
+    so the difference is folded into the two 1 x 1 convolutions around the latents; images are encoded and
     decoded as before.
 
     Args:
         vae: a trained autoencoder with the class's statistics in its config.
-        pixels: pictures to measure on, (B, 3, 1, H, W).
+        pixels: images to measure on, (B, 3, 1, H, W).
     """
     latents = torch.cat([vae.encode(part).latent_dist.mode() for part in pixels.split(32)])
     old_mean, old_std = latents.mean(dim=(0, 2, 3, 4)), latents.std(dim=(0, 2, 3, 4))
@@ -172,6 +172,6 @@ def _per_channel(values: Sequence[float]) -> torch.Tensor:
 
 @torch.no_grad()
 def peak_signal_to_noise(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> float:
-    """How well pictures survive encoding and decoding, in dB; the pixel range is 2."""
+    """How well images survive encoding and decoding, in dB; the pixel range is 2."""
     decoded = vae.decode(vae.encode(pixels).latent_dist.mode()).sample.clamp(-1, 1)
     return float(10 * torch.log10(4 / (decoded - pixels).square().mean()))

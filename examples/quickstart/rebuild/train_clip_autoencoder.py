@@ -1,7 +1,7 @@
 """The autoencoder of the mini Wan: that of the mini Qwen-Image, taught to follow motion.
 
-The two classes have the same weights by name. Pictures use the last temporal tap of a convolution only, so
-the picture autoencoder treats each frame alone until the other taps have learned from clips.
+The two classes have the same weights by name. Images use the last temporal tap of a convolution only, so
+the image autoencoder treats each frame only until the other taps have learned from clips.
 Clips are (B, 3, 9, H, W) in [-1, 1]; latents are (B, 16, 3, H / 8, W / 8).
 """
 
@@ -39,7 +39,7 @@ def random_moving_scene(rng: random.Random) -> motions.MovingScene:
 
 
 def inflate(picture_vae: AutoencoderKLQwenImage, seed: int) -> AutoencoderKLWan:
-    """A video autoencoder with the weights of one for pictures; between resolutions frames are copied."""
+    """A video autoencoder with the weights of one for images; between resolutions frames are copied."""
     sizes = ("base_dim", "z_dim", "dim_mult", "num_res_blocks", "temperal_downsample")
     with seeded(seed), torch.no_grad():
         vae = AutoencoderKLWan(**{name: picture_vae.config[name] for name in sizes})

@@ -13,7 +13,7 @@ from diffsynth_lite.testing import seeded
 
 BATCH_SIZE = 24
 EMPTY_CAPTION = ""
-# As the released Wan: the model attends to the zeros behind a caption too, so their number matters.
+# As the released Wan: the model attends to the zeros after a caption too, so their number matters.
 NUM_PROMPT_TOKENS = 512
 
 
@@ -69,7 +69,7 @@ def flow_matching_loss(
     Args:
         transformer: the model.
         latents: normalised, (B, 16, F, H, W).
-        embeddings: of the captions, (B, 512, text width), zero behind a caption.
+        embeddings: of the captions, (B, 512, text width), zero after a caption.
         generator: of the noise and its levels.
     """
     sigma = torch.sigmoid(0.5 + 1.2 * torch.randn(len(latents), generator=generator))

@@ -34,7 +34,7 @@ def train(pipeline: QwenImagePipeline, *, num_steps: int, num_pictures: int, see
 
     Args:
         pipeline: complete, with a trained autoencoder.
-        num_steps: of 32 pictures each; 4000 give crisp shapes.
+        num_steps: of 32 images each; 4000 give crisp shapes.
         num_pictures: drawings to learn from, drawn once.
         seed: of the drawings, of their order and of the noise.
     """
@@ -74,7 +74,7 @@ def flow_matching_loss(
 
     Args:
         transformer: the model.
-        latents: packed, (B, T, 64), the T tokens of a square picture.
+        latents: packed, (B, T, 64), the T tokens of a square image.
         embeddings: of the captions, (B, L, text width).
         masks: true where an embedding counts, (B, L).
         generator: of the noise and its levels.

@@ -1,4 +1,4 @@
-"""The training loops that ``peers.py`` sets beside the trainer, each in a module that imports what it needs.
+"""The training loops that ``peers.py`` sets next to the trainer, each in a module that imports what it needs.
 
 All train a LoRA on the mini Qwen-Image. B is the number of samples of a batch.
 """

@@ -28,7 +28,7 @@ _NEVER = 10**9
 def _torchvision_there() -> Iterator[None]:
     """Scope in which torchvision can be imported, also where none is installed for this torch.
 
-    DiffSynth-Studio reads pictures by it, and nothing of that is measured.
+    DiffSynth-Studio reads images by it, and nothing of that is measured.
     """
     if importlib.util.find_spec("torchvision") is not None:
         yield

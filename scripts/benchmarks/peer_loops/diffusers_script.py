@@ -1,4 +1,4 @@
-"""The loop of diffusers' training script, written anew."""
+"""The loop of diffusers' training script, written again."""
 
 from collections.abc import Generator
 
@@ -30,7 +30,7 @@ class DiffusersScript:
     """The loop of diffusers' ``examples/dreambooth/train_dreambooth_lora_qwen_image.py`` (commit 02303d1c).
 
     With ``--cache_latents``, in one process, with the defaults of all that concerns a step. Left out is what
-    comes between steps (checkpoints, validation), and its pictures, which its loader goes on to stack when
+    comes between steps (checkpoints, validation), and its images, which its loader continues to stack when
     their latents are cached.
 
     Args:

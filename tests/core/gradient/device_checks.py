@@ -109,7 +109,7 @@ def check_full(device: str, num_rows: int, backend: Backend | None) -> None:
 
 
 class AttentionBlock(nn.Module):
-    """Attention with dropout behind it, then a product that nothing needs."""
+    """Attention with dropout after it, then a product that nothing needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def check_savings(
 
 
 class FrozenBlock(nn.Module):
-    """A frozen layer, something behind it that trains, and a quantised layer, which backward meets first."""
+    """A frozen layer, something after it that trains, and a quantised layer, which backward meets first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class FrozenBlock(nn.Module):
 def check_stream(
     device: str, num_rows: int, *, flags: tuple[bool, bool], num_slots: int, backend: Backend
 ) -> None:
-    """Weights in host memory give the gradients of resident ones, beside inputs that are offloaded."""
+    """Weights in host memory give the gradients of resident ones, next to inputs that are offloaded."""
     torch.manual_seed(0)
     blocks = [FrozenBlock().to(device) for _ in range(NUM_BLOCKS)]
     inputs = torch.rand(num_rows, CHANNELS, device=device)

@@ -1,6 +1,6 @@
-"""This file makes LTX-Video sing, for tests: sound in the data, the trainer and the previews.
+"""This file makes LTX-Video sing, for tests: audio in the data, the trainer and the previews.
 
-Latents of the sound are pieces of its waveform, which the same transformer sees as a clip of one pixel.
+Latents of the audio are pieces of its waveform, which the same transformer sees as a clip of one pixel.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _SAMPLES_A_PIECE = 64  # of each of two channels: 128 numbers, as many as LTX-Vi
 
 
 class Singing(LTXVideo):
-    """LTX-Video with sound."""
+    """LTX-Video with audio."""
 
     pipelines = LTXVideo.pipelines
     audio_format = AudioFormat(sample_rate=_PIECES_A_SECOND * _SAMPLES_A_PIECE, num_channels=2)

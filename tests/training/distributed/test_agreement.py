@@ -253,7 +253,7 @@ def test_two_processes_report_what_differs_and_where_and_paths_may_differ(tmp_pa
         f"train.seed is 0 {zero}, 7 {one}; start all of them"
     )
     assert f'differ: vae of model.path is "node-0" {zero}, "node-1" {one}; have model.path' in model
-    assert f"number of items of data is 1 {zero}, 2 {one}; pictures and clips of data is" in items
+    assert f"number of items of data is 1 {zero}, 2 {one}; images and clips of data is" in items
     assert "validation.data" not in items
     assert f'differ: peft is "peft 1.0" {zero}, "peft 1.1" {one}; start all of them' in versions
 

@@ -1,4 +1,4 @@
-"""Processes that share the tokens of a sample compute what one computes: losses, gradients and pictures."""
+"""Processes that share the tokens of a sample compute what one computes: losses, gradients and images."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], tuple[int, ...], dict[str, tuple[
         (16, 4, 8),
         {"input_latents_0": (16, 6, 4)},
     ),
-    "flux2 with a picture": ("flux2", flux2.tiny, (128, 2, 4), {"input_latents_0": (128, 3, 2)}),
+    "flux2 with an image": ("flux2", flux2.tiny, (128, 2, 4), {"input_latents_0": (128, 3, 2)}),
     "qwen_image": ("qwen_image", qwen, (16, 1, 4, 8), {}),
     "qwen_image_edit": (
         "qwen_image_edit",
@@ -171,7 +171,7 @@ def same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) ->
 
 
 def check_family(name: str, folder: Path, meshes: dict[str, Any]) -> dict[str, Any]:
-    """What split models of a family compute, beside the whole one."""
+    """What split models of a family compute, next to the whole one."""
     family = family_of(name, folder)
     loss, gradients = loss_and_gradients(name, family, engine_with((False, False)))
     in_bf16 = gradients_in_bf16(name, family) if name in IN_BF16 else {}
@@ -253,7 +253,7 @@ def draw(family: ModelFamily) -> Tensor:
 
 
 def failures(rank: int, folder: Path, mesh: Any) -> dict[str, str]:
-    """Names of the errors that a process gets where one fails while previews are drawn."""
+    """Names of the errors that a process gets where one fails while previews are generated."""
     family = family_of("wan", folder)
     model = family.load_transformer(torch.float32)
     shared = ContextParallel(mesh, CPU, kind="ulysses", split=family.sequence_split)

@@ -1,4 +1,4 @@
-"""Processes exchange gradients as DDP does, hold their rows of the base alone, and fail together."""
+"""Processes exchange gradients as DDP does, hold their rows of the base only, and fail together."""
 
 import dataclasses
 import os
@@ -80,7 +80,7 @@ def values_and_gradients(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def check_base(group: Any, quantization: Quantization | None) -> dict[str, Any]:
-    """What a sharded base computes, holds and has read, beside a whole one."""
+    """What a sharded base computes, holds and has read, next to a whole one."""
     read: list[int] = []
     numbers = StoredTensors.numbers
 
@@ -104,7 +104,7 @@ def check_base(group: Any, quantization: Quantization | None) -> dict[str, Any]:
 
 
 def exchanged(rank: int) -> dict[str, bool]:
-    """Gradients of DDP, and of ``mean_gradients``; one layer runs nowhere, one on one process alone."""
+    """Gradients of DDP, and of ``mean_gradients``; one layer runs nowhere, one on one process only."""
     found = []
     names = ("used", "sometimes")[: rank + 1]
     for wraps in (True, False):
@@ -236,7 +236,7 @@ def share_samples(rank: int, config: Any, family: Any, accelerator: Accelerator)
     parameter.grad = torch.tensor([10.0 ** (rank // 2) * (1 + rank % 2)])
     mean_gradients([parameter], accelerator, context_parallel=shared.num_processes)
     assert parameter.grad.item() == (1 + 2 + 10 + 20) / 2
-    # Where two neighbours fail the others go on.
+    # Where two neighbours fail the others continue.
     try:
         with shared.failing_together():
             assert rank > 1

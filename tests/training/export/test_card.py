@@ -326,7 +326,7 @@ def test_releases_of_another_layout_have_code_of_their_own(name: str, build: Cal
     model = export(sample)
     code = code_for(family, request)
     assert code is not None
-    # What a base is called is no code.
+    # What a base is called is not a code.
     assert "import Image" not in str(code_for(family, request, base="somebody/Z-Image"))
     drawn, pipeline = generated(code)
     assert all(getattr(pipeline, part).peft_config for part in family.trained)

@@ -75,7 +75,7 @@ def test_eight_bits_of_a_matrix_are_saved_and_loaded() -> None:
 
 
 class Forgetful(torch.optim.SGD):
-    """Keeps where it is beside its state."""
+    """Keeps where it is next to its state."""
 
     num_steps = 0
 

@@ -206,7 +206,7 @@ def in_int8(family: ModelFamily, training_adapter: LoraFile) -> torch.nn.Module:
 
 CONFIG = """
 model: {{family: {family}, path: {folder}, dtype: float32, text_encoder_dtype: float32}}
-data: {{path: pictures, width: 64, height: 32, frame_counts: {frames}}}
+data: {{path: images, width: 64, height: 32, frame_counts: {frames}}}
 train: {{mixed_precision: "no"}}
 validation: {{prompts: [a ring], guidance_scale: 2.0, width: 64, height: 64}}
 output: {{dir: run}}

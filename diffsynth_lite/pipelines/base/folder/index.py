@@ -58,7 +58,7 @@ def read_entries(index: ModelSettings) -> dict[str, IndexEntry]:
     """The components that an index names.
 
     Raises:
-        UserError: a component's place is no text, or leads out of a folder.
+        UserError: a component's place is not text, or leads out of a folder.
     """
     found = {}
     for name, value in index.items():
@@ -80,7 +80,7 @@ def _modular_entry(
         value = place.get(key)
         if not isinstance(value, str | None):
             raise UserError(
-                f"model.path: {file}: the {key} of {name} is {shortened(value)}, which is no text"
+                f"model.path: {file}: the {key} of {name} is {shortened(value)}, which is not text"
             )
         texts[key] = value or None
     for key in ("subfolder", "variant", "revision"):
@@ -102,7 +102,7 @@ def _modular_entry(
 
 
 def _is_inside(subfolder: str) -> bool:
-    """Whether a path names a folder in the one that it is relative to, by its text alone."""
+    """Whether a path names a folder in the one that it is relative to, by its text only."""
     parts = PurePosixPath(subfolder).parts
     is_relative = not subfolder.startswith(("/", "~")) and not re.search(r"[\\:\0]", subfolder)
     return is_relative and ".." not in parts

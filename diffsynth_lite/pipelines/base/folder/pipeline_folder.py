@@ -203,11 +203,11 @@ class PipelineFolder:
         )
 
     def require_whole_weights(self, components: Sequence[str]) -> None:
-        """Check by their headers that the folder's weight files are whole, and weights alone; none are read.
+        """Check by their headers that the folder's weight files are whole, and weights only; none are read.
 
         Raises:
-            UserError: a file is no safetensors file, or ends before the tensors that its header lists; or it
-                holds scales that the component's library knows nothing of, and would leave out, or weights
+            UserError: a file is not a safetensors file, or ends before the tensors that its header lists; or
+                it holds scales that the component's library knows nothing of, and would leave out, or weights
                 that are no floating-point numbers, which it would take for such.
         """
         for component in self._without_files(components):
@@ -227,7 +227,7 @@ class PipelineFolder:
             if scale is not None:
                 raise UserError(
                     f"model.path: the weights in {place} have scales ({scale}), as ComfyUI's "
-                    "fp8_scaled files; these are read from model.transformer_file alone, not from a folder"
+                    "fp8_scaled files; these are read from model.transformer_file only, not from a folder"
                 )
 
     def is_quantised(self, component: str) -> bool:
@@ -251,7 +251,7 @@ class PipelineFolder:
             config = self.place(component).path / "config.json"
             raise UserError(
                 f"model.path: {config} is that of a {model_class.__name__} with {needed} weights, and "
-                f"the files beside it hold {stored}; get the folder again"
+                f"the files next to it hold {stored}; get the folder again"
             )
 
     def _stored(self, component: str) -> dict[str, StoredTensor]:
@@ -299,7 +299,7 @@ class PipelineFolder:
         """The weight files that a component's library loads, where ``names`` are there; some may not be.
 
         The same weights may be there in one file and in shards: diffusers takes the shards then, and
-        transformers the one file. Files of other names beside them are for other programs.
+        transformers the one file. Files of other names next to them are for other programs.
         """
         library, _ = self.parts().get(component, ("", ""))
         place = self.place(component)
@@ -313,17 +313,17 @@ class PipelineFolder:
         return (shards or single if library == "diffusers" else single or shards) or files
 
     def _shards_in(self, index: Path) -> set[str]:
-        """Names of the files that an index of weights lists: they are beside it."""
+        """Names of the files that an index of weights lists: they are next to it."""
         files = self._read_json(index)["weight_map"]
         if not isinstance(files, dict):
             raise UserError(
-                f"model.path: {index} is no index of weights: its weight_map is no object; get the folder "
-                "again"
+                f"model.path: {index} is not an index of weights: its weight_map is not an object; get the "
+                "folder again"
             )
         for name in files.values():
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(WEIGHT_SUFFIX):
                 raise UserError(
-                    f"model.path: {index} lists {shortened(name)}, which is no {WEIGHT_SUFFIX} file beside "
+                    f"model.path: {index} lists {shortened(name)}, which is no {WEIGHT_SUFFIX} file next to "
                     "it; get the folder again"
                 )
         return set(files.values())
@@ -394,7 +394,7 @@ class PipelineFolder:
 
 
 def _near(folder: Path) -> str:
-    """What to add of a folder that is not a pipeline, but beside one, or holds single files."""
+    """What to add of a folder that is not a pipeline, but next to one, or holds single files."""
     if index_file(folder).is_file():  # another file is missing
         return ""
     parent = folder.resolve().parent
@@ -403,7 +403,7 @@ def _near(folder: Path) -> str:
     for place in (folder, *(folder / name for name in _COMFYUI_FOLDERS)):
         if found := sorted([*place.glob("*.safetensors"), *place.glob("*.gguf")]):
             return (
-                f"; {found[0].relative_to(folder)}, as of ComfyUI, goes with model.transformer_file, beside "
+                f"; {found[0].relative_to(folder)}, as of ComfyUI, goes with model.transformer_file, next to "
                 "a pipeline as model.path, which all else is from"
             )
     return ""

@@ -8,7 +8,7 @@ from diffsynth_lite.pipelines.base.folder.index import IndexEntry
 from diffsynth_lite.pipelines.base.hub import SMALL_SUFFIXES, HubCommit
 
 _OF_A_MODEL = "config.json"
-"""It stands beside weights: alone it is no component."""
+"""It stands next to weights: by itself it is not a component."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +45,14 @@ def holds_component(folder: Path, *, with_weights: bool = True) -> bool:
     Source: ``_is_local_component`` in diffusers ``modular_pipeline.py``.
 
     Args:
-        with_weights: whether those of a model must be there, beside its settings.
+        with_weights: whether those of a model must be there, next to its settings.
     """
     names = {path.name for path in folder.glob("*") if path.is_file()}
     return bool(names) and (not with_weights or names != {_OF_A_MODEL})
 
 
 class OtherRepositories:
-    """The repositories beside the pipeline's own that its index names, each looked for once."""
+    """The repositories next to the pipeline's own that its index names, each looked for once."""
 
     def __init__(self) -> None:
         self._commits: dict[tuple[str, str | None], HubCommit] = {}

@@ -1,4 +1,4 @@
-"""This file finds the folder that a user names: on disk, or on the hub, with its settings alone."""
+"""This file finds the folder that a user names: on disk, or on the hub, with its settings only."""
 
 from pathlib import Path
 

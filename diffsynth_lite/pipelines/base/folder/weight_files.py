@@ -77,7 +77,7 @@ def header_of(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file, by name; no number is read.
 
     Raises:
-        UserError: it is no safetensors file, or ends before them.
+        UserError: it is not a safetensors file, or ends before them.
     """
     try:
         with safe_open(file, framework="pt") as opened:

@@ -1,6 +1,6 @@
-"""This file makes of sound what LTX-2 is trained on: latents of its autoencoder for log-mel spectrograms.
+"""This file makes of audio what LTX-2 is trained on: latents of its autoencoder for log-mel spectrograms.
 
-diffusers 0.42.1 decodes sound and has no way to its spectrogram: none of its pipelines encodes any.
+diffusers 0.42.1 decodes audio and has no way to its spectrogram: none of its pipelines encodes any.
 
 Layouts: b batch, c channels, s samples, t frames of the spectrogram, m mel bands; l latents.
 Sources: ``AudioProcessor``, ``encode_audio`` and, for ``n_fft``, ``AudioEncoder`` of Lightricks' ltx-core;
@@ -71,7 +71,7 @@ def num_audio_latents(audio_config: Any, num_frames: int, fps: float) -> int:
     if round(num_frames / fps * rate) <= N_FFT // 2:
         raise UserError(
             f"data.fps: {fps:g}: clips of {num_frames} frames last {num_frames / fps:.3f} s, too short for a "
-            "spectrogram of their sound; set fewer frames a second, or data.audio: false"
+            "spectrogram of their audio; set fewer frames a second, or data.audio: false"
         )
     a_second: float = rate / hop_length / COMPRESSION
     return round(num_frames / fps * a_second)
@@ -106,7 +106,7 @@ def encode_audio(audio_vae: Any, sounds: Sequence[Audio], num_latents: int) -> t
 
 
 def unpacked(tokens_bld: torch.Tensor, like_bclm: torch.Tensor) -> torch.Tensor:
-    """Tokens of sound, (B, L, C * M), as latents of the shape of others, (B, C, L, M)."""
+    """Tokens of audio, (B, L, C * M), as latents of the shape of others, (B, C, L, M)."""
     _, _, length, bands = like_bclm.shape
     latents_bclm: torch.Tensor = LTX2Pipeline._unpack_audio_latents(tokens_bld, length, num_mel_bins=bands)
     return latents_bclm
