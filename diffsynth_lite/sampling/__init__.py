@@ -1,1 +1,1 @@
-"""Images and clips on demand: base model and LoRAs side by side, drawn as the previews of a run are."""
+"""Images and clips on demand: base model and LoRAs side by side, generated as the previews of a run are."""

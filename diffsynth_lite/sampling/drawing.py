@@ -107,11 +107,13 @@ class _LoadedModel:
             )
             raise UserError(f"--scale {scale:g}: numbers overflow, {error}; {remedy}") from error
 
-    def save(self, folder: Path, samples: Sequence[_Sample], drawn: Sequence[Drawn], scale: float) -> None:
+    def save(
+        self, folder: Path, samples: Sequence[_Sample], generated: Sequence[Drawn], scale: float
+    ) -> None:
         """Write the files, each with how it was generated."""
         source = build_generation_info(self.config, self.family)
         loras = [(one.given.name, one.given.weight * scale) for one in self.loras if scale]
-        for sample, one in zip(samples, drawn, strict=True):
+        for sample, one in zip(samples, generated, strict=True):
             text = generation_parameters(sample.request, source, loras)
             name = f"prompt-{sample.place:02d}-seed-{sample.request.seed}-scale-{scale:g}.png"
             save_drawn(folder / name, one, fps=source.fps, parameters=text)
@@ -139,10 +141,10 @@ def draw_samples(request: SampleRequest) -> Path:
         model = _load(config, family, loras, accelerator)
         columns = []
         for scale in request.scales:
-            logger.info("Drawing at scale %g.", scale)
-            drawn = model.draw(samples, scale)
-            model.save(folder, samples, drawn, scale)
-            columns.append([frame_strip(frames_of(one)) for one in drawn])
+            logger.info("Generating at scale %g.", scale)
+            generated = model.draw(samples, scale)
+            model.save(folder, samples, generated, scale)
+            columns.append([frame_strip(frames_of(one)) for one in generated])
             free_memory()  # of the decoder, which is loaded for each scale as for each preview
     grid = folder / "grid.png"
     titles = [f"scale {scale:g}" if scale else "base" for scale in request.scales]
@@ -161,7 +163,7 @@ def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, Mo
     read = partial(_read, family, family.empty_transformer())
     found = [problems.attempt(partial(read, *numbered)) for numbered in enumerate(request.loras)]
     loras = [lora for lora in found if lora is not None]
-    problems.attempt(lambda: _require_alone(loras))
+    problems.attempt(lambda: _require_single(loras))
     _check_loading(problems, family, config, accelerator.device)
     problems.require_none()
     if needs_auto_memory(request.config):
@@ -172,12 +174,12 @@ def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, Mo
     return config, family, loras
 
 
-def _require_alone(loras: Sequence[_ReadLora]) -> None:
-    alone = [lora for lora in loras if is_drawn_alone(lora.tensors)]
-    if alone and len(loras) > 1:
+def _require_single(loras: Sequence[_ReadLora]) -> None:
+    uncombined = [lora for lora in loras if is_drawn_alone(lora.tensors)]
+    if uncombined and len(loras) > 1:
         raise UserError(
-            f"--lora {alone[0].given.place}: is a DoRA or a LoKr, which is not drawn together with others "
-            "here; give it alone"
+            f"--lora {uncombined[0].given.place}: is a DoRA or a LoKr, which cannot be combined with other "
+            "LoRAs here; give only this one"
         )
 
 
@@ -194,7 +196,7 @@ def _check_loading(problems: Problems, family: ModelFamily, config: Config, devi
 
 
 def _earlier_choices(run: RunFolder | None) -> dict[str, Any] | None:
-    """What ``memory.auto`` chose for a run that is part of what it is; None where there is no run."""
+    """The settings that ``memory.auto`` chose for a run and that it keeps; None where there is no run."""
     if run is None or not run.lineage_file.exists():
         return None
     reader = TolerantReader(run.path)

@@ -29,7 +29,7 @@ class GivenLora:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """What is to be sampled, and how.
+    """The samples to generate.
 
     Attributes:
         config: the base model and its formats; its section ``validation`` has the prompts.
@@ -61,7 +61,7 @@ def find_lora(given: str) -> GivenLora:
     if run is not None and place.samefile(run.path):
         place = run.lora_folder
     if place.is_file() and place.suffix != _SUFFIX:
-        raise UserError(f"--lora {path}: is no {_SUFFIX} file")
+        raise UserError(f"--lora {path}: is not a {_SUFFIX} file")
     if not place.is_file() and not list(place.glob(f"*{_SUFFIX}")):
         raise UserError(
             f"--lora {path}: there is no LoRA in {place}; a run writes its first with its first checkpoint"

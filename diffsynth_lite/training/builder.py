@@ -50,7 +50,7 @@ from diffsynth_lite.training.previews import GenerationInfo, PreviewModel, Previ
 
 @dataclass(kw_only=True)
 class TrainingObjects:
-    """What the training loop works with.
+    """The objects of the training loop.
 
     Attributes:
         transformer: with its adapter, under the run's mixed precision.
@@ -62,7 +62,7 @@ class TrainingObjects:
         averaged: average of the adapter; None where none is kept.
         seed: decides the dropout masks.
         batches: the micro-batches of this process for each optimizer step, in order.
-        totals_apart: (8,) on the device, the losses of a step for each kind of sample, or (0,).
+        totals_by_kind: (8,) on the device, the losses of a step for each kind of sample, or (0,).
         totals_by_noise: (20,) on the device, those of a step as :class:`StepResult` has them, or (0,).
         validation_loss: the loss on fixed noise.
         item_losses: losses of single items on fixed noise.
@@ -71,7 +71,7 @@ class TrainingObjects:
         runs_together: whether the processes share the frozen weights or the sequences, and so run the model
             together.
         context_parallel: processes that share each sample.
-        divergence: what was not finite up to now.
+        divergence: counts the steps whose numbers were not finite.
     """
 
     accelerator: Accelerator
@@ -83,7 +83,7 @@ class TrainingObjects:
     averaged: AveragedWeights | None
     seed: int
     batches: Iterator[Sequence[Batch]]
-    totals_apart: Callable[[], torch.Tensor]
+    totals_by_kind: Callable[[], torch.Tensor]
     totals_by_noise: Callable[[int], torch.Tensor]
     validation_loss: FixedNoiseLoss
     item_losses: ItemLosses
@@ -122,7 +122,7 @@ def build_transformer(
     """The frozen transformer with its adapter, where it was loaded.
 
     Args:
-        initial: values of the adapter; drawn where None.
+        initial: values of the adapter; random where None.
         host_blocks: those whose weights are loaded to host memory.
         training_adapter: a frozen second adapter.
     """
@@ -150,7 +150,7 @@ def build_transformer(
 def load_frozen_transformer(
     config: Config, family: ModelFamily, host_blocks: HostBlocks | None
 ) -> torch.nn.Module:
-    """What the family trains, without an adapter, where it was loaded.
+    """The model that the family trains, without an adapter, where it was loaded.
 
     Args:
         host_blocks: those whose weights are loaded to host memory.
@@ -173,7 +173,7 @@ def load_frozen_transformer(
 
 
 def build_compiler(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> BlockCompiler:
-    """What compiles the blocks, before anything else wraps them; no blocks where it is off."""
+    """The compiler of the blocks, before anything else wraps them; of no blocks where it is off."""
     compiles = config.train.compile == "blocks"
     return BlockCompiler([*chain(*blocks_by_model(family, transformer))] if compiles else [])
 
@@ -213,7 +213,7 @@ def build_run(
         max_grad_norm=float("inf") if config.train.max_grad_norm is None else config.train.max_grad_norm,
         seed=config.train.seed,
         batches=iter(_build_batches(config, checked.family, encoded, accelerator, start_step)),
-        totals_apart=partial(objective.totals_apart, accelerator),
+        totals_by_kind=partial(objective.totals_by_kind, accelerator),
         totals_by_noise=partial(objective.totals_by_noise, accelerator, config.logging.every_steps),
         validation_loss=FixedNoiseLoss(
             name="validation_loss" if config.validation.data else "train_fixed_noise_loss",
@@ -277,7 +277,7 @@ def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerat
         sample_losses=SampleLosses.of_run(
             seed=config.train.seed, num_samples=config.train.steps * config.train.global_batch_size
         ),
-        losses_apart=None if are_alike and not family.with_audio else LossBreakdown(),
+        losses_by_kind=None if are_alike and not family.with_audio else LossBreakdown(),
         audio_loss_weight=config.objective.audio_loss_weight,
         own_audio_levels=config.objective.audio_noise == "own",
         train_silent_clips=config.data.silent_clips == "learn",
@@ -342,7 +342,7 @@ def _build_previews(
 
 
 def build_generation_info(config: Config, family: ModelFamily, location: str | None = None) -> GenerationInfo:
-    """What a family's previews are generated with, for people to read.
+    """The names of the model and the sampler that previews are generated with, for people to read.
 
     Args:
         location: of the pipeline, as given, where that is another one than ``model.path``.

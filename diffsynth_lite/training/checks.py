@@ -57,19 +57,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRun:
-    """What the checks found of the base model and the data.
+    """The facts that the checks found about the base model and the data.
 
     Attributes:
         family: the model family, bound to the folder of the base model.
-        training: records of what is trained on.
-        held_out: those of other items; empty when the training items are measured instead.
+        training: records of the training items.
+        held_out: records of the held-out items; empty when training items are measured instead.
         target_layers: full names of the layers that get a LoRA.
         groups: the same, by how they are trained.
         num_blocks: transformer blocks that checkpointing covers.
         num_selected_blocks: those of them that the policy checkpoints.
         num_lora_weights: numbers that are trained.
         num_in_vectors: those of them that are in vectors.
-        optimizer: what it keeps of them.
+        optimizer: its state.
         training_adapter: digest of the frozen adapter that is on the model in training; None without.
         preview_family: bound to the pipeline that previews are generated with.
     """
@@ -106,7 +106,7 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
     problems = Problems()
     problems.attempt(lambda: _check_batch_size(config, accelerator.num_processes))
     problems.attempt(lambda: build_learning_rate(config))
-    problems.attempt(lambda: _check_output_is_apart(config))
+    problems.attempt(lambda: _check_output_is_outside_data(config))
     problems.attempt(lambda: _check_compiler(config, accelerator.device))
     problems.attempt(lambda: require_trackers(config.logging.trackers))
     training, held_out = read_records(config, accelerator, problems, part)
@@ -181,14 +181,14 @@ def check_held_out(records: Sequence[Record], held_out: Sequence[Record]) -> Non
 
 
 def _require_cache_folder(config: Config) -> None:
-    """Check, before what is known of the data is looked up there, that the cache is or can be a folder."""
+    """Check, before anything is read from the cache, that it is or can be a folder."""
     cache = Path(config.data.cache_dir).expanduser()
     there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise UserError(f"data.cache_dir: {there} is a file; name a folder")
 
 
-def _check_output_is_apart(config: Config) -> None:
+def _check_output_is_outside_data(config: Config) -> None:
     output = Path(config.output.dir).expanduser().resolve()
     for key, source in config.data.sources_by_key.items():
         if source.path and output.is_relative_to(Path(source.path).expanduser().resolve()):
@@ -232,11 +232,11 @@ def _check_model(
     training: ReadRecords,
     held_out: ReadRecords,
 ) -> CheckedRun | None:
-    """What is known of the model before its weights load; None where a problem was found."""
+    """The facts about the model before its weights load; None where a problem was found."""
     problems.attempt(lambda: plan_rules(config, family))
     problems.attempt(lambda: _check_weighting(config, family))
     problems.attempt(lambda: _check_shift(config, family))
-    # Frozen as in a run: what trains is not a part of it yet.
+    # Frozen as in a run: the adapter is not a part of it yet.
     transformer = family.empty_transformer().requires_grad_(False)
     blocks = problems.attempt(lambda: find_blocks(family, transformer))
     problems.attempt(lambda: check_split(config, family, transformer))
@@ -291,8 +291,7 @@ def check_loading(
     """Check how the weights of text encoders and blocks are to be kept, and have the family load them so.
 
     Args:
-        transformer: what the family trains, on the meta device, frozen; it has the formats of the run
-            afterwards.
+        transformer: on the meta device, frozen; it has the formats of the run afterwards.
         num_blocks: of one model; 0 where they were not found, which is a problem already.
     """
     memory = problems.attempt(lambda: text_encoder_memory(config, family, device))
@@ -346,7 +345,7 @@ def _check_averaging(config: Config, family: ModelFamily, optimizer: OptimizerFa
     if optimizer is not None and optimizer.has_average and len(family.noise_ranges) > 1:
         raise UserError(
             f"train.optimizer: {config.train.optimizer} counts every step into its average, and a step "
-            f"trains one of {' and '.join(family.trained)} alone; train each in a run of its own "
+            f"trains one of {' and '.join(family.trained)} only; train each in a run of its own "
             "(lora.components), or take another optimizer"
         )
 

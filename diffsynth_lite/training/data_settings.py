@@ -1,4 +1,4 @@
-"""This file turns the settings of the data into values for what reads, plans and encodes it."""
+"""This file turns the settings of the data into values for the code that reads, plans and encodes it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -36,13 +36,13 @@ def set_audio(config: Config, family: ModelFamily) -> None:
     if config.data.audio and family.audio_format is None:
         raise UserError(
             f"data.audio: true, but the model of {config.model.family} makes no audio; set it to false, or "
-            "choose a family that docs/models.md says makes clips with audio"
+            "choose a family that makes clips with audio (docs/models.md)"
         )
     family.with_audio = config.data.audio
 
 
 def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
-    """What is taken of each training record; what the config leaves open is the family's."""
+    """The part of each training record that is trained on; the family decides settings that are not given."""
     data = config.data
     _require_colour(data.background)
     for size in data.given_sizes:
@@ -80,7 +80,7 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
 
 
 def held_out_rules(rules: PlanRules) -> PlanRules:
-    """What is taken of each held-out record: its middle, once."""
+    """The part of each held-out record that is measured: its middle, once."""
     return dataclasses.replace(rules, crop="center", crops_per_item=1, clip="center", clips_per_video=1)
 
 
@@ -117,7 +117,7 @@ def check_records(records: Sequence[Record], family: ModelFamily) -> None:
         raise UserError(
             f"data: {len(ending)} clips, such as {ending[0].name}, end with an image, and this model only "
             "starts them from one; leave last_frame_dir and last_frame_column out, or choose a model that "
-            "docs/models.md says is led to a last frame"
+            "is led to a last frame (docs/models.md)"
         )
 
 
@@ -189,7 +189,7 @@ def learned_sources(config: Config) -> set[int]:
 def find_training_records(config: Config, part: Part = WHOLE) -> FoundRecords:
     """The records of all sources, or a part of them, with their captions in all orders that are trained on.
 
-    What is wrong with them names the key and the files.
+    Errors name the key and the files.
     """
     key = "data.sources" if config.data.sources else "data.dataset" if config.data.dataset else "data.path"
     found = _find(key, data_sources(config), config, part)
@@ -226,17 +226,17 @@ def _moved(place: Path, first: Source, held_out: Path) -> Path:
 
 
 def cache_folder(config: Config) -> Path:
-    """Folder of the cache and of what is remembered about files."""
+    """Folder of the cache and of the memory of files."""
     return Path(config.data.cache_dir).expanduser()
 
 
 def sealed_folder(config: Config) -> Path:
-    """Folder for what this machine keeps of sealed caches: tables from elsewhere."""
+    """Folder for this machine's copies of the tables of sealed caches."""
     return cache_folder(config) / "sealed"
 
 
 def orders_folder(config: Config) -> Path:
-    """Folder for the long orders of samples that this machine has drawn."""
+    """Folder for the long orders of samples that this machine has shuffled."""
     return cache_folder(config) / "orders"
 
 
@@ -246,7 +246,7 @@ def index_file(folder: Path) -> Path:
 
 
 def open_memory(config: Config, part: Part = WHOLE) -> FileMemory:
-    """What is remembered of the run's files; a part writes what it learns to files of its own."""
+    """The memory of the run's files; a part of an encoding job writes to files of its own."""
     index = index_file(cache_folder(config))
     return FileMemory(index) if part.is_whole else PartMemory(index, part)
 
@@ -295,7 +295,7 @@ def _find(key: str, sources: Sequence[Source], config: Config, part: Part) -> Fo
     store = cache_folder(config) / "media"
     found = find_records(sources, media_store=store, on_bad_item=config.data.on_bad_item, part=part)
     tables = tuple(f"{source.metadata_file}: " for source in sources if source.metadata is not None)
-    # Several sources have one key, and so has what is held out.
+    # Several sources have one key, and so have the held-out items.
     table_key = "data.metadata" if key == "data.path" else key
     problems = [
         f"{table_key if problem.startswith(tables) else key}: {problem}" for problem in found.problems

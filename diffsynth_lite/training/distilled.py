@@ -25,14 +25,14 @@ _UNDONE = frozenset(["de", "un"])
 
 
 def warning_of_distilled(config: Config, family: ModelFamily) -> str | None:
-    """What to know before a distilled model is trained; None of others, and where a setting keeps it so."""
+    """A warning before a distilled model is trained; None for others, and where a setting keeps it so."""
     if config.keeps_distillation:
         return None
     return distillation_warning(family, config.model.path, config.model.transformer_file)
 
 
 def distillation_warning(family: ModelFamily, location: str, file: str | None = None) -> str | None:
-    """What to know before a distilled model is trained; None of others.
+    """A warning before a distilled model is trained; None for other models.
 
     Args:
         location: the pipeline as given: where its files do not show it, its name may.
@@ -42,7 +42,7 @@ def distillation_warning(family: ModelFamily, location: str, file: str | None = 
     if reason is None and file is not None:
         key, named = "model.transformer_file", file
     if reason is None and _is_named_distilled(Path(named).name):
-        reason = "so its name says, and none of its files; better train the model that it was made from"
+        reason = "by its name, not by its files; better train the model that it was made from"
     if reason is None:
         return None
     return (
@@ -67,15 +67,15 @@ def read_training_adapter(config: Config, family: ModelFamily) -> LoraFile | Non
     tensors, settings = read_lora(family, location, key="model.training_adapter")
     if is_drawn_alone(tensors):
         raise UserError(
-            f"model.training_adapter: {location} is a DoRA or a LoKr, which is on no model next to another "
-            "adapter here; a plain LoRA would do"
+            f"model.training_adapter: {location} is a DoRA or a LoKr, which cannot be combined with "
+            "another adapter here; give a plain LoRA"
         )
     require_fit(family.empty_transformer(), tensors, place=f"model.training_adapter: {location}")
     return tensors, settings
 
 
 def training_adapter_digest(config: Config, family: ModelFamily) -> str | None:
-    """What the adapter of :func:`read_training_adapter` holds, as a digest; None where there is none."""
+    """A digest of the adapter of :func:`read_training_adapter`; None where there is none."""
     adapter = read_training_adapter(config, family)
     return None if adapter is None else adapter_digest(*adapter)
 

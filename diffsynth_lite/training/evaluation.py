@@ -32,7 +32,7 @@ from diffsynth_lite.training.objective import DenoisingObjective, SampleErrors
 logger = logging.getLogger(__name__)
 
 _PARTS = (1 / 6, 1 / 2, 5 / 6)
-"""Of the way from data to noise: where single items are measured."""
+"""Fractions of the way from data to noise at which single items are measured."""
 
 _THUMBNAIL_PX = 128
 _NUM_NAMED = 3
@@ -75,8 +75,8 @@ class FixedNoise:
     """An item with the noise that is put on it.
 
     Attributes:
-        position: place of the noise among the draws of its purpose.
-        part: of the way from data to noise, in [0, 1], over all noise levels that are trained.
+        position: index of the noise among the random draws of its purpose.
+        part: fraction of the way from data to noise, in [0, 1], over all noise levels that are trained.
     """
 
     item: ValidationItem
@@ -157,7 +157,7 @@ class FixedNoiseErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedNoiseLoss:
-    """The model's error on fixed items, noise and noise levels: a loss without the noise of the draws.
+    """The model's error on fixed items, noise and noise levels: a loss without the variance of random draws.
 
     Item i of n is (i + 0.5) / n of the way from data to noise, so that all of it is covered.
 
@@ -204,7 +204,7 @@ class TrackedItem:
         row: its name, its size and the keys of its tensors.
         caption: its first one.
         read: gives its tensors, with that caption.
-        thumbnail: gives a data URL of a small JPEG, or None where there is no image of it.
+        thumbnail: returns a data URL of a small JPEG; None where none can be made.
     """
 
     position: int
@@ -215,11 +215,11 @@ class TrackedItem:
 
 
 def thumbnail_of(item: TrainingItem) -> str | None:
-    """A data URL of a small JPEG; None where its file gives no image, which is logged."""
+    """A data URL of a small JPEG; None, with a warning, where its file cannot be read."""
     try:
         strip = frame_strip([_small(frame) for frame in item.few_frames(STRIP_FRAMES)])
     except (UserError, OSError, MemoryError) as error:
-        logger.warning("There is no small image of %s: %s", item.name, error)
+        logger.warning("No thumbnail of %s: %s", item.name, error)
         return None
     return jpeg_url(strip)
 
@@ -234,8 +234,8 @@ class ItemLosses:
         items: measured in this order.
         errors: measures them.
         is_average: whether the averaged weights are measured.
-        folder: gets the losses, and what is measured.
-        writes: whether this process writes what it measures.
+        folder: gets the losses and the list of items.
+        writes: whether this process writes the files.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class ItemLosses:
             self._log(step, losses, before[0])
 
     def _describe(self) -> None:
-        """Write what is measured, and remove losses that were measured in another way."""
+        """Write the list of items, and remove losses that were measured in another way."""
         known = {item.measured_by: item.thumbnail for item in read_items(self._folder.items_file)}
         keys = [self._measured_by(item) for item in self.items]
         if list(known) != keys and self._file.rows():
@@ -366,7 +366,7 @@ class LayerUpdates:
         file: gets a row for each step that is recorded.
         last_step: of the run.
         rate_setting: what makes the updates larger.
-        writes: whether this process writes what it measures.
+        writes: whether this process writes the file.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class LayerUpdates:
         self._recorded_step: int | None = None
 
     def record(self, step: int, *, num_skipped: int) -> None:
-        """Measure what is trained after a step, once for each; on the main process only, or on all.
+        """Measure the updates after a step, once for each step; on the main process only, or on all.
 
         Args:
             step: optimizer steps done.

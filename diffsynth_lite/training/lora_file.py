@@ -48,7 +48,7 @@ class ExportedLora:
     """LoRA files that were written.
 
     Attributes:
-        rounding: norm of what the update lost to the files' dtype, over the norm of the update.
+        rounding: norm of the update's error in the files' dtype, over the norm of the update.
     """
 
     files: list[Path]
@@ -87,7 +87,7 @@ def export_lora(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         written = _saved(family, aside, tensors, settings, dtype)
-        # Of experts each has its own range; other models have one, whatever their files.
+        # Each expert has its own range; other models have one, however many files they have.
         ranges = family.noise_ranges if len(family.noise_ranges) > 1 else family.noise_ranges * len(written)
         for file, noise_range in zip(written, ranges, strict=True):
             add_metadata(file, describe(noise_range))

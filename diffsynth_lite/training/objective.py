@@ -1,4 +1,4 @@
-"""This file turns a batch into a loss: the error of a model's estimates at drawn noise levels."""
+"""This file turns a batch into a loss: the error of a model's estimates at random noise levels."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ class NoiseLevels:
     ) -> torch.Tensor:
         """Noise levels of uniform draws.
 
-        Over many steps they have the density whatever ``ranges`` is, cut to what these cover.
+        Over many steps they have the density for any ``ranges``, cut to the levels that these cover.
 
         Args:
             uniform: (B,), in [0, 1).
@@ -149,7 +149,7 @@ class SampleErrors:
     """Errors of B samples, fp32, each (B,).
 
     Attributes:
-        total: what is learned from.
+        total: the error that is learned from.
         video: of the images or clips.
         audio: of their audio, 0 where that does not count; None where no audio is learned.
         has_audio: 1 where it counts, else 0.
@@ -163,10 +163,10 @@ class SampleErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What the model is given of B samples.
+    """The model's inputs for B samples.
 
     Attributes:
-        noisy: what it estimates the noise of.
+        noisy: noisy latents.
         sigma: (B,), noise levels.
         audio_sigma: (B,), those of audio; None where they are the same, or there is none.
         conditioning: of the B samples.
@@ -205,10 +205,10 @@ class DenoisingObjective:
         device: of the transformer.
         guidance_target: scale g of the guided target ``u + g (v - u)``; None is the plain target v.
         is_counted: whether this process is the one that counts its samples, where several have the same.
-        loss_by_tenth: adds up the losses of the samples that are learned, for whoever takes them.
+        loss_by_tenth: adds up the losses of the learned samples until they are logged.
         sample_losses: keeps them one by one.
-        losses_apart: adds up those of the samples that are learned and of the ones that are preserved, and of
-            images and audio; None where all are learned, count alike, and have no audio.
+        losses_by_kind: adds up the losses of learned and of preserved samples, of images and of audio; None
+            where all are learned, count alike, and have no audio.
         audio_loss_weight: weight of the error of the audio relative to that of the images.
         own_audio_levels: whether the audio of clips is at noise levels of its own.
         train_silent_clips: whether clips without audio are learned as silent ones.
@@ -224,7 +224,7 @@ class DenoisingObjective:
     is_counted: bool = True
     loss_by_tenth: LossByTenth = field(default_factory=LossByTenth)
     sample_losses: SampleLosses = field(default_factory=SampleLosses)
-    losses_apart: LossBreakdown | None = None
+    losses_by_kind: LossBreakdown | None = None
     audio_loss_weight: float = 1.0
     own_audio_levels: bool = False
     train_silent_clips: bool = False
@@ -268,8 +268,8 @@ class DenoisingObjective:
     def _count(self, batch: Batch, losses: torch.Tensor, sigma: torch.Tensor, of_level: torch.Tensor) -> None:
         """Count the losses, and the part of them that is at the noise levels ``sigma``; each is (B,)."""
         preserved = batch.preserved or ()
-        if self.losses_apart is not None:
-            self.losses_apart.add(losses, preserved)
+        if self.losses_by_kind is not None:
+            self.losses_by_kind.add(losses, preserved)
         learned = [place for place in range(len(losses)) if place not in preserved]
         if not learned:
             return
@@ -285,16 +285,16 @@ class DenoisingObjective:
     def _count_parts(
         self, batch: Batch, video: torch.Tensor, audio_weight: torch.Tensor, errors: SampleErrors
     ) -> None:
-        if self.losses_apart is None or batch.audio is None or errors.audio is None:
+        if self.losses_by_kind is None or batch.audio is None or errors.audio is None:
             return
         counts = self._counts_of_audio(batch.audio).tolist()
-        self.losses_apart.add_parts(video, audio_weight * errors.audio, counts, batch.preserved or ())
+        self.losses_by_kind.add_parts(video, audio_weight * errors.audio, counts, batch.preserved or ())
 
     def _counts_of_audio(self, audio: AudioBatch) -> torch.Tensor:
         """(B,), 1 where the error of a sample's audio counts, else 0; on the batch's device."""
         return torch.ones_like(audio.has_audio) if self.train_silent_clips else audio.has_audio
 
-    def totals_apart(self, accelerator: Accelerator) -> torch.Tensor:
+    def totals_by_kind(self, accelerator: Accelerator) -> torch.Tensor:
         """The losses of the step that is ending, of all devices, as :meth:`LossBreakdown.take` has them.
 
         Args:
@@ -303,9 +303,9 @@ class DenoisingObjective:
         Returns:
             (8,) on the device; (0,) where all samples are learned, count alike, and have no audio.
         """
-        if self.losses_apart is None:
+        if self.losses_by_kind is None:
             return torch.empty(0, device=self.device)
-        totals: torch.Tensor = accelerator.reduce(self.losses_apart.take(self.device), reduction="sum")
+        totals: torch.Tensor = accelerator.reduce(self.losses_by_kind.take(self.device), reduction="sum")
         return totals
 
     def totals_by_noise(self, accelerator: Accelerator, every_steps: int, step: int) -> torch.Tensor:
@@ -359,7 +359,7 @@ class DenoisingObjective:
             huber_delta: above this, above 0, errors count by their size, as Huber (1964) has it: twice
                 ``torch.nn.functional.huber_loss``, which makes it the squared error of those below.
             unconditional: of the B samples without their captions, where the target is guided.
-            preserved: places of the samples whose target is what the model estimates without its adapter; see
+            preserved: indices of the samples whose target is the model's estimate without its adapter; see
                 :class:`Batch`.
         """
         # Everything but the model's input stays in fp32: bf16 has 8 bits for a noise level.
@@ -411,7 +411,7 @@ class DenoisingObjective:
         transformer: torch.nn.Module,
         seen: _Seen,
     ) -> _Parts:
-        """The targets, where those of some samples are what the model estimates without its adapter.
+        """The targets, of which some are the model's estimates without its adapter.
 
         Only these are computed, without gradients or dropout, and ahead of the pass that trains: its
         recomputes do not come here. Text encoders that are trained are without their adapters, too. Where

@@ -1,4 +1,4 @@
-"""This file says what previews are asked for, reads what they start from and follow, and checks it."""
+"""This file lists the previews that a config asks for, and reads and checks the files that they need."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, PreviewRequest
 from diffsynth_lite.training.data_settings import fps_of, num_preview_frames, num_preview_layers
 
-_OF_A_PICTURE: tuple[RecordKind, ...] = ("edit", "image_to_video", "layers")
+_STARTING_FROM_IMAGES: tuple[RecordKind, ...] = ("edit", "image_to_video", "layers")
 """Kinds of data whose previews start from only an image."""
 
 
@@ -80,7 +80,7 @@ def check_previews(config: Config, family: ModelFamily) -> None:
             f"takes at least {family.min_inference_steps}; set it to that or more"
         )
     _check_prompts(config, family)
-    _check_pictures_have_effect(config, family)
+    _check_images_have_effect(config, family)
     _check_guides_have_effect(config, family)
     for key, files in (("inputs", validation.inputs), ("last_frames", validation.last_frames)):
         for path in files:
@@ -107,25 +107,25 @@ def _check_prompts(config: Config, family: ModelFamily) -> None:
     family.check_prompt(config.validation.negative_prompt, "validation.negative_prompt")
 
 
-def _check_pictures_have_effect(config: Config, family: ModelFamily) -> None:
+def _check_images_have_effect(config: Config, family: ModelFamily) -> None:
     validation = config.validation
     if validation.prompts and family.needs_inputs and not validation.inputs:
         raise UserError(
             "validation.inputs: is empty; previews of this family start from images: name a file for each "
             "of validation.prompts, or give no prompts"
         )
-    if validation.inputs and not {*_OF_A_PICTURE, "inpaint"} & set(family.record_kinds):
+    if validation.inputs and not {*_STARTING_FROM_IMAGES, "inpaint"} & set(family.record_kinds):
         raise UserError(
             "validation.inputs: has no effect, as previews of this family start from the prompt only; "
             "remove it"
         )
     if validation.last_frames and not family.takes_last_frames:
         raise UserError(
-            "validation.last_frames: has no effect, as this model leads a clip to no image; remove it"
+            "validation.last_frames: has no effect, as this model does not lead clips to an image; remove it"
         )
     if validation.num_layers is not None and not family.default_num_layers:
         raise UserError(
-            "validation.num_layers: has no effect, as this family takes no image apart; remove it"
+            "validation.num_layers: has no effect, as this family does not make layers of images; remove it"
         )
 
 
@@ -144,24 +144,26 @@ def _check_guides_have_effect(config: Config, family: ModelFamily) -> None:
             )
     if validation.inpaint_masks and not (validation.inputs or validation.control):
         raise UserError(
-            "validation.inpaint_masks: have no effect alone; name as many validation.inputs, of which they "
-            "say what is regenerated, or remove them"
+            "validation.inpaint_masks: have no effect without validation.inputs, of which they mark the part "
+            "that is regenerated; name as many inputs, or remove the masks"
         )
-    starts = set(_OF_A_PICTURE) & set(family.record_kinds)
+    starts = set(_STARTING_FROM_IMAGES) & set(family.record_kinds)
     if validation.inputs and not starts and not validation.inpaint_masks:
         raise UserError(
-            "validation.inputs: has no effect without validation.inpaint_masks, which say what of it is "
+            "validation.inputs: has no effect without validation.inpaint_masks, which mark the part that is "
             "regenerated; name as many, or remove it"
         )
 
 
 def _frames(config: Config, family: ModelFamily, files: list[str], *, is_mask: bool) -> tuple[Image, ...]:
-    """The frames of a file in the size, number and times of a preview; of no file none."""
+    """The frames of a file in the size, number and times of a preview; none without a file."""
     if not files:
         return ()
     path, num_frames = Path(files[0]).expanduser(), num_preview_frames(config, family)
     if not path.is_file():
-        raise UserError(f"there is no file {files[0]}; each entry is an image, or of a clip a clip")
+        raise UserError(
+            f"there is no file {files[0]}; each entry is an image, or a clip where previews are clips"
+        )
 
     def fitted(image: Image) -> Image:
         image = cover(image.convert("L") if is_mask else image, *preview_size(config, family))
@@ -171,16 +173,16 @@ def _frames(config: Config, family: ModelFamily, files: list[str], *, is_mask: b
         if family.frame_step is None:
             raise UserError(f"{path}: is a clip, and this family makes images; give an image")
         fps = fps_of(config, family)
-        assert fps is not None, "a family that makes clips says how fast they are"
+        assert fps is not None, "a family that makes clips has a frame rate"
         return tuple(read_frames(path, clip_times(0.0, num_frames=num_frames, fps=fps), each=fitted))
     if num_frames > 1 and not is_mask:
         raise UserError(f"{path}: is an image, and previews are clips of {num_frames} frames; give a clip")
-    picture = (
+    image = (
         load_mask(path, white="what is regenerated")
         if is_mask
         else load_image(path, background=config.data.background)
     )
-    return (fitted(picture),) * num_frames
+    return (fitted(image),) * num_frames
 
 
 def preview_size(config: Config, family: ModelFamily) -> tuple[int, int]:

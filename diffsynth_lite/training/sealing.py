@@ -1,4 +1,4 @@
-"""This file seals what a run reads of its data, from a cache that is filled."""
+"""This file seals the data of a run, from a cache that is filled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, 
         progress: called after each entry with the number of those written, and of all.
 
     Raises:
-        UserError: what would stop the run; the cache lacks entries; the folder holds a seal of other data or
-            something else.
+        UserError: a problem would stop the run; the cache lacks entries; the folder holds a seal of other
+            data or something else.
         RunStoppedError: the seal could not be written.
     """
     there = open_config_seal(config)
@@ -85,7 +85,7 @@ def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, 
         raise
     except LANCE_ERRORS as error:
         raise RunStoppedError(
-            f"data.sealed: {folder} could not be written: {first_line(error)}; what is there is no seal, and "
+            f"data.sealed: {folder} could not be written: {first_line(error)}; the folder holds no seal, and "
             "the same command starts over"
         ) from error
     return Sealed(document=document, was_there=False)
@@ -113,5 +113,7 @@ def _thumbnails(config: Config, job: EncodingJob, trained_on: UsableData) -> dic
     """Thumbnails of the items whose losses are measured one by one, by their numbers."""
     items = {item.name: item for item in job.datasets[0][0].items}
     table = trained_on.items
-    drawn = {place: thumbnail_of(items[table.row(place).name]) for place in tracked_places(config, table)}
-    return {place: image for place, image in drawn.items() if image is not None}
+    thumbnails = {
+        place: thumbnail_of(items[table.row(place).name]) for place in tracked_places(config, table)
+    }
+    return {place: image for place, image in thumbnails.items() if image is not None}

@@ -85,7 +85,7 @@ class StartupClock:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every stage of a run needs: settings, processes, places.
+    """The objects that every stage of a run needs: settings, processes, folders.
 
     Attributes:
         loaded: the config and its texts.
@@ -132,7 +132,7 @@ class Run:
 
     @property
     def resume_policy(self) -> ResumePolicy:
-        """What the run may continue from."""
+        """The checkpoints and settings that the run may continue from."""
         resume = self.config.resume
         return ResumePolicy(
             source=resume.source,
@@ -143,7 +143,7 @@ class Run:
         )
 
     def fingerprint(self, shift: Callable[[Sequence[int]], float]) -> RunFingerprint:
-        """What settings and weights decide of the run's numbers.
+        """The fingerprint of the run's settings and weights.
 
         Args:
             shift: of the noise levels, by the shape of one sample's latents.
@@ -160,7 +160,7 @@ class Run:
 
     @contextmanager
     def recorded(self, start_step: int) -> Iterator[list[str]]:
-        """Scope of the work: afterwards status and report say how it ended. Takes the run's kernels.
+        """Scope of the work, with the run's kernels: afterwards status and report state how it ended.
 
         Remarks that are put into the list are part of the message of a run that finished.
         """
@@ -184,11 +184,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """From where a run starts or resumes: all that a checkpoint, or its absence, decides.
+    """Where a run starts or resumes.
 
     Attributes:
-        checkpoint: what is resumed; None in a new run.
-        fingerprint: what decides the run's numbers: settings and weights, then also the data.
+        checkpoint: None in a new run.
+        fingerprint: settings and weights that decide the run's numbers, then also the data.
         run_id: kept over resumes.
         lineage: the starts up to this one, with what changed; empty until the data are known.
         is_finished: whether the run has ended and no step is left.

@@ -19,7 +19,7 @@ from diffsynth_lite.run_folder.folder import folder_is_gone
 from diffsynth_lite.training.distributed.watchdog import is_lost_process
 
 _ACTIVATIONS_PER_INPUT = 20
-"""What a block keeps without checkpointing, as a multiple of its input: 19 to 40 in the models measured in
+"""Activations that a block keeps without checkpointing, over its input: 19 to 40 in the models measured in
 docs/benchmarks.md; the least of them, so that no more is promised than is held."""
 _BYTES_PER_VALUE = 2
 """Of activations under autocast."""
@@ -66,7 +66,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes on the device: of frozen weights, of what is trained with its optimizer, and at most of all."""
+    """Bytes on the device: frozen weights, trained weights with their optimizer, and the peak of all."""
 
     weights: int
     trained: int
@@ -76,12 +76,12 @@ class MemoryUse:
     def of(
         cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, slot_bytes: int = 0
     ) -> "MemoryUse":
-        """What a model and its optimizer hold, and the device's own count where it has one.
+        """The memory of a model and its optimizer, and the device's own count where it has one.
 
         Args:
             model: its parameters, on the device.
             optimizer: of those that train.
-            slot_bytes: of the slots of weights that are streamed.
+            slot_bytes: of the slots of streamed weights.
         """
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -96,7 +96,7 @@ class MemoryUse:
 
     @property
     def activations(self) -> int | None:
-        """All that is neither weights nor trained; None where the device does not count."""
+        """Everything else at the peak: activations above all; None where the device does not count."""
         return None if self.peak is None else max(0, self.peak - self.weights - self.trained)
 
 
@@ -109,7 +109,7 @@ def out_of_memory_explained(
     plan: Callable[[], str],
     slot_bytes: int = 0,
 ) -> Iterator[None]:
-    """Scope in which a full device ends the run with what it held and what would help.
+    """Scope in which a full device ends the run with an account of its memory and of settings that help.
 
     Args:
         plan: describes the settings that are estimated to fit.
@@ -128,7 +128,7 @@ def out_of_memory_explained(
         )
         try:
             message += f". {plan()}"
-        except Exception as failure:  # whatever it is must not hide what happened
+        except Exception as failure:  # no failure of the estimate may hide the lack of memory
             raise RunStoppedError(f"{message}. What would fit could not be counted: {failure}") from failure
         raise RunStoppedError(message) from error
 
@@ -138,7 +138,7 @@ def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
     """Scope in which a lack of memory, disk space or processes ends the run with what would help.
 
     Args:
-        run_folder: of the run, once it is there; that it is gone is explained, too.
+        run_folder: once it exists; an error is explained, too, where it was removed.
 
     Raises:
         RunStoppedError: instead of torch's, safetensors' and the system's own errors.
@@ -177,7 +177,7 @@ def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
 def _of_processes(error: RuntimeError) -> RunStoppedError | None:
     """The error in place of torch's about another process; None if that is about something else."""
     first_line = str(error).partition("\n")[0]
-    # Raised at any place: a signal tells torch that a worker has died.
+    # Raised at any place: torch learns by a signal that a worker has died.
     if is_lost_worker(error):
         return RunStoppedError(
             f"a data worker died or hangs ({first_line}): look at the host's memory and at "
@@ -189,7 +189,7 @@ def _of_processes(error: RuntimeError) -> RunStoppedError | None:
         reason = "; ".join(line.partition(". ")[0] for line in lines)
         return RunStoppedError(
             f"the processes of this run could not reach each other ({reason}): one of them has ended or "
-            "hangs, or the network between them is cut; what the others printed says which. The same "
+            "hangs, or the network between them is cut; the output of the others shows which. The same "
             "command, on all machines, continues the run from its newest checkpoint"
         )
     return None
@@ -249,7 +249,7 @@ def _of_blocks(workload: Workload) -> Iterator[tuple[int | None, str]]:
     kept = workload.num_blocks - workload.num_checkpointed
     if kept:
         switch = "memory.policy: all" if workload.num_checkpointed else "--use_gradient_checkpointing"
-        # What one block keeps is on the device while it is recomputed.
+        # The activations of one block are on the device while it is recomputed.
         yield (block_input and block_input * _ACTIVATIONS_PER_INPUT * (kept - 1)), switch
     offloaded = workload.num_checkpointed - workload.blocks_on_device
     if offloaded > 0 and not workload.offloads:

@@ -71,17 +71,17 @@ def find_start(run: Run) -> Start:
 
 
 def _is_finished(run: Run) -> bool:
-    """Whether the run's status says that it is finished."""
+    """Whether the run's status is finished."""
     status = run.folder.read_status()
     if run.folder.has_lost_status():
         logger.warning(
-            "%s is missing or damaged; the checkpoints say how far the run is.", run.folder.status_file
+            "%s is missing or damaged; the checkpoints show how far the run is.", run.folder.status_file
         )
     return status is not None and status.get("state") == "finished"
 
 
 def initial_lora(run: Run, start: Start) -> dict[str, torch.Tensor] | None:
-    """The values that the adapter of a new run starts from; None where they are drawn, or restored."""
+    """The values that the adapter of a new run starts from; None where they are random or restored."""
     location = run.config.lora.init_from
     if location is None or start.checkpoint is not None:
         return None
@@ -116,7 +116,7 @@ def encode(run: Run, start: Start) -> TrainingData:
 
 
 def begin_run_folder(run: Run, start: Start, data: TrainingData) -> Start:
-    """Add what the data decide to the start, cut the folder back to its step, and start the trackers.
+    """Add the data's fingerprint to the start, cut the folder back to its step, and start the trackers.
 
     Raises:
         DifferentRunError: the run was started with other data.
@@ -141,7 +141,7 @@ def _write_start(run: Run, start: Start) -> None:
     write_json(folder.lineage_file, start.lineage)
     write_text(folder.config_file, run.loaded.source_text)
     write_text(folder.resolved_file, run.loaded.resolved_yaml)
-    read_items(folder.items_file)  # Warns of what is damaged before the run continues.
+    read_items(folder.items_file)  # Warns of damaged rows before the run continues.
     # A new start also drops what an earlier one logged before its first checkpoint.
     for file in folder.row_files:
         MetricsFile(file).cut_back_to(start.step or -1)
@@ -183,10 +183,10 @@ def _start_trackers(run: Run, run_id: str) -> None:
 def build(
     run: Run, start: Start, data: TrainingData, initial: Mapping[str, torch.Tensor] | None
 ) -> TrainingObjects:
-    """Load the model, restore what the checkpoint holds, and put around it all that the loop works with.
+    """Load the model, restore the checkpoint, and build the other objects of the training loop.
 
     Args:
-        initial: values that the adapter of a new run starts from; drawn where None.
+        initial: values that the adapter of a new run starts from; random where None.
     """
     config, checkpoint = run.config, start.checkpoint
     with run.clock.stage("model"):
@@ -223,7 +223,7 @@ def _load_model(
     host_blocks = share_host_memory(config, family, accelerator)
     adapter = load_training_adapter(config, family, accelerator, run.checked.training_adapter)
     loaded: list[torch.nn.Module] = []
-    # Together: no process may read what is shared before it is filled.
+    # Together: no process may read shared memory before it is filled.
     on_all_processes(
         accelerator,
         lambda: loaded.append(build_transformer(config, run.checked, initial, host_blocks, adapter)),
@@ -236,7 +236,7 @@ def _load_model(
 
 
 def build_saver(run: Run, start: Start, data: TrainingData, built: TrainingObjects) -> Saver:
-    """What writes checkpoints, LoRA files and their cards."""
+    """The writer of checkpoints, LoRA files and their cards."""
     config, averaged = run.config, built.averaged
     facts = gather_lora_facts(config, run.family, data, start.fingerprint)
     protocol = ValidationProtocol(
@@ -280,7 +280,7 @@ def build_saver(run: Run, start: Start, data: TrainingData, built: TrainingObjec
 
 
 def memory_explained(run: Run, data: TrainingData, built: TrainingObjects) -> AbstractContextManager[None]:
-    """Scope in which a full device ends the run with what it held, and what would help."""
+    """Scope in which a full device ends the run with an account of its memory and of settings that help."""
     config, family = run.config, run.family
     train, transformer, weights = config.train, built.transformer, built.weights
     model = family.folder.component_config(family.trained[0])
@@ -297,7 +297,7 @@ def memory_explained(run: Run, data: TrainingData, built: TrainingObjects) -> Ab
         quantizable_bytes=quantizable_bytes(family, transformer),
         num_checkpointed=run.checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
         offloads=train.use_gradient_checkpointing_offload,
-        # In the backward pass those of one block, and what is fetched ahead.
+        # In the backward pass those of one block, and those that are fetched ahead.
         blocks_on_device=max(config.memory.resident_blocks, 1 + config.memory.prefetched_blocks),
         has_token_budget=train.micro_batch_tokens is not None,
         float32_bytes=float32_bytes if config.model.dtype == "float32" else 0,

@@ -96,7 +96,7 @@ def remove_old_requests(folder: Path) -> None:
 
 
 class Asked(NamedTuple):
-    """What was asked of a run since its last step."""
+    """The requests to a run since its last step."""
 
     stop: bool
     save: bool
@@ -139,7 +139,7 @@ class Requests:
         is_lost, asked = False, [self.signals.asked, False, False]
         if self.accelerator.is_main_process:
             is_lost = self._has_lost_folder()
-            if not is_lost:  # What is there under its name may be another run's.
+            if not is_lost:  # A folder of the same name may be another run's.
                 self._look_at_files(asked)
             asked[1] = asked[1] or self._is_time_to_save()
         if self.accelerator.num_processes > 1:
@@ -205,8 +205,8 @@ class ShutdownBudget:
     which warms up, is left out. Of the others the second longest counts: one slow step may be an accident.
 
     Args:
-        grace: how long the launcher waits; None where that is not known: there is no warning then.
-        save_bytes: what a save writes, from which its time is estimated until one is measured.
+        grace: how long the launcher waits; None, without a warning, where that is not known.
+        save_bytes: bytes of a save, from which its time is estimated until one is measured.
     """
 
     def __init__(self, grace: GracePeriod | None, *, save_bytes: int) -> None:
@@ -259,7 +259,7 @@ class ShutdownBudget:
         if setting is None:
             return (
                 f"That of torch {torch.__version__} cannot wait longer, one of a newer torch can; otherwise "
-                "lower what is here, or save more often (output.checkpoint_every_minutes)."
+                "make these shorter, or save more often (output.checkpoint_every_minutes)."
             )
         advised_s = math.ceil(2 * needed_s / _ADVISED_MULTIPLE_S) * _ADVISED_MULTIPLE_S
         return f"Set {setting}={advised_s} where it is launched."

@@ -1,4 +1,4 @@
-"""The training loop: what one optimizer step does, and what follows it, in the order in which it happens.
+"""The training loop: one optimizer step, and everything after it, in the order in which it happens.
 
 ``train`` is the life of a run after everything is built, ``train_step`` the arithmetic of one step. Neither
 knows a model: the loss arrives as a function. Nor where batches come from: they are a function of only the
@@ -89,7 +89,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
             built.sample_losses.after_step(step)
             _require_few_skips(built, step)
             shutdown.after_step(result.seconds)
-            # What is due or asked for. Evaluation first: the checkpoint says whether it is the best so far.
+            # Evaluation first: the checkpoint records whether it is the best so far.
             if asked.evaluate or _is_due(step, config.validation.every_steps, total_steps):
                 evaluate_now(step)
             if asked.save or _is_due(step, config.output.checkpoint_every_steps, total_steps):
@@ -140,7 +140,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
 
     local_loss = torch.zeros((), device=accelerator.device)
     for batch in micro_batches:
-        # Dropout has no generator argument: it draws from a seed that is set for this micro-batch.
+        # Dropout has no generator argument: its random numbers follow a seed set for this micro-batch.
         dropout_seed = torch_seed(built.seed, "dropout", batch.positions[0])
         with random_state_scope(accelerator.device, dropout_seed):
             loss = built.loss(built.transformer, batch) / _num_parts(batch, num_data_ranks)
@@ -151,10 +151,10 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     grad_norm = torch.nn.utils.clip_grad_norm_(built.trained_parameters, built.max_grad_norm)
 
     # One transfer for all, as each waits for the device. All are the same on all devices.
-    apart = built.totals_apart()
-    measured = [mean_loss[None], grad_norm[None], apart, built.totals_by_noise(step)]
+    by_kind = built.totals_by_kind()
+    measured = [mean_loss[None], grad_norm[None], by_kind, built.totals_by_noise(step)]
     loss_value, norm_value, *rest = torch.cat(measured).tolist()
-    losses = mean_losses(loss_value, rest[: len(apart)])
+    losses = mean_losses(loss_value, rest[: len(by_kind)])
     if math.isfinite(loss_value) and math.isfinite(norm_value):
         optimizer.step()
         if built.averaged is not None:
@@ -176,7 +176,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         num_samples=micro_batches[0].step_samples,
         seconds=time.perf_counter() - started_at,
         num_skipped=built.divergence.num_skipped,
-        totals_by_noise=rest[len(apart) :],
+        totals_by_noise=rest[len(by_kind) :],
     )
 
 
@@ -211,7 +211,7 @@ def measure_updates(built: TrainingObjects, step: int) -> None:
 
 
 def _between_steps(built: TrainingObjects, work: Callable[[], _Result]) -> _Result | None:
-    """Compute with the model, and write what comes of it: on the main process, while the others wait.
+    """Compute with the model, and write the results: on the main process, while the others wait.
 
     Where they share the base or the sequences they compute, too, as each forward pass needs all of them.
     """
@@ -221,7 +221,7 @@ def _between_steps(built: TrainingObjects, work: Callable[[], _Result]) -> _Resu
 
 
 def _num_parts(batch: Batch, num_data_ranks: int) -> float:
-    """What the mean loss of a micro-batch is divided by, so that all samples of the step weigh the same.
+    """The divisor of the mean loss of a micro-batch, so that all samples of the step weigh the same.
 
     The mean over data ranks divides by their number once more. Equal micro-batches give their number.
     """
@@ -233,7 +233,7 @@ def _is_due(step: int, every_steps: int | None, total_steps: int) -> bool:
 
 
 def _require_few_skips(built: TrainingObjects, step: int) -> None:
-    """Check on all processes what has been skipped; only the main one knows which checkpoint is sound."""
+    """Check on all processes what has been skipped; only the main one knows which checkpoint is good."""
     if built.divergence.num_skipped_in_a_row:
         on_main_process(built.accelerator, partial(built.divergence.require_few_in_a_row, step))
 

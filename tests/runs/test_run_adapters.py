@@ -162,7 +162,7 @@ def test_a_run_goes_on_exactly_and_its_file_is_drawn_with_and_started_from(
     sampling = ("sample", "--lora", str(whole), "--size", "32x32", "--steps", "2", "--scale", "0,1")
     assert main([*sampling, "--prompt", "a red circle"]) == 0
     assert main([*sampling, "--lora", str(file), "--prompt", "a red circle"]) == 2
-    assert "which is not drawn together with others" in caplog.text
+    assert "which cannot be combined with other LoRAs" in caplog.text
     assert main(["convert", str(file), str(tiny_run.root / "other.safetensors"), "--to", "kohya"]) == 2
     assert "cannot be joined" in caplog.text
 

@@ -65,7 +65,7 @@ def test_prompts_seeds_scales_and_several_loras_of_a_run_that_has_moved(
         ("", "--lora, --config: name the folder of a run, or a yaml file"),
         ("--lora {root}/nowhere", "nowhere: there is no such file or folder"),
         ("--lora {root}/data", "data: there is no LoRA in"),
-        ("--lora {root}/tiny.yaml", "tiny.yaml: is no .safetensors file"),
+        ("--lora {root}/tiny.yaml", "tiny.yaml: is not a .safetensors file"),
         ("--lora {root}/run:inf", "inf is not a weight; give a finite number"),
         ("--lora {root}/lone.safetensors", "--config: is missing, and no run says which base model"),
         (

@@ -135,7 +135,7 @@ def expected_errors(
 
 def test_the_loss_is_that_of_the_pictures_and_weighted_that_of_the_sound_where_there_is_some() -> None:
     given, model = batch(), TwoHeads()
-    tried = objective(losses_apart=LossBreakdown())
+    tried = objective(losses_by_kind=LossBreakdown())
     loss = tried.loss(model, given)
     assert model.calls == [("both", 3)]
     video, audio = expected_errors(given, model)
@@ -143,10 +143,10 @@ def test_the_loss_is_that_of_the_pictures_and_weighted_that_of_the_sound_where_t
     torch.testing.assert_close(loss, (video + WEIGHT * heard * audio).mean())
 
     # Each part of the step is told by itself, that of the audio over the samples that have some.
-    assert tried.losses_apart is not None
-    apart = mean_losses(loss.item(), tried.losses_apart.take(given.latents.device).tolist())
-    assert apart.preserved is None
-    for value, of in ((apart.learned, loss), (apart.video, video), (apart.audio, audio[[0, 2]])):
+    assert tried.losses_by_kind is not None
+    by_kind = mean_losses(loss.item(), tried.losses_by_kind.take(given.latents.device).tolist())
+    assert by_kind.preserved is None
+    for value, of in ((by_kind.learned, loss), (by_kind.video, video), (by_kind.audio, audio[[0, 2]])):
         assert value == pytest.approx(of.mean().item(), rel=1e-5)
     assert mean_losses(1.0, []) == MeanLosses(learned=1.0)
     # By sample, and by noise level, the whole of it counts.
@@ -167,13 +167,13 @@ def test_silence_is_learned_where_that_is_asked_for_and_a_weight_of_0_hears_with
 
 def test_pictures_of_a_family_that_makes_sound_have_the_loss_of_pictures() -> None:
     given, model = batch(audio=None), TwoHeads()
-    tried = objective(losses_apart=LossBreakdown())
+    tried = objective(losses_by_kind=LossBreakdown())
     loss = tried.loss(model, given)
     assert model.calls == [("video", 3)]
     torch.testing.assert_close(loss, expected_errors(batch(), model)[0].mean())
-    assert tried.losses_apart is not None
-    apart = mean_losses(loss.item(), tried.losses_apart.take(given.latents.device).tolist())
-    assert (apart.video, apart.audio) == (None, None)
+    assert tried.losses_by_kind is not None
+    by_kind = mean_losses(loss.item(), tried.losses_by_kind.take(given.latents.device).tolist())
+    assert (by_kind.video, by_kind.audio) == (None, None)
 
 
 def test_masks_are_of_the_pictures_and_weightings_and_huber_of_both() -> None:
@@ -215,7 +215,7 @@ def test_what_is_preserved_keeps_its_sound_too_and_is_counted_apart() -> None:
     add_adapter(model, ["layer"], rank=2, alpha=2, dropout=0, seed=0)
     torch.nn.init.normal_(model.layer.lora_B["default"].weight)
     model.train()
-    tried = objective(losses_apart=LossBreakdown())
+    tried = objective(losses_by_kind=LossBreakdown())
     loss = tried.loss(model, given)
     assert model.calls == [("both", 1), ("both", 3)]
     errors = []
@@ -226,11 +226,11 @@ def test_what_is_preserved_keeps_its_sound_too_and_is_counted_apart() -> None:
     video, audio = errors
     totals = video + WEIGHT * torch.tensor([1.0, 0.0, 1.0]) * audio
     torch.testing.assert_close(loss, totals.mean())
-    assert tried.losses_apart is not None
-    apart = mean_losses(loss.item(), tried.losses_apart.take(given.latents.device).tolist())
+    assert tried.losses_by_kind is not None
+    by_kind = mean_losses(loss.item(), tried.losses_by_kind.take(given.latents.device).tolist())
     expected = (totals[:2].mean(), totals[2], video[:2].mean(), audio[0])
-    found_apart = (apart.learned, apart.preserved, apart.video, apart.audio)
-    for value, of in zip(found_apart, expected, strict=True):
+    found_by_kind = (by_kind.learned, by_kind.preserved, by_kind.video, by_kind.audio)
+    for value, of in zip(found_by_kind, expected, strict=True):
         assert value == pytest.approx(of.item(), rel=1e-5)
 
 
@@ -248,18 +248,18 @@ def test_audio_with_levels_of_its_own_has_them_from_its_own_draws_tokens_and_wei
     given, model = batch(), TwoHeads()
     assert given.audio is not None
     tried = objective(
-        own_audio_levels=True, losses_apart=LossBreakdown(), noise_levels=by_shape(), weighting="sigma_sqrt"
+        own_audio_levels=True, losses_by_kind=LossBreakdown(), noise_levels=by_shape(), weighting="sigma_sqrt"
     )
     loss = tried.loss(model, given)
     sigma, audio_sigma = moved(given.uniform, 4), moved(given.audio.uniform, 2)
     video, audio = expected_errors(dataclasses.replace(given, uniform=sigma), model, audio_sigma)
     video, audio = video / sigma.square(), audio / audio_sigma.square()
     torch.testing.assert_close(loss, (video + WEIGHT * torch.tensor([1.0, 0.0, 1.0]) * audio).mean())
-    assert tried.losses_apart is not None
-    apart = mean_losses(loss.item(), tried.losses_apart.take(given.latents.device).tolist())
-    assert apart.learned == pytest.approx(loss.item(), rel=1e-5)
-    assert apart.video == pytest.approx(video.mean().item(), rel=1e-5)
-    assert apart.audio == pytest.approx(audio[[0, 2]].mean().item(), rel=1e-5)
+    assert tried.losses_by_kind is not None
+    by_kind = mean_losses(loss.item(), tried.losses_by_kind.take(given.latents.device).tolist())
+    assert by_kind.learned == pytest.approx(loss.item(), rel=1e-5)
+    assert by_kind.video == pytest.approx(video.mean().item(), rel=1e-5)
+    assert by_kind.audio == pytest.approx(audio[[0, 2]].mean().item(), rel=1e-5)
     # A noise level has the loss of what is at it: the clips only.
     for (_, level, found), at, of in zip(tried.sample_losses.take(), sigma, video, strict=True):
         assert (level, found) == pytest.approx((at.item(), of.item()), rel=1e-5)

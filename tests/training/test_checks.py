@@ -171,7 +171,7 @@ def test_a_name_tells_a_distilled_model_where_no_file_does(
     family = bind_family(load_config_of(root, {}))
     warning = distillation_warning(family, location)
     assert (warning is not None) == is_distilled
-    assert warning is None or "so its name says, and none of its files" in warning
+    assert warning is None or "by its name, not by its files" in warning
     of_file = distillation_warning(family, "someone/Turbo", location)
     assert of_file == (warning and warning.replace("model.path: ", "model.transformer_file: "))
 

@@ -202,7 +202,7 @@ def test_what_is_measured_is_described_with_a_small_picture(
     assert (first.name, first.caption, first.size) == ("0.png", "a cat", "24x16")
     assert first.noise_levels == pytest.approx([1 / 6, 1 / 2, 5 / 6])
     assert (second.name, second.size, second.thumbnail) == ("9.png", "40x16", None)
-    assert "There is no small image of 9.png: 9.png: gone" in caplog.text
+    assert "No thumbnail of 9.png: 9.png: gone" in caplog.text
     assert first.thumbnail is not None
     kind, content = first.thumbnail.split(",")
     assert kind == "data:image/jpeg;base64"

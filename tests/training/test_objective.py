@@ -323,7 +323,7 @@ def loss_and_gradients(given: Batch, model: Adapted, of: DenoisingObjective) -> 
 
 def test_what_is_preserved_has_the_estimate_without_the_adapter_as_its_target() -> None:
     given = dataclasses.replace(batch(), preserved=(1,), loss_weights=torch.tensor([1.0, 0.25]))
-    model, plain, tried = adapted(), Adapted(), of_model(losses_apart=LossBreakdown())
+    model, plain, tried = adapted(), Adapted(), of_model(losses_by_kind=LossBreakdown())
     found = loss_and_gradients(given, model, tried)
     assert model.seen == [1, 2]
     assert model.training
@@ -339,10 +339,10 @@ def test_what_is_preserved_has_the_estimate_without_the_adapter_as_its_target() 
         assert torch.equal(one, other)
 
     # Without their weights, so that losses of runs with other ones compare.
-    apart = tried.losses_apart.take(given.latents.device).tolist()
+    by_kind = tried.losses_by_kind.take(given.latents.device).tolist()
     learned, preserved = errors.tolist()
-    assert mean_losses(found[0].item(), apart) == MeanLosses(learned=learned, preserved=preserved)
-    assert tried.losses_apart.take(given.latents.device).tolist() == [0] * 8
+    assert mean_losses(found[0].item(), by_kind) == MeanLosses(learned=learned, preserved=preserved)
+    assert tried.losses_by_kind.take(given.latents.device).tolist() == [0] * 8
     assert mean_losses(0.5, [0] * 8) == MeanLosses(learned=None)
     sums, counts = tried.loss_by_tenth.take(given.latents.device)
     assert (sums[2], counts.sum()) == (errors[0], 1)
@@ -351,10 +351,10 @@ def test_what_is_preserved_has_the_estimate_without_the_adapter_as_its_target() 
 def test_a_sample_that_processes_share_is_counted_by_one_of_them() -> None:
     given, found = batch(), {}
     for counts in (True, False):
-        of = of_model(is_counted=counts, losses_apart=LossBreakdown())
+        of = of_model(is_counted=counts, losses_by_kind=LossBreakdown())
         values = loss_and_gradients(given, adapted(), of)
         kept = [name for name, *_ in of.sample_losses.take()]
-        totals = of.loss_by_tenth.take(given.latents.device), of.losses_apart.take(given.latents.device)
+        totals = of.loss_by_tenth.take(given.latents.device), of.losses_by_kind.take(given.latents.device)
         found[counts] = values, (kept, *(total.any().item() for total in totals))
     assert [counted for _, counted in found.values()] == [(["a", "b"], True, True), ([], False, False)]
     assert all(torch.equal(*pair) for pair in zip(found[True][0], found[False][0], strict=True))

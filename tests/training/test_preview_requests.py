@@ -119,7 +119,7 @@ def test_what_cannot_guide_a_preview_is_named(config, guided, tmp_path, monkeypa
     [
         (
             "inpaint_masks",
-            r"validation\.inpaint_masks: have no effect alone; name as many validation\.inputs",
+            r"validation\.inpaint_masks: have no effect without validation\.inputs",
         ),
         ("inputs", r"validation\.inputs: has no effect without validation\.inpaint_masks"),
     ],

@@ -85,7 +85,7 @@ def objects(model: torch.nn.Module, *steps: Sequence[Batch], **changes: Any) -> 
         "averaged": None,
         "seed": 0,
         "batches": iter(steps),
-        "totals_apart": lambda: torch.empty(0),
+        "totals_by_kind": lambda: torch.empty(0),
         "totals_by_noise": lambda _step: torch.empty(0),
         "validation_loss": None,
         "item_losses": None,

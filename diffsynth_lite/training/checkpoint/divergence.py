@@ -1,5 +1,4 @@
-"""This file tracks losses and gradients that are not finite: skipped steps, and the newest audio
-checkpoint."""
+"""This file tracks non-finite losses and gradients: skipped steps, and the newest good checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,18 +13,18 @@ _MAX_SKIPPED_IN_A_ROW = 5
 
 @dataclass(kw_only=True)
 class Divergence:
-    """Skipped steps and the newest sound checkpoint of a run, over all of its starts; checkpoints keep it.
+    """Skipped steps and the newest good checkpoint of a run, over all of its starts; checkpoints keep it.
 
-    Weights that a step has just changed may be ruined although its loss was finite. So a checkpoint is sound
+    Weights that a step has just changed may be ruined although its loss was finite. So a checkpoint is good
     only once its weights have given a finite loss: in a step after it, or in an evaluation of them.
 
     Attributes:
         num_skipped: steps that were skipped, as their loss or gradients were not finite.
-        num_skipped_in_a_row: those of them after the last step that was taken.
+        num_skipped_in_a_row: skipped steps since the last step that was taken.
         is_loss_finite: whether the last loss on fixed noise was; True where none was measured since the last
             step that was not skipped.
-        saved_step: that of the newest checkpoint; None before the first.
-        sound_step: that of the newest sound checkpoint; None where there is none.
+        saved_step: step of the newest checkpoint; None before the first.
+        sound_step: step of the newest good checkpoint; None where there is none.
         rate_setting: setting, or a value of one, that makes the steps of the run smaller.
     """
 
@@ -40,7 +39,7 @@ class Divergence:
 
     @classmethod
     def of_checkpoint(cls, state: Mapping[str, Any]) -> Self:
-        """From a checkpoint's state; one of an earlier version has no entry, and counts as audio."""
+        """From a checkpoint's state; one of an earlier version has no entry, and counts as good."""
         return cls(
             **{"sound_step": state["step"], **state.get("divergence", {}), "saved_step": state["step"]}
         )
@@ -55,7 +54,7 @@ class Divergence:
         }
 
     def note_taken(self) -> None:
-        """A step had a finite loss and gradients: the weights that it started from are audio."""
+        """A step had a finite loss and gradients: the weights that it started from are good."""
         self.num_skipped_in_a_row = 0
         self.is_loss_finite = True
         self.sound_step = self.saved_step

@@ -191,7 +191,7 @@ class Saver:
         if step == self._saved_step:
             return
         self.divergence.note_save(step)
-        self.store.sound = self.divergence.sound_step
+        self.store.known_good = self.divergence.sound_step
         self.folder.sync_rows()
         adapter = adapter_tensors(self.transformer)
         moments, groups = optimizer_tensors(self.optimizer, dict(self.transformer.named_parameters()))

@@ -78,7 +78,7 @@ class CheckpointStore:
 
     Attributes:
         pinned: a step whose checkpoint stays too, such as the best one's.
-        audio: the step of the newest checkpoint whose weights are known to be good, which stays too.
+        known_good: the step of the newest checkpoint whose weights are known to be good, which stays too.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int | None = None) -> None:
@@ -88,7 +88,7 @@ class CheckpointStore:
         self.keep = keep
         self.keep_every = keep_every
         self.pinned: int | None = None
-        self.sound: int | None = None
+        self.known_good: int | None = None
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, oldest first, whatever its condition."""
@@ -205,7 +205,7 @@ class CheckpointStore:
         removed."""
         complete = [step for step in self.steps() if _is_complete(self.folder / folder_name(step))]
         for step in complete[: -self.keep]:
-            if step in (self.pinned, self.sound) or (self.keep_every and step % self.keep_every == 0):
+            if step in (self.pinned, self.known_good) or (self.keep_every and step % self.keep_every == 0):
                 continue
             path = self.folder / folder_name(step)
             removed = temporary_path(path)

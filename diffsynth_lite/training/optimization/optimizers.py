@@ -279,7 +279,7 @@ def _explained(config: Config) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # classes of others raise what they like
+    except Exception as error:  # classes of other packages may raise anything
         text = " ".join(str(error).split())
         raise UserError(
             f"train.optimizer: {config.train.optimizer} cannot train a LoRA that is to be resumed "
