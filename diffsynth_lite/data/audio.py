@@ -31,10 +31,10 @@ DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswresample {_FFMPEG['lib
 """All that decides a clip's audio besides its bytes; part of cache keys, so change it with the code."""
 
 _LAYOUTS = {1: "mono", 2: "stereo"}
-"""By the number of channels."""
+"""FFmpeg's name of the layout, by the number of channels."""
 
 _MOST_CHANNELS = 8
-"""That swresample knows places for."""
+"""The most channels for which swresample has a layout."""
 
 _DECODER_OPTIONS = {"err_detect": "crccheck+bitstream+buffer+explode"}
 
@@ -45,10 +45,10 @@ _PRE_ROLL_S = 2
 """Lossy codecs need the packets before a sample; Opus, which needs most, 80 ms."""
 
 _STAMP_TOLERANCE_S = Fraction(2, 1000)
-"""By which time stamps may miss the end of the samples before: containers round them to a millisecond."""
+"""Largest error of a time stamp against the samples before it: containers round to a millisecond."""
 
 _MIN_PART = 0.5
-"""Of a clip, that the audio of its file must cover to be its audio."""
+"""Part of a clip that the audio of its file must cover to count as the clip's audio."""
 
 _SILENCE = 2.0**-15
 """Peaks below the smallest step of 16 bits are those of a mute track."""
@@ -61,7 +61,6 @@ class AudioFacts:
     """Facts of a file's header about its audio.
 
     Attributes:
-        codec: its name.
         num_channels: 1 is mono, 2 stereo, 6 is 5.1.
     """
 
@@ -85,15 +84,15 @@ def check_audio(path: Path) -> AudioFacts | None:
 def read_audio(path: Path, start_s: float, duration_s: float, form: AudioFormat) -> Audio | None:
     """The audio of a part of a clip.
 
-    Mono becomes both channels alike. More channels than are asked for are mixed by swresample's matrix,
-    scaled so that nothing is clipped; of stereo that is the mean of both.
+    Mono becomes both channels alike. More channels than the form has are mixed by swresample's matrix,
+    scaled so that nothing is clipped; stereo becomes the mean of both channels.
 
     Args:
         path: MP4, MOV, Matroska, WebM or AVI.
         start_s: seconds from the frame that is shown first.
 
     Returns:
-        ``round(duration_s * form.sample_rate)`` samples; None where the file has no audio then: its samples
+        ``round(duration_s * form.sample_rate)`` samples; None where the file has no audio there: its samples
         cover less than half of the part, or all of them are mute.
     """
     shown = clip_start(path)
@@ -115,7 +114,7 @@ class _Part:
 
     Attributes:
         samples: (channels, samples).
-        first: number of the first of them, counted from time 0.
+        first: index of the first sample, counted from time 0.
         rate: samples a second.
         layout: FFmpeg's name of the channels.
     """
@@ -127,7 +126,7 @@ class _Part:
 
 
 def _part(path: Path, start: Fraction, duration: Fraction) -> _Part | None:
-    """A part of a file and a margin around it, silent where there is no audio; None where most of it is."""
+    """A part of a file with a margin, silent where audio is missing; None where most of it is missing."""
     sought = start - _MARGIN_S - _PRE_ROLL_S
     if sought > 0:
         # Some whole files cannot be sought in; decoding from the start distinguishes them from damage.
@@ -144,7 +143,7 @@ def _decoded_part(
         if head is None:
             return None
         if sought is not None and _time(head) > start - _MARGIN_S:
-            raise UserError("seeking leads to a later place")
+            raise UserError("seeking leads to a later time")
         rate, layout, num_channels = head.sample_rate, head.layout.name, head.layout.nb_channels
         if num_channels > _MOST_CHANNELS:
             raise UserError(
@@ -246,9 +245,9 @@ def _time(frame: AudioFrame) -> Fraction:
 
 def _resampled(part: _Part, start: Fraction, num_samples: int, form: AudioFormat) -> _Samples:
     """(channels, samples), from ``start`` on, exact to half a sample."""
-    # swresample would make mono quieter: it puts a centre between two speakers.
+    # swresample would make mono quieter: it treats it as a centre channel between two speakers.
     layout = "mono" if len(part.samples) == 1 else _LAYOUTS[form.num_channels]
-    # Mixed to floats, channels would add up to more than 1; to whole numbers they are scaled.
+    # Channels mixed to floats would add up to more than 1; for integers swresample scales them.
     sample_format = "fltp" if len(part.samples) in (1, form.num_channels) else "s32p"
     frame = AudioFrame.from_ndarray(part.samples, format="fltp", layout=part.layout)
     frame.sample_rate, frame.pts, frame.time_base = part.rate, 0, Fraction(1, part.rate)

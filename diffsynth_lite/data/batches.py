@@ -41,27 +41,27 @@ KEPT_BYTES = 256 * 2**20
 OF_AUDIO = ("audio_latents", "has_audio")
 """Tensors of an entry of media that are of its audio."""
 NOT_CONDITIONING = ("latents", "loss_mask", *OF_AUDIO)
-"""Tensors of it that the transformer is not conditioned on."""
+"""Tensors of an entry of media that the transformer is not conditioned on."""
 
 
 class EntryReader(Protocol):
-    """Where the tensors of an item come from: the cache, or an encoder that makes them now."""
+    """Source of the tensors of an item: the cache, or an encoder that makes them now."""
 
     def read(self, key: str) -> dict[str, Tensor] | None:
         """Tensors of an entry on the CPU, or None where there is none that is whole.
 
         Raises:
-            RunStoppedError: there is none that is whole, and no new one can be made.
+            RunStoppedError: the entry is damaged or missing, and cannot be made again.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AudioBatch:
-    """The audio of the samples of one forward pass, which is noised and learned with their clips.
+    """The audio of the samples of one forward pass, which is noised and trained on together with their clips.
 
     Attributes:
-        latents: (B, ...), in the encoder's precision, on axes of their own.
+        latents: (B, ...), in the encoder's precision; the axes differ from those of the clips.
         noise: (B, ...), float32.
         uniform: (B,), float32, in [0, 1), for noise levels of its own; independent of those of the clips.
         has_audio: (B,), float32: 1 where a clip has audio, 0 where it is silent.
@@ -76,7 +76,7 @@ class AudioBatch:
     def of(
         cls, media: Sequence[Mapping[str, Tensor]], *, seed: int, purpose: str, positions: Sequence[int]
     ) -> "AudioBatch | None":
-        """The audio of some entries of media; None where they have none, as images.
+        """The audio of entries of media; None where they have none, as for images.
 
         Args:
             media: all of one size and length.
@@ -103,17 +103,18 @@ class Batch:
 
     Attributes:
         bucket: size in pixels and frames, the same for all of them.
-        positions: number of each sample in the run, consecutive.
+        positions: index of each sample in the run, consecutive.
         latents: (B, ...), in the encoder's precision.
         noise: (B, ...), float32.
         uniform: (B,), float32, in [0, 1), which the timestep density turns into noise levels.
         conditioning: B entries, left uncollated because their lengths differ; not to be changed in place.
-        unconditional: the same without their captions; empty where that is not needed.
-        loss_mask: (B, 1, ...) at the size of the latents, 1 counts and 0 does not; None where all counts.
-        audio: of clips that are learned with their audio; None of others.
+        unconditional: B entries with an empty caption; an empty sequence where they are not needed.
+        loss_mask: (B, 1, ...) at the size of the latents, 1 counts and 0 does not; None where all count.
+        audio: of clips that are trained on with their audio; None for others.
         loss_weights: (B,), float32, multiply the losses; None where all samples of the run count alike.
-        preserved: places of the regularization samples, on which the model is to stay as without the LoRA;
-            None where there is none, nor at the same time in other processes that run the model together.
+        preserved: indices in the batch of the regularization samples, on which the model should stay as it is
+            without the LoRA; None where neither this process nor those that run the model together with it
+            have any at this step.
         step_samples: samples of this optimizer step, over all micro-steps and processes.
         step_uniform: in [0, 1), a draw that all samples of this optimizer step share.
     """
@@ -161,9 +162,11 @@ class BatchStream:
     Args:
         layout: which blocks this process takes.
         num_workers: processes that read ahead; 0 reads in this one.
-        caption_dropout: part of samples without caption, in [0, 1]; above 0 all have an unconditional one.
-        with_unconditional: whether batches have both; then all have one, too.
-        sources: of the items, by their index, for weights of losses and regularization. Empty: all alike.
+        caption_dropout: part of the samples that lose their caption, in [0, 1]; above 0 all items need an
+            unconditional entry.
+        with_unconditional: whether batches also have the unconditional entries, which all items then need.
+        sources: by index, for weights of losses and regularization. Empty where all items are treated the
+            same.
         runs_together: whether the processes run each forward pass together, each on samples of its own.
     """
 
@@ -208,8 +211,9 @@ class BatchStream:
             while True:
                 yield [_or_raise(next(batches)) for _ in range(self._layout.num_micro_steps)]
         except (GeneratorExit, RunStoppedError):
-            # A worker that is to end while its thread still hands a batch over aborts ("terminate called
-            # without an active exception", torch 2.13), which torch may raise as an error of this process.
+            # A worker that is asked to end while its thread still hands a batch over aborts ("terminate
+            # called without an active exception", torch 2.13), which torch may raise as an error of this
+            # process.
             requests.close()
             for _ in batches:
                 pass
@@ -234,7 +238,7 @@ class BatchStream:
     def _requests(self) -> "Generator[Request, None, None]":
         layout, step = self._layout, self._start_step
         while True:
-            # In order and once: the schedule keeps the cycle that it is in.
+            # In order and once: the schedule keeps only the current cycle.
             blocks = [self._schedule.block(index) for index in layout.blocks_of_step(step)]
             step_samples = sum(block.size for block in blocks)
             for first in range(0, len(blocks), layout.num_processes):
@@ -243,7 +247,7 @@ class BatchStream:
             step += 1
 
     def _request(self, at_once: Sequence[Block], step_samples: int, step: int) -> "Request":
-        """This process' micro-batch of those that all take at the same time."""
+        """This process' share of the micro-batches that all processes take at the same time."""
         block = at_once[self._layout.process_index]
         looked_at = at_once if self._runs_together and self._preserved else [block]
         items = {each.position: self._schedule.items(each) for each in looked_at}
@@ -280,7 +284,7 @@ class BatchStream:
 
 
 Request: TypeAlias = "tuple[tuple[ItemRow, ...], partial[Batch]]"
-"""A micro-batch that a worker is to read: its items, and the batch without tensors."""
+"""A micro-batch for a worker to read: its items, and the batch without tensors."""
 
 
 class _MicroBatches(Dataset[Batch | RunStoppedError]):
@@ -346,7 +350,7 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
         return variants[int(uniform(self._seed, "caption", position) * len(variants))]
 
     def _read(self, key: str, name: str) -> dict[str, Tensor]:
-        """Read an entry and keep it while there is room; all are wanted equally often, so none makes way."""
+        """Read an entry and keep it while there is room; all are read equally often, so none is evicted."""
         if key in self._kept:
             return self._kept[key]
         self._watch.reads(f"{name} (cache entry {key})")
@@ -377,11 +381,12 @@ def _conditioning(
 
 
 def _stacked_masks(masks: Sequence[Tensor | None]) -> Tensor | None:
-    """One mask for each sample, all ones where it has none; None where no sample has one."""
+    """One mask for each sample, all ones for a sample without; None where no sample has a mask."""
     given = [mask for mask in masks if mask is not None]
     if not given:
         return None
-    # One from a file has one frame for all, one that leaves a first frame out has each.
+    # A mask from a file has one frame for the whole clip; a mask that leaves out a first frame has all
+    # frames.
     shape = [max(sides) for sides in zip(*(mask.shape for mask in given), strict=True)]
     return torch.stack([torch.ones(shape) if mask is None else mask.expand(shape) for mask in masks])
 

@@ -11,8 +11,8 @@ from diffsynth_lite.errors import UserError
 Size = tuple[int, int]
 
 _NEARLY_AS_MUCH = Fraction(97, 100)
-"""Of the area that an explicit size keeps at best: what a larger one may cost, so that sizes whose rounding
-to the divisor changed their shape a little count as of one shape."""
+"""Part of the area kept by the best explicit size that a larger size must keep to be preferred: sizes whose
+aspect ratios differ only by rounding to the divisor count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -22,8 +22,8 @@ class Bucket:
     Attributes:
         width: in pixels.
         num_frames: frames of a clip; 1 for images.
-        inputs: width and height that their input images are encoded at, in the order of the images.
-        num_layers: that the image is split into; 0 of most.
+        inputs: width and height at which the input images are encoded, in the order of the images.
+        num_layers: layers that the image is split into; 0 for data without layers.
     """
 
     width: int
@@ -33,7 +33,7 @@ class Bucket:
     num_layers: int = 0
 
     def __repr__(self) -> str:
-        # Checkpoints know their data by it: that of a bucket without layers never changes.
+        # Checkpoints identify their data by it: the form without layers must never change.
         size = f"width={self.width}, height={self.height}, num_frames={self.num_frames}"
         layers = f", num_layers={self.num_layers}" if self.num_layers else ""
         return f"Bucket({size}, inputs={self.inputs}{layers})"
@@ -58,9 +58,9 @@ class BucketRule:
     """Which bucket an item of some size and length belongs to.
 
     An item gets, among the sizes that are allowed and no larger than the item, the one that crops least of
-    it; the larger one of equals. Explicit sizes that keep nearly as much as the best one, 97 % of it, count
-    as equals. Of the sizes of a resolution only those count that no other such size exceeds. What holds for
-    each item:
+    it, and among equals the larger one. Explicit sizes that keep at least 97 % of what the best one keeps
+    count as equals. Of the sizes of a resolution only those count that no other such size exceeds. For each
+    item:
 
     - both sides are multiples of ``step``, so of ``divisor``; explicit sizes are multiples of ``divisor``;
     - width x height is at most the square of the resolution, and the longer side at most
@@ -123,8 +123,8 @@ class BucketRule:
         Args:
             resolution_index: which of ``resolutions``, in [0, num_resolutions).
             width: of the upright item, in pixels.
-            num_frames: frames that the clip has at the wanted rate; None for an image, which is always
-                allowed and has one.
+            num_frames: frames of the clip at the training rate; None for an image, which is always allowed
+                and has one.
         """
         place = (resolution_index, width, height)
         if place not in self._known:

@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 CAPTION_SUFFIXES = (".txt", ".caption")
 
 MAX_CAPTION_BYTES = 1 << 20
-"""Of UTF-8: no text encoder reads a thousandth of it, and a file of another kind is not read into memory."""
+"""In UTF-8: far more than any text encoder reads; keeps files that are not captions out of memory."""
 _SAVE_AS_UTF_8 = "not UTF-8 text; save it as UTF-8"
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
 MAX_TAGS = 500
-"""Of one source that are reported."""
+"""Most frequent tags of a source that are reported."""
 _MAX_TAG_LETTERS = 128
 """A longer one is a sentence."""
 _MAX_COUNTED = 50_000
-"""Different tags of one source that are counted at once: some 10 MB."""
+"""Distinct tags of a source that are counted at once, which takes some 10 MB."""
 
 
 class MissingCaption(UserError):
@@ -76,14 +76,14 @@ def has_trigger(caption: str, trigger: str) -> bool:
 
 
 def with_trigger(caption: str, trigger: str) -> str:
-    """The caption with the trigger ahead, ``trigger, caption``, unless it holds it already."""
+    """The caption with the trigger in front, ``trigger, caption``, unless it has the trigger already."""
     return caption if has_trigger(caption, trigger) else f"{trigger}, {caption}"
 
 
 def tag_variants(caption: str, *, count: int, separator: str, keep: int) -> tuple[str, ...]:
     """The caption as it is written, and then with its tags in other orders.
 
-    They depend only on the arguments, so that all runs share what a cache holds of them.
+    They depend only on the arguments, so that all runs share their cache entries.
 
     Args:
         count: captions to make, >= 1; there are fewer when orders that were drawn are the same.
@@ -107,7 +107,7 @@ class TagCounts:
     """The tags of a source.
 
     Attributes:
-        by_tag: how many of them hold a tag in any of their captions, the most frequent first.
+        by_tag: tag to the number of records with it in any of their captions, the most frequent first.
     """
 
     num_records: int
@@ -142,7 +142,7 @@ def count_tags(records: Iterable[Record], separator: str) -> dict[int, TagCounts
 
 
 def _most_frequent(counts: Mapping[str, int], number: int) -> dict[str, int]:
-    """The same ones in whatever order they were counted."""
+    """The most frequent tags; ties do not depend on the order of counting."""
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:number])
 
 

@@ -47,7 +47,7 @@ class Encoder:
     """One of the encoders of a model family.
 
     Attributes:
-        identity: name of all that decides its tensors besides the item.
+        identity: name of everything besides the item that its tensors depend on.
         load: gives the function that encodes; the weights live as long as it does.
     """
 
@@ -58,7 +58,7 @@ class Encoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """The keys that one of ``num_processes`` processes encodes.
+    """The keys that are encoded by one of ``num_processes`` processes.
 
     A key's owner depends only on the key, so that processes which look at a changing cache at different
     times still leave nothing out.
@@ -68,7 +68,7 @@ class Shard:
     process_index: int = 0
 
     def owns(self, key: str) -> bool:
-        """Whether a key is one of them."""
+        """Whether this process encodes a key."""
         return int(key[:8], 16) % self.num_processes == self.process_index
 
 
@@ -98,9 +98,10 @@ def encode_missing(
     Args:
         items: by key.
         encoder: loaded only when something is missing.
-        memory: knows the entries that were read and are whole.
+        memory: remembers the entries that were read and are complete.
         shard: the keys that this process encodes.
-        stop_at_bad: after the first bad one, only look for more of them, as nothing will be trained.
+        stop_at_bad: after the first bad item only look for more of them and encode nothing, as the run will
+            stop.
     """
     missing = [key for key in items if shard.owns(key) and not is_present(cache, memory, key)]
     missing.sort(key=lambda key: items[key].group)
@@ -122,7 +123,7 @@ def encode_missing(
 
 
 def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shard: Shard) -> dict[str, str]:
-    """Decode items that were never decoded, for runs that do not cache; good ones are remembered.
+    """Decode the items that were not decoded before, for runs without a cache, and remember the good ones.
 
     Returns:
         Key to the reason why an item cannot be used.
@@ -136,7 +137,7 @@ def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shar
     bad: dict[str, str] = {}
     if not unknown:
         return bad
-    logger.info("decoding %d items that were not seen yet", len(unknown))
+    logger.info("decoding %d new items", len(unknown))
     for key, _ in _load_each(items, unknown, bad, "decoded %d of %d items"):
         memory.remember(f"decodes {key}", seen, "")
     memory.flush()

@@ -1,4 +1,4 @@
-"""This file lists the files of a folder once, and finds those that rows ask for and that belong to a target.
+"""This file lists the files of a folder once, and finds those that rows name or that belong to a target.
 
 Nothing outside the folder is reached unless that is allowed: links are resolved, other files are not.
 """
@@ -60,8 +60,8 @@ class Folder:
 def list_folder(path: Path, *, allow_outside: bool) -> Folder:
     """All files below ``path`` that are not hidden and in no hidden folder.
 
-    Folders that are links are read only if ``allow_outside``, and never those that lead to a place that is
-    read anyway.
+    Folders that are links are read only if ``allow_outside``, and never those that lead to a folder that is
+    read already.
     """
     if not path.exists():
         raise UserError(f"{path}: no such folder")
@@ -105,7 +105,7 @@ def _walk(
 
 
 def _is_new(link: str, read: list[str], *, follow: bool) -> bool:
-    """Whether a linked folder is to be read; if so, it is added to those that are."""
+    """Whether a linked folder must be read; if so, it is added to ``read``."""
     place = os.path.realpath(link)
     if not follow or any(_is_within(place, other) for other in read):
         return False
@@ -141,7 +141,7 @@ class PairFolders:
         self._inside = tuple(_names_below(source.folder, path) for path in source.pair_dirs)
 
     def hold(self, name: str) -> bool:
-        """Whether a file of the targets' folder is in one of the folders, and so is not a target."""
+        """Whether a file of the targets' folder is in one of these folders, and so is not a target."""
         return name.startswith(self._inside)
 
     def of(self, target: str) -> Companions:
@@ -171,7 +171,7 @@ class _PairFolder:
 
 
 def _names_below(root: Path | None, folder: Path) -> str:
-    """Start of the names of the files of ``folder``, seen from ``root``; none if it is outside."""
+    """Prefix of the names of the files of ``folder`` below ``root``; matches nothing if it is outside."""
     assert root is not None
     if folder.resolve() == root.resolve():
         raise UserError(f"{folder}: holds the targets themselves; the files that belong to them need another")
@@ -191,7 +191,7 @@ def companions_in_row(
     Args:
         source: its columns must name files; of several input columns some may be empty.
         cell: column to its content in the row.
-        find: content of a cell to name and path of the file.
+        find: maps the content of a cell to name and path of the file.
     """
     found = {}
     for role in ROLES:
@@ -234,7 +234,7 @@ def refuse_mixed_kinds(target: str, companions: Companions) -> None:
 
 
 def is_regular_file(path: Path) -> bool:
-    """Whether a file is there; a path that is too long, or may not be looked at, is not one.
+    """Whether a path is an existing file; one that is too long or not permitted counts as missing.
 
     Raises:
         OSError: the machine failed.
@@ -248,5 +248,5 @@ def is_regular_file(path: Path) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can spell the text; halves of surrogate pairs, as in JSON and file names, it cannot."""
+    """Whether UTF-8 can encode the text: not with lone surrogates, which JSON and file names may have."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -26,7 +26,7 @@ _NEARER_WHITE = [255 * (2 * value > 255) for value in range(256)]
 _SIDEWAYS = (5, 6, 7, 8)  # the EXIF orientations that swap width and height
 
 DECODER_ID = f"v1 Pillow {PIL.__version__.partition('.')[0]}"
-"""All that decides pixels besides a file's bytes; part of cache keys, so change it with the code."""
+"""Everything that decides pixels besides a file's bytes; part of cache keys, so change it with the code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ def black_or_white(mask: Image.Image) -> Image.Image:
 
 
 def random_mask(width: int, height: int, draw: np.random.Generator) -> Image.Image:
-    """A mask as people paint them: mode "L", 255 where an image is regenerated, 0 elsewhere.
+    """A mask like those that people paint: mode "L", 255 where an image is regenerated, 0 elsewhere.
 
     In one of eight cases that is the whole image, in one of eight a band along an edge (outpainting), else
     one to three rectangles and ellipses, each of 0.2 to 0.7 of the sides.
@@ -129,14 +129,14 @@ def cover(image: Image.Image, width: int, height: int, *, x: float = 0.5, y: flo
 
     Args:
         image: RGB image, RGBA layer or "L" mask.
-        x: in [0, 1], place of the crop in the surplus width: 0 at the left, 0.5 in the middle.
-        y: in [0, 1], its place in the surplus height: 0 at the top.
+        x: in [0, 1], position of the crop in the surplus width: 0 at the left, 0.5 in the middle.
+        y: in [0, 1], its position in the surplus height: 0 at the top.
     """
     return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS, centering=(x, y))
 
 
 def crop_of(size: tuple[int, int], width: int, height: int, *, x: float, y: float) -> Crop:
-    """Where :func:`cover` crops an image, to whole pixels.
+    """The area of an image that :func:`cover` keeps, in whole pixels.
 
     Args:
         size: width and height of the image.

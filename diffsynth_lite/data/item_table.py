@@ -1,7 +1,7 @@
 """This file holds the encoded items of a run, a million of them in some hundred megabytes.
 
-Keys are stored as the 32 bytes of their 64 hexadecimal digits; variable lengths by the end of each. Numbers
-are little-endian. A column is bytes, in memory or in a file that is mapped.
+Keys are stored as the 32 bytes of their 64 hexadecimal digits; values of variable length with the end of
+each. Numbers are little-endian. A column is bytes, in memory or in a file that is mapped.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class ItemRow:
 
 
 class Column(Protocol):
-    """Bytes that parts are taken of, as ``bytes`` themselves are."""
+    """Bytes that can be sliced, such as ``bytes`` themselves."""
 
     def __len__(self) -> int: ...
 
@@ -60,13 +60,14 @@ class ItemColumns:
     """The columns of a table of N items.
 
     Attributes:
-        bucket_index: (N,) uint16, place of each item's bucket among those of the table.
+        bucket_index: (N,) uint16, index of each item's bucket in those of the table.
         source_index: (N,) uint16.
         members: (N,) uint32, the items by bucket, then by source, then in their order.
         names: UTF-8.
         name_ends: (N,) int64, in ``names``.
         media_keys: (N,) keys.
-        caption_keys: of each item those of its captions, and the unconditional one where items have that.
+        caption_keys: for each item the keys of its captions, and then the unconditional key if the items have
+            one.
         caption_ends: (N,) int64, counted in keys.
     """
 
@@ -80,16 +81,16 @@ class ItemColumns:
     caption_ends: Column
 
     def by_name(self) -> dict[str, Column]:
-        """The columns by their names, in the order in which a file has them."""
+        """The columns by name, in the order of a file."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemGroup:
-    """The items of one bucket that are of one source, at least one.
+    """The items of one bucket and one source, at least one.
 
     Attributes:
-        members: gives them, (count,), ascending.
+        members: returns their indices, (count,), ascending.
     """
 
     bucket: int
@@ -104,7 +105,8 @@ class ItemTable:
 
     Attributes:
         buckets: of all items, in ascending order.
-        has_unconditional: whether the items have an unconditional key; it is kept after their captions.
+        has_unconditional: whether the items have an unconditional key; it is stored after those of the
+            captions.
         group_counts: bucket and source, as indices, to the number of their items, in ascending order.
         known_facts: see :meth:`facts`, where they were computed before.
     """
@@ -121,7 +123,7 @@ class ItemTable:
         bucket_places, source_index = array("H"), array("H")
         names, media_keys, caption_keys = bytearray(), bytearray(), bytearray()
         name_ends, caption_ends = array("q"), array("q")
-        places: dict[Bucket, int] = {}  # in the order of their first rows
+        places: dict[Bucket, int] = {}  # in the order of first use
         unconditional: set[bool] = set()
         for row in rows:
             assert row.caption_keys, row.name
@@ -171,12 +173,12 @@ class ItemTable:
 
     @property
     def items_by_bucket(self) -> dict[int, int]:
-        """Place of each bucket in ``buckets`` to the number of its items."""
+        """Index of each bucket in ``buckets`` to the number of its items."""
         return self._counts(0)
 
     @property
     def items_by_source(self) -> dict[int, int]:
-        """Index of each source that has items to their number."""
+        """Index of each source that has items to the number of its items."""
         return self._counts(1)
 
     def _counts(self, part: int) -> dict[int, int]:
@@ -203,11 +205,7 @@ class ItemTable:
         return map(self.row, range(len(self)))
 
     def row(self, index: int) -> ItemRow:
-        """The item at ``index``, in [0, N).
-
-        Raises:
-            IndexError: there is no such item.
-        """
+        """The item at ``index``, in [0, N)."""
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of {len(self)}")
         columns = self.columns
@@ -244,7 +242,7 @@ class ItemTable:
 def _grouped(
     bucket_index: npt.NDArray[np.uint16], source_index: npt.NDArray[np.uint16]
 ) -> tuple[dict[tuple[int, int], int], npt.NDArray[np.uint32]]:
-    """How many items each bucket has of each source, and all items in the order of these groups."""
+    """Number of items of each bucket and source, and all items in the order of these groups."""
     group_of_item = bucket_index.astype(np.uint32) << 16 | source_index
     members = np.argsort(group_of_item, kind="stable").astype("<u4")
     groups, counts = np.unique(group_of_item, return_counts=True)

@@ -1,4 +1,4 @@
-"""This file has the items and prompts that are encoded, with all that their tensors depend on.
+"""This file defines the items and prompts that are encoded, with everything that their tensors depend on.
 
 The identity of a run's data is the content of its items, and not where a cache keeps their tensors.
 """
@@ -44,7 +44,7 @@ _RANDOM_MASK_ID = "random-v1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingItem:
-    """One thing to train on: a record at one size, crop and clip.
+    """One training item: a record at one size, crop and clip.
 
     Attributes:
         content: sha256 of each of the record's files.
@@ -54,8 +54,8 @@ class TrainingItem:
         clip_start_s: time of the first frame in the file; None for an image.
         fps: frames per second of the clip; None for an image.
         background: colour that transparent images are laid over.
-        random_mask: number of the mask that is drawn for it; None where none is.
-        audio: form of the audio that is learned with a clip; None where none is.
+        random_mask: number of its random mask; None where it has none.
+        audio: format of the audio that is trained on with a clip; None where there is none.
     """
 
     name: str
@@ -91,7 +91,8 @@ class TrainingItem:
         return self.fps is not None
 
     def identity(self) -> list[object]:
-        """Identity of all that is learned of it, for json: content of files, captions, size, crop, times."""
+        """Identity of all that is learned from it, for json: content of files, captions, size, crop,
+        times."""
         bucket, record = self.bucket, self.record
         return [
             *(record.source, record.kind, record.captions, list(self._contents())),
@@ -103,7 +104,7 @@ class TrainingItem:
         """Key of the cache entry with its tensors.
 
         Args:
-            encoder_id: name of all that decides the tensors besides the media: weights, precision.
+            encoder_id: name of everything that decides the tensors besides the media: weights, precision.
         """
         return cache.key(
             kind=f"media {self.record.kind}",
@@ -142,7 +143,7 @@ class TrainingItem:
         )
 
     def few_frames(self, count: int) -> list[Image]:
-        """At most so many of its target's frames, evenly spread, as :meth:`load` gives them."""
+        """At most ``count`` frames of its target, evenly spread, as :meth:`load` returns them."""
         if not self.is_clip:
             return self._frames()[0]
         times = evenly_spread(self.times(), count)
@@ -151,8 +152,8 @@ class TrainingItem:
     def complete(self, tensors: Mapping[str, Tensor], media: Media) -> dict[str, Tensor]:
         """The entry of the cache: the encoder's tensors, and the media's part in the loss.
 
-        That is the mask at the size of the latents, multiplied with one that the encoder may have of its own,
-        and, where audio was encoded, whether the clip has any.
+        That part is the mask at the size of the latents, multiplied by the encoder's own mask if it has one,
+        and, where audio is encoded, whether the clip has any.
         """
         entry = dict(tensors)
         if media.mask is not None:
@@ -163,7 +164,7 @@ class TrainingItem:
         return entry
 
     def _contents(self) -> Iterator[str]:
-        """Each file's content after its role in the record, as in "mask:<sha256>"."""
+        """Role and content of each file, as in "mask:<sha256>"."""
         marks = ["target", *(role.mark for role, paths in self.record.by_role.items() for _ in paths)]
         for mark, content in zip(marks, self.content, strict=True):
             yield f"{mark}:{content}"
@@ -211,7 +212,7 @@ class TrainingItem:
         return black_or_white(self._cropped(image.convert("L")))
 
     def _frames_of(self, path: Path) -> list[Image]:
-        """The frames of a clip at the times of the item; of an image itself."""
+        """The frames of a clip at the times of the item; an image is its own only frame."""
         if is_video(path.name):
             return read_frames(path, self.times(), each=self._cropped)
         return [self._cropped(load_image(path, background=self.background))]
@@ -275,7 +276,7 @@ class PromptItem:
 
 
 def _decoders(items: Sequence[TrainingItem]) -> str:
-    """Name of all that decides the pixels and the audio of items besides their files and the settings."""
+    """Name of everything that decides the pixels and audio of items besides their files and the settings."""
     ids = [IMAGE_DECODER_ID]
     if any(item.is_clip for item in items):
         ids.append(VIDEO_DECODER_ID)
@@ -307,11 +308,11 @@ class DataIdentity:
     """Equal for two runs if and only if they train on the same data, taken in the same way.
 
     Attributes:
-        items: how many there are, and a hash of what each holds and how it is cropped, cut and paired, in
-            order. Their names and places are not in it: no number depends on them.
-        decoder: name of what makes pixels of files.
-        media_encoder: name of what makes latents of pixels.
-        prompt_encoder: name of what makes embeddings of captions.
+        items: their number, and a hash of the content, crop, times and pairing of each, in order. Names and
+            paths are not part of it, as no number depends on them.
+        decoder: name of the code that turns files into pixels.
+        media_encoder: name of the encoder of latents.
+        prompt_encoder: name of the encoder of captions.
     """
 
     items: str
@@ -341,7 +342,7 @@ class UsableData:
     """The items of a data set that are trained on.
 
     Attributes:
-        identity: what these items hold, wherever their tensors are.
+        identity: content of these items, independent of where their tensors are stored.
         tag_counts: by the index of a source.
     """
 
@@ -351,6 +352,6 @@ class UsableData:
 
 
 def _short(identity: str) -> str:
-    """An encoder's identity can hold a template: its first word, for people, and a hash of all of it."""
+    """First word of an encoder's identity, for people, and a hash of all of it: it can hold a template."""
     digest = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     return f"{identity.split(maxsplit=1)[0]} {digest}"

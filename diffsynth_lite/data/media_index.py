@@ -64,14 +64,14 @@ class FileState:
         """The state of a file.
 
         Raises:
-            OSError: there is none, or it cannot be asked.
+            OSError: there is no such file, or its state cannot be read.
         """
         stat = os.stat(path)  # noqa: PTH116 - one of a million, and Path.stat costs twice as much
         return cls(stat.st_size, stat.st_mtime_ns)
 
 
 class FileMemory:
-    """A text for each name, valid for one state of the file that it is about; kept in one SQLite file.
+    """A text for each name, valid for one state of the file that it describes; kept in one SQLite file.
 
     Several processes may use one file. It has no write-ahead log, which needs memory that the processes
     share and so fails on network file systems. Use it as a context manager, or `flush` it.
@@ -130,7 +130,7 @@ class FileMemory:
     def adopt(self, path: Path) -> None:
         """Take over the rows that a `PartMemory` left in a file, and delete the file.
 
-        One that vanishes meanwhile was taken over by another process.
+        A file that vanishes meanwhile was taken over by another process.
         """
         try:
             self._write(dict(_rows_in(path)))
@@ -171,7 +171,7 @@ class FileMemory:
         connection = sqlite3.connect(self._path, timeout=_LOCK_TIMEOUT_S)
         try:
             connection.execute(_TABLE)
-            # Columns of another version of this file: found now and not in the middle of a run.
+            # Columns of another version are found now and not in the middle of a run.
             connection.execute("SELECT name, size, mtime_ns, value, checksum FROM memory LIMIT 1")
         except BaseException:
             connection.close()
@@ -182,7 +182,7 @@ class FileMemory:
         """A new file in place of a damaged one."""
         logger.warning("%s: the index is started again: %s", self._path, error)
         try:
-            # Not one that is merely locked: others work with it.
+            # A file that is only locked stays: other processes use it.
             if not isinstance(error, sqlite3.OperationalError) or "no such column" in str(error):
                 self._path.unlink(missing_ok=True)
             return self._connect()
@@ -200,8 +200,8 @@ class PartMemory(FileMemory):
     """The memory of one of several parts of a fill; the index itself is only read.
 
     Each flush makes a new file, which nobody changes, so that no lock is needed, whatever machines the parts
-    are on. Rows of an earlier start of the part are in such files, or, where a start without parts has taken
-    them over, in the index.
+    are on. Rows of an earlier start of the part are in such files, or in the index if a start without parts
+    has taken them over.
 
     Args:
         index: file of the `FileMemory` that will take over the rows.
@@ -250,7 +250,8 @@ class PartMemory(FileMemory):
 
 
 def parts_folder(index: Path) -> Path:
-    """Where the parts of a fill leave rows for the index, and the items that they could not use."""
+    """Folder of the rows that the parts of a fill leave for the index, and of the items they could not
+    use."""
     return index.with_name("parts")
 
 
@@ -322,7 +323,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def _empty_index() -> sqlite3.Connection:
-    """One in the memory of this process."""
+    """An index in the memory of this process."""
     connection = sqlite3.connect(":memory:")
     connection.execute(_TABLE)
     return connection

@@ -22,7 +22,7 @@ class Table:
 
     Attributes:
         columns: name to the cells of all rows.
-        first_row: number of the first row, as people count there.
+        first_row: number of the first row, as people count in files of this kind.
     """
 
     where: str
@@ -36,13 +36,14 @@ def read_table(path: Path, columns: Sequence[str]) -> Table:
 
     Args:
         path: a .jsonl or .csv file in UTF-8, or a .parquet file.
-        columns: their names, each once. A cell of csv is text; the other formats also hold lists and nothing.
+        columns: their names, each once. A cell of csv is text; in the other formats it can also be a list or
+            null.
     """
     parsers = {".jsonl": _parse_jsonl, ".csv": _parse_csv, ".parquet": _parse_parquet}
     parse = parsers.get(path.suffix.lower())
     if parse is None:
         raise UserError(f"{path}: metadata is read from {', '.join(parsers)} files")
-    if path.exists() and not path.is_file():  # To open a named pipe waits for whoever writes to it.
+    if path.exists() and not path.is_file():  # Opening a named pipe would wait for a writer.
         raise UserError(f"{path}: is not a file that metadata can be read from")
     try:
         cells = parse(path, columns)

@@ -26,12 +26,12 @@ CropPlace = Literal["center", "random"]
 OnBadItem = Literal["error", "skip"]
 
 _MAX_ASPECT_DIFFERENCE = 0.02
-"""By which the aspect ratio of a mask may miss that of its target, as rounded sizes do."""
+"""Largest relative difference of a mask's aspect ratio from its target's: rounded sizes differ a little."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRules:
-    """Which images, crops and clips are taken of each record.
+    """Rules for the images, crops and clips that are taken from each record.
 
     Attributes:
         fps: frames per second that clips are resampled to; None keeps each file's own.
@@ -39,7 +39,7 @@ class PlanRules:
         input_size: width and height that an input image of some width and height is encoded at.
         check_caption: raises UserError for a caption that the model does not take, naming where it is.
         max_inputs: input images that a record may have; None allows any number.
-        audio: form of the audio that is learned with clips; None where none is.
+        audio: format of the audio that is trained on with clips; None where there is none.
     """
 
     buckets: BucketRule
@@ -57,14 +57,14 @@ class PlanRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetPlan:
-    """Which parts of a data set are trained on.
+    """The parts of a data set that are trained on.
 
     Attributes:
         records: all of the data set, the bad ones too.
         items: one or more for each record that is not bad, in the order of the records.
-        bad: name of a record, or of an item that did not become one, to the reason why it cannot be used.
+        bad: name of a record, or of an item that could not be read, to the reason why it cannot be used.
         facts: name of a record that is not bad to size and length of its target.
-        audio: the same to the facts of its audio, for clips whose audio is learned and that have some.
+        audio: name of such a record to the facts of its audio, for clips with audio that is trained on.
     """
 
     records: Sequence[Record]
@@ -75,11 +75,11 @@ class DatasetPlan:
 
     @property
     def names(self) -> list[str]:
-        """Of all items of the data set, those that became no record too."""
+        """Names of all items of the data set, also of those that could not be read."""
         return list(dict.fromkeys((*(record.name for record in self.records), *self.bad)))
 
     def without(self, bad: Mapping[str, str]) -> "DatasetPlan":
-        """The plan where more cannot be used: ``bad``, by name with the reason."""
+        """The plan without more items: ``bad``, name to the reason why it cannot be used."""
         return dataclasses.replace(
             self,
             items=[item for item in self.items if item.record.name not in bad],
@@ -96,7 +96,7 @@ def refuse_other_kinds(records: Sequence[Record], kinds: Sequence[RecordKind]) -
     if other:
         counts = ", ".join(f"{count} of kind {kind}" for kind, count in other.items())
         example = next(record for record in records if not other.keys().isdisjoint(record.kinds))
-        # The files that an item needs to be of another kind, where it has only its target.
+        # The files that would make an item with only its target one of another kind.
         is_bare = not {"image", "video"}.isdisjoint(example.kinds)
         fits = [role for role in ROLES if role.only is None or role.only(example.target.name)]
         missing = [role for role in fits if role.kind in kinds and is_bare]
@@ -119,7 +119,7 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
     bad: dict[str, str] = {}
     facts: dict[str, MediaFacts] = {}
     audio: dict[str, AudioFacts] = {}
-    # Not quick where files are new: their content is read for its hash.
+    # Slow for new files: their content is read for its hash.
     progress = ProgressLog("looked at %d of %d items", len(records))
     for record in records:
         try:
@@ -149,7 +149,7 @@ def _check_companions(record: Record, target: MediaFacts, index: MediaIndex) -> 
 
 
 def _check_aspect(path: Path, facts: MediaFacts, target: MediaFacts) -> None:
-    """Refuse a file of another shape: it is cropped as the target is, so it would show another part."""
+    """Refuse a file of another shape: it is cropped like the target, and would show another part."""
     difference = (facts.width * target.height) / (facts.height * target.width) - 1
     if abs(difference) > _MAX_ASPECT_DIFFERENCE:
         raise UserError(
@@ -161,7 +161,7 @@ def _check_aspect(path: Path, facts: MediaFacts, target: MediaFacts) -> None:
 def _check_length(path: Path, facts: VideoFacts, target: MediaFacts) -> None:
     """Refuse a clip that ends before its target: it would show something else at most times, or nothing."""
     assert isinstance(target, VideoFacts), "only clips have clips that belong to them"
-    # Rates may differ, and with them where the last frame ends.
+    # Rates may differ, and with them the end of the last frame.
     if facts.duration_s < target.duration_s - 0.5 / target.fps:
         raise UserError(
             f"{path}: is {facts.duration_s:.3g} s long, and its target {target.duration_s:.3g} s; it needs "
@@ -279,6 +279,6 @@ def refuse_bad_items(
 
 
 def summary_of_bad(names: Sequence[str], bad: Mapping[str, str]) -> str:
-    """How many of the items cannot be used, the first of them, and why; both as for `refuse_bad_items`."""
+    """Number of items that cannot be used, and the first ones with the reason; see `refuse_bad_items`."""
     reasons = [f"{name}: {bad[name]}" for name in names if name in bad]
     return f"{len(reasons)} of {len(names)} items cannot be used: {join_names(reasons)}"

@@ -17,12 +17,12 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of several parts that all records fall into, each into one that only its name decides.
+    """One of several parts of all records; only the name of a record decides which part it is in.
 
-    So parts may be worked on in any order and at any time, and leave nothing out of a folder that grows.
+    So parts may be processed in any order and at any time, and miss nothing in a folder that grows.
 
     Attributes:
-        count: how many parts there are, >= 1.
+        count: number of parts, >= 1.
     """
 
     index: int
@@ -30,7 +30,7 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is no other part."""
+        """Whether this is the only part."""
         return self.count == 1
 
     def owns(self, name: str) -> bool:
@@ -46,8 +46,8 @@ WHOLE = Part(0, 1)
 
 
 def part_index(name: str, count: int) -> int:
-    """Which one of so many parts a name falls into."""
-    # Names in tables may hold anything, and are refused, or found, later.
+    """Index of the part that a name is in."""
+    # Names in tables may hold anything; bad ones are refused later.
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) % count
 
@@ -59,13 +59,14 @@ class Role:
     Attributes:
         name: of its field in `Companions` and in `Media`.
         setting: start of the names of its settings, as in ``mask_column`` and ``mask_dir``.
-        mark: its name in identities of data and keys of the cache.
-        kind: of records with it; None where it makes no difference.
-        is_several: whether a target may have more than one, and the settings end in s.
-        follows_crop: whether it has the shape of its target and is cropped like it; others have their own.
-        of_clips: its medium where the target is a clip; that of an image is an image.
-        only: suits the name of a target that may have it; None for all.
-        misfit: message about other targets.
+        mark: its name in the identity of the data and in cache keys.
+        kind: kind of a record with such a file; None where it does not decide the kind.
+        is_several: whether a target may have more than one; the names of its settings then end in s.
+        follows_crop: whether it has the shape of its target and is cropped with it; other files have their
+            own shape.
+        of_clips: its medium where the target is a clip; the file of an image is an image.
+        only: whether a target of some name may have it; None if all may.
+        misfit: error message for other targets.
     """
 
     name: str
@@ -80,22 +81,22 @@ class Role:
 
     @property
     def column(self) -> str:
-        """The setting with its column or columns."""
+        """Name of the setting with its column or columns."""
         return f"{self.setting}_columns" if self.is_several else f"{self.setting}_column"
 
     @property
     def folder(self) -> str:
-        """The setting with its folder or folders."""
+        """Name of the setting with its folder or folders."""
         return f"{self.setting}_dirs" if self.is_several else f"{self.setting}_dir"
 
     def suffixes(self, target: str) -> tuple[str, ...]:
-        """Those of the files that may belong to a target of this name."""
+        """Suffixes of the files that may belong to a target of this name."""
         if self.of_clips == "image" or not is_video(target):
             return IMAGE_SUFFIXES
         return VIDEO_SUFFIXES if self.of_clips == "clip" else (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 
     def packed(self, values: Sequence[Any]) -> Any:
-        """Values as a field has them: a tuple, or of a role with one file this one, or None."""
+        """The value of a field: a tuple, or for a role with one file this file or None."""
         return tuple(values) if self.is_several else next(iter(values), None)
 
 
@@ -114,7 +115,7 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-_IS_NO_CLIP = "is an image, and only clips have first and last frames; make two sources of them"
+_IS_NOT_A_CLIP = "is an image, and only clips have first and last frames; make two sources of them"
 ROLES = (
     Role(
         name="inputs",
@@ -132,7 +133,7 @@ ROLES = (
         mark="first",
         kind="image_to_video",
         only=is_video,
-        misfit=_IS_NO_CLIP,
+        misfit=_IS_NOT_A_CLIP,
     ),
     Role(
         name="last_frame",
@@ -140,7 +141,7 @@ ROLES = (
         mark="last",
         kind="image_to_video",
         only=is_video,
-        misfit=_IS_NO_CLIP,
+        misfit=_IS_NOT_A_CLIP,
     ),
     Role(name="mask", setting="mask", mark="mask"),
     Role(name="control", setting="control", mark="control", kind="control", of_clips="clip"),
@@ -155,21 +156,21 @@ ROLES = (
         misfit="is a clip, and only images have layers; put clips and images into two sources",
     ),
 )
-"""All of them, in the order of a record's files; of several with a kind the first one decides."""
+"""All roles, in the order of a record's files; the first one with a kind decides the kind of a record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Companions:
-    """The files that belong to a target, by their roles; None where there is none of a kind.
+    """The files that belong to a target, by their roles; None where there is no file of a role.
 
     Attributes:
         inputs: images that an edit starts from, in their order.
         first_frame: image that a clip starts with.
         last_frame: image that a clip ends with.
         mask: image whose white part counts in the loss.
-        control: control image of an image, control clip of a clip.
+        control: control image of an image, or control clip of a clip.
         inpaint_mask: inpainting mask, of a clip also a clip; white is regenerated.
-        layers: images that it is split into, the one at the bottom first.
+        layers: images that the target is split into, the bottom layer first.
     """
 
     inputs: tuple[Path, ...] = ()
@@ -187,7 +188,7 @@ class Companions:
 
     @property
     def by_role(self) -> dict[Role, tuple[Path, ...]]:
-        """All of them, without the roles that have none."""
+        """The files of each role that has any."""
         return {role: paths for role in ROLES if (paths := unpacked(getattr(self, role.name)))}
 
 
@@ -197,9 +198,9 @@ class Record(Companions):
 
     Attributes:
         name: unique in the run: path of the target below its source with forward slashes, and the index of
-            the source ahead where there are several, as in "0/cat.png".
+            the source in front where there are several, as in "0/cat.png".
         captions: at least one, with the trigger; it may be empty.
-        random_masks: number of inpainting masks that are drawn for it.
+        random_masks: number of random inpainting masks.
     """
 
     name: str
@@ -223,12 +224,12 @@ class Record(Companions):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Everything that is read for the record, the target first."""
+        """All files of the record, the target first."""
         return (self.target, *chain(*self.by_role.values()))
 
 
 class Source(SourceSettings):
-    """Where records come from: a folder of files, or a dataset that `datasets` reads."""
+    """A source of records: a folder of files, or a dataset that `datasets` reads."""
 
     @property
     def folder(self) -> Path | None:

@@ -1,4 +1,4 @@
-"""This file decides which items make up each block of the endless stream of samples, and who takes it.
+"""This file decides the items of each block of the endless stream of samples, and the process that takes it.
 
 A block is one micro-batch, of one bucket. All of it is arithmetic on the seed and the number of the block, so
 resuming means to start at a later block, and the number of processes and workers changes nothing. Nothing is
@@ -8,7 +8,7 @@ dropped or padded:
   floor((e + 1) r) - floor(e r), taken in turn from permutations of its items, and the pass is shuffled.
 - A cycle takes about one pass of each bucket: bucket j has floor(c n_j / size_j) blocks before cycle c, with
   n_j its mean samples a pass. Buckets are shuffled within a cycle; the blocks of one run in order.
-  So the number of blocks before any cycle or pass is a closed form, and a place is found by bisection.
+  So the number of blocks before any cycle or pass has a closed form, and a position is found by bisection.
 """
 
 from bisect import bisect_right
@@ -27,7 +27,7 @@ _COUNTED_AT_ONCE = 2**16
 
 
 class Numbers(Protocol):
-    """Integers that parts are taken of, as arrays are."""
+    """Integers that can be sliced, such as an array."""
 
     def __len__(self) -> int: ...
 
@@ -35,19 +35,19 @@ class Numbers(Protocol):
 
 
 class Orders(Protocol):
-    """Keeps orders that were drawn."""
+    """Stores random orders."""
 
     def __call__(self, name: str, number: int, length: int, draw: Callable[[], Indices]) -> Numbers:
         """One of a sequence of orders.
 
         Args:
-            name: of the sequence, for one set of items; it has all else that decides the orders.
+            name: of the sequence, for one set of items; it includes everything else that decides the orders.
         """
         ...
 
 
 def draw_order(name: str, number: int, length: int, draw: Callable[[], Indices]) -> Numbers:
-    """Keep nothing: draw the order."""
+    """Store nothing: draw the order."""
     return draw()
 
 
@@ -56,9 +56,9 @@ class Block:
     """One micro-batch of the stream.
 
     Attributes:
-        bucket: index of the bucket that it is of.
-        ordinal: number of it among the blocks of its bucket, from 0.
-        position: number of its first sample among those of all buckets, from 0; no gaps between blocks.
+        bucket: index of its bucket.
+        ordinal: its index among the blocks of its bucket, from 0.
+        position: index of its first sample among those of all buckets, from 0; no gaps between blocks.
     """
 
     bucket: int
@@ -74,7 +74,7 @@ class SampleSchedule:
         groups: the items, by their buckets and sources, in ascending order.
         passes: times that an item of each source is seen in a pass: repeats x weight, more than 0.
         sizes: samples of a block of each bucket, at least 1.
-        orders: keeps drawn orders.
+        orders: stores random orders.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SampleSchedule:
         self._blocks_per_pass = [
             stream.samples_per_pass / size for stream, size in zip(self._streams, sizes, strict=True)
         ]
-        # One cycle is kept: finding it asks every bucket, which for 50 of them takes 0.1 ms a block.
+        # One cycle is kept: finding it goes through all buckets, which for 50 of them takes 0.1 ms a block.
         self._cycle_start = 0
         self._cycle = _Cycle([0] * len(sizes), self.sizes, np.zeros(0, np.uint16))
 
@@ -155,10 +155,10 @@ class SampleSchedule:
 
 
 class _Cycle:
-    """The blocks of a cycle, of which only the order is kept: they are asked for one after the other.
+    """The blocks of a cycle. Only their order is stored, as they are read one after the other.
 
     Args:
-        before: blocks of each bucket ahead of it.
+        before: number of blocks of each bucket before the cycle.
         labels: bucket of each block.
     """
 
@@ -172,7 +172,7 @@ class _Cycle:
         return len(self._labels)
 
     def block(self, place: int) -> Block:
-        """The block at a place of the cycle; O(1) where the last one asked for was just before it."""
+        """The block at a place of the cycle; O(1) if the last call was for the place before."""
         if place < self._counted:
             self._counted, self._ordinals = 0, self._before.copy()
         for start in range(self._counted, place, _COUNTED_AT_ONCE):
@@ -253,7 +253,7 @@ def _floor(count: int, rate: Fraction) -> int:
 
 
 def _find(before: Callable[[int], int], rate: Fraction, num_terms: int, place: int) -> tuple[int, int]:
-    """Number of the cycle or pass that a place is in, and where that starts.
+    """Number of the cycle or pass that contains a place, and its start.
 
     ``before`` is a sum of ``num_terms`` rounded-down terms, so it lies less than that below its mean.
     """
@@ -270,7 +270,7 @@ def micro_batch_sizes(
 
     Args:
         micro_batch_size: for all buckets, where there is no budget.
-        micro_batch_tokens: tokens that a micro-batch may have; a sample that has more is one.
+        micro_batch_tokens: most tokens of a micro-batch; a sample with more is a micro-batch by itself.
     """
     if micro_batch_tokens is None:
         return [micro_batch_size] * len(tokens)
@@ -279,7 +279,7 @@ def micro_batch_sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """How the blocks of an optimizer step are shared out over micro-steps and processes."""
+    """Distribution of the blocks of an optimizer step over micro-steps and processes."""
 
     global_batch_size: int
     """Samples of an optimizer step, over all processes."""
@@ -307,7 +307,7 @@ class BatchLayout:
             )
 
     def _fitting(self) -> str:
-        """The most processes and samples at once that make the global batch whole, in words."""
+        """The most processes and samples at once that divide the global batch, in words."""
         processes = _largest_divisor(self.global_batch_size, at_most=self.num_processes)
         samples = _largest_divisor(self.global_batch_size // processes, at_most=self.micro_batch_size)
         parts = [f"{processes} processes"] if processes < self.num_processes else []

@@ -42,7 +42,7 @@ _UNREAD_MEDIA = {
     "png or jpg": "heic heif jxl jp2 psd svg tga dng cr2 cr3 nef arw exr",
     "mp4": "wmv flv mpg mpeg ts m2ts 3gp ogv",
 }
-"""Suffixes of images and of clips that are not read, by what to save them as."""
+"""Suffixes of images and clips that cannot be read, by the format to save them as."""
 _NOTHING = Companions()
 _SUFFIXES = ", ".join((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
 
@@ -53,9 +53,9 @@ class FoundRecords:
 
     Attributes:
         records: one source after the other.
-        unread: name of an item that became no record to the reason, such as a caption that is missing.
-        problems: a line for each source that cannot be used as it is, with all that is wrong in it.
-        without_trigger: names of the records with a caption that got its trigger only now.
+        unread: name of an item that could not be read to the reason, such as a missing caption.
+        problems: one line for each source that cannot be used as it is, with everything that is wrong in it.
+        without_trigger: names of the records with a caption to which the trigger was added.
     """
 
     sources: Sequence[Source]
@@ -66,11 +66,11 @@ class FoundRecords:
 
     @property
     def names(self) -> list[str]:
-        """Of all items: those that became records, and those that could not be read."""
+        """Names of all items: the records, and the items that could not be read."""
         return [*(record.name for record in self.records), *self.unread]
 
     def require_all(self) -> list[Record]:
-        """The records, where there is no problem."""
+        """The records; a UserError if there are problems."""
         Problems(self.problems).require_none()
         return list(self.records)
 
@@ -82,22 +82,22 @@ def find_records(
     on_bad_item: OnBadItem = "error",
     part: Part = WHOLE,
 ) -> FoundRecords:
-    """Records of all sources, and their problems. No image and no clip is decoded here.
+    """Records of all sources, and their problems. Images and clips are not decoded.
 
     In a folder the captions are in text files next to the media, or in one metadata file. Hidden files and
     folders are not read, and no URL in a row is fetched.
 
     Args:
         media_store: folder for the images and clips that datasets hold as bytes.
-        on_bad_item: "skip" makes no problem of single items, and leaves out those that cannot be read.
-        part: whose records are read; of the others no file is opened, not even their captions.
+        on_bad_item: "skip" leaves out items that cannot be read, without a problem.
+        part: part whose records are read; no file of other records is opened, not even a caption.
     """
     records: list[Record] = []
     unread: dict[str, str] = {}
     problems = Problems()
     without_trigger: list[str] = []
     for index, source in enumerate(sources):
-        # The place and not the folder's name: a run continues when its folders have moved.
+        # The index and not the folder's name: a run can be resumed after its folders were moved.
         prefix = f"{index}/" if len(sources) > 1 else ""
         reader = _Reader(source, index=index, prefix=prefix, part=part)
         read = partial(reader.read_dataset, media_store) if source.dataset else reader.read_folder
@@ -119,9 +119,9 @@ class _Reader:
     """Reads one source.
 
     Attributes:
-        problems: of single items.
-        unread: each of these by its name, with the reason.
-        without_trigger: names of the records with a caption that lacked its trigger.
+        problems: one line for each item that cannot be read.
+        unread: name of such an item to the reason.
+        without_trigger: names of the records with a caption to which the trigger was added.
     """
 
     def __init__(self, source: Source, *, index: int, prefix: str, part: Part) -> None:
@@ -210,7 +210,7 @@ class _Reader:
         rows = [row for row, cell in enumerate(cells) if self._owns(str(cell))]
         records = self._collect(rows, read_row, where=table.where, label=_row_label(table))
         if not self._part.is_whole:
-            return records  # Only all rows show which files none of them names.
+            return records  # Only all rows together show the files that no row names.
         used = (
             {path for record in records for path in record.files[1:]} if self._source.pair_columns else set()
         )
@@ -252,7 +252,7 @@ class _Reader:
         captions: Callable[[], tuple[str, ...]],
         companions: Callable[[], Companions],
     ) -> Record:
-        """The record of a target, or one error with all that is wrong with it."""
+        """The record of a target, or one error with everything that is wrong with it."""
         if not is_image(target.name) and not is_video(target.name):
             raise UserError(f"{target.name} is neither image nor clip; {_SUFFIXES} are read")
         problems = Problems()

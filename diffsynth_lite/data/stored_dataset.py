@@ -1,7 +1,7 @@
-"""This file makes files of the images and clips inside a `datasets` dataset, so that all else sees files.
+"""This file stores the images and clips inside a `datasets` dataset as files, so that all else reads files.
 
 A file is named by its content. A note next to the files lists those of a dataset, so that an unchanged
-dataset is not read again. Where it is stored by parts, each has a note of its own.
+dataset is not read again. If it is stored in parts, each part has its own note.
 """
 
 import hashlib
@@ -50,12 +50,12 @@ _SIGNATURES = (
 
 
 def read_stored_dataset(source: Source, media_store: Path, part: Part = WHOLE) -> Table:
-    """All rows of a dataset, with paths in the place of media.
+    """All rows of a dataset, with paths in place of media.
 
     Each cell of a media column is a path as text, a list of them, None, or a `UserError`; see `find_stored`.
 
     Args:
-        part: the media of other rows than :func:`rows_of` it are not read, and their cells None.
+        part: only the media of its rows (:func:`rows_of`) are read; the cells of other rows are None.
     """
     dataset = _load(source)
     require_columns(source.where, source.columns, dataset.column_names)
@@ -141,7 +141,7 @@ def _store(source: Source, dataset: Dataset, media_store: Path, note: Path) -> d
 
 
 def _spread(cells: Sequence[object], rows: Sequence[int], num_rows: int) -> list[object]:
-    """The cells in their rows, and None in all others."""
+    """The cells at their rows, and None at all others."""
     spread: list[object] = [None] * num_rows
     for row, cell in zip(rows, cells, strict=True):
         spread[row] = cell
@@ -153,7 +153,7 @@ def _note_of(part: Part, note: Path) -> Path:
 
 
 def _noted_by_parts(note: Path, num_rows: int) -> dict[str, list[object]] | None:
-    """The cells of all rows, if all parts of some number have noted theirs; then they get one note."""
+    """The cells of all rows if the notes of all parts are there; these are then merged into one note."""
     counts = {int(path.stem.rpartition("-")[2]) for path in note.parent.glob(f"{note.stem}.*-of-*.json")}
     for count in sorted(counts):
         parts = [_noted(_note_of(Part(index, count), note)) for index in range(count)]
@@ -169,7 +169,7 @@ def _noted_by_parts(note: Path, num_rows: int) -> dict[str, list[object]] | None
 
 
 def _noted(note: Path) -> dict[str, list[object]] | None:
-    """The cells in a note, if it is whole and all files are there."""
+    """The cells in a note, if it is complete and all its files exist."""
     try:
         noted: dict[str, list[object]] = json.loads(note.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -186,7 +186,7 @@ def _element(feature: object) -> object:
 
 
 def _leaves(cells: list[object]) -> Iterator[Any]:
-    """All cells except empty ones, and those in the lists among them."""
+    """All cells that are not empty, with lists flattened."""
     for cell in cells:
         if isinstance(cell, list):
             yield from _leaves(cell)

@@ -47,7 +47,7 @@ _FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
 DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswscale {_FFMPEG['libswscale']}"
 """All that decides a clip's pixels besides its bytes; part of cache keys, so change it with the code."""
 AVI_ID = "avi 2"
-"""The same for AVI files: the times of their frames are those of the index since 2."""
+"""Version of the reading of AVI files: since 2 the times of their frames are those of the index."""
 
 ClipPlace = Literal["start", "center", "random", "uniform"]
 
@@ -55,12 +55,12 @@ _TIME_TOLERANCE_S = Fraction(1, 1000)
 """Matroska, and with it WebM, rounds times to a millisecond."""
 
 _MIN_HEADER_TOLERANCE_S = 0.1
-"""By how much the length in a Matroska header may exceed what its packets cover, if not by a frame."""
+"""The length in a Matroska header may exceed that of the packets by this, or by one frame if longer."""
 
 _AAC = {"b": "192k"}
 _USUAL_RATE = 48_000
 _LAYOUTS = {1: "mono", 2: "stereo"}
-"""By the number of channels."""
+"""FFmpeg's name of the layout, by the number of channels."""
 
 # x264 spends bits differently from run to run under adaptive quantisation (seen with x264 165).
 _X264 = {"crf": "18", "preset": "veryfast", "aq-mode": "none", "mbtree": "0"}
@@ -74,8 +74,8 @@ class VideoFacts:
         width: of a frame as it is shown, in pixels.
         num_frames: frames that are shown.
         duration_s: from the start of the first frame to the end of the last.
-        fps: frames per second; the mean of a clip whose rate varies, and of an AVI that of most frames.
-        is_variable_rate: whether its frames are unequally long.
+        fps: frames per second; the mean if the rate varies; for an AVI the rate of most frames.
+        is_variable_rate: whether its frames have different durations.
     """
 
     width: int
@@ -107,9 +107,9 @@ def check_video(path: Path) -> VideoFacts:
     unevenness = max((abs(interval - mean) for interval in intervals), default=Fraction(0))
     is_variable_rate = unevenness > max(Fraction(1), mean / 100)
     if not is_variable_rate and nominal and abs(1 / (nominal * start.time_base) - mean) <= 1:
-        rate = nominal  # the mean of rounded times is not quite it
+        rate = nominal  # the mean of rounded times is not exact
     if has_slots and intervals:
-        rate = 1 / (median_low(intervals) * start.time_base)  # a frame that is repeated leaves it as it is
+        rate = 1 / (median_low(intervals) * start.time_base)  # a repeated frame does not change it
     return VideoFacts(
         width=start.width,
         height=start.height,
@@ -123,10 +123,10 @@ def check_video(path: Path) -> VideoFacts:
 def read_frames(
     path: Path, times_s: Sequence[float], *, each: Callable[[Image.Image], Image.Image] = lambda image: image
 ) -> list[Image.Image]:
-    """Decode the frames that are shown at the given times, and nothing far from them.
+    """Decode the frames that are shown at the given times, and only others near them.
 
-    A time counts as that of the next frame where it is less than the file's rounding, at most a millisecond,
-    below it.
+    A time that is below that of the next frame by less than the file's rounding, at most a millisecond,
+    counts as that of the next frame.
 
     Args:
         path: MP4, MOV, Matroska, WebM or AVI.
@@ -185,8 +185,8 @@ def clip_starts(
         fps: rate of the file. Starts are multiples of 1 / fps, so that the frames of a clip at the file's own
             rate are neighbours whatever the file's rounding of times.
         where: "start", "center", "random", or "uniform": from the start to the end at equal distances.
-        count: how many clips; "start" and "center" know only one.
-        draw: number of a clip to a number in [0, 1), for "random".
+        count: number of clips; 1 for "start" and "center".
+        draw: maps the index of a clip to a number in [0, 1), for "random".
 
     Returns:
         Starts in ascending order, each once: fewer than ``count`` where no more differ.
@@ -237,7 +237,7 @@ def _frame_times(path: Path, clip: OpenClip, first_pts: int) -> tuple[list[int],
 
 
 def _check_complete(path: Path, clip: OpenClip, num_packets: int, ends_s: Mapping[int, float]) -> None:
-    """Compare the packets with those that the header promises, of the video only where it states them."""
+    """Compare the packets with the header: by their number, or by the length in Matroska."""
     kind = clip.container.format.name
     if "mp4" in kind:
         promised = len(clip.stream.index_entries)
@@ -256,7 +256,7 @@ def _check_complete(path: Path, clip: OpenClip, num_packets: int, ends_s: Mappin
 def _num_empty_chunks(path: Path, stream: VideoStream) -> int:
     """Number of the chunks of an AVI without data, for which there are no packets.
 
-    The times in the index count those before a frame; those after the last one are read from the file.
+    The times in the index count the chunks before a frame; those after the last frame are read from the file.
     """
     entries = [entry for entry in stream.index_entries if entry.size]
     if not entries:
@@ -299,7 +299,7 @@ def _images_shown(
     tolerance: Fraction,
     each: Callable[[Image.Image], Image.Image],
 ) -> list[Image.Image]:
-    """Images of the frames shown at the sorted times ``wanted``, as many as there are until the end."""
+    """Images of the frames shown at the sorted times ``wanted``; fewer if the clip ends before."""
     images: list[Image.Image] = []
     with closing(frames):
         for frame, end in _spans(frames, tolerance):
@@ -311,7 +311,7 @@ def _images_shown(
 
 
 def _spans(frames: Iterator[VideoFrame], tolerance: Fraction) -> Iterator[tuple[VideoFrame, Fraction]]:
-    """Each frame with the time at which it is no longer shown, in units of the stream."""
+    """Each frame with the time until which it is shown, in units of the stream."""
     interval = 1
     shown = next(frames)
     for frame in frames:
@@ -330,8 +330,8 @@ def write_video(
     """Write RGB frames of one even size as H.264 (yuv420p, BT.709) in an MP4, in one atomic step.
 
     Args:
-        audio: its audio, as AAC, from the first frame on; mono or stereo.
-        comment: the tag of that name; empty writes none.
+        audio: mono or stereo, written as AAC from the first frame on.
+        comment: content of the tag ``comment``; empty writes no tag.
     """
     sizes = {frame.size for frame in frames}
     if len(sizes) != 1 or any(side % 2 for size in sizes for side in size):
@@ -368,7 +368,7 @@ def _encode(
 
 
 def _audio_stream(container: OutputContainer, audio: Audio) -> AudioStream:
-    """One for AAC, in the rate of the audio where AAC knows that."""
+    """A stream for AAC, at the sample rate of the audio if AAC supports it."""
     rates = Codec("aac", "w").audio_rates or ()
     rate = audio.sample_rate if audio.sample_rate in rates else _USUAL_RATE
     return container.add_stream("aac", rate=rate, layout=_LAYOUTS[len(audio.waveform)], options=_AAC)

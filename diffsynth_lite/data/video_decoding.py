@@ -1,4 +1,4 @@
-"""This file decodes clips strictly: every frame that a file promises comes, in order, or it is an error.
+"""This file decodes clips strictly: every frame that a file promises is decoded, in order, or it is an error.
 
 FFmpeg conceals damage: a frame that cannot be decoded is left out or filled with grey. So each packet is
 compared with the frame it must give, decoders stop at the first fault, and clips that would come out with
@@ -39,7 +39,7 @@ _OPEN_OPTIONS = {
 _DECODER_OPTIONS = {"err_detect": "crccheck+bitstream+buffer+explode", "max_pixels": str(MAX_PIXELS)}
 
 _OF_THE_MACHINE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Failures that are not the clip's. EIO may be: FFmpeg also gives it for files that are cut off."""
+"""Failures without fault of the clip, except perhaps EIO, which FFmpeg also returns for truncated files."""
 
 _PROGRESSIVE = (0, 1)  # AVFieldOrder: unknown, progressive
 _SQUARE = (Fraction(98, 100), Fraction(102, 100))
@@ -65,10 +65,10 @@ _UPRIGHT: dict[tuple[float, float, float, float], Image.Transpose | None] = {
     (0, 1, 1, 0): Image.Transpose.TRANSPOSE,
     (0, -1, -1, 0): Image.Transpose.TRANSVERSE,
 }
-"""Entries a, b, c, d of a display matrix (x' = a x + c y, y' = b x + d y) to what makes a frame upright."""
+"""Entries a, b, c, d of a display matrix (x' = a x + c y, y' = b x + d y) to the fitting transposition."""
 
 CHUNK_HEADER_BYTES = 8
-"""Of an AVI: before the data of each chunk."""
+"""Header before the data of each chunk of an AVI."""
 
 _SEEK_BACK_S = (0, 2, 10)
 """A container may seek by decoding time and find a keyframe shown too late: go further back, then to 0."""
@@ -97,7 +97,7 @@ def opened_clip(path: Path) -> Iterator[OpenClip]:
     """Open a clip with its header checked; an error of FFmpeg inside becomes one that names the file.
 
     Raises:
-        MemoryError: there was too little; the clip may be good.
+        MemoryError: there was too little memory; the clip may be good.
         OSError: too many files are open; the clip may be good.
     """
     try:
@@ -131,7 +131,7 @@ def frames_from(path: Path, pts: int, *, first_pts: int) -> Generator[VideoFrame
 
     Args:
         path: MP4, MOV, Matroska, WebM or AVI.
-        pts: time of a frame that is wanted, in the stream's units.
+        pts: time of the wanted frame, in the stream's units.
         first_pts: time of the frame shown first.
     """
     with opened_clip(path) as clip:
@@ -149,7 +149,7 @@ def all_frames(path: Path) -> Generator[VideoFrame, None, None]:
 
 
 def timed(clip: OpenClip, packets: Iterable["Packet[Any]"]) -> Iterator["Packet[Any]"]:
-    """Packets of a clip, those of the video of an AVI with the times at which their frames are shown.
+    """Packets of a clip; video packets of an AVI get the times at which their frames are shown.
 
     An AVI has no times: each chunk lasts for one frame, and one without data repeats the frame before it.
     FFmpeg (libavformat 62.12) takes the next chunk's time for that of a frame of H.264, and after a seek may
@@ -166,7 +166,7 @@ def timed(clip: OpenClip, packets: Iterable["Packet[Any]"]) -> Iterator["Packet[
 
 
 def is_shown(packet: "Packet[Any]") -> bool:
-    """Whether a packet gives a frame, and not one that only others refer to or that an edit list cut."""
+    """Whether a packet's frame is shown, and not only a reference for others or cut by an edit list."""
     if packet.is_discard or not packet.size:
         return False
     # VP8 keeps its "alternate reference" frames in packets of their own; bit 4 is set where one is shown
@@ -187,7 +187,7 @@ def _opened_container(path: Path) -> InputContainer:
 
 
 def _promises_too_much(path: Path) -> bool:
-    """Whether a frame has more bytes by the index of a file than the file: no memory would be enough."""
+    """Whether the index of a file lists a frame larger than the file, for which no memory would be enough."""
     num_bytes = path.stat().st_size
     with _opened_container(path) as container:
         streams = container.streams.video
@@ -220,7 +220,7 @@ _INTERLACED = "is interlaced; deinterlace it, for example with ffmpeg -vf bwdif"
 
 
 def _from_start(clip: OpenClip) -> Iterator[VideoPacket]:
-    """All packets. The first must be a keyframe: it is not recognised as one where it is damaged."""
+    """All packets. The first must be a keyframe; a damaged one is not recognised as one."""
     packets = timed(clip, clip.container.demux(clip.stream))
     first = next(packets)
     if first.size and not first.is_keyframe:
@@ -253,7 +253,7 @@ def _from_keyframe(packets: Iterable[VideoPacket]) -> Iterator[VideoPacket]:
 
 
 def _decoded(packets: Iterable[VideoPacket]) -> Iterator[VideoFrame]:
-    """Frames of the packets: one for each that is shown, in the order of their times."""
+    """Frames of the packets that are shown, in the order of their times."""
     due: list[int] = []
     stream: VideoStream | None = None
     size: tuple[int, int] | None = None
@@ -317,7 +317,7 @@ def check_colours(transfer: int, matrix: int) -> None:
 
 
 def transposition(frame: VideoFrame) -> Image.Transpose | None:
-    """The transposition that makes a stored frame upright; None where it is."""
+    """The transposition that makes a stored frame upright; None if it is upright already."""
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return None

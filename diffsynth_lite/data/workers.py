@@ -22,25 +22,25 @@ _Batch = TypeVar("_Batch")
 
 _SECONDS_AFTER_SIGTERM = 600
 _DUMP_AT = 0.8
-"""Part of a worker's time after which it writes its stack: before it is given up and killed."""
+"""Part of the time limit after which a worker writes its stack, before it is killed."""
 _DUMP_NOT_BEFORE = 0.05
-"""Part of it that a worker which took long to start has at least."""
+"""Least part of the time limit that a worker has, however long its start took."""
 _NAME_BYTES = 512
 _FREE_FILES = 16
-"""Number that a trainer must be able to open before its workers start: with a few it could start one, and
-then waited for a batch that the worker could not send."""
+"""Files that a trainer must be able to open before its workers start: with only a few left it would start a
+worker and then wait for a batch that the worker cannot send."""
 _EXIT_FEW_FILES = 24
 """Exit code of a worker that could open no more files."""
 
 
 class WorkerWatch:
-    """Knows what each worker is reading; one that reads for too long writes its stack to the standard error.
+    """Tracks the item that each worker reads; a worker that reads for too long writes its stack to stderr.
 
     A thread of `faulthandler` writes it, which needs neither the interpreter nor a signal: it does so also
     where the worker is inside a call that never returns. In the trainer itself nothing is watched.
 
     Args:
-        limit_s: how long the trainer waits for a batch; for the first one, from now on.
+        limit_s: seconds that the trainer waits for a batch; for the first batch, from now on.
     """
 
     def __init__(self, *, num_workers: int, limit_s: float) -> None:
@@ -84,7 +84,7 @@ class WorkerWatch:
         self._names[start : start + _NAME_BYTES] = encoded.ljust(_NAME_BYTES, b"\0")
 
     def _begin_counting(self) -> None:
-        # The trainer's time for the first batch has run while this worker started.
+        # The trainer's time limit for the first batch has been running while this worker started.
         spent_s = 0.0 if self._began_at is None else time.monotonic() - self._began_at
         self._began_at = None
         dump_after_s = max(_DUMP_NOT_BEFORE * self._limit_s, _DUMP_AT * self._limit_s - spent_s)
@@ -93,9 +93,10 @@ class WorkerWatch:
 
 
 class WorkerContext(SpawnContext):
-    """Starts workers that end when they cannot hand over a batch, where Python would drop it and continue.
+    """Starts workers that exit when they cannot send a batch; Python would drop the batch and continue.
 
-    New processes: a fork can deadlock on a lock that a thread of this process held, and knows its CUDA.
+    They are spawned: a fork can deadlock on a lock that a thread of this process holds, and inherits its
+    CUDA.
     """
 
     def Queue(self, maxsize: int = 0) -> "Queue[Any]":
@@ -127,9 +128,9 @@ def ignore_stop_signals(worker_id: int) -> None:
 
 
 def watched_batches(loader: Iterable[_Batch], watch: WorkerWatch) -> Iterator[_Batch]:
-    """The batches of a loader; once torch gives up on its workers, those that are left are killed.
+    """The batches of a loader; when torch gives up on its workers, the remaining ones are killed.
 
-    One that hangs in a read does not hear SIGTERM, and the trainer would wait for it at its own exit.
+    A worker that hangs in a read ignores SIGTERM, and the trainer would wait for it at its own exit.
 
     Raises:
         OSError: this process, or a worker, could open no more files.
@@ -151,7 +152,7 @@ def watched_batches(loader: Iterable[_Batch], watch: WorkerWatch) -> Iterator[_B
             given_up = f"{str(error).splitlines()[0]}{reading and f'; being read: {reading}'}"
         else:
             yield batch
-    # With the error gone torch forgets its workers here; before that it raises one for each that dies.
+    # When the error is dropped, torch forgets its workers; before that it raises for each one that dies.
     del batches
     for worker in workers:
         worker.kill()

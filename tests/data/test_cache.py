@@ -139,7 +139,7 @@ def test_a_damaged_entry_is_warned_of_once_set_aside_and_can_be_written_again(ca
         assert cache.read("ab") is None
         assert cache.read("ab") is None
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: damaged cache entry is set aside: its hash does not fit"
+        f"{path}: damaged cache entry is set aside: its hash does not match"
     ]
     assert not path.exists()
     assert path.with_suffix(".damaged").read_bytes() == damaged

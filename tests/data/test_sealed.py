@@ -225,7 +225,7 @@ def test_an_entry_that_is_gone_or_damaged_is_not_sealed(cache: TensorCache, tmp_
         write_seal(SealFolder(str(tmp_path / "one")), own, nothing, **CONTENT)
     own.path(KEYS[0]).parent.mkdir(exist_ok=True)
     own.path(KEYS[0]).write_bytes(own.path(KEYS[1]).read_bytes())
-    with pytest.raises(UserError, match="is damaged: its hash does not fit; `diffsynth-lite cache verify`"):
+    with pytest.raises(UserError, match="is damaged: its hash does not match; `diffsynth-lite cache verify`"):
         write_seal(SealFolder(str(tmp_path / "two")), own, nothing, **CONTENT)
 
 

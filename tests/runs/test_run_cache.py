@@ -177,11 +177,11 @@ def test_a_seal_is_compared_with_data_and_settings_and_says_what_is_wrong(
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert f"in data/{shard.name}: its hash does not fit" in refused(sealed, task="verify")
+    assert f"in data/{shard.name}: its hash does not match" in refused(sealed, task="verify")
     caplog.clear()
     assert train(run, sealed, f"output.dir={run.root / 'damaged'}") == 3
     assert (
-        f"in data/{shard.name} is damaged: its hash does not fit; `diffsynth-lite cache verify`"
+        f"in data/{shard.name} is damaged: its hash does not match; `diffsynth-lite cache verify`"
         in caplog.text
     )
     assert cache(run, "verify", f"data.sealed={run.root / 'none'}") == 0

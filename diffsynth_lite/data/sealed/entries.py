@@ -1,8 +1,8 @@
 """This file keeps the entries of a sealed cache in a folder, on a disk or on object storage, through Lance.
 
-A row of the Lance dataset is a key, the text where the entry is of a caption, and the bytes of the file that
-the entry was. Rows are in the order of their keys, which the mapped table has as well: a key is found there
-by bisection. The dataset is in a few large files, its shards.
+A row of the Lance dataset is a key, the text if the entry is that of a caption, and the bytes of the entry's
+file. Rows are in the order of their keys, which the mapped table has, too: a key is found there by bisection.
+The dataset is in a few large files, its shards.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import replacing, sync
 
 LANCE_ERRORS = (OSError, ValueError, RuntimeError)
-"""What Lance raises for a file that is gone, damaged or out of reach."""
+"""Errors of Lance for a file that is missing, damaged or out of reach."""
 
 
 def import_lance() -> Any:
@@ -107,7 +107,7 @@ class SealFolder:
             ) from error
 
     def make(self) -> None:
-        """Make it, where it is on a disk."""
+        """Create the folder if it is on a disk."""
         try:
             if self.is_local:
                 Path(self.location).mkdir(parents=True, exist_ok=True)
@@ -145,12 +145,12 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Lance's message, without the place in its own sources."""
+    """Lance's message, without the position in its own source code."""
     return str(error).splitlines()[0].partition(", /")[0] if str(error) else type(error).__name__
 
 
 _SHARD_BYTES = 4 * 2**30
-"""Of an object that a store takes in one upload of few parts; 50 TB are 12,000 of them."""
+"""Size of an object that a store takes in one upload of few parts; 50 TB are 12,000 objects."""
 _BATCH_BYTES = 32 * 2**20
 _BATCH_ROWS = 4096
 _REMEDY = (
@@ -158,12 +158,12 @@ _REMEDY = (
     "another folder"
 )
 _FORMAT = "2.1"
-"""Of Lance's files: newer versions of the package read it, too."""
+"""Version of Lance's file format: newer versions of the package read it, too."""
 _SCHEMA = pa.schema(
     [
         pa.field("key", pa.binary(KEY_BYTES), nullable=False),
         pa.field("text", pa.string()),
-        # Latents and embeddings do not get smaller.
+        # Latents and embeddings do not compress.
         pa.field("entry", pa.large_binary(), nullable=False, metadata={"lance-encoding:compression": "none"}),
     ]
 )
@@ -204,8 +204,8 @@ def write_entries(
             raise
 
     reader = pa.RecordBatchReader.from_batches(_SCHEMA, batches())
-    # Ctrl-C ends Lance's call on the main thread, and not the thread that reads for it: the interpreter would
-    # abort in ending before that. Leaving this scope waits for both.
+    # Ctrl-C ends Lance's call on the main thread but not its reading thread, and the interpreter would abort
+    # if it exited first. Leaving this scope waits for both.
     with ThreadPoolExecutor(1) as thread:
         try:
             writing = thread.submit(
@@ -218,7 +218,7 @@ def write_entries(
             )
             dataset = writing.result()
         except LANCE_ERRORS:
-            if failures:  # Lance knows nothing of it but its text.
+            if failures:  # Lance keeps only the error's text.
                 raise failures[0] from None
             raise
         finally:
@@ -256,7 +256,7 @@ def _batch(rows: Iterable[tuple[bytes, str | None, bytes]]) -> pa.RecordBatch:
 class SealedEntries:
     """Reads the entries of a sealed cache, each by its row.
 
-    A process that is sent one opens the dataset itself: Lance has threads, which no fork may copy.
+    A process that receives one opens the dataset itself: Lance has threads, which do not survive a fork.
     """
 
     def __init__(self, uri: str, keys: Column, shards: tuple[EntryShard, ...]) -> None:
@@ -283,7 +283,7 @@ class SealedEntries:
             ) from error
 
     def before(self, other: EntryReader) -> EntryReader:
-        """Reads entries that the seal does not hold from another place."""
+        """Reader that takes entries missing in the seal from ``other``."""
         return _FirstOf(self, other)
 
     def text(self, key: str) -> str:
@@ -291,7 +291,7 @@ class SealedEntries:
         return str(self._cell(self._require_row(key), "text"))
 
     def where(self, row: int) -> str:
-        """A row and the shard that it is in, for messages."""
+        """The row and its shard, for messages."""
         first = 0
         for shard in self._shards:
             if row < first + shard.num_rows:
@@ -303,7 +303,7 @@ class SealedEntries:
         """All damage, one line each; reads everything.
 
         Args:
-            progress: called with the number of rows that were read, and of all.
+            progress: called with the number of rows read, and of all rows.
         """
         row = 0
         for number, shard in enumerate(self._shards):
@@ -368,7 +368,7 @@ class SealedEntries:
 
 
 class _FirstOf:
-    """Entries of a seal, and others from another place."""
+    """Reads entries of a seal, and all others from another reader."""
 
     def __init__(self, sealed: SealedEntries, other: EntryReader) -> None:
         self._sealed, self._other = sealed, other

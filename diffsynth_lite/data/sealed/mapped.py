@@ -32,18 +32,18 @@ logger = logging.getLogger(__name__)
 _PART_BYTES = 16 * 2**10
 _HASH_BYTES = 8
 _FEWEST = 2**16
-"""Shorter orders are drawn in a moment."""
+"""Shorter orders are not stored, as drawing them is fast."""
 _NUMBER = np.dtype("<u4")
 _ORDER = re.compile(r"[0-9a-f]{32}\.order")
 _TABLE = re.compile(r"([0-9a-f]{32})\.table")
 
 
 class DamagedSealError(RunStoppedError):
-    """Something of a sealed cache is not as it was written."""
+    """A part of a sealed cache is damaged."""
 
 
 def append_hashes(path: Path) -> int:
-    """Complete a file that has its whole content; returns the number of bytes of that."""
+    """Append the hashes to a file with its whole content; returns the number of bytes of the content."""
     hashes = bytearray()
     with path.open("r+b") as file:
         while part := file.read(_PART_BYTES):
@@ -54,9 +54,9 @@ def append_hashes(path: Path) -> int:
 
 
 class MappedFile:
-    """A file of :func:`append_hashes`, mapped into memory, and locked as one that is read.
+    """A file of :func:`append_hashes`, mapped into memory under a shared lock.
 
-    Another process opens it when it is sent one.
+    A process that receives one opens the file itself.
 
     """
 
@@ -84,7 +84,7 @@ class MappedFile:
         """Bytes of the content.
 
         Raises:
-            DamagedSealError: they are not those that were written.
+            DamagedSealError: they are damaged.
         """
         if start >= end:
             return b""
@@ -114,7 +114,7 @@ class MappedFile:
 
 
 def _share(file: BinaryIO) -> None:
-    """Lock a file as one that is read, for as long as its map is there, which has the lock with it."""
+    """Take a shared lock on a file; the map of the file keeps it for as long as it lives."""
     if sys.platform != "win32":
         with suppress(OSError):  # of a file system without locks
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -135,9 +135,9 @@ class MappedColumn:
 
 
 class StoredOrders:
-    """Keeps the drawn orders of a run's samples in files, so that a machine draws each once; see `Orders`.
+    """Stores the random orders of a run's samples in files, so that a machine draws each once; see `Orders`.
 
-    An order is a permutation of as many numbers as there are samples in a pass.
+    An order is a permutation of the samples of a pass.
 
     Args:
         folder: holds the files; any may be deleted when no run uses it.
@@ -148,7 +148,7 @@ class StoredOrders:
         self._folder, self._identity, self._fewest = folder, identity, fewest
 
     def __call__(self, name: str, number: int, length: int, draw: Callable[[], Indices]) -> Numbers:
-        """As `Orders`; one that is drawn removes the last but one, as another process may read the last."""
+        """As `Orders`; a new order removes the last but one, as another process may read the last."""
         if length < self._fewest:
             return draw()
         path = self._path(name, number)
@@ -174,7 +174,7 @@ class StoredOrders:
         with replacing(path) as temporary:
             order.astype(_NUMBER).tofile(temporary)
             append_hashes(temporary)
-            sync(temporary)  # else it may be empty after a power cut, and stop the run
+            sync(temporary)  # otherwise it may be empty after a power cut, and stop the run
 
 
 class _StoredNumbers:
@@ -202,7 +202,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def prune_orders(folder: Path, *, dry_run: bool) -> Pruned:
     """Delete the orders of :class:`StoredOrders` that no process has mapped and that are older than a day.
 
-    Locks may not be seen by other machines, hence the day. A run draws an order that it finds gone.
+    The day is for file systems where other machines do not see locks. A run draws a missing order again.
     """
     if not folder.is_dir():
         return Pruned(num_files=0, num_bytes=0)

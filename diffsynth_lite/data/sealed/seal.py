@@ -1,8 +1,9 @@
 """This file writes and opens a sealed cache: all data that a run reads, in three parts that never change.
 
-``entries.lance`` holds the tensors, ``items.table`` the items and the keys of all entries, and ``SEALED`` all
-that does not grow with their number: the identity of the data, and the place of each column in the table.
-``SEALED`` is written last, and its second line is the sha256 of its first: a seal is whole or not there.
+``entries.lance`` holds the tensors, ``items.table`` the items and the keys of all entries, and ``SEALED``
+everything that does not grow with their number: the identity of the data, and the place of each column in the
+table. ``SEALED`` is written last, and its second line is the sha256 of its first: a seal is complete or does
+not exist.
 """
 
 import hashlib
@@ -90,7 +91,7 @@ _DOCUMENT = TypeAdapter(SealDocument)
 
 
 class Seal:
-    """A sealed cache that is there; ``digest`` is that of its ``SEALED``, in hexadecimal."""
+    """An existing sealed cache; ``digest`` is the sha256 of its ``SEALED``, in hexadecimal."""
 
     def __init__(self, folder: SealFolder, document: SealDocument, digest: str) -> None:
         self.folder, self.document, self.digest = folder, document, digest
@@ -99,7 +100,7 @@ class Seal:
         """The table, in the memory that the processes of a machine share.
 
         Args:
-            copies: folder of this machine or of several; the table of a seal elsewhere is copied to it once.
+            copies: folder of this machine or of several; the table of a remote seal is copied to it once.
         """
         if self.folder.is_local:
             path = Path(self.folder.location) / TABLE_NAME
@@ -160,7 +161,7 @@ def open_seal(folder: SealFolder) -> Seal | None:
             f"data.sealed: {folder.uri(SEAL_NAME)} is not of this version of diffsynth_lite "
             f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}); seal again into another folder"
         ) from None
-    # Now, so that no run finds out at the first row of a shard that is gone.
+    # Checked now, so that no run fails at the first row of a missing shard.
     written = [TABLE_NAME, *(f"{ENTRIES_NAME}/data/{shard.file}" for shard in document.shards)]
     there = set(folder.names())
     if missing := [name for name in written if name not in there]:
@@ -187,12 +188,12 @@ def write_seal(
     texts: Mapping[str, str] = MappingProxyType({}),
     thumbnails: Mapping[int, str] = MappingProxyType({}),
 ) -> SealDocument:
-    """Write a seal; files that a killed one has left in the folder are removed first.
+    """Write a seal; files that a killed sealing has left in the folder are removed first.
 
     Args:
-        folder: must hold nothing else.
-        cache: holds the entries, which are checked on the way.
-        progress: called after each entry with the number of those written, and of all.
+        folder: must be empty otherwise.
+        cache: source of the entries, which are checked while they are copied.
+        progress: called after each entry with the number of entries written, and of all.
         settings: those that the items depend on, by dotted key.
         more_keys: of entries besides those of the items.
         texts: key to the text of a caption.
@@ -286,7 +287,7 @@ def _write_items(file: BinaryIO, data: UsableData) -> SealedItems:
 
 
 def _write_column(file: BinaryIO, column: Column) -> tuple[int, int]:
-    """Write a column; where it starts, and its length."""
+    """Write a column; returns its start and length in bytes."""
     start = file.tell()
     for place in range(0, len(column), _COPIED_AT_ONCE):
         file.write(column[place : place + _COPIED_AT_ONCE])
