@@ -1,4 +1,4 @@
-"""The section ``data``: what the LoRA learns from, and where each source of it is."""
+"""The section ``data``: the sources that the LoRA learns from, and how their items are prepared."""
 
 import json
 import os
@@ -35,16 +35,16 @@ _Size: TypeAlias = Annotated[
 _Colour: TypeAlias = Annotated[
     str, Field(pattern="^([A-Za-z]+|#[0-9A-Fa-f]{6})$", examples=["white", "#c0c0c0"])
 ]
-# What shapes buckets that are computed; where sizes are given they do nothing.
+# They shape computed buckets; where sizes are given they have no effect.
 _BUCKET_SETTINGS = ("bucket_step", "max_aspect_ratio")
 _MOST_OCCURRENCES = 10_000
-"""Of an item in one pass, whose order is made as a whole."""
-# What goes with a dataset; of a folder it would do nothing.
+"""Of an item in one pass; the order of a whole pass is generated at once."""
+# Only for a dataset; with a folder they have no effect.
 _OF_A_DATASET = ("split", "revision")
 
 
 class SourceSettings(Settings):
-    """One source: a folder, or a dataset. These settings stand directly under `data`, or, for several
+    """One source: a folder, or a dataset. These settings are written directly under `data`, or, for several
     sources, in each entry of `data.sources`; either way `path` or `dataset` must be given."""
 
     path: FilePath | None = None
@@ -71,7 +71,7 @@ class SourceSettings(Settings):
     folder."""
 
     caption_columns: Distinct[NonEmptyStr] = Field(default=["text"], min_length=1)
-    """Columns with captions. Where an item has several, each time that it is seen one of them is drawn."""
+    """Columns with captions. Where an item has several, one of them is drawn each time that it is seen."""
 
     input_columns: Distinct[NonEmptyStr] = Field(default=[])
     """Columns with the images that an edit starts from, for families that edit."""
@@ -83,11 +83,12 @@ class SourceSettings(Settings):
     """Column with the image that a clip ends with, for families that take one."""
 
     mask_column: NonEmptyStr | None = None
-    """Column with an image of what counts in the loss: white does, black does not."""
+    """Column with a mask for the loss: white pixels count, black ones do not."""
 
     control_column: NonEmptyStr | None = None
-    """Column with what guides an item, such as its edges, depth or poses, for families that take it: a
-    image for an image, and for a clip a clip of its length, which is cut, cropped and timed like it."""
+    """Column with the control input of an item, such as its edges, depth or poses, for families that take
+    one: an image for an image, and for a clip a clip of its length, which is cut, cropped and timed like
+    it."""
 
     inpaint_mask_column: NonEmptyStr | None = None
     """Column with inpainting masks, white is regenerated, for families that fill masked parts; the mask of a
@@ -98,8 +99,8 @@ class SourceSettings(Settings):
     bottom up, for families that decompose images."""
 
     input_dirs: Distinct[FilePath] = Field(default=[])
-    """Instead of `input_columns`: folders in which the images that an edit starts from have the names of
-    what they become; their suffixes may differ."""
+    """Instead of `input_columns`: folders of the images that an edit starts from, each with the name of its
+    target; their suffixes may differ."""
 
     first_frame_dir: FilePath | None = None
     """Instead of `first_frame_column`: a folder in which these images have the names of their clips."""
@@ -111,8 +112,8 @@ class SourceSettings(Settings):
     """Instead of `mask_column`: a folder in which masks have the names of their images or clips."""
 
     control_dir: FilePath | None = None
-    """Instead of `control_column`: a folder in which these images or clips have the names of what they
-    guide."""
+    """Instead of `control_column`: a folder in which these images or clips have the names of their
+    targets."""
 
     inpaint_mask_dir: FilePath | None = None
     """Instead of `inpaint_mask_column`: a folder in which these masks have the names of their targets."""
@@ -137,17 +138,17 @@ class SourceSettings(Settings):
     """Multiplies the loss of its samples: how much they count against those of other sources."""
 
     preserve: bool = False
-    """Do not learn these items: on them the model shall stay what it is without the LoRA, whose estimate is
-    their target. It goes with sources that are learned, and may be the same folder with other captions.
-    Against a LoRA that changes more than it is for."""
+    """Do not learn these items (prior preservation): on them the model should stay as it is without the LoRA;
+    the base model's prediction is their target. Use it with sources that are learned; it may be the same
+    folder with other captions. It keeps a LoRA from changing more than it should."""
 
     trigger: NonEmptyStr | None = None
-    """Word or words that every caption shall hold, such as `ohwx dog`; a caption without them gets them in
-    front, with a comma."""
+    """Word or words that every caption should have, such as `ohwx dog`; they are put in front of a caption
+    without them, with a comma."""
 
     captions: Literal["required", "optional", "none"] = "required"
     """Whether each item must have a caption (`required`). Where one has none, `optional` takes only the
-    `trigger`; `none` takes it for all items, whatever is written about them. With `preserve`, `none` without
+    `trigger`; `none` uses it for all items and ignores their captions. With `preserve`, `none` without
     a `trigger` is the empty caption."""
 
     allow_outside: bool = False
@@ -179,7 +180,7 @@ class SourceSettings(Settings):
                 yield Problem((key,), f"has no effect without {owner}; remove it")
         for folders, columns in pairs.items():
             if getattr(self, columns) and getattr(self, folders):
-                yield Problem((folders, columns), f"{columns} says the same; keep one of them")
+                yield Problem((folders, columns), f"{columns} sets the same; keep one of them")
 
         if self.random_masks and (self.inpaint_mask_column or self.inpaint_mask_dir):
             message = "has no effect where files have the masks; keep one of them"
@@ -198,12 +199,13 @@ class SourceSettings(Settings):
 
 
 class DataSettings(SourceSettings):
-    """What the LoRA learns from: images or clips with their captions, how they are cut to size, and where
-    they are kept in encoded form."""
+    """The training data: images or clips with their captions, how they are resized and cropped, and where
+    their encodings are cached."""
 
     sources: list[SourceSettings] = Field(default=[])
     """Several sources, learned together: a list with the settings of a source (below) in each entry, as in
-    `[{path: photos}, {path: drawings, repeats: 2}]`. With it, none of these stands directly under `data`."""
+    `[{path: photos}, {path: drawings, repeats: 2}]`. With it, none of these may be set directly under
+    `data`."""
 
     width: Pixels | None = None
     """Width in pixels where all items get one size, given with `height`. Each is resized until it covers
@@ -214,21 +216,21 @@ class DataSettings(SourceSettings):
     """Height in pixels; see `width`."""
 
     resolutions: Distinct[Pixels] = Field(default=[1024], min_length=1)
-    """How many pixels an image or frame has, as the edge in pixels of a square of as many. Each item keeps
-    about its own shape, in a bucket of items of one size. With several, each item is learned at each of
+    """Pixels of an image or frame, given as the edge of a square with as many pixels. Each item keeps about
+    its own aspect ratio, in a bucket of items of one size. With several, each item is learned at each of
     them."""
 
     sizes: Distinct[_Size] = Field(default=[])
     """Instead of `resolutions`: the sizes to use, such as `[1024x1024, 1216x832]`, width first, in pixels.
-    Each item gets, of those that it fills, the one whose shape is nearest, or a larger one of nearly that
-    shape."""
+    Each item gets the size with the nearest aspect ratio among those that it fills, or a larger one of nearly
+    that ratio."""
 
     bucket_step: Pixels | None = None
-    """Pixels between the sizes of buckets, a multiple of what the family needs. Larger makes fewer buckets
+    """Pixels between the sizes of buckets, a multiple of the family's own step. Larger makes fewer buckets
     and crops more; null chooses."""
 
     max_aspect_ratio: float = Field(default=2.0, ge=1, le=1000)
-    """Longest shape of a bucket, the long edge over the short one; what is longer is cropped to it."""
+    """Largest aspect ratio of a bucket, the long edge over the short one; longer items are cropped to it."""
 
     upscale: bool = False
     """Enlarge items that are smaller than their bucket, or than `width` x `height`. Off, they are learned at
@@ -246,8 +248,9 @@ class DataSettings(SourceSettings):
     audio in the files is ignored, and the model is trained on frames only."""
 
     silent_clips: Literal["ignore", "learn"] = "ignore"
-    """What a clip without audio is with `audio`: the model gets silence with it either way, and its error
-    there does not count (`ignore`), or does (`learn`), so that it learns that such clips are silent."""
+    """How a clip without audio is treated with `audio`: the model gets silence with it either way; the error
+    of the audio is ignored (`ignore`), or counts (`learn`), so that the model learns that such clips are
+    silent."""
 
     clip: Literal["start", "center", "random", "uniform"] = "start"
     """Which part of a longer clip is learned: its start, its middle, parts drawn at random (the same ones in
@@ -257,38 +260,39 @@ class DataSettings(SourceSettings):
     """Parts taken from each video, with `clip` random or uniform."""
 
     crop: Literal["center", "random"] = "center"
-    """What is kept of an item that does not have the shape of its bucket: its middle, or a part drawn at
-    random (the same one in each run)."""
+    """Which part is kept of an item that does not have the shape of its bucket: its middle, or a part drawn
+    at random (the same one in each run)."""
 
     crops_per_item: Copies = 1
     """Crops made of each item, with `crop` random. Each is an item of its own, so a pass and the cache grow
     as many times."""
 
     background: _Colour = "white"
-    """Colour after images with transparency: a name, or red, green and blue in hexadecimal, in quotes."""
+    """Background colour of images with transparency: a name, or red, green and blue in hexadecimal, in
+    quotes."""
 
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the samples that are learned with an empty caption. About 0.1 keeps guidance working in long
     trainings."""
 
     tag_shuffles: int = Field(default=0, ge=0, le=MOST_COPIES)
-    """For captions that are lists of tags: how many other orders of its tags each caption is learned in,
-    next to the one written. Each is encoded, so the cache grows as many times."""
+    """For captions that are lists of tags: how many other orders of its tags each caption is learned in, in
+    addition to the written one. Each is encoded, so the cache grows as many times."""
 
     tag_separator: NonEmptyStr = ","
-    """What is between tags."""
+    """Separator between tags."""
 
     keep_tags: int = Field(default=0, ge=0, le=10_000)
     """Tags at the start of a caption that stay where they are, such as a trigger."""
 
     cache: bool = True
-    """Encode images, clips and captions once, before training, into `cache_dir`. Off, they are encoded
-    again whenever they are needed: much slower, and the encoders stay in memory, but next to no space is
-    taken on the disk. The result is the same."""
+    """Encode images, clips and captions once, before training, into `cache_dir`. Off, they are encoded again
+    whenever they are needed: much slower, and the encoders stay in memory, but almost no disk space is used.
+    The result is the same."""
 
     cache_dir: FilePath = ".diffsynth_cache"
-    """Folder for encoded media and captions, and for what is known of the files. It is shared by all runs,
-    and can be deleted at any time: what is missing is encoded again."""
+    """Folder for encoded media and captions, and for facts about the files. It is shared by all runs, and can
+    be deleted at any time: missing entries are encoded again."""
 
     sealed: FilePath | None = None
     """Folder, or URI on object storage such as `s3://bucket/folder`, of a sealed cache: `diffsynth-lite cache
@@ -296,19 +300,20 @@ class DataSettings(SourceSettings):
     data of a million items and more; the result is the same. Needs `pip install 'diffsynth_lite[lance]'`."""
 
     on_bad_item: Literal["error", "skip"] = "error"
-    """What an item that cannot be used does: stop the run before training, or be left out. All of them are
-    listed in the run's `quarantine.jsonl` either way. So are items whose caption or row cannot be read."""
+    """How an item that cannot be used is treated: it stops the run before training, or is left out. All of
+    them are listed in the run's `quarantine.jsonl` either way, also items whose caption or row cannot be
+    read."""
 
     max_bad_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of the items that `on_bad_item: skip` leaves out at most; with more the run stops."""
 
     num_workers: int = Field(default=2, ge=0, le=64)
     """Processes per device that read the cache ahead and draw the noise; 0 does it in the main process. More
-    help where reading files is what training waits for. The result does not depend on it."""
+    help where training waits for files to be read. The result does not depend on it."""
 
     @property
     def sources_by_key(self) -> dict[str, SourceSettings]:
-        """Each source by the place of its settings in the yaml: ``data`` alone, or ``data.sources[0]`` on."""
+        """Each source by the place of its settings in the yaml: ``data``, or ``data.sources[0]`` ..."""
         if self.sources:
             return {f"data.sources[{place}]": source for place, source in enumerate(self.sources)}
         own = {key: getattr(self, key) for key in SourceSettings.model_fields}
@@ -330,7 +335,7 @@ class DataSettings(SourceSettings):
 
     @property
     def first_size(self) -> tuple[int, int]:
-        """Width and height that stand for all where one is needed, as for a preview."""
+        """The size used where a single one is needed, as for a preview."""
         return (*self.given_sizes, (self.resolutions[0], self.resolutions[0]))[0]
 
     def conflicts(self) -> Iterator[Problem]:
@@ -352,7 +357,7 @@ class DataSettings(SourceSettings):
             for key in own:
                 default = json.dumps(self.defaults()[key])
                 message = (
-                    "cannot stand next to data.sources; move it into the entries it is for, or, where an "
+                    "has no effect with data.sources; move it into the entries it is for, or, where an "
                     f"extended file sets it, undo that: data: {{{key}: {default}}}"
                 )
                 yield Problem((key,), message)
@@ -368,11 +373,11 @@ class DataSettings(SourceSettings):
             yield from self._roles_without_effect()
 
     def _roles_without_effect(self) -> Iterator[Problem]:
-        """What says how sources stand to each other, where that is nothing."""
+        """Settings that relate sources to each other, where they have no effect."""
         own = list(self.sources_by_key.values())
         place = "sources[0]." if self.sources else ""
         if all(source.preserve for source in own):
-            message = "leaves nothing to learn; list what is learned next to it, in data.sources"
+            message = "leaves nothing to learn; list a source to learn next to it, in data.sources"
             yield Problem((f"{place}preserve",), message)
         weights = {source.loss_weight for source in own}
         if len(weights) == 1 and weights != {1.0}:

@@ -16,7 +16,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
 
 NULLS = frozenset(["", "~", "null", "Null", "NULL"])
-"""What stands for no value, unless it is in quotes."""
+"""Spellings of no value, unless they are in quotes."""
 
 # A config nests five deep; a little more is let through so that the message can name the key.
 _DEEPEST = 8
@@ -36,7 +36,7 @@ class YamlError(UserError):
     """Text that is not the yaml of a config.
 
     Args:
-        message: what is wrong and what would do.
+        message: the problem and its remedy.
         line: the line it was found on, counted from 1.
     """
 
@@ -69,7 +69,7 @@ def read_yaml(text: str, source: str = "") -> yaml.Node:
         # From chr() inside PyYAML, without a place.
         match = _NO_CHARACTER.search(text)
         line = text.count("\n", 0, match.start()) + 1 if match else 1
-        raise YamlError("an escape \\U stands for no character; the last one is \\U0010FFFF", line) from None
+        raise YamlError("an escape \\U is not a character; the last one is \\U0010FFFF", line) from None
     if node is None:
         return scalar("", source=source)
     _require_plain_keys(node)
@@ -109,7 +109,7 @@ def line_of(node: yaml.Node) -> int:
 
 
 def shown(node: yaml.Node) -> str:
-    """What was written, in one short line for a message."""
+    """The written value, in one short line for a message."""
     if isinstance(node, yaml.MappingNode):
         return "a 'key: value' block"
     if isinstance(node, yaml.SequenceNode):
@@ -155,7 +155,7 @@ def has_reference(value: object) -> bool:
 
 
 def resolve(settings: DictConfig, name: str, reference: str | list[str]) -> yaml.Node:
-    """What the references in a setting come to, as if that had been typed in their place.
+    """Resolve the references in a setting, as if their values had been typed in their place.
 
     Args:
         settings: all settings, unresolved, by section and key.
@@ -173,18 +173,16 @@ def resolve(settings: DictConfig, name: str, reference: str | list[str]) -> yaml
             "(an environment variable can have a default: ${oc.env:NAME,default})"
         ) from None
     if any(isinstance(entry, DictConfig) for entry in entries or []):
-        raise UserError("stands for a list of sections; refer to a setting with a value of its own")
+        raise UserError("is a list of sections; refer to a setting with a value of its own")
     if has_reference(value if entries is None else entries):
-        raise UserError(
-            "the value it stands for has a '${' of its own, which cannot be told from a reference"
-        )
+        raise UserError("its value has a '${' of its own, which would be read as a reference")
     if entries is not None:
         return yaml.SequenceNode("", [scalar(str(entry), quoted=True) for entry in entries])
     return scalar("null" if value is None else str(value))
 
 
 def _mapping(node: yaml.MappingNode) -> dict[str, Any]:
-    """Words to values of no certain type: numbers, switches and nothing are what they look like."""
+    """Words to values of no certain type: numbers, true or false and null are read by their form."""
     read: dict[str, Any] = {}
     for key, value in node.value:
         if key.value in read:
@@ -288,9 +286,9 @@ def _require_plain_keys(node: yaml.Node) -> None:
 
 
 def _syntax_message(problem: str, before: str) -> str:
-    """What is wrong, from what yaml says and what is before it on its line."""
+    """The problem in words, from yaml's message and the text before it on its line."""
     if "'\\t'" in problem:
-        return f"a tab {'stands between words' if before.strip() else 'is used to indent'}; use spaces"
+        return f"a tab {'is between words' if before.strip() else 'is used to indent'}; use spaces"
     if "single document" in problem or "another document" in problem:
         return "a second yaml document starts here (---); a config is one"
     hint = "is a quote, bracket or colon missing? Text with ': ' or ' #' needs quotes"

@@ -18,7 +18,7 @@ EXTENDS = "extends"
 PRESETS = "presets"
 """The folder of the presets, among the recipes."""
 _LAUNCHES = "accelerate"
-"""The folder of files that say how a run is launched, which are no configs of one."""
+"""The folder of files for ``accelerate launch``, which are not configs of a run."""
 _FAMILIES = "families"
 """The key of a preset that lists the model families that it is for."""
 
@@ -35,7 +35,7 @@ class ConfigFile:
 
     Args:
         path: where it is.
-        text: what is in it.
+        text: its content.
         sections: its top-level keys, ``extends`` left out, and what was written for them.
     """
 
@@ -137,15 +137,15 @@ def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:
         )
     if name in found and found[name].parent.name == _LAUNCHES:
         raise UserError(
-            f"{asked}: says how a run is launched; give accelerate launch --config_file {found[name]}, and "
+            f"{asked}: is for the launcher; give accelerate launch --config_file {found[name]}, and "
             "a recipe after train.py"
         )
     if name in found:
         return found[name]
-    beside = {path.name for path in looked_in.glob("*.y*ml")}
+    nearby = {path.name for path in looked_in.glob("*.y*ml")}
     known = sorted(path.name for path in recipes.glob("*.yaml"))
     recipe_names = ", ".join(known) or "no yaml file"
-    hint = _suggested(name, [*beside, *found], cutoff=_SIMILAR).strip()
+    hint = _suggested(name, [*nearby, *found], cutoff=_SIMILAR).strip()
     hint = hint or f"give the path of a file of your own. The recipes: {recipe_names}"
     raise UserError(f"{asked}: not found in {looked_in} nor in {recipes}; {hint}")
 
@@ -204,7 +204,7 @@ def _require_sections(path: Path, text: str) -> None:
 
 
 def _top_level(path: Path, text: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
-    """The keys of a file, and what was written for them."""
+    """The keys of a file, and the values written for them."""
     try:
         root = read_yaml(text, str(path))
     except YamlError as error:

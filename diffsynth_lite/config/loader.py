@@ -403,7 +403,7 @@ def _in_one(
         return files[0].text
     names = ", which extends ".join(file.path.name for file in reversed(files))
     on_top = f", with --preset {' --preset '.join(preset.name for preset in presets)}" if presets else ""
-    return f"# What {names}{on_top}, says.\n\n{write_yaml(written)}"
+    return f"# The settings of {names}{on_top}.\n\n{write_yaml(written)}"
 
 
 def _secrets_in(unresolved: dict[str, dict[str, Any]]) -> Iterator[Problem]:

@@ -32,7 +32,7 @@ _AUTO_IS_PLANNED = frozenset(
     ["train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload", "memory.policy"]
 )
 _MOST_LISTED = 10
-"""Keys that a message lists; of a section with more it says where they are."""
+"""Keys that a message lists; for a section with more it refers to the docs."""
 
 
 def in_words(schema: Schema) -> str:
@@ -79,7 +79,7 @@ def _digits(number: float) -> str:
 
 
 def expectation(name: str, node: yaml.Node, schema: Schema) -> str:
-    """What the setting ``name`` must be instead of what was written, with a hint at what led to that."""
+    """What the setting ``name`` must be instead of the written value, with a hint at the likely mistake."""
     words = f"must be {in_words(schema)}"
     if section_of_entries(schema) or without_null(schema).get("type") == "object":
         return words
@@ -107,7 +107,7 @@ def unknown_section(name: str, sections: Mapping[str, Collection[str]]) -> str:
     """A message for a top-level name that is not a section.
 
     Args:
-        name: what was written.
+        name: as written.
         sections: the keys of every section, by its name.
     """
     if name == EXTENDS:  # in a file it is none
@@ -132,7 +132,7 @@ def unknown_key(section: str, key: str, own: Collection[str], sections: Mapping[
 
     Args:
         section: its name, which may be that of an entry of a list, such as ``data.sources[0]``.
-        key: what was written.
+        key: as written.
         own: the keys that it has.
         sections: the keys of every section, by its name.
     """
@@ -157,8 +157,8 @@ def unknown_key(section: str, key: str, own: Collection[str], sections: Mapping[
 
 
 def in_place_of_flag(flag: str, sections: Mapping[str, Collection[str]]) -> str | None:
-    """What to write in place of a flag that there is not, such as "train.steps=...", or what it is here, such
-    as "--num_epochs is train.steps here"; None where unknown.
+    """What to write in place of an unknown flag, such as "train.steps=...", or its equivalent, such as
+    "--num_epochs is train.steps here"; None if there is none.
 
     Args:
         flag: as it was typed, such as ``--lr`` or ``--lr=1e-4``.

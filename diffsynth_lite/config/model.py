@@ -13,7 +13,7 @@ TargetSet: TypeAlias = Literal["attention", "all"]
 _LOGIT_NORMAL = ("logit_normal", "stretched_logit_normal")
 _DENSITIES_OF = {"logit_mean": _LOGIT_NORMAL, "logit_std": _LOGIT_NORMAL, "mode_scale": ("mode",)}
 
-# What a LoKr does not have, and why.
+# Settings that do not apply to a LoKr, and why.
 _NOT_WITH_LOKR = {
     "use_rslora": "has no such scale, as the rank is that of one of its two factors",
     "init": "has no pair of matrices",
@@ -53,14 +53,14 @@ class ModelSettings(Settings):
     """The same for the second of two experts: in Wan 2.2 14B the one for low noise."""
 
     training_adapter: FilePath | None = None
-    """A LoRA that is on the model while it trains, frozen, and not in previews nor in the LoRA that comes of
-    it: its file or folder, by any names that `diffsynth-lite convert` reads. For distilled models, whose
-    adapters take the distillation back for as long as they train, such as
-    `ostris/zimage_turbo_training_adapter`: [methods.md](methods.md#distilled-models)."""
+    """A LoRA that is on the model while it trains, frozen, and neither in previews nor in the trained LoRA:
+    its file or folder, with any layer names that `diffsynth-lite convert` reads. For distilled models, whose
+    adapters undo the distillation during training, such as `ostris/zimage_turbo_training_adapter`:
+    [methods.md](methods.md#distilled-models)."""
 
     dtype: Precision = "bfloat16"
-    """How the frozen transformer is kept in memory: 2 bytes a parameter, or 4 for `float32`. LoRA weights
-    are float32 whatever this says."""
+    """How the frozen transformer is kept in memory: 2 bytes a parameter, or 4 for `float32`. LoRA weights are
+    float32 in any case."""
 
     quantize: Literal["none", "int8", "nf4"] = "none"
     """How the linear layers in the frozen transformer's blocks are kept: as `dtype` says, in 8 bits a weight
@@ -76,8 +76,8 @@ class ModelSettings(Settings):
 
     text_encoder_quantize: Literal["none", "int8", "nf4"] = "none"
     """How the linear layers in the text encoder's transformer layers are kept: as `text_encoder_dtype` says,
-    or in fewer bits, as with `quantize`. Prompts are encoded a little differently then; where that must not
-    be, use `memory.stream_text_encoder`."""
+    or in fewer bits, as with `quantize`. Prompts are encoded a little differently then; to avoid that, use
+    `memory.stream_text_encoder`."""
 
     vae_dtype: Precision = "float32"
     """How the VAE is kept while images are encoded and previews decoded. VAEs are small and lose detail in
@@ -85,8 +85,9 @@ class ModelSettings(Settings):
 
     vae_tiling: bool = False
     """Whether the VAE encodes images and clips, and decodes previews, in tiles of 256 or 512 pixels that
-    overlap, which needs a fraction of the memory. The numbers are others: by how much, and what is saved, is
-    in [memory.md](memory.md). Otherwise previews are decoded in tiles only where they do not fit whole."""
+    overlap, which needs a fraction of the memory. The results differ slightly: [memory.md](memory.md) has by
+    how much, and how much memory is saved. Otherwise previews are decoded in tiles only where they do not fit
+    whole."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.quantize == "none" and self.quantize_skip:
@@ -94,13 +95,14 @@ class ModelSettings(Settings):
 
 
 class LoraGroup(Settings):
-    """Layers that are trained otherwise than the rest. What is null is as in the rest."""
+    """Layers that are trained with other settings than the rest. A setting that is null is as for the
+    rest."""
 
     match: NonEmptyStr
     """Which layers: those in whose names these parts follow one another, anywhere. A component, such as
     `transformer_2` or `text_encoder`; blocks, such as `transformer_blocks.0-9`; a part of all blocks, such as
-    `attn.to_q`. `*` stands for any one part, and `0-9` for a number from 0 to 9. Where several entries match
-    a layer the first of them has it; one that is left without layers is an error."""
+    `attn.to_q`. `*` matches any one part, and `0-9` a number from 0 to 9. Where several entries match a layer
+    the first one applies; an entry left without layers is an error."""
 
     learning_rate: float | None = Field(default=None, gt=0, le=1)
     """In place of `train.learning_rate`; warm-up and schedule are the same."""
@@ -125,8 +127,8 @@ class LoraSettings(Settings):
 
     kind: Literal["lora", "lokr", "dora"] = "lora"
     """What trains next to each layer: two matrices of low rank (`lora`), the factors of a Kronecker product
-    (`lokr`), or a LoRA and the norms of the weight's rows (`dora`). Who needs which, what they cost, and
-    which programs read them: [methods.md](methods.md#adapters)."""
+    (`lokr`), or a LoRA and the norms of the weight's rows (`dora`). When to use which, their cost, and which
+    programs read them: [methods.md](methods.md#adapters)."""
 
     rank: int = Field(default=32, ge=1, le=8_192)
     """Rank of the matrices. More learns finer detail and makes a larger file; 8 to 64 is usual."""
@@ -168,9 +170,9 @@ class LoraSettings(Settings):
     target_modules: Annotated[Distinct[NonEmptyStr], Field(min_length=1)] | TargetSet | None = None
     """The linear layers that get a LoRA: `attention` (its projections), `all` (those of the blocks), or a
     list of these words, names, and endings of names, such as `[to_q, to_k, to_v]`; null takes the family's
-    default. What these are for each family is in [models.md](models.md). In a name `*` stands for one part,
-    such as the number of a block (`single_transformer_blocks.*.proj_out`), and `0-9` for a number from 0 to
-    9. An entry that matches no layer is an error."""
+    default. [models.md](models.md) lists these for each family. In a name `*` matches one part, such as the
+    number of a block (`single_transformer_blocks.*.proj_out`), and `0-9` a number from 0 to 9. An entry that
+    matches no layer is an error."""
 
     target_blocks: Annotated[Distinct[NonEmptyStr], Field(min_length=1)] | None = None
     """Only layers of these blocks get a LoRA, such as `[transformer_blocks.0-9]`: parts that follow one
@@ -178,7 +180,7 @@ class LoraSettings(Settings):
     layer is an error."""
 
     loraplus_ratio: float = Field(default=1.0, ge=1, le=1_000)
-    """How many times the learning rate the second matrix of each pair is trained with (LoRA+; Hayou et al.
+    """Factor on the learning rate of the second matrix of each pair (LoRA+; Hayou et al.
     2024, arXiv:2402.12354, whose authors recommend 16). 1 is plain LoRA. The learning rate is that of the
     first matrix, and may have to be lower than without."""
 
@@ -204,19 +206,20 @@ class LoraSettings(Settings):
 
 class ObjectiveSettings(Settings):
     """The model sees an image mixed with noise, at a noise level sigma between 0 (clean) and 1 (only noise),
-    and learns to predict what takes one to the other. With SDXL sigma is the timestep, as a part of all."""
+    and learns to predict what takes one to the other. With SDXL sigma is the timestep as a fraction of all
+    timesteps."""
 
     timestep_density: Literal["uniform", "logit_normal", "stretched_logit_normal", "mode", "cosmap"] = (
         "uniform"
     )
-    """How noise levels are drawn, before the shift: all alike, or with more weight on some, as in Stable
+    """How noise levels are drawn, before the shift: uniformly, or with more weight on some, as in Stable
     Diffusion 3 (Esser et al. 2024, arXiv:2403.03206, section 3.1). `stretched_logit_normal` is that of
     Lightricks' LTX-2 trainer: the shift moves the centre of a `logit_normal`, the range between its 0.5 % and
     99.9 % percentiles is then stretched to 0 to 1, and one level of ten is drawn uniformly."""
 
     logit_mean: float = Field(default=0.0, ge=-100, le=100)
     """Centre of `logit_normal` and `stretched_logit_normal`: 0 favours sigma 0.5, above 0 more noise, below 0
-    less. A shift s is as log(s) more of it."""
+    less. A shift s has the same effect as adding log(s)."""
 
     logit_std: float = Field(default=1.0, ge=0.001, le=100)
     """Width of `logit_normal` and `stretched_logit_normal`: less than 1 stays closer to the centre."""
@@ -227,7 +230,7 @@ class ObjectiveSettings(Settings):
     shift: Literal["family", "none", "static", "resolution"] = "family"
     """How drawn noise levels are moved towards more noise, which larger images need: by the model family's
     default, which docs/models.md gives with its reason; not at all; by `shift_value`; or as its sampler does
-    by the number of image tokens. `diffsynth-lite doctor` shows what comes of it."""
+    by the number of image tokens. `diffsynth-lite doctor` shows the resulting levels."""
 
     shift_value: float | None = Field(default=None, ge=0.001, le=1000)
     """The static shift s: sigma becomes s * sigma / (1 + (s - 1) * sigma). Above 1 trains more at high
@@ -240,7 +243,7 @@ class ObjectiveSettings(Settings):
     """Highest noise level trained on, after the shift. Lower it to learn texture rather than composition."""
 
     loss: Literal["mse", "huber"] = "mse"
-    """What an error counts: its square (`mse`), or the square of small errors and the size of larger ones
+    """How an error counts: its square (`mse`), or the square of small errors and the size of larger ones
     (`huber`), so that single items with large errors, such as wrong captions, pull less. The losses on fixed
     noise are squared errors with both, so that they compare."""
 
@@ -250,29 +253,29 @@ class ObjectiveSettings(Settings):
     most are then in the linear part, and with 1 few are."""
 
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "bell", "min_snr"] = "none"
-    """How much a noise level counts in the loss: all alike, 1 / sigma^2 (diffusers calls this `sigma_sqrt`),
-    the cosine map of the same paper, most in the middle (`bell`), or by the ratio of signal to noise, cut off
-    (`min_snr`; Hang et al. 2023, arXiv:2303.09556). SDXL has `none` and `min_snr`."""
+    """How much a noise level counts in the loss: all equally, 1 / sigma^2 (diffusers calls this
+    `sigma_sqrt`), the cosine map of the same paper, most in the middle (`bell`), or by the ratio of signal to
+    noise, cut off (`min_snr`; Hang et al. 2023, arXiv:2303.09556). SDXL has `none` and `min_snr`."""
 
     min_snr_gamma: float = Field(default=5.0, ge=0.001, le=1e6)
     """Where `min_snr` cuts the ratio of signal to noise off; 5 is the paper's."""
 
     audio_loss_weight: float = Field(default=1.0, ge=0, le=1e6)
-    """With `data.audio`, how much the audio error counts next to that of the frames: the loss of a
+    """With `data.audio`, how much the audio error counts relative to that of the frames: the loss of a
     sample is the mean error of its images plus this times that of its audio. 0 gives the model the audio
     and learns from the frames only."""
 
     audio_noise: Literal["shared", "own"] = "shared"
     """With `data.audio`, the noise level of a clip's audio: that of the clip (`shared`), or one that is drawn
-    for it, with a shift by its own number of tokens where the shift depends on that (`own`). Who trains which
-    way is in [models.md](models.md#ltx2)."""
+    for it, with a shift by its own number of tokens where the shift depends on that (`own`).
+    [models.md](models.md#ltx2) lists which trainers do which."""
 
     guidance_target: float | None = Field(default=None, gt=1, le=100)
-    """For models that are distilled to be used without classifier-free guidance: learn what guidance of this
-    scale would give, `u + g (v - u)`, in place of v, what the data give. u is the model's own output for an
-    empty prompt, with the LoRA as it is by then; that takes one more forward pass. 3 to 4 is usual. Models
-    that take a guidance scale as input, such as FLUX.1 dev, get this one. Null learns from the data only:
-    [methods.md](methods.md#distilled-models)."""
+    """For models that are distilled to be used without classifier-free guidance: learn the prediction under
+    guidance of this scale, `u + g (v - u)`, in place of v, the target from the data. u is the model's own
+    output for an empty prompt, with the LoRA as it is by then; that takes one more forward pass. 3 to 4 is
+    usual. Models that take a guidance scale as input, such as FLUX.1 dev, get this one. Null learns from the
+    data only: [methods.md](methods.md#distilled-models)."""
 
     def conflicts(self) -> Iterator[Problem]:
         for key, densities in _DENSITIES_OF.items():

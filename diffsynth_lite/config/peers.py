@@ -1,4 +1,4 @@
-"""This file knows what other trainers call our settings, so that their users are told ours.
+"""This file knows what other trainers call our settings, so that messages can name ours.
 
 The names are from the documents and example configs of sd-scripts and musubi-tuner (kohya), AkaneTendo25's
 fork of the latter (docs/ltx_2.md), ai-toolkit and OneTrainer, SimpleTuner's documentation/OPTIONS.md,
@@ -111,7 +111,7 @@ _SAMPLE_EPOCHS = "is validation.every_steps here, in steps: items / train.global
 _ATTENTION = "is not a setting here, as torch chooses how attention is computed; remove it"
 _CLASS = (
     "is not a setting here; put images of other things of its kind into a second entry of data.sources, with "
-    "preserve: true where the model shall stay what it is on them"
+    "preserve: true, so that the model stays as it is on them"
 )
 _HUB = "is not a setting here; diffsynth-lite publish puts a LoRA on the hub"
 _OTHERWISE = {
@@ -136,7 +136,7 @@ _OTHERWISE = {
     ),
     "max_pixels": "is data.resolutions here: the edge of a square of as many pixels",
     "validation_resolution": "is validation.width and validation.height here",
-    "num_validation_images": "is not a setting here, as each of validation.prompts is drawn once",
+    "num_validation_images": "is not a setting here, as each of validation.prompts gives one preview",
     "num_frames": "is data.frame_counts here, a list; validation.num_frames is that of previews",
     "use_ema": "is train.ema_decay here; validation.use_ema asks for it in previews",
     "bucket_no_upscale": "is data.upscale here, the other way round",
@@ -144,7 +144,7 @@ _OTHERWISE = {
         ("caption_extension", "caption_ext"),
         "is not a setting here, as .txt and .caption are read; remove it",
     ),
-    "training_method": "is not a setting here, as a LoRA is what is trained; lora.kind says of which kind",
+    "training_method": "is not a setting here, as only LoRAs are trained; lora.kind sets which kind",
     **dict.fromkeys(("use_dora", "dora_wd", "weight_decompose"), "is lora.kind: dora here"),
     **dict.fromkeys(
         ("lokr_full_rank", "full_matrix"),
@@ -162,7 +162,7 @@ _OTHERWISE = {
         ("max_sequence_length", "max_token_length", "tokenizer_max_length"),
         "is not a setting here, as each model family has its own; remove it",
     ),
-    "model_type": "is model.family here; a LoRA is what is trained",
+    "model_type": "is model.family here; only LoRAs are trained",
     **dict.fromkeys(
         ("lora_format", "save_model_as"),
         "is not a setting here; diffsynth-lite convert writes files for other programs",
@@ -173,10 +173,10 @@ _OTHERWISE = {
     "save": "is the section output here",
     **dict.fromkeys(
         ("job", "process", "general", "dataset_config", "data_backend_config"),
-        "is of a file of another trainer, which is not read; start from a copy of configs/qwen_lora.yaml",
+        "is a section of another trainer's config; start from a copy of configs/qwen_lora.yaml",
     ),
 }
-"""Names of others that are no setting here, and what there is in their place."""
+"""Names of others that are not a setting here, and the equivalent."""
 
 
 _CHANGES_BASE = "{} changes the base's weights, so that its file is wrong on the model that others have"
@@ -197,7 +197,7 @@ _NOT_HERE = {
         },
     },
 }
-"""Values that settings have elsewhere and not here, and why."""
+"""Values that other trainers accept and we do not, and why."""
 
 
 def names_by_setting() -> dict[str, list[str]]:
@@ -219,7 +219,7 @@ def reason_against(setting: str, value: str) -> str | None:
 
 
 def answer_to(key: str) -> str | None:
-    """What is here in place of a name of others, such as "is lora.rank here"; None for no such name."""
+    """Our equivalent of a name of others, such as "is lora.rank here"; None for an unknown name."""
     ours = setting_named(key)
     return f"is {ours} here" if ours else _OTHERWISE.get(_spelled(key))
 

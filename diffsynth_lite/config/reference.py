@@ -1,4 +1,4 @@
-"""Renders what the settings' models generate: ``docs/configuration.md`` and ``configs/schema.json``."""
+"""Renders the settings' models as ``docs/configuration.md`` and ``configs/schema.json``."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
   the recipes that come with the package.
 - **On top of another file.** `extends: qwen_lora.yaml` in a line of its own takes the settings of that file,
   and its own win; a list is taken as a whole. The other file is looked for next to this one, then among the
-  recipes, and may extend one itself. The run folder's copy says in one file what all of them say.
+  recipes, and may extend one itself. The run folder's copy has the settings of all of them in one file.
 - **Presets.** `--preset likeness` lays a few settings for a goal on top of any recipe or file of yours; given
   again, as in `--preset likeness --preset few_pictures`, the later one wins. There are
   [`likeness`](../configs/presets/likeness.yaml), [`style`](../configs/presets/style.yaml),
@@ -55,8 +55,9 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
   without quotes.
 - **References.** `${oc.env:NAME}` is an environment variable, `${oc.env:NAME,default}` one that may be unset,
   `${section.key}` another setting; also within a text, as in `runs/${logging.run_name}`. The run folder keeps
-  them as they are written, so what they stand for does not end up in a file. There are no settings for tokens
-  or passwords: the libraries take these from the environment. [security.md](security.md) says what is masked.
+  them as they are written, so their values do not end up in a file. There are no settings for tokens
+  or passwords: the libraries take these from the environment. [security.md](security.md) lists what is
+  masked.
 - **Yaml** anchors, aliases, tags and several documents in one file are refused.
 """
 _REFERENCE = "${section.key} is another setting, ${oc.env:NAME} an environment variable; also within a text."
@@ -95,7 +96,7 @@ def render_schema(families: Sequence[str]) -> str:
             name: _section_for_editors(models[model.__name__]) | {"type": ["object", "null"]}
             for name, model in section_types().items()
         },
-        # What a file must say, the one that it extends may have said.
+        # The file that it extends may have the required settings.
         "if": {"required": [EXTENDS]},
         "else": {
             "required": document["required"],
@@ -133,7 +134,7 @@ def _section_for_editors(model: Schema) -> Schema:
 
 
 def _ways_to_write(setting: Schema) -> list[Schema]:
-    """What may stand for a setting in a file: its values, spelled in one of several ways, or a reference."""
+    """The forms a setting may have in a file: its values, spelled in one of several ways, or a reference."""
     value = without_null(setting)
     plain = {key: part for key, part in value.items() if key not in ("title", "description", "default")}
     ways = [plain]

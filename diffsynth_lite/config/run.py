@@ -1,4 +1,4 @@
-"""The sections ``validation``, ``logging``, ``output`` and ``resume``: what a run shows and writes."""
+"""The sections ``validation``, ``logging``, ``output`` and ``resume``: previews, metrics and files."""
 
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
@@ -40,16 +40,16 @@ AllowedChange: TypeAlias = Literal[
 
 
 class ValidationSettings(Settings):
-    """What is sampled and measured before training, every so many steps, and at the end."""
+    """Previews and measurements before training, every so many steps, and at the end."""
 
     prompts: list[str] = Field(default=[])
     """Prompts sampled as previews; none turns previews off. Include some that the model knew before, to see
     that it keeps them."""
 
     model_path: FilePath | None = None
-    """The pipeline that previews are generated with, as `model.path` is given, where that is not the one that
-    is trained: train on a base model, and see the LoRA on what was distilled from it, with the steps and the
-    guidance of that one. It must be of `model.family` and have the LoRA's layers. Its prompts are encoded by
+    """The pipeline that previews are generated with, as `model.path` is given, where that is not the trained
+    one: train on a base model, and see the LoRA on the model that was distilled from it, with that model's
+    steps and guidance. It must be of `model.family` and have the LoRA's layers. Its prompts are encoded by
     its own text encoder; its transformer is read only for previews, in the formats of `model`, and waits in
     host memory. `diffsynth-lite sample` uses `model.path`."""
 
@@ -58,12 +58,12 @@ class ValidationSettings(Settings):
     clips from an image, or that decompose images into layers."""
 
     last_frames: list[FilePath] = Field(default=[])
-    """Files of images that previews lead to, one for each prompt, with `inputs`: for Wan 2.1 FLF2V, which
-    leads back to the image that it starts from where there are none, and Wan 2.2 I2V-A14B."""
+    """Files of images that previews lead to, one for each prompt, with `inputs`: for Wan 2.2 I2V-A14B, and
+    Wan 2.1 FLF2V, which without them leads back to the image that it starts from."""
 
     control: list[FilePath] = Field(default=[])
-    """Files of what guides previews, one for each prompt, for families that take it: images, or for clips
-    clips."""
+    """Files of control inputs of previews, one for each prompt, for families that take one: images, or for
+    clips clips."""
 
     inpaint_masks: list[FilePath] = Field(default=[])
     """Files of masks, one for each prompt: white marks what is regenerated in `inputs`. For clips they may be
@@ -97,25 +97,25 @@ class ValidationSettings(Settings):
     """Frames of a preview, for families that make clips; null takes the longest of the data."""
 
     num_layers: Layers | None = None
-    """Layers that previews decompose their image into, for families that do that; null takes as many as
-    the data name columns or folders for, and where that does not tell what the family draws by itself."""
+    """Layers that previews decompose their image into, for families that do that; null takes as many as the
+    data have columns or folders of layers, or, where that is not known, the family's default."""
 
     data: FilePath | None = None
-    """Folder of items with captions, kept out of training, for the fixed-noise loss; it is read as the first
-    source of the data that is learned: folders of inputs or masks inside that one have the same place in this
-    one. Null measures on training items, and names the metric `train_fixed_noise_loss`."""
+    """Folder of items with captions, kept out of training, for the fixed-noise loss; it is read like the
+    first training source: folders of inputs or masks inside that one have the same place in this one. Null
+    measures on training items, and names the metric `train_fixed_noise_loss`."""
 
     loss_items: CountOrNone = 16
     """Items in the fixed-noise loss; 0 turns it off."""
 
     item_losses: CountOrNone = 20
-    """Training items, evenly spread over the data, whose losses on fixed noise are written down one by one,
-    each at three noise levels: which of them the LoRA learns, and which it does not. 20 take the 60 forward
-    passes of one preview with the default settings, each time; 0 turns it off."""
+    """Training items, evenly spread over the data, whose losses on fixed noise are recorded one by one, each
+    at three noise levels: they show which items the LoRA learns, and which it does not. 20 take the 60
+    forward passes of one preview with the default settings, each time; 0 turns it off."""
 
     use_ema: bool = True
     """Generate previews and measure the loss with the averaged weights where there are any
-    (`train.ema_decay`), rather than with those that are trained."""
+    (`train.ema_decay`), rather than with the trained ones."""
 
     def conflicts(self) -> Iterator[Problem]:
         for key in ("inputs", "last_frames", "control", "inpaint_masks"):
@@ -130,7 +130,7 @@ class ValidationSettings(Settings):
 
 
 class LoggingSettings(Settings):
-    """Where numbers go. They are always written to `metrics.jsonl` in the run folder."""
+    """Where metrics are logged. They are always written to `metrics.jsonl` in the run folder."""
 
     every_steps: Count = 10
     """Optimizer steps between two logged rows."""
@@ -153,7 +153,7 @@ class OutputSettings(Settings):
     """The run folder, which holds everything that a run writes, except the cache."""
 
     dir: FilePath
-    """The run folder. A run that is already there is continued, as `resume.source` says."""
+    """The run folder. A run that is already there is continued, as set by `resume.source`."""
 
     checkpoint_every_steps: Count = 250
     """Optimizer steps between checkpoints. The end of a run is always saved."""
@@ -166,7 +166,7 @@ class OutputSettings(Settings):
 
     keep_every_steps: Count | None = None
     """Keep the checkpoints of every so many steps for good, a multiple of `checkpoint_every_steps`; null
-    keeps none besides the newest."""
+    keeps only the newest."""
 
     keep_best: bool = True
     """Also keep the checkpoint with the lowest loss on `validation.data`, and write its LoRA to
@@ -196,9 +196,9 @@ class ResumeSettings(Settings):
 
     allow: Distinct[AllowedChange] = Field(default=[])
     """What may differ from the run that is continued, and would otherwise be an error. `data` is the whole
-    data set with its sizes, crops and weights: the order of samples then changes from here on. What was
-    changed is kept in `lineage.json`. A base model, an adapter's shape or a seed never changes: that is
-    another run."""
+    data set with its sizes, crops and weights: the order of samples then changes from here on. Changes are
+    recorded in `lineage.json`. A base model, an adapter's shape or a seed never changes: that is another
+    run."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.allow and self.source == "none":

@@ -1,4 +1,4 @@
-"""What the sections of the config are built on: their base class, and the types that they share."""
+"""The base class of the config's sections, and the types that they share."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ def _require_possible_path(path: str) -> str:
 
 
 _LARGEST_COUNT = 1_000_000_000
-# Of Linux; a path has 4095 there, of which some are left for what is below a folder.
+# On Linux; a path has up to 4095 bytes there, some of which are left for names inside a folder.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3_000
 MOST_COPIES = 1_000
 MOST_PIXELS = 16_384
@@ -52,7 +52,7 @@ NonEmptyStr: TypeAlias = Annotated[str, Field(pattern=r"\S")]
 FilePath: TypeAlias = Annotated[
     NonEmptyStr, AfterValidator(_require_possible_path), BeforeValidator(_as_text)
 ]
-"""Where something is; ``~`` is a home folder. In Python a ``Path`` will do, too."""
+"""A path; ``~`` is a home folder. In Python a ``Path`` is accepted, too."""
 Count: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_COUNT)]
 """How many of something, such as steps."""
 CountOrNone: TypeAlias = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
@@ -62,7 +62,7 @@ Samples: TypeAlias = Annotated[int, Field(ge=1, le=65_536)]
 Copies: TypeAlias = Annotated[int, Field(ge=1, le=MOST_COPIES)]
 """How many items are made of one: each is planned, encoded and kept."""
 Seed: TypeAlias = Annotated[int, Field(ge=0, le=10**18 - 1)]
-"""Of random numbers: as many digits as a whole number may have in a file."""
+"""Seed of random numbers, with as many digits as a whole number may have in a file."""
 Pixels: TypeAlias = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 """Edge of an image."""
 Frames: TypeAlias = Annotated[int, Field(ge=1, le=100_000)]
@@ -79,7 +79,7 @@ Minutes: TypeAlias = Annotated[float, Field(gt=0, le=525_600)]
 Distinct: TypeAlias = Annotated[
     list[_Entry], AfterValidator(_require_distinct), Field(json_schema_extra={"uniqueItems": True})
 ]
-"""A list in which nothing stands twice."""
+"""A list without duplicates."""
 
 
 OptionName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -94,7 +94,7 @@ class Problem:
 
     Args:
         keys: the settings concerned, the one to blame first.
-        message: what is wrong and what would do.
+        message: the problem and its remedy.
     """
 
     keys: tuple[str, ...]
@@ -123,17 +123,17 @@ class Settings(BaseModel):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The values that the optional settings have when nobody sets them."""
+        """The default values of the optional settings."""
         return {
             key: field.get_default() for key, field in cls.model_fields.items() if not field.is_required()
         }
 
     def conflicts(self) -> Iterator[Problem]:
-        """What is wrong between settings of this section whose values are each right."""
+        """Conflicts between settings of this section whose values are each valid."""
         yield from ()
 
     def is_default(self, key: str) -> bool:
-        """Whether an optional setting has the value that it has when nobody sets it."""
+        """Whether an optional setting has its default value."""
         return bool(getattr(self, key) == self.defaults()[key])
 
     @field_validator("*", mode="before")

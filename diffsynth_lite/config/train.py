@@ -1,4 +1,4 @@
-"""The sections ``train`` and ``memory``: how the LoRA is trained, and what is saved in memory."""
+"""The sections ``train`` and ``memory``: how the LoRA is trained, and how memory is saved."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
@@ -60,10 +60,9 @@ class TrainSettings(Settings):
     `micro_batch_size` in each."""
 
     optimizer: _DottedName | OptimizerName = "adamw"
-    """What turns gradients into changes of the LoRA: one by its short name, or any other class of optimizers
-    of torch by its dotted name. Which takes which settings, and which package it needs, is in
-    [methods.md](methods.md). A class whose state does not survive being saved and loaded, bit for bit, is
-    refused at the start."""
+    """The optimizer: one by its short name, or any other optimizer class for torch by its dotted name.
+    [methods.md](methods.md) lists the settings and the package that each needs. A class whose state does not
+    survive being saved and loaded, bit for bit, is refused at the start."""
 
     optimizer_options: dict[OptionName, OptionValue] = Field(default={})
     """Further arguments of the optimizer's class, by their names there, such as `{d_coef: 2.0}` for Prodigy
@@ -78,7 +77,7 @@ class TrainSettings(Settings):
 
     warmup_steps: CountOrNone = 0
     """Optimizer steps over which the learning rate rises to its highest value. In a run that is not longer it
-    is shortened to all steps but the last, and the log says so."""
+    is shortened to all steps but the last, which is logged."""
 
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """`adamw` and `adamw8bit`: how slowly the average of gradients moves."""
@@ -97,7 +96,7 @@ class TrainSettings(Settings):
 
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Also keep a moving average of the LoRA's weights, of which each step leaves this part: 0.99 averages
-    over some 100 steps, 0.999 over 1000. It smooths out what single steps did, most so at a high learning
+    over some 100 steps, 0.999 over 1000. It smooths out the noise of single steps, most at a high learning
     rate, and is written to `lora_ema/`. In the first steps it decays faster: (1 + n) / (10 + n) after step n.
     Null keeps none."""
 
@@ -111,7 +110,7 @@ class TrainSettings(Settings):
 
     use_gradient_checkpointing_offload: bool = False
     """Keep these inputs in the memory of the host rather than of the device. For images so large that
-    checkpointing only does not fit. The result is the same."""
+    checkpointing is not enough. The result is the same."""
 
     context_parallel: int = Field(default=1, ge=1, le=1024)
     """Devices that share each sample: each computes a part of its tokens, and attention sees all of them. For
@@ -122,10 +121,10 @@ class TrainSettings(Settings):
     [scaling.md](scaling.md)."""
 
     context_parallel_kind: Literal["ulysses", "ring"] = "ulysses"
-    """How attention sees all tokens. `ulysses`: each device gets some heads of all tokens, which is what to
-    take. `ring`: each attends to the keys and values of all devices in turn; for models with too few heads.
-    Only on CUDA, not with prompts that are padded (Qwen-Image), and its outputs stay in memory in spite of
-    gradient checkpointing."""
+    """How attention sees all tokens. `ulysses`: each device gets some heads of all tokens; prefer this one.
+    `ring`: each attends to the keys and values of all devices in turn; for models with too few heads. Only on
+    CUDA, not with prompts that are padded (Qwen-Image), and its outputs stay in memory despite gradient
+    checkpointing."""
 
     compile: Literal["off", "blocks"] = "off"
     """Have torch compile the transformer's blocks (`blocks`): the first step takes longer, and kernels are
@@ -139,9 +138,9 @@ class TrainSettings(Settings):
     there, mostly in attention. The CPU is repeatable without."""
 
     step_timeout_minutes: float = Field(default=60.0, ge=0.01, le=43_200)
-    """Longest that one optimizer step may take. After most of that time each process writes where it is to
-    the standard error; then processes that wait for another one give up, and the run ends with an error
-    rather than hang. Caching, previews and checkpoints do not count."""
+    """Longest that one optimizer step may take. After most of that time each process writes its stack to the
+    standard error; then processes that wait for another one give up, and the run ends with an error instead
+    of hanging. Caching, previews and checkpoints do not count."""
 
     cpu_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads that torch may use on the CPU; null leaves it to torch. Very small models are fastest with
@@ -159,7 +158,7 @@ class TrainSettings(Settings):
 
     @property
     def rate_setting(self) -> str:
-        """What makes all changes of the weights larger or smaller: a setting, or a value in one."""
+        """The setting, or value in one, that scales all updates of the weights."""
         return "d_coef of train.optimizer_options" if self.optimizer == "prodigy" else "train.learning_rate"
 
     def conflicts(self) -> Iterator[Problem]:
@@ -206,27 +205,27 @@ class TrainSettings(Settings):
             yield Problem(("lr_scheduler", "optimizer"), message)
         if self.ema_decay is not None:
             message = (
-                f"train.ema_decay {self.ema_decay:g}: what schedule_free trains is an average already; set "
-                "it to null"
+                f"train.ema_decay {self.ema_decay:g}: the weights of schedule_free are an average already; "
+                "set it to null"
             )
             yield Problem(("ema_decay", "optimizer"), message)
 
 
 class MemorySettings(Settings):
     """Details of `train.use_gradient_checkpointing` and `train.use_gradient_checkpointing_offload`, and where
-    the frozen weights are. None of them changes the result, so all may change between the parts of a run; but
-    what `may_change` allows does, and stays."""
+    the frozen weights are. None of them changes the result, so all may change when a run is resumed; the
+    exceptions are the settings that `may_change` allows, which change it and stay as chosen."""
 
     auto: bool = False
-    """Choose when the run starts what changes no number, whatever the config says of it: both settings of
-    gradient checkpointing, `policy`, `save_attention` and `stream_blocks`. Of what fits the device
-    (`device_gib`) and the host (`host_gib`) that is the fastest by estimate, as
-    `diffsynth-lite plan` has it. The log says what and why, and how a step compares with it."""
+    """When the run starts, choose the settings that change no result, whatever the config sets them to: both
+    settings of gradient checkpointing, `policy`, `save_attention` and `stream_blocks`. The choice is the
+    fastest, as estimated by `diffsynth-lite plan`, that fits the device (`device_gib`) and the host
+    (`host_gib`). The choice, its reason, and how a step compares with the estimate are logged."""
 
     may_change: Distinct[Literal["quantize", "micro_batch_size"]] = Field(default=[])
-    """What else `auto` may choose although numbers change, when a run is new: `model.quantize`, only
-    where nothing fits without, and `train.micro_batch_size`, as it is or 1, 2, 4 or 8, whichever takes least
-    time a sample; `train.global_batch_size` stays. A resumed run keeps what its first start chose."""
+    """Further settings that `auto` may choose for a new run although results change: `model.quantize`, only
+    where nothing fits without it, and `train.micro_batch_size`, as it is or 1, 2, 4 or 8, whichever takes the
+    least time per sample; `train.global_batch_size` stays. A resumed run keeps what its first start chose."""
 
     min_bytes: int | None = Field(default=None, ge=0, le=2**50)
     """Size in bytes of the smallest tensor that the offload and streaming move: small ones cost more time
@@ -264,7 +263,7 @@ class MemorySettings(Settings):
     """Blocks of the transformer whose frozen weights live in host memory, and visit the device when the block
     runs: a number of them, evenly spread, `all`, or as few as let the steps fit the device (`auto`). For
     models that are too large for the device; the copies overlap with the computation. The result is the same.
-    Of two experts, as of Wan 2.2, that many of each. The processes of a machine share one copy in host
+    With two experts, as in Wan 2.2, that many of each. The processes of a machine share one copy in host
     memory."""
 
     stream_slots: BlocksAtLeastOne = 2
@@ -280,13 +279,13 @@ class MemorySettings(Settings):
 
     device_gib: Gib | None = None
     """Most device memory in GiB that training steps may take, by estimate, for `auto` and
-    `stream_blocks: auto`. Null is nine tenths of what is free when training starts; on the CPU there is no
-    limit."""
+    `stream_blocks: auto`. Null is nine tenths of the memory that is free when training starts; on the CPU
+    there is no limit."""
 
     stream_text_encoder: bool = False
     """Keep the weights of the text encoder's transformer layers in host memory while prompts are encoded, and
     bring each layer to the device when it runs, `stream_slots` at once. For text encoders that are too large
-    for the device. What is encoded is the same, bit for bit."""
+    for the device. The encoded prompts are the same, bit for bit."""
 
     skip_dead_ops: bool = True
     """Leave out of the second run of a block the matrix products whose results no gradient needs: in LoRA
@@ -313,6 +312,6 @@ class MemorySettings(Settings):
         if isinstance(self.stream_blocks, int) and 0 < self.stream_blocks <= self.stream_slots:
             message = (
                 f"memory.stream_blocks {self.stream_blocks} would all stay in memory.stream_slots "
-                f"{self.stream_slots}, and nothing be saved; stream more blocks, or take fewer slots"
+                f"{self.stream_slots}, and nothing would be saved; stream more blocks, or take fewer slots"
             )
             yield Problem(("stream_blocks", "stream_slots"), message)

@@ -22,7 +22,7 @@ OVERRIDES = [
     *("data.sizes=[[64, 64]]", "data.frame_counts=[0]", "data.fps=0", "data.width=1e400"),
     *("data.num_workers=-1", "model.path=", "output.dir=a\0b", "resume.allow=data"),
     *("resume.allow=[lora.rank]", "model.path=${data.path", "model.path=${oc.create:[1]}"),
-    *("model.path=${now:}", "model.path=${lora}", "data.cache_dir=runs/one/", "data.cache_dir=pictures"),
+    *("model.path=${now:}", "model.path=${lora}", "data.cache_dir=runs/one/", "data.cache_dir=images"),
     *("output.dir=~nosuchuser/run", "data.tag_shuffles=1000000000", "data.crops_per_item=1000000000"),
     *("data.repeats=1000000000", "logging.trackers=[mlflow]", "validation.seed=9223372036854775808"),
 ]
@@ -114,7 +114,7 @@ WRONG_FILES = [
     ("learning_rte: 3\n", ":1 learning_rte:", "did you mean 'train.learning_rate'?"),
     ("zzz: 3\n", ":1 zzz:", "there are model, lora"),
     ("config:\nnetwork:\n  linear: 16\n", ":2 network:", "is the section lora here"),
-    ("process: 3\n", ":1 process:", "is of a file of another trainer"),
+    ("process: 3\n", ":1 process:", "is a section of another trainer"),
     ("train:\n  seed: 1\n  batch_size: 4\n", ":3 train.batch_size:", "is train.micro_batch_size here"),
     ("1: 3\n", ":1 1:", "unknown section"),
     ("train: 3\n", ":1 train:", "key: value"),

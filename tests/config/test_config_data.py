@@ -56,7 +56,7 @@ WRONG_SOURCES = {
     ),
     "nothing but what is preserved": (
         ["sources:", "- path: a", "  preserve: true", "- path: b", "  preserve: true"],
-        [":4 data.sources[0].preserve: leaves nothing to learn; list what is learned next to it"],
+        [":4 data.sources[0].preserve: leaves nothing to learn; list a source to learn next to it"],
     ),
     "a folder that is preserved by itself": (
         ["path: a", "preserve: true"],
@@ -116,9 +116,9 @@ WRONG_SOURCES = {
     "next to one": (
         ["path: a", "sources: [{path: b}]", "repeats: 2"],
         [
-            ":2 data.path: cannot stand next to data.sources; move it into the entries it is for, or, where "
+            ":2 data.path: has no effect with data.sources; move it into the entries it is for, or, where "
             "an extended file sets it, undo that: data: {path: null}",
-            ":4 data.repeats: cannot stand next to data.sources; move it into the entries it is for, or, "
+            ":4 data.repeats: has no effect with data.sources; move it into the entries it is for, or, "
             "where an extended file sets it, undo that: data: {repeats: 1}",
         ],
     ),
@@ -134,7 +134,7 @@ WRONG_SOURCES = {
     ),
     "columns and folders": (
         ["path: a", "mask_dir: b", "mask_column: c", "input_columns: [d]", "input_dirs: [e]"],
-        [":3 data.mask_dir: mask_column says the same; keep one", ":6 data.input_dirs: input_columns says"],
+        [":3 data.mask_dir: mask_column sets the same; keep one", ":6 data.input_dirs: input_columns sets"],
     ),
     "a column twice": (
         ["path: a", "caption_columns: [b, b]"],
@@ -219,7 +219,7 @@ def test_an_override_replaces_the_whole_list(write):
         ("data.sources=photos", ": got 'photos'; must be a list of sections"),
         ("data.sources=[{path: a]", ": not valid yaml"),
         ("data.sources[0].repeats=2", ": an entry cannot be set by itself; set the whole list"),
-        ("data.path=photos", ": cannot stand next to data.sources"),
+        ("data.path=photos", ": has no effect with data.sources"),
     ],
 )
 def test_a_wrong_override_of_a_list_of_sources_is_reported_as_typed(write, override, reason):
@@ -256,7 +256,7 @@ def test_a_value_that_a_source_refers_to_is_checked_and_not_shown(write, monkeyp
 
 def test_a_reference_to_a_list_of_sections_is_refused(write):
     (line,) = error_lines(write, f"{TWO_SOURCES}validation:\n  prompts: ${{data.sources}}\n")
-    assert ":10 validation.prompts: ${data.sources}: stands for a list of sections; refer to" in line
+    assert ":10 validation.prompts: ${data.sources}: is a list of sections; refer to" in line
 
 
 @pytest.mark.parametrize("setting", ["validation: {data: b/}", "output: {dir: b/}"])

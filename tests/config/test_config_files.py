@@ -88,12 +88,12 @@ def test_the_settings_of_both_hold_and_those_of_the_first_win(files, tmp_path):
     loaded = load_config(path, ["train.seed=4"])
     train = loaded.config.train
     assert (train.steps, train.seed, train.warmup_steps) == (8, 4, 2)
-    assert (loaded.config.model.path, loaded.config.data.path) == ("some/model", "pictures")
+    assert (loaded.config.model.path, loaded.config.data.path) == ("some/model", "images")
     assert loaded.config.data.resolutions == [64]
     assert loaded.config.logging.project == "runs/one"
     # The copy in the run folder needs none of them, and leaves out the command line.
     names = "top.yaml, which extends middle.yaml, which extends base.yaml"
-    assert loaded.source_text.startswith(f"# What {names}, says.\n")
+    assert loaded.source_text.startswith(f"# The settings of {names}.\n")
     assert "project: ${output.dir}" in loaded.source_text
     copy = tmp_path / "copy.yaml"
     copy.write_text(loaded.source_text)
@@ -264,7 +264,7 @@ def test_a_preset_wins_over_the_file_and_the_command_line_over_it(write, minimal
         "validation.every_steps 50 (was 100), output.checkpoint_every_steps 50 (was 100)",
     ]
     # The copy in the run folder needs no preset, and leaves out the command line.
-    says = "# What recipe.yaml, with --preset likeness --preset few_pictures, says.\n"
+    says = "# The settings of recipe.yaml, with --preset likeness --preset few_pictures.\n"
     assert loaded.source_text.startswith(says)
     copy = tmp_path / "copy.yaml"
     copy.write_text(loaded.source_text)

@@ -281,7 +281,7 @@ def test_a_reference_to_a_secret_is_kept_as_it_is_written(write, minimal, monkey
         ("validation.negative_prompt=", ""),
         ("validation.prompts=[a cat, 'a: dog', \"[x]\"]", ["a cat", "a: dog", "[x]"]),
         ("validation.prompts=[]", []),
-        ("output.dir=runs/${data.path}", "runs/pictures"),
+        ("output.dir=runs/${data.path}", "runs/images"),
     ],
 )
 def test_an_override_is_read_by_the_type_of_its_setting(write, minimal, override, expected):

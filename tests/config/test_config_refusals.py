@@ -103,7 +103,7 @@ WRONG_VALUES = [
     ("memory", "policy", "every", "one of all, every_n, skip, only, first_k, last_k"),
     ("memory", "policy", "every_n", "needs memory.policy_n"),
     ("memory", "policy", "only", "needs memory.policy_blocks"),
-    ("memory", "stream_blocks", "2", "would all stay in memory.stream_slots 2, and nothing be saved"),
+    ("memory", "stream_blocks", "2", "would all stay in memory.stream_slots 2, and nothing would be saved"),
     ("memory", "stream_blocks", "some", "must be all, auto, or a whole number, at least 0"),
     ("memory", "stream_blocks", "null", "must be all, auto, or a whole number, at least 0"),
     ("memory", "device_gib", "0", "above 0"),
@@ -123,7 +123,7 @@ WRONG_VALUES = [
     ("validation", "negative_prompt", '"\\0"', "a zero byte"),
     ("validation", "negative_prompt", '"\\ud800"', "half a character"),
     ("validation", "width", "0", "at least 1"),
-    ("validation", "data", "pictures/", "nothing is held out"),
+    ("validation", "data", "images/", "nothing is held out"),
     ("validation", "data", "é" * 128, "at most 255 bytes"),
     ("validation", "steps", "50", "or did you mean 'every_steps'"),
     ("logging", "trackers", "[wandb, mlflow]", "wandb, tensorboard"),
@@ -205,7 +205,7 @@ def test_a_wrong_setting_is_reported_with_file_line_and_key(write, minimal, sect
         ("memory.policy=auto", "planned"),
         ("lora.dropout=2", "below 1"),
         ("objective.logit_std=2", "has no effect"),
-        ("output.dir=./pictures", "is data.path"),
+        ("output.dir=./images", "is data.path"),
     ],
 )
 def test_a_wrong_override_is_reported_as_typed(write, minimal, override, reason):
@@ -248,7 +248,7 @@ def test_a_conflict_with_the_file_is_placed_at_the_first_of_the_two_that_was_set
         ),
         (
             ["train.optimizer=schedule_free", "train.ema_decay=0.99"],
-            "0.99: what schedule_free trains is an average already",
+            "0.99: the weights of schedule_free are an average already",
         ),
         (["memory.save_attention=keep", "train.compile=blocks"], "needs to see attention run, which it"),
         (["model.dtype=float16", "train.mixed_precision=no"], "float16 rounds small gradients to 0"),
