@@ -25,7 +25,7 @@ from diffsynth_lite.pipelines.base.model_function import (
     pad_tokens,
     without_padding,
 )
-from diffsynth_lite.pipelines.flux import SINGLE_STREAM, Flux, pack_pictures, unpack_picture
+from diffsynth_lite.pipelines.flux import SINGLE_STREAM, Flux, pack_images, unpack_image
 from diffsynth_lite.releases.components import (
     FLUX_VAE,
     LICENCES,
@@ -64,12 +64,12 @@ def model_fn_chroma(
         (B, 16, H, W), the predicted velocity ``noise - latents``.
     """
     height, width = latents_bchw.shape[-2:]
-    tokens_bld, positions = pack_pictures([latents_bchw])
+    tokens_bld, positions = pack_images([latents_bchw])
     mask = None
     if prompt_embeds_mask is not None:
         # Truth values: torch adds numbers to the attention's scores, which hides nothing.
-        of_picture = torch.ones(tokens_bld.shape[:2], dtype=torch.bool, device=tokens_bld.device)
-        mask = torch.cat([prompt_embeds_mask.bool(), of_picture], dim=1)
+        of_image = torch.ones(tokens_bld.shape[:2], dtype=torch.bool, device=tokens_bld.device)
+        mask = torch.cat([prompt_embeds_mask.bool(), of_image], dim=1)
     with checkpointed(Chroma, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
@@ -80,7 +80,7 @@ def model_fn_chroma(
             attention_mask=mask,
             return_dict=False,
         )[0]
-    return unpack_picture(velocity_bld, height, width)
+    return unpack_image(velocity_bld, height, width)
 
 
 _REVIEW = "MoDiff, data/chroma1-hd-artifact-review.json"
@@ -138,19 +138,20 @@ class Chroma(Flux):
     guidance scale: previews are guided by the negative prompt. No layer of the last block is unused.
 
     diffusers 0.42.1 has one transformer of Chroma. Its pipelines that start from an image
-    (``ChromaImg2ImgPipeline``, ``ChromaInpaintPipeline``) draw with the same weights and the same inputs of
-    the model, so what is trained here is for them, too. Chroma1-Radiance, which works on pixels without an
+    (``ChromaImg2ImgPipeline``, ``ChromaInpaintPipeline``) use the same weights and give the model the same
+    inputs, so a LoRA trained here works in them, too. Chroma1-Radiance, which works on pixels without an
     autoencoder, has no class there, and is not covered.
 
     The model sees the tokens of its prompt and one of the padding after them, as in its own training. The
     rest of the padding is cut away, so that prompts of one length need no mask. ``ChromaPipeline`` of
     diffusers 0.42 hides none of it: its mask is of numbers, which torch adds to the attention's scores
-    (diffusers issue 12116). Previews see what training sees; to draw the same elsewhere, give the pipeline
-    what its ``encode_prompt`` returns, with ``prompt_attention_mask.bool()``, and so for the negative prompt.
+    (diffusers issue 12116). Previews see what training sees; to generate the same elsewhere, give the
+    pipeline what its ``encode_prompt`` returns, with ``prompt_attention_mask.bool()``, and so for the
+    negative prompt.
 
-    Copies of its scheduler's file differ: in SD.Next's the shift grows with the image, as in FLUX.1 dev,
-    and in that of stable-diffusion-webui-forge there is none. ``diffsynth-lite doctor`` shows what that of a
-    folder makes of the noise levels.
+    Copies of its scheduler's file differ: in SD.Next's the shift grows with the image, as in FLUX.1 dev, and
+    in that of stable-diffusion-webui-forge there is none. ``diffsynth-lite doctor`` shows the noise levels
+    that a folder's file gives.
     """
 
     pipelines = (ChromaPipeline,)

@@ -201,9 +201,9 @@ class CogVideoX(DiffusionFamily):
     not masked; 16 channels at 1/4 of the frames and 1/8 of the size. Denoising diffusion in 1000 timesteps,
     of which the last is pure noise; the transformer predicts v.
 
-    The transformer of 1.5 takes latent frames by twos, and clips have an odd number: the first one stands
-    there twice, as in image to video, and previews leave it out again. Its places come from a table, which
-    ends at 2400 pixels on each side.
+    The transformer of 1.5 takes latent frames in pairs, and clips have an odd number: the first one is
+    repeated, as in image to video, and previews remove the copy. Its places come from a table, which ends at
+    2400 pixels on each side.
 
     Its autoencoder decodes an even number of latent frames to more than it was given, so that clips have
     8 k + 1 frames. The models for image to video are not trained here.

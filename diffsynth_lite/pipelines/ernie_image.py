@@ -179,17 +179,18 @@ class ErnieImage(DiffusersFamily):
     """ERNIE-Image and ERNIE-Image-Turbo, from text.
 
     36 single-stream blocks, prompts of Ministral 3, the autoencoder of FLUX.2: 32 channels at 1/8 size, four
-    places of which are a token. Captions of any lengths may be in one batch. No layer of the last block is
+    places of which are a token. One batch may hold captions of any lengths. No layer of the last block is
     unused: text and image share its weights.
 
     The pipeline has a second language model, which makes short prompts longer (``pe``). Its weights are
-    neither downloaded nor used here: captions are learned, and previews drawn, as they are written. To draw
-    with a LoRA as in the previews, give the pipeline ``use_pe=False``.
+    neither downloaded nor used here: captions and the prompts of previews are used as they are written. To
+    generate with a LoRA as in the previews, give the pipeline ``use_pe=False``.
 
-    The pipeline cuts prompts where its tokenizer says, if it says so at all; here they are cut at 512 tokens,
-    as by OneTrainer.
+    The pipeline cuts prompts at the maximum length of its tokenizer, if it has one; here they are cut at 512
+    tokens, as by OneTrainer.
 
-    Turbo is distilled to 8 steps without guidance. No setting is known to tell so; its name does.
+    Turbo is distilled to 8 steps without guidance. No setting is known to show it; it is recognised by its
+    name.
 
     The sampler's shift is 4 at any size; DiffSynth-Studio trains with 3 (``set_timesteps_ernie_image``), as
     do the recipe here and ai-toolkit.

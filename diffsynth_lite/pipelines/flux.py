@@ -1,4 +1,4 @@
-"""This file trains FLUX.1 (text to image): dev, which is told a guidance scale, and schnell, which is not.
+"""This file trains FLUX.1 (text to image): dev, which takes a guidance scale, and schnell, which does not.
 
 Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels.
 Sources: diffusers ``transformer_flux.py`` and ``pipeline_flux.py``.
@@ -87,8 +87,8 @@ def model_fn_flux(
         (B, 16, H, W), the predicted velocity ``noise - latents``.
     """
     height, width = latents_bchw.shape[-2:]
-    pictures = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
-    tokens_bld, positions = pack_pictures(pictures)
+    images = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
+    tokens_bld, positions = pack_images(images)
     if condition_bld is not None:
         tokens_bld = torch.cat([tokens_bld, condition_bld], dim=2)
     with checkpointed(Flux, transformer, gradient_checkpoint_forward, **checkpointing):
@@ -102,25 +102,25 @@ def model_fn_flux(
             img_ids=positions,
             return_dict=False,
         )[0]
-    return unpack_picture(velocity_bld, height, width)
+    return unpack_image(velocity_bld, height, width)
 
 
-def pack_pictures(pictures: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of images, each of 2 x 2 latents, one after the other, and where each token stands.
+def pack_images(images: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of images, each of 2 x 2 latents, one after the other, and the place of each token.
 
     Args:
         images: each (B, C, H_i, W_i), its latents, H_i and W_i even.
 
     Returns:
         (B, L, 4 C), with L the sum of H_i * W_i / 4; and (L, 3), of each token the place of its image in
-        ``pictures``, its row and its column.
+        ``images``, its row and its column.
     """
-    tokens_bld = [FluxPipeline._pack_latents(picture, *picture.shape) for picture in pictures]
-    positions = [_positions(picture, place) for place, picture in enumerate(pictures)]
+    tokens_bld = [FluxPipeline._pack_latents(image, *image.shape) for image in images]
+    positions = [_positions(image, place) for place, image in enumerate(images)]
     return torch.cat(tokens_bld, dim=1), torch.cat(positions)
 
 
-def unpack_picture(tokens_bld: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def unpack_image(tokens_bld: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """The first image in a sequence of tokens.
 
     Args:
@@ -131,16 +131,16 @@ def unpack_picture(tokens_bld: torch.Tensor, height: int, width: int) -> torch.T
     Returns:
         (B, C, height, width).
     """
-    picture_bchw: torch.Tensor = FluxPipeline._unpack_latents(
+    image_bchw: torch.Tensor = FluxPipeline._unpack_latents(
         tokens_bld[:, : height * width // _PATCH**2], height, width, vae_scale_factor=1
     )
-    return picture_bchw
+    return image_bchw
 
 
-def _positions(picture_bchw: torch.Tensor, place: int) -> torch.Tensor:
-    batch, _, height, width = picture_bchw.shape
+def _positions(image_bchw: torch.Tensor, place: int) -> torch.Tensor:
+    batch, _, height, width = image_bchw.shape
     positions: torch.Tensor = FluxPipeline._prepare_latent_image_ids(
-        batch, height // _PATCH, width // _PATCH, picture_bchw.device, torch.float32
+        batch, height // _PATCH, width // _PATCH, image_bchw.device, torch.float32
     )
     positions[:, 0] = place
     return positions
@@ -226,9 +226,9 @@ class Flux(DiffusersFamily):
     19 dual-stream and 38 single-stream blocks, T5 and CLIP prompts, 16 channels at 1/8 size. No layer of the
     last block is unused: the single-stream blocks use the same weights for text and image.
 
-    dev knows a guidance scale, which it is told next to the noise level. Training tells it 1, which asks for
-    no guidance, because the target is that of the data only, unless ``objective.guidance_target`` guides the
-    target; previews tell it ``validation.guidance_scale``. schnell knows none: a scale above 1 makes its
+    dev takes a guidance scale as an input, with the noise level. Training gives it 1, which asks for no
+    guidance, because the target is that of the data only, unless ``objective.guidance_target`` guides the
+    target; previews give it ``validation.guidance_scale``. schnell takes none: a scale above 1 makes its
     previews run the model twice, with the negative prompt.
 
     The sampler's shift grows with the image: ``flux_shift`` of musubi-tuner is the same line, with a
@@ -283,12 +283,12 @@ class Flux(DiffusersFamily):
 
     @property
     def _is_schnell(self) -> bool:
-        """The sampler tells it from a dev whose guidance was undone."""
+        """The sampler distinguishes it from a dev whose guidance was undone."""
         return not self._is_guided and not self.scheduler_config.get("use_dynamic_shifting")
 
     @cached_property
     def _is_guided(self) -> bool:
-        """Whether the model is told a guidance scale: dev and Kontext are, schnell is not."""
+        """Whether the model takes a guidance scale: dev and Kontext do, schnell does not."""
         return bool(self.folder.component_config("transformer").get("guidance_embeds"))
 
     def load_prompt_encoder(
@@ -352,7 +352,7 @@ class Flux(DiffusersFamily):
         return None
 
     def _condition(self, _conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
-        """(B, L, D), what is told next to each token of the noisy image."""
+        """(B, L, D), further channels of the tokens of the noisy image."""
         return None
 
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
@@ -365,7 +365,7 @@ class Flux(DiffusersFamily):
         return images
 
     def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
-        """The prompt, and the scale: told to a model that knows one; others also run the negative prompt."""
+        """The prompt, and the scale where the model takes one; others also run the negative prompt."""
         prompt = _embeds(request.conditioning, like)
         if self._is_guided:
             return {**prompt, "guidance_scale": request.guidance_scale}

@@ -102,7 +102,7 @@ def model_fn_flux2(
     Returns:
         (B, 128, H, W), the predicted velocity ``noise - latents``.
     """
-    pictures = (latents_bchw, *input_latents_bchw)
+    images = (latents_bchw, *input_latents_bchw)
     # Of one sample: the model lays all samples of a batch out alike.
     positions = Flux2Pipeline._prepare_latent_ids(latents_bchw[:1])
     if input_latents_bchw:
@@ -110,7 +110,7 @@ def model_fn_flux2(
         positions = torch.cat([positions, of_inputs], dim=1)
     with checkpointed(Flux2, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
-            hidden_states=torch.cat([Flux2Pipeline._pack_latents(picture) for picture in pictures], dim=1),
+            hidden_states=torch.cat([Flux2Pipeline._pack_latents(image) for image in images], dim=1),
             timestep=timestep,
             guidance=guidance,
             encoder_hidden_states=prompt_embeds_bld,
@@ -243,14 +243,14 @@ FLUX2: tuple[Release, ...] = (_DEV, _KLEIN_4B_BASE, _KLEIN_4B, _KLEIN_9B_BASE, _
 class Flux2(DiffusersFamily):
     """FLUX.2 dev and klein (4B and 9B, base and distilled), from text and from reference images.
 
-    Both make images from text only or with any number of images to start from; a data set may hold both
+    Both generate images from text only or with any number of images to start from; a data set may hold both
     kinds of items. Inputs keep their shape; those above a megapixel are brought to one, and none is enlarged.
 
     Prompts are read by Mistral 3 in dev and by Qwen3 in klein, together with the chat around them: all 512
     tokens, padding too, which the model sees without a mask.
 
-    dev is told a guidance scale: 1 in training, which asks for none, and that of the preview in previews.
-    klein knows none: the base models run twice a step above a scale of 1, the distilled ones ignore it.
+    dev takes a guidance scale: 1 in training, which asks for none, and that of the preview in previews. klein
+    takes none: the base models run twice a step above a scale of 1, the distilled ones ignore it.
 
     A distilled klein (4 steps) is best trained through its base model, whose LoRA it takes. The klein models
     with a cache of their inputs (KV) see these in another way and are refused.
@@ -301,7 +301,7 @@ class Flux2(DiffusersFamily):
 
     @property
     def _is_guided(self) -> bool:
-        """Whether the model is told a guidance scale: dev is, klein is not."""
+        """Whether the model takes a guidance scale: dev does, klein does not."""
         return self.pipeline is Flux2Pipeline
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
@@ -338,11 +338,11 @@ class Flux2(DiffusersFamily):
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_patched_latents(vae, pixels_bchw)
 
-    def encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
+    def encode_inputs(self, pipeline: Any, images: Sequence[Image]) -> EncodedMedia:
         processor, encoded = pipeline.image_processor, {}
-        for place, picture in enumerate(pictures):
-            width, height = self.input_size(*picture.size)
-            fitted = processor._resize_if_exceeds_area(picture, _LARGEST_INPUT)
+        for place, image in enumerate(images):
+            width, height = self.input_size(*image.size)
+            fitted = processor._resize_if_exceeds_area(image, _LARGEST_INPUT)
             pixels_bchw = processor.preprocess(fitted, height, width, resize_mode="crop")
             encoded[f"{INPUT}{place}"] = encode_patched_latents(pipeline.vae, pixels_bchw)[0]
         return encoded

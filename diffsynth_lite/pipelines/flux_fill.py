@@ -27,7 +27,7 @@ from diffsynth_lite.releases.release import Release, ReleaseComponent
 from diffsynth_lite.testing import seeded
 
 model_fn_flux_fill = flux.model_fn_flux
-"""One forward; ``condition_bld`` is what is told of the image next to each of its tokens."""
+"""One forward; ``condition_bld`` are the masked image and the mask, as further channels of the tokens."""
 
 _MASKED, _MASK = "masked_tokens", "mask_tokens"
 _PIXELS_OF_A_TOKEN = 16 * 16
@@ -121,8 +121,8 @@ class FluxFill(flux.Flux):
         return pipeline
 
     def _input_arguments(self, _pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
-        (picture,), (mask,) = request.inputs, request.inpaint_mask
-        return {"image": _covering(picture, request), "mask_image": mask}
+        (image,), (mask,) = request.inputs, request.inpaint_mask
+        return {"image": _covering(image, request), "mask_image": mask}
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         files = {"image": INPUT_IMAGE, "mask_image": 'load_image("mask.png")'}
@@ -130,7 +130,7 @@ class FluxFill(flux.Flux):
 
 
 def _encoded(pipeline: Any, item: Media) -> EncodedMedia:
-    """Latents of an image, and per token what the model is told of it: (L, 64) latents, (L, 256) mask."""
+    """Latents, and the further channels of the tokens: (L, 64) of the masked image, (L, 256) of the mask."""
     (mask,) = item.inpaint_mask
     pixels_bchw = pipeline.image_processor.preprocess(item.frames[0])
     mask_bchw = pipeline.mask_processor.preprocess(mask)
@@ -157,9 +157,9 @@ def _encoded(pipeline: Any, item: Media) -> EncodedMedia:
     }
 
 
-def _covering(picture: Image, request: PreviewRequest) -> Image:
+def _covering(image: Image, request: PreviewRequest) -> Image:
     """The middle of an image in the preview's size, as its mask is; the pipeline would distort it."""
-    return ImageOps.fit(picture, (request.width, request.height), method=Resampling.LANCZOS)
+    return ImageOps.fit(image, (request.width, request.height), method=Resampling.LANCZOS)
 
 
 def tiny() -> FluxFillPipeline:

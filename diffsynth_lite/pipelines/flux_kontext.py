@@ -79,10 +79,10 @@ class FluxKontext(flux.Flux):
         )
         return width, height
 
-    def encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
-        picture, processor = _only(pictures), pipeline.image_processor
-        width, height = self.input_size(*picture.size)
-        pixels_bchw = processor.preprocess(processor.resize(picture, height, width), height, width)
+    def encode_inputs(self, pipeline: Any, images: Sequence[Image]) -> EncodedMedia:
+        image, processor = _only(images), pipeline.image_processor
+        width, height = self.input_size(*image.size)
+        pixels_bchw = processor.preprocess(processor.resize(image, height, width), height, width)
         return {f"{INPUT}0": encode_scaled_latents(pipeline.vae, pixels_bchw)[0]}
 
     def _input_latents(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
@@ -99,13 +99,13 @@ class FluxKontext(flux.Flux):
         return {"image": input_latents[None], "max_area": request.width * request.height}
 
 
-def _only(pictures: Sequence[Image]) -> Image:
-    if len(pictures) != 1:
+def _only(images: Sequence[Image]) -> Image:
+    if len(images) != 1:
         raise UserError(
-            f"data.input_columns, validation: an item with {len(pictures)} input images; "
+            f"data.input_columns, validation: an item with {len(images)} input images; "
             "a FluxKontextPipeline takes exactly one"
         )
-    return pictures[0]
+    return images[0]
 
 
 def tiny() -> FluxKontextPipeline:

@@ -43,7 +43,7 @@ from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_llama
 from diffsynth_lite.testing.tokenizers import clip_tokenizer, llama3_tokenizer
 
 TEMPLATE: str = DEFAULT_PROMPT_TEMPLATE["template"]
-"""What stands around a prompt."""
+"""The text around a prompt."""
 _NUM_CUT: int = DEFAULT_PROMPT_TEMPLATE["crop_start"]
 """Tokens of it before the prompt, which are cut off."""
 _NUM_TIMESTEPS = 1000
@@ -175,23 +175,23 @@ class HunyuanVideo(DiffusersFamily):
     20 dual-stream and 40 single-stream blocks, prompts by Llama 3 (of LLaVA) and CLIP, a causal video VAE:
     1/4 of the frames, 1/8 of the size.
 
-    It knows a guidance scale, which it is told next to the noise level. Training tells it 1, as musubi-tuner
-    does, which asks for no guidance, because the target is that of the data only, unless
-    ``objective.guidance_target`` guides the target; previews tell it ``validation.guidance_scale``. A model
-    that knows none is drawn with the negative prompt in its place.
+    It takes a guidance scale as an input, with the noise level. Training gives it 1, as musubi-tuner does,
+    which asks for no guidance, because the target is that of the data only, unless
+    ``objective.guidance_target`` guides the target; previews give it ``validation.guidance_scale``. Previews
+    of a model that takes none are guided by the negative prompt.
 
-    The sampler's shift of 7 is that of training, too. musubi-tuner has it with a density around the middle,
-    and proposes 3 where fine details are not learned.
+    Training has the sampler's shift of 7, too. musubi-tuner has it with a density around the middle, and
+    proposes 3 where fine details are not learned with it.
 
     ComfyUI has queries, keys and values as one layer, and takes the file that
     ``diffsynth-lite convert --to comfyui`` makes of it.
 
     The folder names a class of tokenizers that transformers 5 builds again with another way to split words:
-    all prompts would come to other tokens. What is in ``tokenizer.json`` is taken instead. A pipeline of
-    diffusers reads it wrongly, until its ``tokenizer`` is
-    ``PreTrainedTokenizerFast.from_pretrained(folder, subfolder="tokenizer")``, as in the code of model cards.
+    all prompts would get other tokens. The tokenizer in ``tokenizer.json`` is used instead. A pipeline of
+    diffusers reads it wrongly, until its ``tokenizer`` is ``PreTrainedTokenizerFast.from_pretrained(folder,
+    subfolder="tokenizer")``, as in the code of model cards.
 
-    Also of its classes, and not trained here: SkyReels V1 from images and FramePack.
+    SkyReels V1 from images and FramePack, which share its classes, are not trained here.
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (HunyuanVideoPipeline,)
@@ -224,7 +224,7 @@ class HunyuanVideo(DiffusersFamily):
 
     @cached_property
     def _is_guided(self) -> bool:
-        """Whether the model is told a guidance scale."""
+        """Whether the model takes a guidance scale."""
         return bool(self.folder.component_config("transformer").get("guidance_embeds"))
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
@@ -319,7 +319,7 @@ class HunyuanVideo(DiffusersFamily):
         return frames
 
     def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
-        """The prompt, and the scale: told to a model that knows one; others also run the negative prompt."""
+        """The prompt, and the scale where the model takes one; others also run the negative prompt."""
         prompt = _as_arguments(request.conditioning, like)
         if self._is_guided:
             return {**prompt, "guidance_scale": request.guidance_scale}

@@ -88,8 +88,8 @@ def model_fn_ideogram4(
             indicator=roles,
             return_dict=False,
         )[0]
-    of_picture: torch.Tensor = predicted_bld[:, longest:]
-    return of_picture.transpose(1, 2).reshape(latents_bchw.shape)
+    of_image: torch.Tensor = predicted_bld[:, longest:]
+    return of_image.transpose(1, 2).reshape(latents_bchw.shape)
 
 
 _SDNEXT = "SD.Next, data/reference-base.json"
@@ -143,14 +143,14 @@ class Ideogram4(DiffusersFamily):
     pixels.
 
     The model is made for captions in JSON, in the schema of its prompt guide; it reads plain ones, too. The
-    transformer is given what 13 layers of Qwen3-VL make of each token, 53,248 numbers: in bfloat16 a prompt
-    of 100 tokens takes 11 MB of the cache and one of 2048, the longest, 218. Padding is not kept. Longer
-    prompts, which the pipeline refuses, lose their end.
+    transformer reads the states of 13 layers of Qwen3-VL, 53,248 numbers a token: in bfloat16 a prompt of 100
+    tokens takes 11 MB of the cache and one of 2048, the longest, 218. Padding is not kept. Longer prompts,
+    which the pipeline refuses, lose their end.
 
     Previews are guided by a second transformer of the same size (``unconditional_transformer``), which sees
-    no prompt and is not trained; it is loaded for previews with a guidance scale above 1 alone, in the
-    format of the first. There is no negative prompt. The scale is one for all steps, where the pipeline by
-    default has 7 and, in its last steps, 3.
+    no prompt and is not trained; it is loaded only for previews with a guidance scale above 1, in the format
+    of the first. There is no negative prompt. The scale is one for all steps, where the pipeline by default
+    has 7 and, in its last steps, 3.
 
     Noise levels grow with the image, as by its pipeline: a shift of 2 at 1024 x 1024 pixels and of 4 at
     2048 x 2048. The pipeline, diffusers' training script and musubi-tuner have a logit-normal density of a
@@ -312,7 +312,7 @@ class _Cutting:
 
 
 class _NoGuide(torch.nn.Module):
-    """Stands in for the second transformer where its weight is 0."""
+    """Replaces the second transformer where its weight is 0."""
 
     def __init__(self, like: Mapping[str, Any]) -> None:
         super().__init__()

@@ -177,26 +177,26 @@ KREA2: tuple[Release, ...] = (_RAW, _TURBO)
 
 
 class Krea2(DiffusersFamily):
-    """Krea 2 Raw, from text; Turbo, where its LoRA is used, draws.
+    """Krea 2 Raw, from text; its LoRA is used on Turbo.
 
     28 single-stream blocks after four that read the prompt, the autoencoder of Qwen-Image: 16 channels at
     1/8 size.
 
-    Its authors train on Raw, which is not distilled and not meant for images that please, and draw with
-    Turbo, distilled to 8 steps without guidance. What is learned on Turbo itself undoes the distillation.
+    Its authors train on Raw, which is not distilled and not meant to make pleasing images, and generate with
+    Turbo, distilled to 8 steps without guidance. Training on Turbo itself undoes the distillation.
 
-    The transformer is given what 12 layers of Qwen3-VL make of each token, 30,720 numbers. Padding, which the
+    The transformer reads the states of 12 layers of Qwen3-VL, 30,720 numbers a token. Padding, which the
     pipeline hides, is not kept: in bfloat16 a prompt of 100 tokens takes 6 MB of the cache and one of 512,
     the longest, 31.
 
-    The guidance scale of its pipeline counts from 0: s there is what others call s + 1. Previews hand it over
-    as given, and have no guidance at 1 or less.
+    The guidance scale of its pipeline counts from 0: s there is s + 1 elsewhere. Previews pass it on as
+    given, and have no guidance at 1 or less.
 
-    By default the LoRA is on what its authors recommend within the blocks, also those that read the prompt.
-    Their whole list, which goes with their rank of 32, is the one of the recipe: it has the layers around the
-    blocks as well, eight of which are in no set here, from ``img_in`` to ``final_layer.linear``. musubi-tuner
-    and DiffSynth-Studio train these, too. For long runs the authors advise only the attention, with a higher
-    rank, so that prompts are followed as before.
+    By default the LoRA is on the layers that its authors recommend within the blocks, those that read the
+    prompt included. The recipe has their whole list, which goes with their rank of 32: it adds the layers
+    around the blocks, eight of which are in no set here, from ``img_in`` to ``final_layer.linear``.
+    musubi-tuner and DiffSynth-Studio train these, too. For long runs the authors advise only the attention,
+    with a higher rank, so that prompts are followed as before.
 
     The sampler's shift grows with the image: 1.8 at 512 x 512 pixels and 2.5 at 1024 x 1024; Turbo has 3.2
     at any size. DiffSynth-Studio trains Raw with 2.2 (``set_timesteps_krea2``), and diffusers' script with
@@ -268,8 +268,8 @@ class Krea2(DiffusersFamily):
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the end of the chat around each text, which counts too."""
-        behind = assemble(self.pipeline).prompt_template_encode_num_suffix_tokens
-        return [length + behind for length in super().prompt_lengths(texts)]
+        num_after = assemble(self.pipeline).prompt_template_encode_num_suffix_tokens
+        return [length + num_after for length in super().prompt_lengths(texts)]
 
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_latents(vae, pixels_bchw.unsqueeze(2))

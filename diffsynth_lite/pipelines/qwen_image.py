@@ -81,10 +81,10 @@ def model_fn_qwen_image(
     Returns:
         (B, 16, F, H, W), the predicted velocity ``noise - latents``.
     """
-    batch, _, num_pictures, height, width = latents_bcfhw.shape
-    pictures = (*latents_bcfhw.chunk(num_pictures, dim=2), *input_latents_bcfhw)
-    tokens_bld = torch.cat([_pack(picture_bcfhw) for picture_bcfhw in pictures], dim=1)
-    picture_shapes = [(1, picture.shape[-2] // _PATCH, picture.shape[-1] // _PATCH) for picture in pictures]
+    batch, _, num_images, height, width = latents_bcfhw.shape
+    images = (*latents_bcfhw.chunk(num_images, dim=2), *input_latents_bcfhw)
+    tokens_bld = torch.cat([_pack(image_bcfhw) for image_bcfhw in images], dim=1)
+    image_shapes = [(1, image.shape[-2] // _PATCH, image.shape[-1] // _PATCH) for image in images]
     with checkpointed(QwenImage, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
@@ -92,12 +92,12 @@ def model_fn_qwen_image(
             encoder_hidden_states=prompt_embeds_bld,
             encoder_hidden_states_mask=prompt_embeds_mask,
             # A list per sample: diffusers reads plain tuples differently when zero_cond_t is set.
-            img_shapes=[picture_shapes] * batch,
+            img_shapes=[image_shapes] * batch,
             additional_t_cond=additional_t_cond,
             return_dict=False,
         )[0]
     num_tokens = height * width // _PATCH**2
-    of_each = velocity_bld[:, : num_pictures * num_tokens].chunk(num_pictures, dim=1)
+    of_each = velocity_bld[:, : num_images * num_tokens].chunk(num_images, dim=1)
     return torch.cat([_unpack(tokens_bld, height, width) for tokens_bld in of_each], dim=2)
 
 

@@ -59,7 +59,7 @@ def model_fn_qwen_image_21(
         transformer: a ``QwenImage21Transformer2DModel``, plain or wrapped by DDP.
         latents_bcfhw: (B, 64, 1, H, W), noisy normalised latents, H and W even.
         timestep: (B,), noise level in [0, 1].
-        prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right. Where the image stands depends
+        prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right. The position of the image depends
             on L, padding included.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
         checkpointing: the two flags and the policy of the gradient engine.
@@ -178,18 +178,18 @@ class QwenImage21(DiffusersFamily):
     channel for transparency, which is full in training. Images to start from, which the pipeline takes as
     well, are not trained yet.
 
-    Text sees what is before it, an image also all of itself. In a batch of prompts of several lengths
+    Attention is causal for text; an image also sees all of itself. In a batch of prompts of several lengths
     diffusers places the images after the longest, where a model with one prompt has them elsewhere; so
     samples of one length go through the model together and the others after them, and a sample counts as much
-    next to others as without them. Processes that share its weights (``memory.shard_base``) therefore take
-    one sample at a time. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end. A
+    in a batch as by itself. Processes that share its weights (``memory.shard_base``) therefore take one
+    sample at a time. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end. A
     caption with the placeholder of an image or a video (``image_pad``, ``video_pad``), which the pipeline
     refuses, is an item that cannot be used.
 
-    It is meant to be drawn without guidance. The sampler's shift grows with the image: 1.7 at 512 x 512
+    It is meant to be used without guidance. The sampler's shift grows with the image: 1.7 at 512 x 512
     pixels, 2.0 at 1024 x 1024 and 3.7 at 2048 x 2048, which it is made for. DiffSynth-Studio trains with 2.2
-    at any size. Fizgig, a trainer, says that LoRAs trained on it fall apart after some hundred steps unless
-    an adapter is active in training that is left away afterwards, and offers one.
+    at any size. Fizgig, a trainer, reports that LoRAs trained on it break after some hundred steps unless an
+    adapter is active during training that is removed afterwards, and offers one.
 
     No layer of the last block is unused: text and image share its weights.
     """
@@ -326,7 +326,7 @@ class _Texts:
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, Any]], *, tokenize: bool, return_dict: bool
     ) -> list[list[int]]:
-        """Tokens of what is before each prompt, which the pipeline asks for to leave them away."""
+        """Tokens of what is before each prompt, which the pipeline needs to remove them."""
         chats: list[list[int]] = self.tokenizer.apply_chat_template(
             [list(conversation)], tokenize=tokenize, return_dict=return_dict
         )
@@ -349,7 +349,7 @@ class _Texts:
 
 
 class _NoTexts:
-    """Stands in for the processor where no prompt is read: a new pipeline asks it for tokens."""
+    """Replaces the processor where no prompt is read: a new pipeline asks it for tokens."""
 
     @property
     def tokenizer(self) -> "_NoTexts":

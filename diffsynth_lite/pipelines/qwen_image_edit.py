@@ -14,7 +14,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from PIL.Image import Image
 from transformers import BatchFeature
-from transformers import Qwen2VLImageProcessorPil as PictureProcessor
+from transformers import Qwen2VLImageProcessorPil as ImageProcessor
 
 from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.errors import UserError
@@ -65,7 +65,7 @@ QWEN_IMAGE_EDIT: tuple[Release, ...] = (QWEN_EDIT, _EDIT_2509, _EDIT_2511)
 
 
 class QwenImageEdit(qwen_image.QwenImage):
-    """Qwen-Image-Edit (one input image) and Edit-Plus 2509, 2511 (several); the folder says which.
+    """Qwen-Image-Edit (one input image) and Edit-Plus 2509, 2511 (several); the folder decides which.
 
     Qwen-Image whose prompts and tokens also hold the images to edit, each brought to about a megapixel.
     The shift of the noise levels is that of Qwen-Image, by the size of the result.
@@ -117,12 +117,12 @@ class QwenImageEdit(qwen_image.QwenImage):
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
         tokenizer = self.load_tokenizer()
-        pictures = PictureProcessor.from_pretrained(self.folder.place("processor").path)
+        image_processor = ImageProcessor.from_pretrained(self.folder.place("processor").path)
         pipeline = assemble(
             self.pipeline,
             **self.load_text_encoders(dtype, device),
             tokenizer=tokenizer,
-            processor=TextAndPictures(tokenizer=tokenizer, pictures=pictures),
+            processor=TextAndImages(tokenizer=tokenizer, image_processor=image_processor),
         )
 
         @torch.no_grad()
@@ -141,10 +141,10 @@ class QwenImageEdit(qwen_image.QwenImage):
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"qwen_image_edit/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"
 
-    def encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
+    def encode_inputs(self, pipeline: Any, images: Sequence[Image]) -> EncodedMedia:
         return {
             f"{INPUT}{place}": encode_latents(pipeline.vae, pixels_bcfhw)[0]
-            for place, pixels_bcfhw in enumerate(self._seen_by_transformer(pipeline, pictures))
+            for place, pixels_bcfhw in enumerate(self._seen_by_transformer(pipeline, images))
         }
 
     def predict(
@@ -176,53 +176,53 @@ class QwenImageEdit(qwen_image.QwenImage):
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"image": INPUT_IMAGE}
 
-    def _given(self, pictures: Sequence[Image]) -> Image | list[Image]:
+    def _given(self, images: Sequence[Image]) -> Image | list[Image]:
         """The images as the pipeline wants them.
 
         Raises:
             UserError: there are none, or several for the pipeline that takes one.
         """
-        if not pictures or (len(pictures) > 1 and not self._takes_several):
+        if not images or (len(images) > 1 and not self._takes_several):
             wanted = "one or more" if self._takes_several else "exactly one"
             raise UserError(
-                f"data.input_columns, validation: an item with {len(pictures)} input images; "
+                f"data.input_columns, validation: an item with {len(images)} input images; "
                 f"a {self.pipeline.__name__} takes {wanted}"
             )
-        return list(pictures) if self._takes_several else pictures[0]
+        return list(images) if self._takes_several else images[0]
 
-    def _seen_by_prompt(self, pipeline: Any, pictures: Sequence[Image]) -> Image | list[Image]:
-        given = self._given(pictures)
+    def _seen_by_prompt(self, pipeline: Any, images: Sequence[Image]) -> Image | list[Image]:
+        given = self._given(images)
         if isinstance(given, list):
-            return [_resize(pipeline, picture, edit_plus.CONDITION_IMAGE_SIZE) for picture in given]
+            return [_resize(pipeline, image, edit_plus.CONDITION_IMAGE_SIZE) for image in given]
         return _resize(pipeline, given, _EDIT_AREA)
 
-    def _seen_by_transformer(self, pipeline: Any, pictures: Sequence[Image]) -> list[torch.Tensor]:
+    def _seen_by_transformer(self, pipeline: Any, images: Sequence[Image]) -> list[torch.Tensor]:
         """Each (1, 3, 1, H, W), in [-1, 1]."""
-        given = self._given(pictures)
+        given = self._given(images)
         if isinstance(given, list):
-            sized = [(picture, self.input_size(*picture.size)) for picture in given]
+            sized = [(image, self.input_size(*image.size)) for image in given]
         else:
             resized = _resize(pipeline, given, _EDIT_AREA)
             sized = [(resized, resized.size)]
         return [
-            pipeline.image_processor.preprocess(picture, height, width).unsqueeze(2)
-            for picture, (width, height) in sized
+            pipeline.image_processor.preprocess(image, height, width).unsqueeze(2)
+            for image, (width, height) in sized
         ]
 
 
-class TextAndPictures:
-    """What ``Qwen2VLProcessor`` does for these pipelines, without torchvision, which that class needs."""
+class TextAndImages:
+    """As ``Qwen2VLProcessor`` for these pipelines, without torchvision, which that class needs."""
 
-    def __init__(self, *, tokenizer: Any, pictures: Any) -> None:
+    def __init__(self, *, tokenizer: Any, image_processor: Any) -> None:
         self.tokenizer = tokenizer
-        self.pictures = pictures
+        self.image_processor = image_processor
 
     def __call__(
         self, *, text: Sequence[str], images: Image | list[Image], padding: bool, return_tensors: str
     ) -> BatchFeature:
         """Token ids and patches; each image has as many tokens in the text as it takes."""
-        patches = self.pictures(images=images, return_tensors=return_tensors)
-        num_tokens = iter((patches["image_grid_thw"].prod(1) // self.pictures.merge_size**2).tolist())
+        patches = self.image_processor(images=images, return_tensors=return_tensors)
+        num_tokens = iter((patches["image_grid_thw"].prod(1) // self.image_processor.merge_size**2).tolist())
         widened = []
         for line in text:
             first, *rest = line.split(qwen_image.IMAGE_TOKEN)
@@ -239,8 +239,8 @@ def tiny() -> QwenImageEditPipeline:
     Its processor is the part for images only: the class of the released models needs torchvision.
     """
     parts = qwen_image.tiny().components
-    pictures = PictureProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28})
-    return QwenImageEditPipeline(processor=pictures, **parts)
+    image_processor = ImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28})
+    return QwenImageEditPipeline(processor=image_processor, **parts)
 
 
 def _size(aspect_ratio: float, area: int) -> tuple[int, int]:
@@ -249,7 +249,7 @@ def _size(aspect_ratio: float, area: int) -> tuple[int, int]:
     return width, height
 
 
-def _resize(pipeline: Any, picture: Image, area: int) -> Image:
-    width, height = _size(picture.width / picture.height, area)
-    resized: Image = pipeline.image_processor.resize(picture, height, width)
+def _resize(pipeline: Any, image: Image, area: int) -> Image:
+    width, height = _size(image.width / image.height, area)
+    resized: Image = pipeline.image_processor.resize(image, height, width)
     return resized

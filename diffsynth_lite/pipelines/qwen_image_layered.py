@@ -16,7 +16,7 @@ import torch
 from diffusers import QwenImageLayeredPipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered as layered
 from PIL.Image import Image
-from transformers import Qwen2VLImageProcessorPil as PictureProcessor
+from transformers import Qwen2VLImageProcessorPil as ImageProcessor
 
 from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.core.noise import resolution_mu
@@ -40,8 +40,8 @@ _BASE_TOKENS = 256
 _OWN_RESOLUTIONS = (640, 1024)
 """Those that the pipeline takes: edges of squares of the area that it generates."""
 _IS_RGB = 0
-"""What the pipeline tells the model next to the noise level."""
-_PICTURE = "picture_latents"
+"""``additional_t_cond`` in the pipeline: an input of the model with the noise level."""
+_IMAGE = "picture_latents"
 _PROMPT_IS_ENCODED = "as embeddings"
 
 model_fn_qwen_image_layered = qwen_image.model_fn_qwen_image
@@ -83,15 +83,15 @@ QWEN_IMAGE_LAYERED: tuple[Release, ...] = (_LAYERED,)
 class QwenImageLayered(qwen_image.QwenImage):
     """Qwen-Image-Layered: an image and a prompt in, its layers with transparency out.
 
-    Qwen-Image's transformer on an autoencoder with a fourth channel. It makes the whole image once more and
-    then each layer, from the one at the bottom to the one on top; all are learned, and previews show the
-    layers. The image that is split is clean next to them. A caption describes the whole image,
-    also what is hidden in it. Where the pipeline is given no prompt it has its text encoder describe the
-    image; training and previews take what is written.
+    Qwen-Image's transformer on an autoencoder with a fourth channel. It generates the whole image again and
+    then each layer, from the bottom one to the top one; all are learned, and previews show the layers. The
+    image to split is a clean input. A caption describes the whole image, also what is hidden in it. Without a
+    prompt the pipeline has its text encoder describe the image; training and previews take the text as it is
+    written.
 
-    The pipeline draws at 640 x 640 or 1024 x 1024 pixels, in the shape of the image; training and previews
-    may have any size. Its shift, 12 at the first of these and 55 at the second, is large; what is trained
-    with is Qwen-Image's.
+    The pipeline generates 640 x 640 or 1024 x 1024 pixels, in the shape of the image; training and previews
+    may have any size. Its shift, 12 at the first of these and 55 at the second, is large; training has
+    Qwen-Image's.
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (QwenImageLayeredPipeline,)
@@ -116,28 +116,28 @@ class QwenImageLayered(qwen_image.QwenImage):
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
         pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
 
-        def latents_of(picture: Image) -> torch.Tensor:
-            pixels_bchw = pipeline.image_processor.preprocess(picture.convert("RGBA"))
+        def latents_of(image: Image) -> torch.Tensor:
+            pixels_bchw = pipeline.image_processor.preprocess(image.convert("RGBA"))
             return encode_latents(pipeline.vae, pixels_bchw.unsqueeze(2))[0]
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             # One by one, as the pipeline does: each is an image of its own to the autoencoder.
-            encoded = [[latents_of(picture) for picture in (item.frames[0], *item.layers)] for item in media]
-            return [{"latents": torch.cat(row, dim=1), _PICTURE: row[0]} for row in encoded]
+            encoded = [[latents_of(image) for image in (item.frames[0], *item.layers)] for item in media]
+            return [{"latents": torch.cat(row, dim=1), _IMAGE: row[0]} for row in encoded]
 
         return encode
 
     def num_condition_values(self, latents_shape: Sequence[int]) -> int:
-        return math.prod(_of_one_picture(latents_shape))
+        return math.prod(_of_one_image(latents_shape))
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        """Those of the image, of its layers, and of the image next to them."""
+        """Those of the image, of its layers, and of the image to split."""
         return super().num_tokens(latents_shape) * (latents_shape[-3] + 1)
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """By the area of the image only: mu is the square root of its part of 256 x 256 pixels.
 
-        The folder's sampler says whether that is the shift or its logarithm.
+        Whether that is the shift or its logarithm depends on the folder's sampler.
         """
         mu = math.sqrt(super().num_tokens(latents_shape) / _BASE_TOKENS)
         is_linear = self.scheduler_config.get("time_shift_type") == "linear"
@@ -161,8 +161,8 @@ class QwenImageLayered(qwen_image.QwenImage):
         return exponential_shift(mu)
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        picture = torch.ones(tuple(_of_one_picture(latents_shape)))
-        return (super().example_conditioning(latents_shape) or {}) | {_PICTURE: picture}
+        image = torch.ones(tuple(_of_one_image(latents_shape)))
+        return (super().example_conditioning(latents_shape) or {}) | {_IMAGE: image}
 
     def predict(
         self,
@@ -173,14 +173,14 @@ class QwenImageLayered(qwen_image.QwenImage):
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds_bld, mask = self._padded(conditioning, like)
-        picture_bcfhw = torch.stack([sample[_PICTURE] for sample in conditioning])
+        image_bcfhw = torch.stack([sample[_IMAGE] for sample in conditioning])
         return model_fn_qwen_image_layered(
             transformer,
             noisy_latents.to(**like),
             sigma,
             embeds_bld,
             mask,
-            input_latents_bcfhw=[picture_bcfhw.to(**like)],
+            input_latents_bcfhw=[image_bcfhw.to(**like)],
             additional_t_cond=torch.full((len(conditioning),), _IS_RGB, device=like["device"]),
             **gradient_flags(),
         )
@@ -209,7 +209,7 @@ class QwenImageLayered(qwen_image.QwenImage):
         with _drawn_in(*size):
             (layers,) = pipeline(
                 **inputs,
-                image=_the_picture(request.inputs),
+                image=_only_image(request.inputs),
                 # Without one the pipeline would have the image described.
                 prompt=_PROMPT_IS_ENCODED,
                 **self._prompt_arguments(request.conditioning, pipeline),
@@ -226,7 +226,7 @@ class QwenImageLayered(qwen_image.QwenImage):
 
 @dataclass(frozen=True)
 class _NoEncoder:
-    """Stands where the pipeline asks its text encoder for the dtype of the image."""
+    """Replaces the text encoder, which the pipeline asks for the dtype of the image."""
 
     dtype: torch.dtype
 
@@ -242,15 +242,15 @@ def _drawn_in(width: int, height: int) -> Iterator[None]:
         layered.calculate_dimensions = own
 
 
-def _the_picture(pictures: Sequence[Image]) -> Image:
-    if len(pictures) != 1:
+def _only_image(images: Sequence[Image]) -> Image:
+    if len(images) != 1:
         raise UserError(
-            f"validation.inputs: {len(pictures)} images for a prompt; Qwen-Image-Layered takes one apart"
+            f"validation.inputs: {len(images)} images for a prompt; Qwen-Image-Layered splits one"
         )
-    return pictures[0].convert("RGBA")
+    return images[0].convert("RGBA")
 
 
-def _of_one_picture(latents_shape: Sequence[int]) -> tuple[int, ...]:
+def _of_one_image(latents_shape: Sequence[int]) -> tuple[int, ...]:
     channels, _, *area = latents_shape
     return channels, 1, *area
 
@@ -277,6 +277,6 @@ def tiny() -> QwenImageLayeredPipeline:
         vae=tiny_qwen_vae(input_channels=_CHANNELS),
         text_encoder=parts["text_encoder"],
         tokenizer=parts["tokenizer"],
-        processor=PictureProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}),
+        processor=ImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}),
         transformer=transformer,
     )

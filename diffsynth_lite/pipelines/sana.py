@@ -191,7 +191,7 @@ class Sana(DiffusersFamily):
     20 to 60 blocks of linear attention, Gemma 2 prompts, a VAE with 32 channels at 1/32 size.
 
     Sana 1.0 (0.6B, 1.6B; 512 to 4096 pixels) and 1.5 (1.6B, 4.8B). Sana Sprint, of another pipeline, is
-    refused: it is distilled, and told a guidance scale.
+    refused: it is distilled, and takes a guidance scale.
 
     A prompt is put in lower case, after the instruction of the pipeline's call; a negative prompt and a
     dropped caption get none. The feed-forward layers are convolutions, which get no LoRA.
@@ -313,7 +313,7 @@ class Sana(DiffusersFamily):
 
 
 def _instruction() -> list[str]:
-    """What the pipeline's call puts before a prompt unless it is told otherwise."""
+    """The instruction that the pipeline's call puts before a prompt by default."""
     lines: list[str] = (
         inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
     )

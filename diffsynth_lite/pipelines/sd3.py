@@ -224,22 +224,22 @@ SD3_RELEASES: tuple[Release, ...] = (_MEDIUM, _LARGE, _LARGE_TURBO, _MEDIUM_3)
 class SD3(DiffusersFamily):
     """Stable Diffusion 3 medium and 3.5 (medium, large and large turbo), from text.
 
-    24 dual-stream blocks, in 3.5 large 38; the first 13 of 3.5 medium see the image once more by itself.
-    Prompts of two CLIPs and T5, 16 channels at 1/8 size. All three text encoders must be in the folder.
+    24 dual-stream blocks, in 3.5 large 38; the first 13 of 3.5 medium have a second attention over the image
+    only. Prompts of two CLIPs and T5, 16 channels at 1/8 size. All three text encoders must be in the folder.
 
-    CLIP reads the first 77 tokens of its own, T5 256 of its own, padding too, which the model sees: nothing
-    is masked. A caption beyond the first is cut for CLIP alone.
+    CLIP reads the first 77 of its tokens, T5 the first 256, padding included, and the model sees all of them:
+    nothing is masked. A caption of more than 77 tokens is cut for CLIP only.
 
     The blocks' places come from a table: images may have at most 3072 pixels on each side, and with 3.5
     medium 6144.
 
-    Large turbo is distilled to 4 steps without guidance. No setting tells so; its name does.
+    Large turbo is distilled to 4 steps without guidance. No setting shows it; it is recognised by its name.
 
     The sampler's shift is 3 at any size. diffusers' training script takes it, too, with a density around the
     middle; kohya's sd-scripts and diffusion-pipe shift nothing by default. diffusers' script also weighs:
     its ``precondition_outputs``, on by default, compares ``noisy - sigma * velocity`` with the data, which is
     the loss of the velocity times sigma squared. Here all noise levels weigh the same, unless
-    ``objective.loss_weighting`` says otherwise.
+    ``objective.loss_weighting`` is set.
     """
 
     pipelines = (StableDiffusion3Pipeline,)

@@ -44,8 +44,8 @@ class WanI2V(wan.Wan):
     about the last: FLF2V-14B always has one, named by the data or the clip's own; I2V-A14B has one where the
     data names it; I2V-14B refuses one. All latents count in the loss, those of the given frames too.
 
-    Wan 2.1 also sees the images through CLIP, whose encoder is loaded next to the autoencoder: when media
-    are encoded, and while previews are generated. A preview starts from an image, cut to its size, and
+    Wan 2.1 also sees the images through CLIP, whose encoder is loaded together with the autoencoder: when
+    media are encoded, and while previews are generated. A preview starts from an image, cut to its size, and
     leads to that of ``validation.last_frames`` where it is given; without it, FLF2V leads back to the first.
     """
 
@@ -63,15 +63,15 @@ class WanI2V(wan.Wan):
 
     @property
     def encoder_classes(self) -> Mapping[str, Any]:
-        of_pictures = {"image_encoder": CLIPVisionModel} if self._embeds_pictures else {}
-        return {**super().encoder_classes, **of_pictures}
+        of_images = {"image_encoder": CLIPVisionModel} if self._embeds_images else {}
+        return {**super().encoder_classes, **of_images}
 
     @property
     def target_sets(self) -> TargetSets:
         """As in family ``wan``; in Wan 2.1 both add ``add_k_proj, add_v_proj``, of its image embeddings."""
         # diffusers fills a LoRA up with zeros for these two where it has none, and warns.
-        of_pictures = ("add_k_proj", "add_v_proj") if self._embeds_pictures else ()
-        return {name: (*targets, *of_pictures) for name, targets in super().target_sets.items()}
+        of_images = ("add_k_proj", "add_v_proj") if self._embeds_images else ()
+        return {name: (*targets, *of_images) for name, targets in super().target_sets.items()}
 
     @property
     def needs_inputs(self) -> bool:
@@ -80,20 +80,20 @@ class WanI2V(wan.Wan):
     @property
     def takes_last_frames(self) -> bool:
         """All but Wan 2.1 I2V, whose transformer has no place for a second image."""
-        return self._leads_to_last_frame or not self._embeds_pictures
+        return self._leads_to_last_frame or not self._embeds_images
 
     @cached_property
     def _transformer_config(self) -> dict[str, Any]:
         return self.folder.component_config("transformer")
 
     @property
-    def _embeds_pictures(self) -> bool:
+    def _embeds_images(self) -> bool:
         """Wan 2.1, whose transformer also sees the images through CLIP."""
         return self._transformer_config.get("image_dim") is not None
 
     @property
     def _leads_to_last_frame(self) -> bool:
-        """FLF2V, whose transformer tells the first image from the last by their place."""
+        """FLF2V, whose transformer distinguishes the first image from the last by their place."""
         return self._transformer_config.get("pos_embed_seq_len") is not None
 
     def check_folder(self, *, with_weights: bool = True) -> None:
@@ -104,7 +104,7 @@ class WanI2V(wan.Wan):
                 "model_index.json"
             )
         super().check_folder(with_weights=with_weights)
-        if self._embeds_pictures:
+        if self._embeds_images:
             self.folder.require_files("image_processor")
 
     def check_frames(self, num_frames: int, *, key: str) -> None:
@@ -112,19 +112,19 @@ class WanI2V(wan.Wan):
         super().check_frames(num_frames, key=key)
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
-        of_pictures = ("image_encoder", "image_processor") if self._embeds_pictures else ()
-        parts = self.folder.fingerprints("vae", *of_pictures)
+        of_images = ("image_encoder", "image_processor") if self._embeds_images else ()
+        parts = self.folder.fingerprints("vae", *of_images)
         frames = "first and last" if self._leads_to_last_frame else "first"
         return f"wan_i2v/latents/1 {parts} {dtype} {frames}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        parts = self._picture_parts(self.load_component("vae", dtype).to(device))
+        parts = self._image_parts(self.load_component("vae", dtype).to(device))
         pipeline = assemble(self.pipeline, **parts)
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            conditions = [self._encode_pictures(pipeline, item) for item in media]
+            conditions = [self._encode_images(pipeline, item) for item in media]
             pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
             return [
                 {"latents": latents_cfhw, **condition}
@@ -135,9 +135,9 @@ class WanI2V(wan.Wan):
 
         return encode
 
-    def _picture_parts(self, vae: Any) -> dict[str, Any]:
-        parts = super()._picture_parts(vae)
-        if self._embeds_pictures:
+    def _image_parts(self, vae: Any) -> dict[str, Any]:
+        parts = super()._image_parts(vae)
+        if self._embeds_images:
             parts["image_encoder"] = self.load_component("image_encoder", vae.dtype).to(vae.device)
             parts["image_processor"] = CLIPImageProcessorPil.from_pretrained(
                 self.folder.place("image_processor").path
@@ -145,10 +145,10 @@ class WanI2V(wan.Wan):
         return parts
 
     @torch.no_grad()
-    def _encode_pictures(self, pipeline: Any, item: Media) -> EncodedMedia:
+    def _encode_images(self, pipeline: Any, item: Media) -> EncodedMedia:
         """Of one item, (4 + C, F, H, W) and, where CLIP sees the images, (1 or 2, L, D)."""
-        pictures = self._given_pictures(item)
-        pixels_bchw = [pipeline.video_processor.preprocess(picture) for picture in pictures]
+        images = self._given_images(item)
+        pixels_bchw = [pipeline.video_processor.preprocess(image) for image in images]
         width, height = item.frames[0].size
         _, condition_bcfhw = pipeline.prepare_latents(
             pixels_bchw[0],
@@ -159,14 +159,14 @@ class WanI2V(wan.Wan):
             dtype=torch.float32,
             device=pipeline.vae.device,
             latents=torch.empty(0),  # without any it would draw noise
-            last_image=pixels_bchw[1] if len(pictures) > 1 else None,
+            last_image=pixels_bchw[1] if len(images) > 1 else None,
         )
         encoded = {"condition_latents": condition_bcfhw[0].cpu()}
-        if self._embeds_pictures:
-            encoded["image_embeds"] = pipeline.encode_image(pictures, pipeline.vae.device).cpu()
+        if self._embeds_images:
+            encoded["image_embeds"] = pipeline.encode_image(images, pipeline.vae.device).cpu()
         return encoded
 
-    def _given_pictures(self, item: Media) -> list[Image]:
+    def _given_images(self, item: Media) -> list[Image]:
         """The first frame, and the last one where there is one."""
         assert item.last_frame is None or self.takes_last_frames, "refused with the records"
         last = item.last_frame or (item.frames[-1] if self._leads_to_last_frame else None)
@@ -192,7 +192,7 @@ class WanI2V(wan.Wan):
     def _condition_shapes(self, latents_shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         channels, *sides = latents_shape
         shapes = {"condition_latents": (self._vae_config["scale_factor_temporal"] + channels, *sides)}
-        if self._embeds_pictures:
+        if self._embeds_images:
             config = self.folder.component_config("image_encoder")
             num_tokens = (config["image_size"] // config["patch_size"]) ** 2 + 1
             shapes["image_embeds"] = (1 + self._leads_to_last_frame, num_tokens, config["hidden_size"])
@@ -210,7 +210,7 @@ class WanI2V(wan.Wan):
         return torch.cat([noisy_latents, condition_bcfhw.to(noisy_latents.device)], dim=1), timestep
 
     def _image_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
-        if not self._embeds_pictures:
+        if not self._embeds_images:
             return None
         return torch.cat([sample["image_embeds"] for sample in conditioning])
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Unpack
 import torch
 from diffusers import WanVACEPipeline, WanVACETransformer3DModel
 from PIL import Image, ImageOps
-from PIL.Image import Image as Picture
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
 from diffsynth_lite.lora.known_names import WAN, LoraLayers
@@ -85,20 +84,20 @@ def model_fn_wan_vace(
 
 
 class WanVACE(wan.Wan):
-    """Wan 2.1 VACE (1.3B and 14B): clips that are guided, or regenerated in part, next to a prompt.
+    """Wan 2.1 VACE (1.3B and 14B): clips that are guided, or regenerated in part, by a prompt and a clip.
 
-    To the blocks of Wan come 15, or 8, which see what is given of a clip and add to every second, or fifth,
-    of the others. They get a LoRA like those; ``lora.target_modules: [vace_blocks.*.attn1.to_q, ...]`` trains
-    them alone, as DiffSynth-Studio does.
+    15 blocks, or 8, are added to those of Wan: they see the given clip, and their output is added to that of
+    every second, or fifth, of the others. They get a LoRA, too; ``lora.target_modules:
+    [vace_blocks.*.attn1.to_q, ...]`` trains only them, as DiffSynth-Studio does.
 
-    The pipeline is given a clip and a mask: what is black in the mask stays as it is, what is white is
-    regenerated, guided by what the clip has there. Training gives the model the same. With a control, all
-    is painted, guided by it. With a mask, what is black in it is that of the item itself, and the rest that
-    of the control or, without one, grey. An item with neither is made from its prompt only.
+    The pipeline is given a clip and a mask: the black part of the mask stays as it is, the white part is
+    regenerated, guided by the clip's pixels there. Training gives the model the same. With a control, the
+    whole clip is regenerated, guided by it. With a mask, its black part shows the item itself, and the rest
+    the control or, without one, grey. An item with neither is generated from its prompt only.
 
-    In previews ``validation.inputs`` is what stays, as a still image, and without it the control is, so
+    In previews the black part shows ``validation.inputs``, as a still image, or without it the control, so
     that ``validation.control`` and ``validation.inpaint_masks`` are what the pipeline calls ``video`` and
-    ``mask``. Its images of reference (``reference_images``) are not trained.
+    ``mask``. Its reference images (``reference_images``) are not trained.
 
     diffusers' pipeline loads no LoRA on the further blocks by the names that ComfyUI takes, so that the file
     has diffusers' own; ``diffsynth-lite convert --to comfyui`` writes it for ComfyUI.
@@ -220,20 +219,20 @@ class WanVACE(wan.Wan):
         return {"video": Code(video), **mask}
 
     def _start(self, request: PreviewRequest) -> dict[str, Any]:
-        staying: Sequence[Picture] = request.control
+        staying: Sequence[Image.Image] = request.control
         if request.inputs:
             staying = [ImageOps.fit(request.inputs[0], (request.width, request.height))] * request.num_frames
         return _given_clip(staying, request.control, request.inpaint_mask)
 
 
 def _given_clip(
-    staying: Sequence[Picture], control: Sequence[Picture], mask: Sequence[Picture]
-) -> dict[str, list[Picture] | None]:
+    staying: Sequence[Image.Image], control: Sequence[Image.Image], mask: Sequence[Image.Image]
+) -> dict[str, list[Image.Image] | None]:
     """What the pipeline calls ``video`` and ``mask``; None where nothing is given.
 
     Args:
-        staying: frames of which what is black in the mask is taken.
-        control: frames that guide what is painted; none: it is grey.
+        staying: frames whose pixels are kept where the mask is black.
+        control: frames that guide the regenerated part; without them it is grey.
         mask: mode "L", of each frame: white is regenerated; none: all is.
     """
     if not mask:
@@ -245,7 +244,7 @@ def _given_clip(
 
 @torch.no_grad()
 def _encode_given(pipeline: Any, item: Media) -> EncodedMedia:
-    """What the model is told of an item: (32, F, H, W) and, where it has a mask, (64, F, H, W) in bytes."""
+    """Control latents of an item, (32, F, H, W), and, where it has a mask, that, (64, F, H, W) in bytes."""
     device, (width, height) = pipeline.vae.device, item.frames[0].size
     pixels_bcfhw, mask_bcfhw, references = pipeline.preprocess_conditions(
         **_given_clip(item.frames, item.control, item.inpaint_mask),

@@ -35,7 +35,7 @@ from diffsynth_lite.testing.text_encoders import tiny_qwen3
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
 _PATCH = 2
-# Source: InvokeAI, pull request 8799, which tells Turbo from the base model by it.
+# Source: InvokeAI, pull request 8799, which distinguishes Turbo from the base model by it.
 _SHIFT_OF_TURBO = 3.0
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -134,17 +134,17 @@ class ZImage(DiffusersFamily):
 
     34 single-stream blocks, Qwen3 prompts, the autoencoder of FLUX.1: 16 channels at 1/8 size.
 
-    Two blocks refine the image only, two the prompt only, and 30 see both. Captions of any lengths may
-    are in one batch. No layer of the last block is unused: text and image share its weights.
+    Two blocks refine the image only, two the prompt only, and 30 see both. One batch may hold captions of any
+    lengths. No layer of the last block is unused: text and image share its weights.
 
     Turbo, distilled to 8 steps without guidance, has the same layout. Training knows nothing of the
     distillation and undoes it: with a LoRA trained on Turbo, 8 steps give blurred images while 30 with
-    guidance give good ones, unless an adapter that restores it is loaded next to (see
+    guidance give good ones, unless an adapter that restores it is loaded, too (see
     https://huggingface.co/DiffSynth-Studio/Z-Image-Turbo-DistillPatch). The base model has no such trouble;
     ``model.training_adapter`` and ``objective.guidance_target`` are other ways out.
 
-    The guidance scale of its pipeline counts from 0: s there is what others call s + 1. Previews hand it over
-    as given, and have no guidance at 1 or less.
+    The guidance scale of its pipeline counts from 0: s there is s + 1 elsewhere. Previews pass it on as
+    given, and have no guidance at 1 or less.
 
     The base model's sampler has a shift of 6 and Turbo's 3. diffusers' training script takes that of the
     folder; DiffSynth-Studio takes 3 for both (``set_timesteps_z_image``), as the recipe here does to leave
@@ -152,27 +152,27 @@ class ZImage(DiffusersFamily):
 
     diffusers 0.42.1 has one transformer of Z-Image. Its pipelines that start from an image
     (``ZImageImg2ImgPipeline``, ``ZImageInpaintPipeline``) draw with the same weights and the same inputs of
-    the model, so what is trained here is for them, too; those of a ControlNet run a second model next to it.
+    the model, so a LoRA trained here works in them, too; those of a ControlNet also run a second model.
 
-    Omni models, which also see images, as latents and through SigLIP, are refused. Their forward is not in
-    the way: with a tiny one it goes through the gradient engine bit for bit, with images and without, and
-    in training the model can be told, to the last bit, what ``ZImageOmniPipeline`` tells it. This is:
+    Omni models, which also see images, as latents and through SigLIP, are refused. Their forward is not the
+    reason: that of a tiny model runs bit for bit in the gradient engine, with images and without, and
+    training can give the model exactly the inputs of ``ZImageOmniPipeline``. The reasons:
 
-    None was found to be released (https://github.com/Tongyi-MAI/Z-Image/issues/163 asks for it), nor the
-    settings of one, so that there is nothing to train, to count or to compare with. diffusers spreads what
-    SigLIP sees of an image over twice the rows and columns that the image's own tokens have, and nothing
-    tells whether the model was trained so.
+    No released model was found (https://github.com/Tongyi-MAI/Z-Image/issues/163 asks for one), nor its
+    settings, so that there is nothing to train, to count or to compare with. diffusers spreads what SigLIP
+    sees of an image over twice the rows and columns that the image's own tokens have, and it is not known
+    whether the model was trained so.
 
     A batch without images reaches neither ``siglip_embedder`` nor ``siglip_refiner``: a LoRA there gets no
     gradient, which DDP refuses, and as blocks are numbered by their calls (``core/gradient/blocks.py``),
     those that follow have other numbers in such a batch than in one with images.
 
-    Plans count an image to start from by its latents only. These models need the features of SigLIP next to
-    them, and prompts in two pieces more than there are images.
+    Plans count an image to start from by its latents only. These models also need the features of SigLIP, and
+    prompts in two pieces more than there are images.
 
-    The pipeline hands its autoencoder images in bfloat16, and fails where that is kept in float32 or
-    float16. It brings images of more than a megapixel to the area of what is drawn, which a family is not
-    told when it encodes them.
+    The pipeline hands its autoencoder images in bfloat16, and fails where that is kept in float32 or float16.
+    It brings images of more than a megapixel to the area of the generated one, which a family does not know
+    when it encodes them.
     """
 
     pipelines = (ZImagePipeline,)

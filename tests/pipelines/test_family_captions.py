@@ -17,7 +17,7 @@ from transformers import BatchFeature, ProcessorMixin
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.qwen_image import PLACEHOLDERS
-from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
+from diffsynth_lite.pipelines.qwen_image_edit import TextAndImages
 
 LONG = "circle " * 1100
 KEPT_PADDING = {"chroma": 1}
@@ -57,7 +57,7 @@ def encode_in_a_call(sample: Sample, pipeline: Any, caption: str) -> None:
     pipeline(prompt=caption, **{name: value for name, value in given.items() if name in known})
 
 
-class CheckedProcessor(TextAndPictures):
+class CheckedProcessor(TextAndImages):
     """With the check of transformers' processors, which need torchvision themselves."""
 
     image_token, video_token = PLACEHOLDERS
@@ -71,7 +71,9 @@ def called_pipeline(sample: Sample) -> Any:
     """The pipeline, whose processor takes the texts that those of the released models take."""
     pipeline = sample.fresh_pipeline()
     if sample.family.prompt_sees_images:
-        pipeline.processor = CheckedProcessor(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)
+        pipeline.processor = CheckedProcessor(
+            tokenizer=pipeline.tokenizer, image_processor=pipeline.processor
+        )
     if sample.name == "qwen_image_21":
         pipeline.processor.video_token = CheckedProcessor.video_token  # as Qwen3VLProcessor has it
     return pipeline

@@ -36,7 +36,7 @@ from diffsynth_lite.config.model import ModelSettings
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, PreviewRequest
-from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
+from diffsynth_lite.pipelines.qwen_image_edit import TextAndImages
 
 DTYPE, TEXT_DTYPE, VAE_DTYPE = (
     getattr(torch, ModelSettings.model_fields[name].default)
@@ -69,7 +69,7 @@ def read_pipeline(sample: Sample) -> Any:
     pipeline: Any = family_sample.read_pipeline(sample.family.folder.path)
     pipeline.set_progress_bar_config(disable=True)
     if sample.family.prompt_sees_images:  # its own processor of texts and images needs torchvision
-        pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)
+        pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)
     if sample.name == "chroma":
         # diffusers issue 12116: a mask of numbers, which torch adds to the attention's scores, hides nothing.
         pipeline.transformer.register_forward_pre_hook(

@@ -265,14 +265,14 @@ def test_one_process_of_a_machine_downloads_at_a_time(hub: Hub, monkeypatch: pyt
     """Else one would count against the disk what another one has half fetched."""
     folder, begins = resolve_folder(REPOSITORY), Event()
     assert folder.hub
-    lock = folder.hub.alone()
+    lock = folder.hub.lock()
 
     def locked() -> AbstractContextManager[object]:
         begins.set()
         return lock_of_another
 
     with lock:
-        lock_of_another = folder.hub.alone()
+        lock_of_another = folder.hub.lock()
         monkeypatch.setattr(type(folder.hub), "alone", lambda _: locked())
         other = Thread(target=folder.download_weights, args=[COMPONENTS])
         hub.requests = []

@@ -29,7 +29,7 @@ from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, qwen_image_
 from diffsynth_lite.pipelines.base.vae_tiles import tiles_of
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.pipelines.qwen_image_21 import QwenImage21, model_fn_qwen_image_21
-from diffsynth_lite.pipelines.qwen_image_edit import QwenImageEdit, TextAndPictures
+from diffsynth_lite.pipelines.qwen_image_edit import QwenImageEdit, TextAndImages
 from diffsynth_lite.pipelines.qwen_image_layered import QwenImageLayered
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 
@@ -321,13 +321,16 @@ def test_text_and_images_are_processed_as_by_the_processor_of_the_released_model
     from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     components = qwen_image_edit.tiny().components
-    tokenizer, pictures = components["tokenizer"], components["processor"]
+    tokenizer, image_processor = components["tokenizer"], components["processor"]
     theirs = Qwen2VLProcessor(
-        image_processor=pictures, tokenizer=tokenizer, video_processor=Qwen2VLVideoProcessor()
+        image_processor=image_processor, tokenizer=tokenizer, video_processor=Qwen2VLVideoProcessor()
     )
     text = ["<|vision_start|><|image_pad|><|vision_end|><|vision_start|><|image_pad|><|vision_end|>a ring"]
     call = {"text": text, "images": [WIDE, TALL], "padding": True, "return_tensors": "pt"}
-    ours, expected = TextAndPictures(tokenizer=tokenizer, pictures=pictures)(**call), theirs(**call)
+    ours, expected = (
+        TextAndImages(tokenizer=tokenizer, image_processor=image_processor)(**call),
+        theirs(**call),
+    )
     for name in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw"):
         assert torch.equal(ours[name], expected[name]), name
 
@@ -335,7 +338,7 @@ def test_text_and_images_are_processed_as_by_the_processor_of_the_released_model
 def test_each_image_takes_as_many_tokens_as_its_patches_merge_into() -> None:
     components = qwen_image_edit.tiny().components
     tokenizer = components["tokenizer"]
-    processed = TextAndPictures(tokenizer=tokenizer, pictures=components["processor"])(
+    processed = TextAndImages(tokenizer=tokenizer, image_processor=components["processor"])(
         text=["<|image_pad|> a <|image_pad|>"], images=[WIDE, TALL], padding=True, return_tensors="pt"
     )
     image_token = tokenizer.convert_tokens_to_ids("<|image_pad|>")

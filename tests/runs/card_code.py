@@ -14,13 +14,13 @@ from PIL import Image
 
 from diffsynth_lite.media import Audio, ClipWithAudio, Drawn, frames_of
 from diffsynth_lite.pipelines.anima import without_torchvision
-from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
+from diffsynth_lite.pipelines.qwen_image_edit import TextAndImages
 
 LARGEST_DIFFERENCE = 2
 """Of 255, between an image of the code and the preview: prompts that are padded are summed otherwise."""
 _LOADING = re.compile(r"pipeline( = |\.(\w+\.)?load_\w+\(|\.to\().*\n")
 _SEES_IMAGES = (
-    "pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, images=pipeline.processor)\n"
+    "pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)\n"
 )
 """For pipelines whose own processor needs torchvision."""
 
@@ -49,7 +49,7 @@ def generated(
         code = _LOADING.sub("", code)
     elif sees_images:
         code = code.replace("drawn = ", f"{_SEES_IMAGES}drawn = ")
-    names = {"TextAndPictures": TextAndPictures, "pipeline": pipeline}
+    names = {"TextAndImages": TextAndImages, "pipeline": pipeline}
     with _saved_clips() as clips, without_torchvision():
         exec(code, names)
     if clips:

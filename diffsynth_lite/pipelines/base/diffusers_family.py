@@ -313,7 +313,7 @@ class DiffusersFamily(DiffusersLora):
         """
         raise NotImplementedError(f"{type(self).__name__} has neither encode_pixels nor load_media_encoder")
 
-    def encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
+    def encode_inputs(self, pipeline: Any, images: Sequence[Image]) -> EncodedMedia:
         """What the transformer sees of the images that an edit starts from; nothing in other families.
 
         Args:

@@ -135,7 +135,7 @@ class HubCommit:
         """The hub's cache, where it is."""
         return self.path.parents[2]
 
-    def alone(self) -> AbstractContextManager[object]:
+    def lock(self) -> AbstractContextManager[object]:
         """A lock that one process on this machine holds: others of a run wait, and find the files there."""
         folder = self.cache / ".locks" / self.path.parents[1].name
         folder.mkdir(parents=True, exist_ok=True)

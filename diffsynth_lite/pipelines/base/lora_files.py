@@ -119,8 +119,8 @@ class DiffusersLora(ModelFamily):
             return super().loaded_lora(folder)
         updates: dict[str, LayerUpdate] = {}
         for file, components in self._by_lora_file(folder).items():
-            tensors, said = load_file(file), _said_settings(file)
-            for layer, found in self._loaded_layers(tensors, components, said).items():
+            tensors, stated = load_file(file), _stated_settings(file)
+            for layer, found in self._loaded_layers(tensors, components, stated).items():
                 updates[layer] = _update_of(found, tensors)
         return updates
 
@@ -277,17 +277,17 @@ class DiffusersLora(ModelFamily):
         return tensors_of(updates, self.lora_spelling, dtype)
 
     def _loaded_layers(
-        self, tensors: Mapping[str, torch.Tensor], components: Sequence[str], said: Mapping[str, Any]
+        self, tensors: Mapping[str, torch.Tensor], components: Sequence[str], stated: Mapping[str, Any]
     ) -> dict[str, LoadedLayer]:
         """What the pipeline does with a file, by the names of layers in the model that is trained."""
         names = {self._in_pipeline(component): component for component in components}
         layers = {}
         for (model, layer), found in self.ask_loader(names, header_of(tensors)).items():
             name = layer if len(self.trained) == 1 else f"{names[model]}.{layer}"
-            if not said:
+            if not stated:
                 layers[name] = found
-            elif layer in said[f"{model}.target_modules"]:  # what a file says is all that its loaders ask
-                layers[name] = replace(found, scale=_said_scale(said, model, layer))
+            elif layer in stated[f"{model}.target_modules"]:  # what a file says is all that its loaders ask
+                layers[name] = replace(found, scale=_stated_scale(stated, model, layer))
         return layers
 
     def lora_prefix(self, component: str) -> str:
@@ -336,12 +336,12 @@ def _adapter_metadata(spelling: Spelling, settings: Mapping[str, Mapping[str, An
     """
     if spelling.is_flat:
         return {}
-    said = {
+    stated = {
         f"{model}.{name}": value
         for model, of_model in settings.items()
         for name, value in {**of_model, **_folded(of_model)}.items()
     }
-    return {LORA_ADAPTER_METADATA_KEY: json.dumps(said, indent=2, sort_keys=True)}
+    return {LORA_ADAPTER_METADATA_KEY: json.dumps(stated, indent=2, sort_keys=True)}
 
 
 def _folded(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,23 +373,23 @@ def _update_of(found: LoadedLayer, tensors: Mapping[str, torch.Tensor]) -> Layer
     )
 
 
-def _said_scale(said: Mapping[str, Any], model: str, layer: str) -> float:
+def _stated_scale(stated: Mapping[str, Any], model: str, layer: str) -> float:
     """What the update of a layer is multiplied with, by the settings of peft in a file."""
     alpha, rank = (
-        patterns.get(get_pattern_key(list(patterns), layer), said[f"{model}.{of_all}"])
+        patterns.get(get_pattern_key(list(patterns), layer), stated[f"{model}.{of_all}"])
         for patterns, of_all in (
-            (said.get(f"{model}.alpha_pattern", {}), _alpha_setting(said, f"{model}.")),
-            (said.get(f"{model}.rank_pattern", {}), "r"),
+            (stated.get(f"{model}.alpha_pattern", {}), _alpha_setting(stated, f"{model}.")),
+            (stated.get(f"{model}.rank_pattern", {}), "r"),
         )
     )
     return float(alpha / rank)
 
 
-def _said_settings(file: Path) -> dict[str, Any]:
+def _stated_settings(file: Path) -> dict[str, Any]:
     """peft's settings of all components in a file; none where it has no such metadata."""
     with safe_open(file, "pt") as opened:
-        said: dict[str, Any] = json.loads((opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
-    return said
+        stated: dict[str, Any] = json.loads((opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
+    return stated
 
 
 def _read_any(pipeline_class: Any, file: Path) -> LoraContents:

@@ -254,15 +254,15 @@ def find_base_model(releases: Sequence[Release], location: str, folder: Pipeline
     alike = [release for release, _ in find_releases(releases, hub_id or location, folder)]
     names = {name.lower() for name in (hub_id or location, folder.path.resolve().name)}
     named = [one for one in alike if not names.isdisjoint(_names_of(one))]
-    told = (named if len(named) == 1 else alike) or releases
+    candidates = (named if len(named) == 1 else alike) or releases
     is_as_released = not folder.files
     release = named[0] if len(named) == 1 and is_as_released else None
     return BaseModel(
         hub_id=release.hub_id if release else hub_id if is_as_released else None,
         revision=revision if is_as_released else None,
         release=release,
-        architecture=_common(one.architecture for one in told),
-        version=_common(one.version for one in told),
+        architecture=_common(one.architecture for one in candidates),
+        version=_common(one.version for one in candidates),
     )
 
 

@@ -282,10 +282,10 @@ def _misfit(converted: StoredTensors, lacking: Sequence[str], model: nn.Module) 
     wanted, example, how = model.state_dict(), lacking[0], "is missing"
     if example in converted.tensors:
         how = f"is {list(converted.shape(example))}, not {list(wanted[example].shape)}"
-    own_names_alone = "" if _converter(model) else " (by diffusers' names: it knows no others of that class)"
+    own_names_only = "" if _converter(model) else " (by diffusers' names: it knows no others of that class)"
     return (
         f"does not fit model.path: of the {len(wanted)} tensors of its {type(model).__name__} {len(lacking)} "
-        f"are missing or of another shape, such as {example}, which {how}{own_names_alone}"
+        f"are missing or of another shape, such as {example}, which {how}{own_names_only}"
     )
 
 

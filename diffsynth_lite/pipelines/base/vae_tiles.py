@@ -131,8 +131,8 @@ def tiles_of(vae_class: Any, config: Mapping[str, Any]) -> VaeTiles | None:
 
 def has_frames(vae: Any) -> bool:
     """Whether an autoencoder takes (B, 3, F, H, W), also of images."""
-    said = {**vae.config, **vars(vae)}
-    return "temperal_downsample" in said or said.get("temporal_compression_ratio", 1) > 1
+    settings = {**vae.config, **vars(vae)}
+    return "temperal_downsample" in settings or settings.get("temporal_compression_ratio", 1) > 1
 
 
 def tile_when_full(vae: Any, tiles: VaeTiles) -> None:

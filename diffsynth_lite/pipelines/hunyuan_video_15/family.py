@@ -125,12 +125,12 @@ def _with_first_frame(latents_bcfhw: torch.Tensor, first_bcfhw: torch.Tensor | N
 class HunyuanVideo15(DiffusersFamily):
     """HunyuanVideo 1.5, text to video and image to video, at 480p and 720p.
 
-    54 blocks, prompts by Qwen2.5-VL, a causal video VAE: 1/4 of the frames, 1/16 of the size. What stands
-    between quotation marks in a prompt is also read by ByT5, letter by letter: words to be written.
+    54 blocks, prompts by Qwen2.5-VL, a causal video VAE: 1/4 of the frames, 1/16 of the size. Text between
+    quotation marks in a prompt is also read by ByT5, letter by letter: words to write in the clip.
 
     The folder decides whether clips are made from text only or from an image. A clip whose first frame the
     data does not name starts from the first one of its own, which the model also sees through SigLIP; all
-    latents count in the loss, those of the given frame too. The two kinds are other weights.
+    latents count in the loss, those of the given frame too. The two kinds have different weights.
 
     Diffusers' samplers have a shift of 5 to 9, by size and kind; Tencent's trainer trains with 3
     (``train.py``), as ``objective.shift: family`` does, and musubi-tuner's example has 2.
@@ -144,8 +144,8 @@ class HunyuanVideo15(DiffusersFamily):
     values as one layer, and takes the file that ``diffsynth-lite convert --to comfyui`` makes of it.
 
     diffusers 0.42.1 gives the attention a mask of all pairs of tokens, a byte each, also where no token is
-    masked: 2.4 GB for 121 frames of 848 x 480. The step-distilled release (``use_meanflow``), which is told
-    two noise levels, is refused.
+    masked: 2.4 GB for 121 frames of 848 x 480. The step-distilled release (``use_meanflow``), which takes two
+    noise levels, is refused.
     """
 
     pipelines = (HunyuanVideo15Pipeline, HunyuanVideo15ImageToVideoPipeline)
@@ -170,32 +170,32 @@ class HunyuanVideo15(DiffusersFamily):
     unused_in_last_block = ("attn.add_q_proj", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2")
 
     @property
-    def _starts_from_pictures(self) -> bool:
+    def _starts_from_images(self) -> bool:
         return self.pipeline is HunyuanVideo15ImageToVideoPipeline
 
     @property
     def encoder_classes(self) -> Mapping[str, Any]:
-        of_pictures = {"image_encoder": SiglipVisionModel} if self._starts_from_pictures else {}
+        of_images = {"image_encoder": SiglipVisionModel} if self._starts_from_images else {}
         return {
             "text_encoder": Qwen2_5_VLTextModel,
             "text_encoder_2": T5EncoderModel,
             "vae": AutoencoderKLHunyuanVideo15,
-            **of_pictures,
+            **of_images,
         }
 
     @property
     def components_without_weights(self) -> tuple[str, ...]:
-        of_pictures = ("feature_extractor",) if self._starts_from_pictures else ()
-        return (*super().components_without_weights, "guider", *of_pictures)
+        of_images = ("feature_extractor",) if self._starts_from_images else ()
+        return (*super().components_without_weights, "guider", *of_images)
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
         """From text clips and images; from an image clips, and clips with a first frame."""
-        return ("video", "image_to_video") if self._starts_from_pictures else ("video", "image")
+        return ("video", "image_to_video") if self._starts_from_images else ("video", "image")
 
     @property
     def needs_inputs(self) -> bool:
-        return self._starts_from_pictures
+        return self._starts_from_images
 
     @property
     def distilled(self) -> str | None:
@@ -218,13 +218,13 @@ class HunyuanVideo15(DiffusersFamily):
         if self.folder.component_config("transformer").get("use_meanflow"):
             raise UserError(
                 f"model.path: {self.folder.path / 'transformer'} has use_meanflow: a step-distilled model, "
-                "which is also told the noise level of the next step and which training would undo; take the "
+                "which also takes the noise level of the next step and which training would undo; take the "
                 "one that it was made from"
             )
         super().check_folder(with_weights=with_weights)
 
     def check_frames(self, num_frames: int, *, key: str) -> None:
-        if self._starts_from_pictures:
+        if self._starts_from_images:
             require_later_frames(num_frames, self.frame_step, key=key)
         super().check_frames(num_frames, key=key)
 
@@ -249,15 +249,15 @@ class HunyuanVideo15(DiffusersFamily):
         return num_tokens(self.load_tokenizer(), texts)
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
-        of_pictures = ("image_encoder", "feature_extractor") if self._starts_from_pictures else ()
-        return f"hunyuan_video_15/latents/1 {self.folder.fingerprints('vae', *of_pictures)} {dtype}"
+        of_images = ("image_encoder", "feature_extractor") if self._starts_from_images else ()
+        return f"hunyuan_video_15/latents/1 {self.folder.fingerprints('vae', *of_images)} {dtype}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
         vae = self.load_component("vae", dtype).to(device)
         vae.enable_slicing()  # the attention of diffusers 0.42.1 fails on several clips at once
-        pipeline = assemble(self.pipeline, vae=vae, **self._picture_parts(dtype, device))
+        pipeline = assemble(self.pipeline, vae=vae, **self._image_parts(dtype, device))
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
@@ -268,9 +268,9 @@ class HunyuanVideo15(DiffusersFamily):
 
         return encode
 
-    def _picture_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    def _image_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         """What sees the images that clips start from, as arguments of the pipeline."""
-        if not self._starts_from_pictures:
+        if not self._starts_from_images:
             return {}
         return {
             "image_encoder": self.load_component("image_encoder", dtype).to(device),
@@ -283,7 +283,7 @@ class HunyuanVideo15(DiffusersFamily):
     def _encode_start(self, pipeline: Any, item: Media) -> EncodedMedia:
         """Of the image that a clip starts from: (C, 1, H, W), and (L, D)."""
         assert item.last_frame is None, "refused with the records"
-        if not self._starts_from_pictures:
+        if not self._starts_from_images:
             return {}
         first, device = item.first_frame or item.frames[0], pipeline.vae.device
         width, height = first.size
@@ -309,7 +309,7 @@ class HunyuanVideo15(DiffusersFamily):
         return sum(map(math.prod, self._start_shapes(latents_shape).values()))
 
     def _start_shapes(self, latents_shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        if not self._starts_from_pictures:
+        if not self._starts_from_images:
             return {}
         channels, _, height, width = latents_shape
         config = self.folder.component_config("image_encoder")
@@ -337,7 +337,7 @@ class HunyuanVideo15(DiffusersFamily):
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         start: dict[str, Any] = {}
-        if self._starts_from_pictures:
+        if self._starts_from_images:
             first_frames, embeds = (
                 torch.stack([sample[name] for sample in conditioning]).to(**like)
                 for name in ("first_frame_latents", "image_embeds")
@@ -358,14 +358,14 @@ class HunyuanVideo15(DiffusersFamily):
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
         device = device_and_dtype(transformer)["device"]
-        pipeline = self.preview_pipeline(transformer, vae_dtype, **self._picture_parts(vae_dtype, device))
+        pipeline = self.preview_pipeline(transformer, vae_dtype, **self._image_parts(vae_dtype, device))
         return [self.draw(pipeline, request) for request in requests]
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return start_code(request)
 
     def usage_setup(self, request: PreviewRequest) -> Sequence[str]:
-        if not self._starts_from_pictures:
+        if not self._starts_from_images:
             return ()
         return (
             "# The size is that of the image, not the nearest of a list.",
@@ -381,9 +381,9 @@ class HunyuanVideo15(DiffusersFamily):
         (self._guider.enable if guided else self._guider.disable)()
         pipeline.guider = self._guider
         arguments = request.call_arguments()
-        if self._starts_from_pictures:
+        if self._starts_from_images:
             # Its call takes no size, but the nearest to that of the image in a list of its own.
-            pipeline.video_processor.calculate_default_height_width = _size_of_picture
+            pipeline.video_processor.calculate_default_height_width = _size_of_image
             del arguments["width"], arguments["height"]
         frames: list[Image] = pipeline(
             **preview_start(request),
@@ -396,7 +396,7 @@ class HunyuanVideo15(DiffusersFamily):
         return frames
 
 
-def _size_of_picture(height: int, width: int, target_size: int) -> tuple[int, int]:
+def _size_of_image(height: int, width: int, target_size: int) -> tuple[int, int]:
     return height, width
 
 

@@ -70,7 +70,7 @@ _480P_T2V = Release(
     architecture="hunyuan-video-1.5",
     sources={
         "pipeline": f"{DIFFUSERS}docs/source/en/api/pipelines/hunyuan_video15.md",
-        "size": f"frames of the pipeline's default; 480p, of which {_README_15} does not say the width",
+        "size": f"frames of the pipeline's default; 480p, whose width is not in {_README_15}",
         "parameters": _README_15,
         "licence": "Tencent-Hunyuan/HunyuanVideo-1.5, LICENSE",
         "architecture": f"{MUSUBI}utils/sai_model_spec.py",
@@ -83,7 +83,7 @@ _480P_T2V = Release(
     ),
 )
 
-_PICTURES = {
+_FROM_IMAGES = {
     "image_encoder": ReleaseComponent(
         class_name="SiglipVisionModel",
         config={
@@ -104,7 +104,7 @@ _480P_I2V = replace(
     name="HunyuanVideo 1.5 480p I2V",
     hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
     pipeline_class="HunyuanVideo15ImageToVideoPipeline",
-    components={**_480P_T2V.components, **_PICTURES},
+    components={**_480P_T2V.components, **_FROM_IMAGES},
     tokenizers={
         **_480P_T2V.tokenizers,
         "feature_extractor": ReleaseTokenizer(class_name="SiglipImageProcessor"),

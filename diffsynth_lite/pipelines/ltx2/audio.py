@@ -82,16 +82,16 @@ COMPRESSION = 4
 
 
 @torch.no_grad()
-def encode_audio(audio_vae: Any, sounds: Sequence[Audio], num_latents: int) -> torch.Tensor:
-    """Normalised latents of sounds, (B, C, L, M) in fp32, on the CPU.
+def encode_audio(audio_vae: Any, audio: Sequence[Audio], num_latents: int) -> torch.Tensor:
+    """Normalised latents of audio, (B, C, L, M) in fp32, on the CPU.
 
     Args:
         audio_vae: an ``AutoencoderKLLTX2Audio``, in fp32.
-        sounds: in its rate and channels, of one length.
+        audio: in the VAE's rate and channels, all of one length.
         num_latents: L. The autoencoder may make one more, of a part of a latent at the end.
     """
     config = audio_vae.config
-    waveform_bcs = torch.stack([sound.waveform for sound in sounds]).to(audio_vae.device)
+    waveform_bcs = torch.stack([one.waveform for one in audio]).to(audio_vae.device)
     mel_bctm = log_mel(
         waveform_bcs,
         sample_rate=config.sample_rate,

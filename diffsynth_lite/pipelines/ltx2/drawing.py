@@ -24,7 +24,7 @@ def guidance_arguments(scale: float, *, perturbs: bool) -> dict[str, float]:
     """Arguments of a pipeline: its defaults for all but the scale that is given, or no guidance.
 
     Args:
-        scale: of guidance by a negative prompt; at 1 or less there is no other kind either.
+        scale: of guidance by a negative prompt; at 1 or less the other kinds are off, too.
         perturbs: whether the transformer has blocks that can do without attention. Without them the run that
             is to be worse for it would tell nothing new.
     """
@@ -34,7 +34,7 @@ def guidance_arguments(scale: float, *, perturbs: bool) -> dict[str, float]:
 
 
 class Connected:
-    """Stands in for the connectors of a pipeline, whose outputs it is given: one next to the other.
+    """Replaces the connectors of a pipeline with their outputs, side by side.
 
     Args:
         video_width: channels of what the stream of the clip reads.

@@ -49,26 +49,26 @@ _TEMPORAL = 8
 _NUM_TIMESTEPS = 1000
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _GATES = ("to_gate_logits",)
-_SOUND_ALONE = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn", "audio_ff")
+_AUDIO_ONLY = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn", "audio_ff")
 """Parts of a block that do nothing for a clip without its audio."""
 
 
 class LTX2(DiffusersFamily):
     """LTX-2 19B and LTX-2.3 22B, from text, and from text with a first frame, with audio and without.
 
-    48 blocks with two streams, one for the clip and one for its audio, prompts by Gemma 3, a causal video
-    VAE of 128 channels: 1/8 of the frames, 1/32 of the size. Positions in time are in seconds, so that each
-    clip trains at its own frame rate, and previews are generated at the one that they are shown at.
+    48 blocks with two streams, one for the clip and one for its audio, prompts by Gemma 3, a causal video VAE
+    of 128 channels: 1/8 of the frames, 1/32 of the size. Positions in time are in seconds, so that each clip
+    trains at its own frame rate, and previews are generated at the one that they are played at.
 
-    Unless `data.audio` says otherwise the clip is trained by itself, as by Lightricks' trainer without audio:
-    the streams are kept separate (``isolate_modalities``), and no layer of the audio or between the two gets
-    a LoRA, for none would get a gradient. Previews are generated as the model is used, clip and audio
-    together and each hearing the other; the audio is then dropped.
+    By default the clip is trained without its audio, as by Lightricks' trainer: the streams are kept separate
+    (``isolate_modalities``), and no layer of the audio or between the two gets a LoRA, because none would get
+    a gradient. Previews are generated as the model is used, clip and audio together, with attention between
+    them; the audio is then dropped.
 
-    With `data.audio: true` both are trained, each hearing the other, with a LoRA on both streams and between
-    them, and previews have their audio. It is learned as 25 latents a second of mel spectrograms, of 16 kHz
-    and two channels. Their autoencoder is diffusers', which has no way to its spectrogram: that is computed
-    as Lightricks' ltx-core does. Images are trained without.
+    With `data.audio: true` both are trained, with attention and LoRA also between the streams, and previews
+    have their audio. It is learned as 25 latents a second of mel spectrograms, of 16 kHz and two channels.
+    Their autoencoder is diffusers', which has no way to its spectrogram: that is computed as Lightricks'
+    ltx-core does. Images are trained without.
 
     Audio is at the noise level of its clip, as in ai-toolkit, DiffSynth-Studio and SimpleTuner, or with
     `objective.audio_noise: own` at one that is drawn for it by its own number of tokens, as in the strategy
@@ -80,23 +80,23 @@ class LTX2(DiffusersFamily):
     shift by the stream's own, which is 0 in a first frame, and only gate by the other's. The two differ where
     a clip with audio starts from an image. With `own` it is as in ltx-core.
 
-    Gemma's layers go through the folder's ``connectors``, and what these make of a prompt is kept, for each
-    stream: always 1024 tokens, padding filled with registers, of 2 x 3840 numbers, of LTX-2.3 4096 and 2048.
-    In bfloat16 a prompt of any length takes 15.7 MB of the cache, of LTX-2.3 12.6 MB.
+    Gemma's layers go through the folder's ``connectors``, whose output for each stream is kept: always 1024
+    tokens, padding filled with registers, of 2 x 3840 numbers, of LTX-2.3 4096 and 2048. In bfloat16 a prompt
+    of any length takes 15.7 MB of the cache, of LTX-2.3 12.6 MB.
 
     A clip with a first frame is trained as its pipeline samples it: the first latent frame is that of the
     image, at timestep 0, and does not count in the loss. The image goes through H.264 first, as there
     (``image_crf`` 33). It takes clips of 9 frames or more; a last frame is an error.
 
-    A preview with guidance has all that the pipeline has by default: for the audio a scale of 7, guidance
-    against streams kept separate with 3, rescaling with 0.7 and, of LTX-2.3, against a block without
-    attention with 1; that is three runs of the model a step, or four. With a scale of 1 it has none.
+    A preview with guidance has all of the pipeline's defaults: for the audio a scale of 7, guidance against
+    streams kept separate with 3, rescaling with 0.7 and, of LTX-2.3, against a block without attention with
+    1; that is three runs of the model a step, or four. With a scale of 1 it has none.
 
     The shift grows with the clip up to 4096 tokens, as of ``ltx_video``: there the noise level is 0.80 in the
-    mean. The recipe has the noise levels of Lightricks' trainer, 0.75 at its 4,224 tokens
-    (`timestep_density: stretched_logit_normal`), whose line continues beyond these (`shift: resolution`). The
-    files of the distilled releases look like those of the others; training undoes what lets them generate in
-    8 steps. LTX-2.5, which reads prompts by Gemma 4, and the upscalers are refused.
+    mean. The recipe has the noise levels of Lightricks' trainer, 0.75 at its 4,224 tokens (`timestep_density:
+    stretched_logit_normal`), whose line continues beyond these (`shift: resolution`). The files of the
+    distilled releases look like those of the others; training undoes the distillation to 8 steps. LTX-2.5,
+    which reads prompts by Gemma 4, and the upscalers are refused.
     """
 
     pipelines = (LTX2Pipeline, LTX2ImageToVideoPipeline, LTX2ConditionPipeline)
@@ -160,7 +160,7 @@ class LTX2(DiffusersFamily):
             return []
         (blocks,) = self.block_lists
         places = range(count_blocks(model, [blocks]))
-        return [f"{blocks}.{place}.{name}" for place in places for name in _SOUND_ALONE]
+        return [f"{blocks}.{place}.{name}" for place in places for name in _AUDIO_ONLY]
 
     def check_folder(self, *, with_weights: bool = True) -> None:
         if self._transformer_config.get("use_keyframes_abs_pos_embedding"):
@@ -312,12 +312,12 @@ class LTX2(DiffusersFamily):
         def read(stream: str) -> torch.Tensor:
             return torch.stack([sample[stream] for sample in conditioning]).to(**like)
 
-        of_clips, of_sound = STREAMS
-        sound: dict[str, Any] = {}
+        of_clips, of_audio = STREAMS
+        audio_parts: dict[str, Any] = {}
         if noisy_audio_latents is not None:
-            sound = {
+            audio_parts = {
                 "audio_latents_bclm": noisy_audio_latents.to(**like),
-                "audio_prompt_embeds_bld": read(of_sound),
+                "audio_prompt_embeds_bld": read(of_audio),
                 "audio_sigma": None if audio_sigma is None else audio_sigma * _NUM_TIMESTEPS,
             }
         return model_fn_ltx2(
@@ -327,7 +327,7 @@ class LTX2(DiffusersFamily):
             read(of_clips),
             sigma=sigma,
             frame_rate=frame_rate.to(like["device"]),
-            **sound,
+            **audio_parts,
             **gradient_flags(),
         )
 
@@ -337,11 +337,11 @@ class LTX2(DiffusersFamily):
         like = device_and_dtype(transformer)
         # The image-to-video pipeline hands images to the VAE in the dtype of the prompt.
         dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
-        sound = {
+        audio_parts = {
             name: self.load_component(name, vae_dtype).to(like["device"]) for name in ("audio_vae", "vocoder")
         }
         vae = self.load_preview_vae(dtype, like["device"])
-        parts = {**sound, "vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
+        parts = {**audio_parts, "vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
         drawn = []
         for request in requests:
             pipeline = assemble(self.pipeline_for(request), **parts)

@@ -107,7 +107,7 @@ def _gates_of_the_other(
     stream's own, or the other's (``use_cross_timestep``).
 
     Args:
-        sigma: (B,), in [0, 1000], of the clips; ``audio_sigma`` likewise of their audio.
+        sigma: (B,), in [0, 1000], of the clips; ``audio_sigma`` is that of their audio.
     """
     model: Any = unwrapped(transformer)
     factor = model.config.cross_attn_timestep_scale_multiplier / model.config.timestep_scale_multiplier

@@ -90,7 +90,7 @@ def model_fn_ltx_video(
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
         frame_rate: (B,), frames per second of the clips: positions in time are in seconds.
         causal_positions: the first latent frame, which is of one frame of the clip, is as near to the next as
-            that: as of 0.9.5. Before, all latent frames are 8 frames apart.
+            that: as of 0.9.5. Before, latent frames are 8 frames from each other.
         checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
@@ -141,19 +141,19 @@ class LTXVideo(DiffusersFamily):
 
     28 blocks (13B: 48), T5 prompts, a causal VAE of 128 channels: 1/8 of the frames, 1/32 of the size.
     Positions in time are in seconds: of the rate that clips are read at, ``data.fps``, which previews are
-    drawn for, too.
+    generated for, too.
 
     0.9.5 and later, of ``LTXConditionPipeline``, have other positions in time, longer prompts, and a little
     noise on a first frame. A folder with their autoencoder is one of them also where it names
     ``LTXPipeline``, as diffusers' conversion script does for 0.9.5. Their sampler has no shift, so that
     ``objective.shift: family`` trains all noise levels alike; Lightricks' own trainer trains high ones more,
-    and the recipe does as it does. The distilled ones (0.9.7, 0.9.8) cannot be told from the others by their
-    files; training undoes what lets them draw in 4 to 10 steps. The upscalers are other models.
+    as the recipe does. The distilled ones (0.9.7, 0.9.8) cannot be distinguished from the others by their
+    files; training undoes the distillation to 4 to 10 steps. The upscalers are other models.
 
     A clip with a first frame is trained as the pipelines sample it: the first latent frame is that of the
     image, at timestep 0, and does not count in the loss. Its latents are drawn again in each step, from the
-    mean and standard deviation that the autoencoder gives them; from 0.9.5 on with noise of 0.15 sigma^2
-    besides, the default ``image_cond_noise_scale``. It takes clips of 9 frames or more; a last frame is an
+    mean and standard deviation that the autoencoder gives them; from 0.9.5 on with added noise of 0.15
+    sigma^2, the default ``image_cond_noise_scale``. It takes clips of 9 frames or more; a last frame is an
     error.
     """
 
@@ -214,7 +214,7 @@ class LTXVideo(DiffusersFamily):
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        # The length also tells the pipelines apart: that of 256 tokens hides the padding from T5.
+        # The length also distinguishes the pipelines: that of 256 tokens hides the padding from T5.
         return f"ltx_video/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
@@ -400,7 +400,7 @@ def _with_drawn_start(
 
 
 def _normalised(vae: Any, latents_bcfhw: torch.Tensor, mean: float | None = None) -> torch.Tensor:
-    """What the pipeline undoes before it decodes, in fp32, on the CPU; ``mean`` stands for the VAE's own."""
+    """Latents as the pipeline expects them, in fp32, on the CPU; ``mean`` replaces the VAE's own."""
     means = vae.latents_mean if mean is None else torch.full_like(vae.latents_mean, mean)
     normalised_bcfhw: torch.Tensor = LTXPipeline._normalize_latents(
         latents_bcfhw.float(), means, vae.latents_std, vae.config.scaling_factor

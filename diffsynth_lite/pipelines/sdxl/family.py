@@ -130,7 +130,7 @@ def _lists_of_level(name: str, block_type: str, num_layers: int) -> Iterator[str
 class SDXL(DiffusionFamily):
     """SDXL and models made from it: the UNet, and on request both text encoders with it.
 
-    Denoising diffusion in 1000 timesteps; the folder's scheduler says whether the UNet predicts ``epsilon``
+    Denoising diffusion in 1000 timesteps; the folder's scheduler gives whether the UNet predicts ``epsilon``
     or ``v_prediction``, and whether the last timestep is all noise (``rescale_betas_zero_snr``).
 
     ``lora.components`` is ``[unet]`` or ``[unet, text_encoder, text_encoder_2]``. With the second, the cache
@@ -140,11 +140,11 @@ class SDXL(DiffusionFamily):
     Checkpointing covers the ResNet and transformer blocks that diffusers' hook runs: not the ResNet block
     that opens the middle, the samplers between the levels, nor the text encoders.
 
-    The UNet is told sizes as in diffusers' training script: that of an image's file, where in the resized
-    image its crop begins, and that of the training image. Previews tell it what the pipeline does: their
-    own size, uncropped.
+    The UNet takes sizes as in diffusers' training script: that of an image's file, where in the resized image
+    its crop begins, and that of the training image. Previews give it the same as the pipeline: their own
+    size, uncropped.
 
-    An empty negative prompt is zeros, where the folder says ``force_zeros_for_empty_prompt``, and so is a
+    An empty negative prompt is zeros where the folder sets ``force_zeros_for_empty_prompt``, and so is a
     caption that ``data.caption_dropout`` emptied. An item's own empty caption is encoded as any other.
     """
 
@@ -192,7 +192,7 @@ class SDXL(DiffusionFamily):
 
     @cached_property
     def _settings_of_file(self) -> dict[str, Any]:
-        """What a checkpoint says of its noise, by tensors of these names.
+        """A checkpoint's statements about its noise, by tensors of these names.
 
         Sources: ``SDXL.model_type`` in ComfyUI's ``supported_models.py`` for the names; for zero SNR Lin et
         al. 2023 (arXiv:2305.08891), and the documentation of diffusers' schedulers.
@@ -206,7 +206,7 @@ class SDXL(DiffusionFamily):
 
     @cached_property
     def scheduler_config(self) -> ModelSettings:
-        """Settings of the folder's scheduler, but for what the file of the UNet says otherwise."""
+        """Settings of the folder's scheduler, overridden by those in the file of the UNet."""
         settings = self.folder.component_config("scheduler")
         return ModelSettings(settings | self._settings_of_file, settings.file)
 
@@ -242,8 +242,9 @@ class SDXL(DiffusionFamily):
     @property
     def target_sets(self) -> TargetSets:
         """``attention``: ``to_q, to_k, to_v, to_out.0``; ``all`` adds ``proj_in, proj_out, ff.net.0.proj,
-        ff.net.2``, but not what tells the ResNet blocks their timestep. Where text encoders are trained, both
-        have their attention, ``q_proj, k_proj, v_proj, out_proj``, and ``all`` also ``fc1, fc2``.
+        ff.net.2``, but not the layers that give the ResNet blocks their timestep. Where text encoders are
+        trained, both have their attention, ``q_proj, k_proj, v_proj, out_proj``, and ``all`` also ``fc1,
+        fc2``.
         """
         attention: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
         others: tuple[str, ...] = ("proj_in", "proj_out", "ff.net.0.proj", "ff.net.2")

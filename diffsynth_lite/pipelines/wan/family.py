@@ -88,10 +88,10 @@ class Wan(ExpertFamily):
 
     30 or 40 blocks, UMT5 prompts, a causal video VAE: 1/4 of the frames, 1/8 or 1/16 of the size.
 
-    A prompt is cleaned as by the pipelines, with ftfy among others. Characters that the tokenizer has none
-    of, such as new emoji, are unknown tokens, as in the pipelines: transformers 5 makes no bytes of them.
+    A prompt is cleaned as by the pipelines, with ftfy among others. Characters without a token, such as new
+    emoji, are unknown tokens, as in the pipelines: transformers 5 does not split them into bytes.
 
-    Wan 2.2 A14B has two experts, which are trained together or, by ``lora.components``, one alone.
+    Wan 2.2 A14B has two experts, which are trained together or, by ``lora.components``, one only.
 
     Wan 2.2 TI2V-5B also makes clips from an image, and is trained as ``WanImageToVideoPipeline`` samples:
     the first latent frame is that of the image, without noise and at timestep 0, and not in the loss.
@@ -193,7 +193,7 @@ class Wan(ExpertFamily):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        parts = self._picture_parts(self.load_component("vae", dtype).to(device))
+        parts = self._image_parts(self.load_component("vae", dtype).to(device))
         pipeline = assemble(WanPipeline, **parts)
 
         def latents_of(clips: Sequence[Sequence[Image]]) -> torch.Tensor:
@@ -203,7 +203,7 @@ class Wan(ExpertFamily):
 
         return lambda media: encode_clips(media, latents_of)
 
-    def _picture_parts(self, vae: Any) -> dict[str, Any]:
+    def _image_parts(self, vae: Any) -> dict[str, Any]:
         """What makes latents of images and images of latents, as arguments of the pipeline."""
         return {"vae": vae}
 
@@ -248,7 +248,7 @@ class Wan(ExpertFamily):
         prompt_embeds_bld: torch.Tensor,
         conditioning: Sequence[Conditioning],
     ) -> torch.Tensor:
-        """One forward, with what else the model is told of each sample.
+        """One forward, with the further inputs of each sample.
 
         Args:
             latents_bcfhw: as :func:`model_fn_wan` takes them, in the dtype of its first layer, as are the
@@ -291,7 +291,7 @@ class Wan(ExpertFamily):
             "scheduler": self.load_scheduler(),
             "boundary_ratio": self.boundary,
             **self._pipeline_settings,
-            **self._picture_parts(self.load_preview_vae(vae_dtype, device)),
+            **self._image_parts(self.load_preview_vae(vae_dtype, device)),
             **self._transformers(transformer),
         }
         return [self._draw(parts, request, device) for request in requests]

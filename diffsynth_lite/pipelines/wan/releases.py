@@ -170,7 +170,7 @@ _TI2V_5B = replace(
 )
 WAN: tuple[Release, ...] = (_T2V_1B, _T2V_14B, _T2V_A14B, _TI2V_5B)
 
-_SEES_PICTURES = {"added_kv_proj_dim": 5120, "image_dim": 1280, "in_channels": 36}
+_SEES_IMAGES = {"added_kv_proj_dim": 5120, "image_dim": 1280, "in_channels": 36}
 _I2V_480P = replace(
     _T2V_14B,
     name="Wan 2.1 I2V 14B 480P",
@@ -178,7 +178,7 @@ _I2V_480P = replace(
     pipeline_class="WanImageToVideoPipeline",
     components={
         **_T2V_14B.components,
-        "transformer": _transformer("Wan-I2V-14B-480p", _SEES_PICTURES),
+        "transformer": _transformer("Wan-I2V-14B-480p", _SEES_IMAGES),
         "image_encoder": CLIP_VISION_H,
     },
     tokenizers={
@@ -197,7 +197,7 @@ _I2V_720P = replace(
     _I2V_480P,
     name="Wan 2.1 I2V 14B 720P",
     hub_id="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
-    components={**_I2V_480P.components, "transformer": _transformer("Wan-I2V-14B-720p", _SEES_PICTURES)},
+    components={**_I2V_480P.components, "transformer": _transformer("Wan-I2V-14B-720p", _SEES_IMAGES)},
     size=_SIZE_720P,
 )
 _FLF2V = replace(
@@ -206,7 +206,7 @@ _FLF2V = replace(
     hub_id="Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
     components={
         **_I2V_480P.components,
-        "transformer": _transformer("Wan-FLF2V-14B-720P", {**_SEES_PICTURES, "pos_embed_seq_len": 2 * 257}),
+        "transformer": _transformer("Wan-FLF2V-14B-720P", {**_SEES_IMAGES, "pos_embed_seq_len": 2 * 257}),
     },
     scheduler=_scheduler(16.0),
     tokenizers={

@@ -273,7 +273,7 @@ class PipelineFolder:
         with ExitStack() as held:
             # In one order in all processes, so that none waits for one that waits for it.
             for hub in sorted(lacking, key=lambda one: one.repository):
-                held.enter_context(hub.alone())
+                held.enter_context(hub.lock())
             fetch_all({hub: self._files_to_fetch(hub, of_it) for hub, of_it in lacking.items()})
 
     def _files_to_fetch(self, hub: HubCommit, components: Sequence[str]) -> dict[str, int]:
