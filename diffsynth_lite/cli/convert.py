@@ -152,7 +152,7 @@ def _described(contents: "LoraContents") -> str:
     pairs = contents.pairs
     ranks = _most_frequent_first(pair.rank for pair in pairs.values())
     alphas = _most_frequent_first(pair.alpha for pair in pairs.values())
-    said = "" if contents.says_alpha else " (it says none: that is the rank)"
+    said = "" if contents.has_alpha else " (it says none: that is the rank)"
     return (
         f"{len(pairs)} layers such as {min(pairs)}; rank {ranks}, alpha {alphas}{said}, "
         f"{str(contents.dtype).removeprefix('torch.')}"

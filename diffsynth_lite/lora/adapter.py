@@ -25,7 +25,7 @@ OWN_ADAPTER = "default"
 
 _ALWAYS_SAVED = ("r", "lora_alpha", "alpha")
 _OF_TRAINING = ("init_weights", "lora_dropout")
-"""Left out of files: diffusers puts the dropout on a model, and leaves it active where it generates."""
+"""Left out of files: diffusers would put the dropout on a model and leave it active when it generates."""
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 Number = TypeVar("Number", int, float)
 
@@ -57,8 +57,8 @@ def add_adapter(
         model: a diffusers model. peft draws the first values on the CPU, whatever device it is on.
         layers: full names of linear layers.
         dropout: probability in [0, 1) that an input of the adapter is dropped in training.
-        seed: of the first values; the global random state is left as it was.
-        device: where frozen weights are read, for kinds that start from them; None is where they are.
+        seed: of the first values; the global random state is not changed.
+        device: to read frozen weights on, for kinds that start from them; None reads each where it is.
     """
     model.requires_grad_(False)
     # Full names, not endings: the layers left out in the last block then need no exclude list in the file.
@@ -94,13 +94,13 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def leaving_out(model: nn.Module, adapter: str) -> Iterator[None]:
-    """Scope in which an adapter of a model takes no part.
+    """Scope in which an adapter of a model is inactive.
 
     Only which adapters are active changes: peft's own way to disable them also sets which parameters train,
     which a graph may hold, and its way back would have all of them train.
 
     Args:
-        adapter: peft's name of it; the model may have none of that name.
+        adapter: peft's name; the model may have no adapter of that name.
     """
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     active = [layer.active_adapter for layer in layers]
@@ -114,7 +114,7 @@ def leaving_out(model: nn.Module, adapter: str) -> Iterator[None]:
 
 
 def peft_pattern(values: Mapping[str, Number]) -> dict[str, Number]:
-    """Values of some layers as peft wants them: by a pattern, of which there is one for each value.
+    """Values of some layers as peft expects them: by pattern, one pattern for each value.
 
     peft tries the patterns in order, each as the end of a name unless it begins so.
     """
@@ -132,7 +132,7 @@ def adapter_size(
     own: Mapping[str, LoraSize] = MappingProxyType({}),
     kind: AdapterKind = LORA,
 ) -> int:
-    """Parameters that an adapter on these linear layers has; see :func:`adapter_shapes`."""
+    """Number of parameters of an adapter on these linear layers; see :func:`adapter_shapes`."""
     shapes = adapter_shapes(model, layers, rank=rank, own=own, kind=kind)
     return sum(number * tensor.size for tensor, number in shapes.items())
 
@@ -145,7 +145,7 @@ def adapter_shapes(
     own: Mapping[str, LoraSize] = MappingProxyType({}),
     kind: AdapterKind = LORA,
 ) -> Counter[TrainedTensor]:
-    """Shapes of the tensors of an adapter on these linear layers, and how many there are of each.
+    """Shapes of the tensors of an adapter on these linear layers, and the number of tensors of each shape.
 
     Args:
         model: may be on the meta device.
@@ -197,7 +197,7 @@ def exported_tensors(
 
 
 def by_peft_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by parameter name, as the moving average has them, by those of :func:`adapter_tensors`."""
+    """Tensors by the names of :func:`adapter_tensors`, from those by parameter name of the moving average."""
     named = {}
     for name, tensor in tensors.items():
         layer, _, rest = name.partition(f".{OWN_ADAPTER}")
@@ -207,7 +207,7 @@ def by_peft_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def load_adapter_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give an adapter already on the model the values of :func:`adapter_tensors`."""
+    """Load values of :func:`adapter_tensors` into the adapter of a model."""
     present = {name: tensor.shape for name, tensor in get_peft_model_state_dict(model).items()}
     given = {name: tensor.shape for name, tensor in tensors.items()}
     if present != given:
@@ -264,22 +264,21 @@ def _patterns(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers of peft that are trained, by their full names."""
+    """peft's layers with the adapter, by full name."""
     layers = {name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)}
     return {name: layer for name, layer in layers.items() if OWN_ADAPTER in layer.r}
 
 
 _BFLOAT16_ROUNDING = 2.0**-9
-"""Most that a number changes, as a part of it, when it is rounded to bfloat16."""
+"""Largest relative change of a number that is rounded to bfloat16."""
 
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """How large the update of a layer is.
+    """Size of the update of a layer.
 
     Attributes:
-        ratio: Frobenius norm of what is added to the frozen weight W, such as ``scaling * B @ A``, over its
-            own.
+        ratio: Frobenius norm of the update, such as ``scaling * B @ A``, over that of the frozen weight W.
     """
 
     ratio: float
@@ -296,11 +295,11 @@ class UpdateSize:
 
 
 class UpdateSizes:
-    """Measures the update of each layer that has a LoRA which is trained.
+    """Measures the update of each layer with a trained LoRA.
 
     Args:
         model: with its adapter; its frozen weights do not change, and are read once.
-        device: where to compute, unless it has no fp64; no more than some rows of a weight is put there.
+        device: to compute on, unless it has no fp64; only some rows of a weight at a time are copied to it.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -308,7 +307,7 @@ class UpdateSizes:
         self._weight_norms: list[float] | None = None
 
     def measure(self) -> dict[str, UpdateSize]:
-        """The update of each layer by the layer's full name, of the adapter's present values."""
+        """The present update of each layer, by the layer's full name."""
         layers = _adapted_layers(self._model)
         bases = [layer.get_base_layer() for layer in layers.values()]
         if self._weight_norms is None:
@@ -339,11 +338,11 @@ def _update_norm(layer: Any, device: torch.device) -> Tensor:
         return dora_update_norm(layer, OWN_ADAPTER, device)
     down, up = (half[OWN_ADAPTER].weight.to(device).double() for half in (layer.lora_A, layer.lora_B))
     square = ((up.T @ up) * (down @ down.T)).sum()
-    # Where the update is nothing, rounding can leave less.
+    # Rounding can make the result of a zero update negative.
     norm: Tensor = abs(layer.scaling[OWN_ADAPTER]) * square.clamp(min=0).sqrt()
     return norm
 
 
 def _on_host(scalars: list[Tensor]) -> list[float]:
-    """In one transfer; each would wait for the device."""
+    """The scalars in one transfer, as each transfer waits for the device."""
     return torch.stack(scalars).tolist() if scalars else []

@@ -31,16 +31,16 @@ _KOHYA_PREFIXES = MappingProxyType(
     }
 )
 _STALE = (LORA_ADAPTER_METADATA_KEY, "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
-"""Metadata that are of the names and values of tensors."""
+"""Metadata that depend on the names and values of tensors."""
 _DIM, _NETWORK_ALPHA = "ss_network_dim", "ss_network_alpha"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyNames:
-    """How files call the layers of a model family.
+    """Names of the layers of a model family in files.
 
     Attributes:
-        layers: of each component, the one that removes noise first.
+        layers: names by component, the denoiser first.
     """
 
     layers: Mapping[str, LayerNames]
@@ -52,7 +52,7 @@ class Conversion:
     """A LoRA in the names of another program.
 
     Attributes:
-        contents: what a reader of that file finds.
+        contents: content of that file.
         difference: largest change of a layer's update, relative to its norm.
     """
 
@@ -76,8 +76,8 @@ def convert(
     Args:
         to: diffusers' names and those that ComfyUI takes with alpha folded where a file has no tensor for it,
             kohya's with a tensor for it. Where ComfyUI has several layers as one, it takes only kohya's.
-        alpha: value of the tensors for it; None leaves it, or restores the one it was trained with where it
-            was folded since, the metadata hold it, and no number has to be rounded for that.
+        alpha: new alpha; None leaves it, or restores the alpha of training if that was folded, is in the
+            metadata, and can be restored without rounding.
     """
     before = known_pairs(contents, names.layers)
     if to == "comfyui" and names.comfyui.is_joined_in_comfyui:
@@ -89,7 +89,7 @@ def convert(
         )
     alphas = dict.fromkeys(before, alpha) if alpha else _trained_alphas(before, contents.metadata)
     if has_alphas and not alpha:
-        # An alpha that is a power of two away rounds no number; another one is not taken.
+        # An alpha that differs by a power of two needs no rounding; any other is not restored.
         is_exact = {
             layer: abs(math.frexp(alphas[layer] / pair.alpha)[0]) == 0.5 for layer, pair in before.items()
         }
@@ -141,7 +141,7 @@ def spelled(
         tensors = tensors_of(pairs, spelling, dtype)
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise UserError(f"{name}: has values that are no numbers, or that {dtype} cannot hold")
+            raise UserError(f"{name}: has NaN values, or values that {dtype} cannot hold")
     return tensors
 
 
@@ -164,7 +164,7 @@ def _kohya_tensors(
 
 
 def _trained_alphas(pairs: Mapping[str, LoraPair], metadata: Mapping[str, str]) -> dict[str, float]:
-    """The alpha of each layer; where all have it folded, the one in the metadata, of those with its rank."""
+    """The alpha of each layer; if alpha is folded in all, that of the metadata for layers of its rank."""
     alphas = {layer: pair.alpha for layer, pair in pairs.items()}
     try:
         rank, alpha = int(metadata[_DIM]), float(metadata[_NETWORK_ALPHA])
@@ -176,7 +176,7 @@ def _trained_alphas(pairs: Mapping[str, LoraPair], metadata: Mapping[str, str]) 
 
 
 def _kept_metadata(metadata: Mapping[str, str], strengths: Collection[tuple[int, float]]) -> dict[str, str]:
-    """Those of a file that stay true in other names, with rank and alpha where all layers have the same.
+    """Metadata that stay true under other names, with rank and alpha if they are the same for all layers.
 
     By these :func:`_trained_alphas` finds an alpha again that is folded.
     """

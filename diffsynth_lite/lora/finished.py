@@ -1,4 +1,4 @@
-"""This file puts finished LoRAs on a model: to generate with, or one that is frozen while another trains."""
+"""This file puts finished LoRAs on a model, to generate with or to stay frozen while another one trains."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
 
 def require_fit(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, place: str) -> None:
-    """Check that a LoRA is one on layers of a model, with finite numbers.
+    """Check that a LoRA fits the layers of a model and has finite numbers.
 
     Args:
         model: may be on the meta device.
@@ -74,8 +74,8 @@ def _weight(model: nn.Module, layer: str) -> torch.Tensor | None:
     return weight if isinstance(weight, torch.Tensor) else None
 
 
-def is_drawn_alone(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a LoRA is of a kind that cannot be on a model with others: a DoRA, or a LoKr.
+def excludes_other_loras(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a LoRA is of a kind that cannot be combined with others on a model: a DoRA, or a LoKr.
 
     A DoRA's norms are those of the base's weights, and peft puts no LoKr on layers with a LoRA.
     """
@@ -139,9 +139,9 @@ def _put_on(
 
 
 def set_lora_weights(model: nn.Module, weights: Mapping[str, float]) -> None:
-    """Have the LoRAs named take part, each with its update multiplied by a weight, and no others.
+    """Activate the named LoRAs, each with its update multiplied by a weight, and no others.
 
-    As ``set_adapters`` of diffusers' models, which does not know a model that is made of several.
+    As ``set_adapters`` of diffusers' models, which cannot handle a model that is made of several.
     """
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):

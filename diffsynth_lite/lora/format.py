@@ -58,9 +58,10 @@ class LoraFormat(ABC):
         """
 
     def loaded_lora(self, folder: Path) -> dict[str, LayerUpdate]:
-        """What the family's diffusers pipeline does to each layer when it loads what ``save_lora`` wrote.
+        """The update of each layer after the family's diffusers pipeline has loaded the files of
+        ``save_lora``.
 
-        Of a kind that it does not load, what whoever reads the file by its names does.
+        For a kind that the pipeline does not load, the update in the file.
 
         Returns:
             By the names of the layers in the model that is trained.
@@ -72,9 +73,9 @@ class LoraFormat(ABC):
     ) -> None:
         """Make ``lora_spelling`` one in which diffusers loads an adapter on these layers.
 
-        Logs where it loads none of this kind, and warns of layers for which ComfyUI has no name.
+        Logs if diffusers cannot load this kind of adapter, and warns of layers for which ComfyUI has no name.
 
         Args:
-            model: that is trained; may be on the meta device.
+            model: may be on the meta device.
         """
         return  # diffusers' own names are what a pipeline loads

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from diffsynth_lite.lora.layers import COMFYUI_SCALE, MAGNITUDE, LokrLinear, fill_magnitudes, use_lora_linear
 
 _NEAR_SQUARE = -1
-"""Of peft: the sides are split into factors that are as near to each other as they can be."""
+"""peft's value for splitting the sides into factors that are as near to each other as possible."""
 _ORTHOGONAL_SIZE = 0.1
-"""Of the two matrices that start orthogonal to each other, as in peft."""
+"""Scale of the two matrices that start orthogonal to each other, as in peft."""
 
 
 @dataclass(frozen=True)
 class TrainedTensor:
-    """One of the tensors that an adapter trains of a layer.
+    """One of the trained tensors of a layer's adapter.
 
     Attributes:
         starts_at_zero: whether all its numbers are zero before the first step.
@@ -38,7 +38,7 @@ class TrainedTensor:
 
 @dataclass(frozen=True)
 class AdapterKind(ABC):
-    """What an adapter trains of each frozen layer.
+    """A kind of adapter, with the tensors that it trains for each frozen layer.
 
     Attributes:
         matrices: the ends of trained parameters' names, after their layer's: first matrices, then second
@@ -65,20 +65,20 @@ class AdapterKind(ABC):
 
     @abstractmethod
     def tensors(self, num_outputs: int, num_inputs: int, rank: int) -> dict[str, TrainedTensor]:
-        """The tensors that train of one layer, by the ends of peft's names, after the layer's."""
+        """The trained tensors of one layer, by the part of peft's names after the layer's."""
 
     @abstractmethod
     def start(
         self, model: nn.Module, layers: Sequence[str], adapter: str, device: torch.device | None
     ) -> None:
-        """Finish what peft has put on a model, with fp32 weights, where it should be otherwise.
+        """Change the initial values of peft's adapter on a model, in fp32, where the kind needs others.
 
         Args:
             device: to read frozen weights on; None is where they are.
         """
 
     def num_constants(self, num_outputs: int) -> int:
-        """Numbers in fp32 that are kept with a layer and do not train."""
+        """Number of values in fp32 that are stored with a layer and not trained."""
         return 0
 
 
@@ -199,7 +199,7 @@ class Lokr(AdapterKind):
         self, model: nn.Module, layers: Sequence[str], adapter: str, device: torch.device | None
     ) -> None:
         for name in layers:
-            # peft lets a LoRA's settings name other layers, and a LoKr's not.
+            # peft accepts patterns of layers in the settings of a LoRA, but not of a LoKr.
             model.get_submodule(name).__class__ = LokrLinear
 
 

@@ -21,14 +21,15 @@ _NUMBER = "*"
 
 @dataclass(frozen=True)
 class Original:
-    """Which layers of diffusers one layer of another program is.
+    """The layers of diffusers that correspond to one layer of another program.
 
     Attributes:
-        layers: names in diffusers' model; several are one layer there, with their outputs in this order.
-        rows: shares that they have of its outputs.
+        layers: names in diffusers' model; several are fused in the other program, with their outputs in this
+            order.
+        rows: their shares of the outputs.
         halves_swapped: whether, where it has two outputs for each input, their halves come in the other order
             there, as scale and shift do in the last normalisation of some models.
-        growth: outputs for each input, where that tells a model from others with the same names.
+        growth: outputs for each input, if that distinguishes a model from others with the same names.
     """
 
     layers: tuple[str, ...]
@@ -37,21 +38,21 @@ class Original:
     growth: int | None = None
 
     def fits(self, num_inputs: int, num_outputs: int) -> bool:
-        """Whether it can be of this size."""
+        """Whether the layer can have this size."""
         return self.growth is None or num_outputs == self.growth * num_inputs
 
     def swaps(self, num_inputs: int, num_outputs: int) -> bool:
-        """Whether the halves of its outputs are swapped, if it is of this size."""
+        """Whether the halves of its outputs are swapped for a layer of this size."""
         return self.halves_swapped and num_outputs == 2 * num_inputs
 
 
 def renamed(layer: str, growth: int | None = None) -> Original:
-    """One layer that is called otherwise."""
+    """One layer with another name."""
     return Original((layer,), growth=growth)
 
 
 def fused(*layers: str, rows: tuple[int, ...] | None = None) -> Original:
-    """Several layers that are one, those with a share of 1 in ``rows`` with as many outputs as inputs."""
+    """Several layers that are fused; a share of 1 in ``rows`` has as many outputs as inputs."""
     rows = rows or (1,) * len(layers)
     return Original(layers, rows, growth=sum(rows))
 
@@ -62,7 +63,7 @@ class LayerNames:
 
     Attributes:
         layers: diffusers' names.
-        kohya: those layers that kohya's trainers call otherwise, by their names with dots.
+        kohya: the layers with another name in kohya's trainers, by that name with dots.
         others: further names in files, which are read and never written.
         num_blocks: of the released model, by their lists, where its layers are called as those of a model
             that is trained more: a file of as many is taken to be of this one, and no other is.
@@ -74,7 +75,7 @@ class LayerNames:
     num_blocks: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def find(self, name: str) -> Original | None:
-        """The layers that a name in a file is of, with dots or ``_`` between its parts; None if unknown."""
+        """The layers of a name in a file, with dots or ``_`` between its parts; None if unknown."""
         parts = _parts(name)
         for pattern, place in self._by_outline.get(_outline(parts), ()):
             if (numbers := _numbers(parts, pattern)) is not None:
@@ -82,7 +83,7 @@ class LayerNames:
         return None
 
     def in_kohya(self, layer: str) -> tuple[str, Original]:
-        """What kohya's trainers call a layer of diffusers, and which layers that is."""
+        """The name of a layer of diffusers in kohya's trainers, and all layers of that name."""
         parts = _parts(layer)
         for pattern, name, place in self._kohya_by_outline.get(_outline(parts), ()):
             if (numbers := _numbers(parts, pattern)) is not None:
@@ -107,7 +108,7 @@ class LayerNames:
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    # Files with dots are read so, too: some trainers write dots where the model has "_".
+    # Also for files with dots: some trainers write dots where the model has "_".
     return tuple(name.replace(".", "_").split("_"))
 
 
@@ -117,7 +118,7 @@ def _outline(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _numbers(parts: tuple[str, ...], pattern: tuple[str, ...]) -> list[str] | None:
-    """What the stars of a pattern of the same outline are in a name; None where a fixed number differs."""
+    """Values of the stars of a pattern of the same outline; None if a fixed number differs."""
     pairs = list(zip(parts, pattern, strict=True))
     if any(wanted not in (_NUMBER, part) for part, wanted in pairs):
         return None
@@ -135,7 +136,7 @@ def _filled(place: Original, numbers: list[str]) -> Original:
 
 
 def split(pair: LoraPair, place: Original) -> dict[str, LoraPair]:
-    """The updates of the layers of diffusers that another program has as one; together they are the same.
+    """The updates of the layers of diffusers that are fused in another program; together they are the same.
 
     Where each of them has its own share of the rank, as trainers join layers that were trained separately,
     they get these shares, without rows that are zero in both matrices: none is left of a layer that had no

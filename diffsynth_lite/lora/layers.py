@@ -21,7 +21,7 @@ from diffsynth_lite.errors import UserError
 MAGNITUDE = ".lora_magnitude_vector"
 """End of the name of a tensor with magnitudes, after its layer's name."""
 COMFYUI_SCALE = ".dora_scale"
-"""The same for the tensor that is computed of them for ComfyUI when a file is written."""
+"""End of the name of the tensor for ComfyUI that is computed from them when a file is written."""
 
 
 class Magnitude(nn.Module):
@@ -36,10 +36,10 @@ class Magnitude(nn.Module):
 
 
 class DoraVariant(lora.LoraVariant):  # type: ignore[misc]  # peft has no types
-    """What peft calls where the LoRA of a layer is a DoRA.
+    """The DoRA that peft calls for a layer in place of its own.
 
-    peft's own makes W + s B A as a whole in each forward, and takes what a quantised layer keeps for its
-    weight.
+    peft's own computes the whole W + s B A in each forward, and takes the storage of a quantised layer for
+    its weight.
     """
 
     @staticmethod
@@ -55,7 +55,7 @@ class DoraVariant(lora.LoraVariant):  # type: ignore[misc]  # peft has no types
 def fill_magnitudes(
     model: nn.Module, layers: Sequence[str], adapter: str, device: torch.device | None = None
 ) -> None:
-    """Give a new DoRA the norms of the rows of the frozen weights, with which it changes nothing.
+    """Set the magnitudes of a new DoRA to the norms of the frozen weights' rows, so that it changes nothing.
 
     Args:
         device: to read the weights on; None is where they are.
@@ -68,7 +68,7 @@ def fill_magnitudes(
                 f"lora.kind: dora is for plain linear layers, and {name} is a {type(base).__name__}; leave "
                 "it out of lora.target_modules"
             )
-        # After peft, which would have it in the dtype of the base.
+        # Done after peft, which would create it in the dtype of the base.
         magnitude.float()
         if not base.weight.is_meta:
             norms = row_norms(base, device or base.weight.device)
@@ -77,11 +77,11 @@ def fill_magnitudes(
 
 
 def dora_output(layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
-    """What a layer with a DoRA gives.
+    """Output of a layer with a DoRA.
 
     Args:
         x: (..., inputs), in the dtype that the LoRA computes in.
-        result: (..., outputs), what the frozen layer gives.
+        result: (..., outputs), output of the frozen layer.
 
     Returns:
         (..., outputs) in the dtype of ``result``. Where peft's scale for the adapter is not that of its
@@ -129,9 +129,9 @@ def scales_for_comfyui(
 
 
 def dora_update_norm(layer: Any, adapter: str, device: torch.device) -> Tensor:
-    """Frobenius norm of what a DoRA changes of its layer's weight, a scalar in fp64.
+    """Frobenius norm of the change of a layer's weight by a DoRA, a scalar in fp64.
 
-    Of a row, with r what it is multiplied with: ``r (W + s B A) - W = (r - 1) W + r s B A``.
+    For a row that is multiplied by r: ``r (W + s B A) - W = (r - 1) W + r s B A``.
     """
     down, up = (half[adapter].weight.detach().to(device) for half in (layer.lora_A, layer.lora_B))
     sums = _exact_sums(layer, adapter, down, up, device)
@@ -144,7 +144,7 @@ def dora_update_norm(layer: Any, adapter: str, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class _RowSums:
-    """Of the rows of W + s B A, (outputs,) each: the square of each is the sum of these.
+    """Terms of the squared norms of the rows of W + s B A, (outputs,) each.
 
     Attributes:
         of_weight: ``|W|^2``.
@@ -181,7 +181,7 @@ class _RowSums:
 
 
 def _scaling(layer: Any, adapter: str) -> float:
-    """That the adapter was or is trained with; peft's own may be multiplied with a weight."""
+    """The scaling of the adapter's training; peft's own may be multiplied with a weight."""
     scaling: float = layer.lora_alpha[adapter] / layer.r[adapter]
     return scaling
 
@@ -203,15 +203,16 @@ def _exact_sums(layer: Any, adapter: str, down: Tensor, up: Tensor, device: torc
 
 
 _PARTS = ("", "_a", "_b")
-"""What the names of a matrix have at their ends: of a whole one, or of the two that it is the product of."""
+"""Ends of a matrix' names: of the whole matrix, or of the two factors that it is the product of."""
 
 
 class LokrLinear(lokr.Linear):  # type: ignore[misc]  # peft has no types
     """peft's layer, of which each forward makes the update of the weight as a whole, and keeps it for
     backward.
 
-    The product with ``kron(left, right)`` is one with each of the two instead: a fraction of the work, and
-    nothing as large as the weight. peft's own also reads the shape of what a quantised layer keeps.
+    Here the input is multiplied with each of the two matrices of ``kron(left, right)`` instead: a fraction of
+    the work, and nothing as large as the weight. peft's own also uses the shape of a quantised layer's
+    storage.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -228,14 +229,13 @@ class LokrLinear(lokr.Linear):  # type: ignore[misc]  # peft has no types
         return output.to(result.dtype)
 
     def factors(self, adapter: str) -> tuple[list[Tensor], list[Tensor]]:
-        """What the left and the right matrix of the Kronecker product are the products of: one each, or
-        two."""
+        """Factors of the left and the right matrix of the Kronecker product: one or two each."""
         held = [[getattr(self, f"{side}{part}") for part in _PARTS] for side in ("lokr_w1", "lokr_w2")]
         left, right = ([one[adapter] for one in side if adapter in one] for side in held)
         return left, right
 
     def hold(self, adapter: str, left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
-        """Give an adapter other factors than peft made, of any sizes that fit the layer, in fp32."""
+        """Replace peft's factors of an adapter by others, of any sizes that fit the layer, in fp32."""
         device = self.get_base_layer().weight.device
         for side, matrices in (("lokr_w1", left), ("lokr_w2", right)):
             parts = dict(zip(("",) if len(matrices) == 1 else ("_a", "_b"), matrices, strict=True))
@@ -257,7 +257,7 @@ class LokrLinear(lokr.Linear):  # type: ignore[misc]  # peft has no types
 
     def _update(self, adapter: str, x: Tensor) -> Tensor:
         left, right = self.factors(adapter)
-        # Of the small matrix, so that no multiplication has the size of the output.
+        # The small matrix is scaled, so that no multiplication has the size of the output.
         outer = _product(left) * self.scaling[adapter]
         columns = right[-1].shape[1]
         inner = self._cast_input_dtype(x, outer.dtype).unflatten(-1, (outer.shape[1], columns))
@@ -280,7 +280,7 @@ class LoraLinear(lora.Linear):  # type: ignore[misc]  # peft has no types
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(..., in_features) to (..., out_features), in the dtype of the frozen layer's output."""
-        adapter = self._adapter_alone()
+        adapter = self._only_adapter()
         if adapter is None or args or kwargs:
             by_peft: Tensor = super().forward(x, *args, **kwargs)
             return by_peft
@@ -300,8 +300,8 @@ class LoraLinear(lora.Linear):  # type: ignore[misc]  # peft has no types
         output: Tensor = (result + update).to(result.dtype)
         return output
 
-    def _adapter_alone(self) -> str | None:
-        """The one adapter of the layer that is active, if it has no dropout."""
+    def _only_adapter(self) -> str | None:
+        """The layer's only active adapter, if it has no dropout."""
         active: list[str] = [name for name in self.active_adapters if name in self.lora_A]
         if len(active) != 1 or self.disable_adapters or self.merged:
             return None
@@ -310,7 +310,7 @@ class LoraLinear(lora.Linear):  # type: ignore[misc]  # peft has no types
 
 
 def use_lora_linear(config: LoraConfig) -> None:
-    """Have peft put a :class:`LoraLinear` around plain and frozen layers; others get what peft has."""
+    """Have peft put a :class:`LoraLinear` around plain and frozen layers, and its own class around others."""
 
     def layer_around(target: nn.Module, adapter_name: str, **kwargs: Any) -> LoraLinear | None:
         is_known = type(target) in (nn.Linear, FrozenLinear)

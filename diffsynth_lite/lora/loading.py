@@ -1,9 +1,9 @@
-"""This file asks a pipeline of diffusers what it does with a LoRA file, layer by layer, without any weights.
+"""This file finds out how a pipeline of diffusers loads a LoRA file, layer by layer, without any weights.
 
 A pipeline may leave out names that it does not know without an error, and has rules of its own for the
 strength of an update. These are not guessed: its own ``load_lora_weights`` runs, on models whose weights are
-zeros that take no memory, with numbers in the LoRA that tell its tensors apart. Where a pipeline has none,
-the models' own ``load_lora_adapter`` does.
+zeros that take no memory, with numbers in the LoRA that identify its tensors. If a pipeline has no such
+method, the models' own ``load_lora_adapter`` does.
 """
 
 import logging
@@ -26,7 +26,7 @@ _ADAPTER = "asked"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedLayer:
-    """What a layer is given.
+    """The tensors that a layer is given.
 
     Attributes:
         parts: names in the file of the tensors that it is given, by the ends of peft's names, such as
@@ -44,7 +44,7 @@ _MATRICES = {
     MAGNITUDE: "lora_magnitude_vector",
     **{f".{name}": name for name in LoKrLayer.adapter_layer_names},
 }
-"""Where layers of peft have what trains, by the ends of its names."""
+"""Attributes of peft's layers with trained tensors, by the ends of the tensors' names."""
 
 
 FileHeader: TypeAlias = tuple[tuple[str, tuple[int, ...], float | None], ...]
@@ -62,11 +62,11 @@ def header_of(tensors: Mapping[str, Tensor]) -> FileHeader:
 def loaded_layers(
     pipeline: Any, models: Mapping[str, nn.Module], header: FileHeader
 ) -> dict[tuple[str, str], LoadedLayer]:
-    """What a pipeline does with a LoRA file.
+    """The tensors of a LoRA file that a pipeline gives each layer.
 
     Args:
         pipeline: made of ``models``; None where it loads no LoRA, and each of them does.
-        models: on the meta device, by their names in the pipeline; they are spent.
+        models: on the meta device, by their names in the pipeline; not usable afterwards.
 
     Returns:
         By name of the model and of the layer in it; layers that get an update of zero are left out.
@@ -108,7 +108,7 @@ def loaded_layers(
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What an adapter trains of a layer, by the ends of peft's names."""
+    """The trained tensors of a layer, by the ends of peft's names."""
     for ending, attribute in _MATRICES.items():
         held: Any = getattr(module, attribute, {})
         if _ADAPTER in held:
@@ -116,7 +116,7 @@ def _weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _become_weightless(model: nn.Module) -> None:
-    """Have a model on the meta device hold zeros on the CPU, all of a tensor in one place of memory."""
+    """Replace the tensors of a model on the meta device by zeros on the CPU, each of one number in memory."""
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(_filled(0, weight.shape), requires_grad=False))

@@ -1,4 +1,4 @@
-"""This file makes the metadata of a LoRA file out of facts about its run, by the names that others look for.
+"""This file makes the metadata of a LoRA file from facts about its run, under the names of other programs.
 
 ``modelspec.*`` is Stability AI's ModelSpec 1.0.1. ``ss_*`` is what kohya's sd-scripts writes, with values of
 the form that they have there: Forge, Civitai, lora-inspector and managers for ComfyUI read them. The rest is
@@ -34,8 +34,8 @@ class SourceFacts:
 
     Attributes:
         num_items: items that were trained on; a crop or a clip of a file is an item.
-        passes: how often each occurs in a pass over the data.
-        tag_counts: for the most frequent tags, the records that hold them, the most frequent first.
+        passes: times that each item occurs in a pass over the data.
+        tag_counts: number of records of each of the most frequent tags, the most frequent first.
         is_preserved: whether its items are regularization images, which are not learned.
     """
 
@@ -55,11 +55,11 @@ class LoraFacts:
     """What a LoRA file, and the page next to it, state about the run that made it. No paths, no secrets.
 
     Attributes:
-        name: what the user calls the run; None where it has no name.
+        name: the run's name; None where it has none.
         contract: hash of the settings, weights and data that decide the run's numbers, 64 hexadecimal digits.
-        trigger_words: as the config has them, or else the tags that all items hold.
-        resolution: width and height in pixels, of the largest size that was asked for.
-        items_by_size: how many items have each width and height.
+        trigger_words: those of the config, or else the tags of all items.
+        resolution: width and height in pixels of the largest configured size.
+        items_by_size: width and height to the number of items.
         prediction_type: ``epsilon`` or ``v``; None of a model on the flow-matching path.
         training: how it was trained, by sd-scripts' names without ``ss_``; None is left out.
     """
@@ -82,12 +82,12 @@ class LoraFacts:
 
     @property
     def model_name(self) -> str:
-        """What the base model is called: the release, or else the family."""
+        """Name of the base model: the release, or else the family."""
         return self.base.release.name if self.base.release else self.family
 
     @property
     def title(self) -> str:
-        """What the LoRA is called: the run's name, or else its first trigger word and its base model."""
+        """Title of the LoRA: the run's name, or else its first trigger word and its base model."""
         return self.name or ", ".join([*self.trigger_words[:1], f"{self.model_name} LoRA"])
 
 
@@ -102,7 +102,7 @@ def lora_metadata(
     """The metadata of one file, without the hashes of its tensors.
 
     Args:
-        noise_range: that the file is for, where a model has experts with a file each.
+        noise_range: noise levels of the file's expert, for a model with one file per expert.
         thumbnail: a small image, as a data URL.
     """
     first, second = facts.sigma_range, noise_range
@@ -198,7 +198,7 @@ def _folders(sources: Mapping[str, SourceFacts]) -> dict[str, dict[str, float]]:
 
 
 def _number(value: float) -> float:
-    """As an int where it is one: others show it as it is written."""
+    """As an int if it is whole: other programs show it as it is written."""
     return int(value) if value == int(value) else value
 
 
@@ -214,7 +214,7 @@ def add_metadata(file: Path, metadata: Mapping[str, str]) -> None:
     follows the header, as ModelSpec and sd-scripts have it. And ``diffsynth_lite.dtype``.
 
     Args:
-        metadata: wins over what the file has of the same name.
+        metadata: replaces values of the same name in the file.
     """
     with file.open("rb") as source:
         header = json.loads(source.read(int.from_bytes(source.read(_LENGTH_BYTES), "little")))
@@ -242,7 +242,7 @@ def _encoded(header: Mapping[str, Any]) -> bytes:
 
 
 def _dtype(header: Mapping[str, Any]) -> str:
-    """The dtype of most bytes: the alphas are few numbers."""
+    """The dtype of most bytes, which excludes the few numbers of the alphas."""
     num_bytes: Counter[str] = Counter()
     for entry in header.values():
         start, end = entry["data_offsets"]

@@ -37,15 +37,15 @@ _OTHER_KINDS = {
     r"\.(diff|diff_b|set_weight|reshape_weight|w_norm|b_norm)$": "a LoRA that also changes whole weights",
     r"\b(bundle_emb|emb_params|string_to_param)\b": "a LoRA with embeddings of its own",
 }
-"""Kinds that are not read, by a tensor's name."""
+"""Unsupported kinds, by pattern of a tensor's name."""
 _NAMED_OF_ANOTHER_MODEL = 3
 _NOT_HONOURED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
     *("target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora"),
 )
-"""peft's settings by which an adapter computes something else than the product of its two matrices."""
+"""peft's settings with which an adapter computes something other than the product of its two matrices."""
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq")
-"""peft's ways to start an adapter that leave another base model, which the file then belongs to."""
+"""peft's initialisations that change the base model, so that the file only fits the changed one."""
 
 _DOTTED = (
     *("model.diffusion_model.", "diffusion_model.", "base_model.model.", "pipe.dit2.", "pipe.dit."),
@@ -72,14 +72,14 @@ class LoraContents:
     """A LoRA file as it is.
 
     Attributes:
-        updates: by the names that the file has for their layers, prefixes included.
-        says_alpha: whether it has an alpha for any layer; without one, alpha is the rank.
+        updates: by the layers' names in the file, prefixes included.
+        has_alpha: whether it has an alpha for any layer; without one, alpha is the rank.
     """
 
     file: Path
     updates: dict[str, LayerUpdate]
     metadata: dict[str, str]
-    says_alpha: bool
+    has_alpha: bool
 
     @property
     def pairs(self) -> dict[str, LoraPair]:
@@ -100,7 +100,7 @@ class LoraContents:
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def without_text_encoders(self) -> "LoraContents":
-        """The same without layers of text encoders, whichever these are."""
+        """The same without the layers of any text encoder."""
         kept = {key: one for key, one in self.updates.items() if not key.startswith(tuple(_TEXT_ENCODERS))}
         if not kept:
             raise UserError(f"{self.file}: holds no layers but of text encoders")
@@ -126,15 +126,15 @@ def read_contents(place: Path) -> LoraContents:
 
 
 def contents_of(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> LoraContents:
-    """The same of tensors and metadata that a file has or will have."""
+    """The content of a file with these tensors and metadata, which need not be written yet."""
     settings = _peft_settings(file, metadata)
     _refuse_other_kinds(file, tensors, settings)
     matrices, vectors, alphas = _sorted_out(file, tensors)
     updates: dict[str, LayerUpdate] = {}
-    says_alpha = bool(alphas)
+    has_alpha = bool(alphas)
     for key, (down, up) in matrices.items():
         alpha = alphas.get(key) or _alpha_of(file, key, settings, down.shape[0])
-        says_alpha = says_alpha or alpha is not None
+        has_alpha = has_alpha or alpha is not None
         updates[key] = pair = LoraPair(down=down, up=up, alpha=alpha or float(down.shape[0]))
         if (magnitude := vectors.get(f"{key}{MAGNITUDE}")) is not None:
             scale = vectors.get(f"{key}{COMFYUI_SCALE}")
@@ -147,14 +147,14 @@ def contents_of(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
         rank = update.inner_rank
         alpha = alphas.get(key) or (None if rank is None else _alpha_of(file, key, settings, rank))
         # Where both matrices are whole, a tensor for alpha has no effect.
-        says_alpha = says_alpha or alpha is not None
+        has_alpha = has_alpha or alpha is not None
         updates[key] = update if rank is None or alpha is None else replace(update, scale=alpha / rank)
     if len({type(update) for update in updates.values()}) > 1:
         raise UserError(
             f"{file}: has layers of different kinds (LoRA, DoRA, LoKr), which is not read here; get a file "
             "of one kind"
         )
-    return LoraContents(file=file, updates=updates, metadata=dict(metadata), says_alpha=says_alpha)
+    return LoraContents(file=file, updates=updates, metadata=dict(metadata), has_alpha=has_alpha)
 
 
 def _alpha_of(file: Path, key: str, settings: Mapping[str, Mapping[str, Any]], rank: int) -> float | None:
@@ -174,7 +174,7 @@ def known_updates(contents: LoraContents, names: Mapping[str, LayerNames]) -> di
     """The updates by component and diffusers' name of the layer.
 
     Args:
-        names: of each component's layers; the one that removes noise is the first.
+        names: layers by component; the denoiser is the first.
     """
     known: dict[str, LayerUpdate] = {}
     if unknown := unknown_layers(contents, names):
@@ -202,14 +202,14 @@ def _split(file: Path, key: str, update: LayerUpdate, place: Original) -> Mappin
         return split(update, place)
     if len(place.layers) > 1 or place.swaps(*update.sizes):
         raise UserError(
-            f"{file}: {key} is {join_names(place.layers)} of diffusers, and a LoKr or DoRA cannot be taken "
-            "apart; generate with it in the program that it is for"
+            f"{file}: {key} is {join_names(place.layers)} of diffusers, and a LoKr or DoRA cannot be "
+            "split; generate with it in the program that it is for"
         )
     return {place.layers[0]: update}
 
 
 def unknown_layers(contents: LoraContents, names: Mapping[str, LayerNames]) -> list[str]:
-    """Those layers of a file that are none of a model's, by the file's names, with their sizes."""
+    """The layers of a file that a model does not have, by the file's names, with their sizes."""
     unknown = []
     for key, update in contents.updates.items():
         place, sizes = _place_of(key, names)[1], update.sizes
@@ -219,7 +219,7 @@ def unknown_layers(contents: LoraContents, names: Mapping[str, LayerNames]) -> l
 
 
 def likeliest(contents: LoraContents, fitting: Mapping[str, Mapping[str, LayerNames]]) -> list[str]:
-    """Of the families whose layers all those of a file are, those that it is likely of."""
+    """The likely families of a file, of those that have all its layers."""
     expected = {name: next(iter(names.values())).num_blocks for name, names in fitting.items()}
     same = [
         name for name, depths in expected.items() if depths and depths == _depths(contents, fitting[name])
@@ -228,7 +228,7 @@ def likeliest(contents: LoraContents, fitting: Mapping[str, Mapping[str, LayerNa
 
 
 def _depths(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict[str, int]:
-    """How many blocks of each list a file has layers of, by the last one."""
+    """Number of blocks in each list, by the last one of which a file has layers."""
     depths: dict[str, int] = {}
     for layer in known_updates(contents, names):
         _, blocks, number, *_ = (*layer.split("."), "", "")
@@ -246,7 +246,7 @@ def _place_of(key: str, names: Mapping[str, LayerNames]) -> tuple[str, Original 
 
 
 def _component_of(key: str) -> tuple[str, str]:
-    """Whose layer a name in a file is, and its name without that."""
+    """Component of a name in a file, and the name without the component."""
     for prefix, component in _TEXT_ENCODERS.items():
         if key.startswith(prefix):
             return component, key.removeprefix(prefix)

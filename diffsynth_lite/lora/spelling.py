@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """One way to call the layers in a LoRA file, and to keep the strength of their update.
+    """One way to name the layers in a LoRA file, and to store the strength of their update.
 
     Attributes:
         prefixes: the file's name for each component; without one the name here is taken.
@@ -47,7 +47,7 @@ class Spelling:
         return self.is_joined_in_comfyui or self.for_comfyui is not None
 
     def key(self, layer: str) -> str:
-        """What the file calls a layer: what its tensors' names begin with, without the last dot."""
+        """Name of a layer in the file: the start of its tensors' names, without the last dot."""
         component, _, name = layer.partition(".")
         for ours, theirs in self.renames:
             name = _renamed(name, ours, theirs)
@@ -56,7 +56,7 @@ class Spelling:
 
     @property
     def endings(self) -> tuple[str, str]:
-        """What the names of a layer's two tensors end in: (rank, inputs), then (outputs, rank)."""
+        """Ends of the names of a layer's two tensors: (rank, inputs), then (outputs, rank)."""
         names = ("lora_down", "lora_up") if self.is_flat else ("lora_A", "lora_B")
         return f".{names[0]}.weight", f".{names[1]}.weight"
 
@@ -71,7 +71,7 @@ class Spelling:
 
 
 def _renamed(name: str, old: str, new: str) -> str:
-    """A dotted name with whole parts in it, one or more, called otherwise."""
+    """A dotted name with some of its whole parts replaced."""
     if "*" not in old:
         return f".{name}.".replace(f".{old}.", f".{new}.").strip(".")
     pattern = re.escape(old).replace(r"\*", r"([^.]+)")
@@ -115,7 +115,7 @@ WAN_VACE_IN_COMFYUI = replace(
         *WAN_NAMES.renames,
     ),
 )
-"""Also those of VACE's further blocks, by which diffusers' pipeline loads nothing."""
+"""Also the names of VACE's further blocks, which diffusers' pipeline does not load."""
 WAN_VACE_NAMES = replace(DIFFUSERS, unknown_to_comfyui=("",), for_comfyui=WAN_VACE_IN_COMFYUI)
 """Diffusers' own names, of Wan VACE."""
 
@@ -134,7 +134,7 @@ COGVIDEOX_IN_COMFYUI = Spelling(
     ),
     unknown_to_comfyui=(),
 )
-"""The names of ComfyUI's own model, by which diffusers' pipeline loads nothing."""
+"""The names of ComfyUI's own model, which diffusers' pipeline does not load."""
 COGVIDEOX_NAMES = replace(DIFFUSERS, unknown_to_comfyui=("",), for_comfyui=COGVIDEOX_IN_COMFYUI)
 """Diffusers' own names, of CogVideoX."""
 

@@ -9,7 +9,7 @@ from torch import nn
 from diffsynth_lite.errors import UserError, join_names
 
 _RANGE = re.compile(r"([0-9]+)-([0-9]+)")
-"""Of numbers, such as those of blocks."""
+"""A range of numbers, such as those of blocks."""
 
 
 def find_target_layers(
@@ -44,7 +44,7 @@ def find_target_layers(
 
 
 def layers_ending_in(names: Sequence[str], endings: Sequence[str], *, key: str, owner: str) -> list[str]:
-    """Those of some linear layers whose names end in one of the endings.
+    """The linear layers whose names end in one of the endings.
 
     Args:
         endings: as ``target_modules`` of :func:`find_target_layers`.
@@ -56,7 +56,7 @@ def layers_ending_in(names: Sequence[str], endings: Sequence[str], *, key: str, 
 
 
 def layers_with(names: Sequence[str], pattern: str) -> list[str]:
-    """Those of some layers in whose names the parts of a pattern follow one another, anywhere.
+    """The layers whose names contain the parts of a pattern in a row, anywhere.
 
     Args:
         pattern: such as ``transformer_blocks.0-9`` or ``attn.to_q``.
@@ -81,7 +81,7 @@ def _ends_in(name: str, target: str) -> bool:
 
 
 def _are_parts(wanted: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether each part of a name is the one that is asked for, as many as there are."""
+    """Whether the parts of a name match the wanted ones, in equal number."""
     return all(_is_part(asked, part) for asked, part in zip(wanted, parts, strict=True))
 
 

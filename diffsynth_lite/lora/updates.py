@@ -1,4 +1,5 @@
-"""This file has an adapter as the updates of layers, between peft and files: of a LoRA, a DoRA or a LoKr.
+"""This file defines the update of a layer by a LoRA, a DoRA or a LoKr, and converts it between peft and
+files.
 
 Sources for the tensors of a file: ComfyUI's ``comfy/weight_adapter/``, which multiplies a Kronecker product
 with alpha over the rank where the file has a tensor for alpha and one of the two matrices is a product
@@ -25,7 +26,7 @@ _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 
 class LayerUpdate(Protocol):
-    """What an adapter of some kind does to the weight of one layer."""
+    """The update of one layer's weight by an adapter of some kind."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -45,7 +46,7 @@ class LayerUpdate(Protocol):
         """Largest distance to the update in a file whose matrices are in a dtype."""
 
     def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a file has of it, by name.
+        """The tensors of a file for it, by name.
 
         Args:
             layer: component and name.
@@ -75,7 +76,7 @@ class LoraPair:
         return self.down.shape[1], self.up.shape[0]
 
     def with_alpha(self, alpha: float) -> "LoraPair":
-        """The same update with another alpha, in ``up``; exact where the two are a power of two apart."""
+        """The same update with another alpha, in ``up``; exact if the two differ by a power of two."""
         if alpha == self.alpha:
             return self
         return LoraPair(down=self.down, up=self.up.float() * (self.alpha / alpha), alpha=alpha)
@@ -97,7 +98,7 @@ class LoraPair:
         (down, up), (other_down, other_up) = self._scaled(), other._scaled()
         if down.shape != other_down.shape:
             return _norm_of_product(torch.cat([up, -other_up], dim=1), torch.cat([down, other_down]))
-        # Small numbers from the start: the difference of two products would be one of large ones.
+        # Small from the start: subtracting the two products would cancel large numbers.
         return _norm_of_product(
             torch.cat([other_up - up, up], dim=1), torch.cat([other_down, other_down - down])
         )
@@ -111,7 +112,7 @@ class LoraPair:
         return off_up * (norm_down + off_down) + norm_up * off_down
 
     def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a file has of it in a spelling, by name. Alpha, where it is not folded, stays in fp32."""
+        """The tensors of a file for it in a spelling, by name. Alpha, if it is not folded, stays in fp32."""
         alpha = spelling.alpha(layer)
         pair = self if alpha else self.with_alpha(self.rank)
         key, matrices = spelling.key(layer), (pair.down, pair.up)
@@ -122,11 +123,11 @@ class LoraPair:
 
 
 FOLD = 2 * torch.finfo(torch.float32).eps
-"""Of a matrix that a number was multiplied into in fp32: how far it is off at most, relative to its norm."""
+"""Largest error of a matrix that was multiplied by a number in fp32, relative to its norm."""
 
 
 def rounding_of(matrix: Tensor, dtype: torch.dtype) -> float:
-    """How far a matrix is off at most in a dtype, as a norm.
+    """Norm of the largest error of a matrix that is rounded to a dtype.
 
     Each number is off by half its last place, or by half the smallest number that there is.
     """
@@ -164,7 +165,7 @@ def pairs_of(
 def tensors_of(
     updates: Mapping[str, LayerUpdate], spelling: Spelling, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """What a file holds in a spelling, by name."""
+    """The tensors of a file in a spelling, by name."""
     tensors: dict[str, Tensor] = {}
     for layer, update in updates.items():
         tensors |= update.file_tensors(layer, spelling, dtype)
@@ -201,22 +202,22 @@ class DoraUpdate:
         return self.pair.norm + 0.0 * float(self.magnitude.abs().sum())
 
     def distance(self, other: Any) -> float:
-        """That of the pairs; infinite where a norm is another one."""
+        """Distance of the pairs; infinite if the magnitudes differ."""
         is_same = isinstance(other, DoraUpdate) and torch.equal(self.magnitude, other.magnitude)
         if is_same and self.comfyui is not None:
             is_same = other.comfyui is not None and torch.equal(self.comfyui, other.comfyui)
         return self.pair.distance(other.pair) if is_same else math.inf
 
     def rounding_bound(self, dtype: torch.dtype) -> float:
-        """That of the pair: the norms, as large as the weight's, are in fp32 in a file of any dtype."""
+        """Bound of the pair: the magnitudes are in fp32 in a file of any dtype."""
         return self.pair.rounding_bound(dtype)
 
     def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a file has of it: the norms as diffusers reads them, and as ComfyUI does."""
+        """The tensors of a file for it: the magnitudes both for diffusers and for ComfyUI."""
         tensors = self.pair.file_tensors(layer, spelling, dtype)
         tensors[f"{spelling.key(layer)}{MAGNITUDE}"] = self.magnitude.float().contiguous()
         if self.comfyui is not None:
-            # By its first axis ComfyUI knows that these are of outputs.
+            # ComfyUI recognises magnitudes of outputs by the first axis.
             tensors[f"{spelling.key(layer)}{COMFYUI_SCALE}"] = self.comfyui.float().reshape(-1, 1)
         return tensors
 
@@ -244,7 +245,7 @@ class LokrUpdate:
 
     @property
     def inner_rank(self) -> int | None:
-        """Of the matrix that is a product, the larger one first; None where both are whole."""
+        """Rank of the matrix that is a product, the larger matrix first; None if both are whole."""
         return next((len(side[1]) for side in (self.right, self.left) if len(side) == 2), None)
 
     @property
@@ -279,7 +280,7 @@ class LokrUpdate:
         return off_left * (_norm(right) + off_right) + _norm(left) * off_right
 
     def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a file has of it, with the scale folded in and no tensor for alpha."""
+        """The tensors of a file for it, with the scale folded in and no tensor for alpha."""
         return _named(spelling.key(layer), self.folded, dtype)
 
 
@@ -342,7 +343,7 @@ def adapter_of(updates: Mapping[str, LayerUpdate]) -> LoraFile:
 
 
 def kind_of(update: LayerUpdate) -> type[AdapterKind]:
-    """Which kind of adapter an update is of."""
+    """Kind of adapter of an update."""
     return {DoraUpdate: Dora, LokrUpdate: Lokr}.get(type(update), Lora)
 
 
@@ -358,7 +359,7 @@ def _pair(update: LayerUpdate) -> LoraPair:
 
 
 def trained_tensors(update: LayerUpdate, layer: str, *, rank: int, alpha: float) -> dict[str, Tensor]:
-    """What does the same in an adapter with this rank and alpha, by peft's names, in fp32."""
+    """Tensors of the same update in an adapter with this rank and alpha, by peft's names, in fp32."""
     if isinstance(update, LokrUpdate):
         (first, *rest), right = update.folded
         return _named(layer, ((first / (alpha / rank), *rest), right), torch.float32)
@@ -410,7 +411,7 @@ def _norm(factors: Factors) -> float:
 
 
 def _rounding(factors: Factors, dtype: torch.dtype) -> float:
-    """How far the product of matrices can be off when each is written in a dtype, as a norm."""
+    """Norm of the largest error of a product of matrices that are each rounded to a dtype."""
     norms = [float(matrix.norm()) for matrix in factors]
     offs = [rounding_of(matrix, dtype) + FOLD * norm for matrix, norm in zip(factors, norms, strict=True)]
     if len(factors) == 1:

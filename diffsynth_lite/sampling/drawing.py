@@ -16,7 +16,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
-from diffsynth_lite.lora import add_finished_lora, is_drawn_alone, require_fit, set_lora_weights
+from diffsynth_lite.lora import add_finished_lora, excludes_other_loras, require_fit, set_lora_weights
 from diffsynth_lite.media import Drawn, frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
@@ -175,7 +175,7 @@ def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, Mo
 
 
 def _require_single(loras: Sequence[_ReadLora]) -> None:
-    uncombined = [lora for lora in loras if is_drawn_alone(lora.tensors)]
+    uncombined = [lora for lora in loras if excludes_other_loras(lora.tensors)]
     if uncombined and len(loras) > 1:
         raise UserError(
             f"--lora {uncombined[0].given.place}: is a DoRA or a LoKr, which cannot be combined with other "

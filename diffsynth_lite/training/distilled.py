@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import adapter_digest, is_drawn_alone, require_fit
+from diffsynth_lite.lora import adapter_digest, excludes_other_loras, require_fit
 from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import ModelFamily, require_family, resolve_folder
 from diffsynth_lite.training.distributed.agreement import from_main_process, tensors_from_main_process
@@ -65,7 +65,7 @@ def read_training_adapter(config: Config, family: ModelFamily) -> LoraFile | Non
     if location is None:
         return None
     tensors, settings = read_lora(family, location, key="model.training_adapter")
-    if is_drawn_alone(tensors):
+    if excludes_other_loras(tensors):
         raise UserError(
             f"model.training_adapter: {location} is a DoRA or a LoKr, which cannot be combined with "
             "another adapter here; give a plain LoRA"

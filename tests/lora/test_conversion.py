@@ -156,7 +156,7 @@ def test_updates_are_those_that_diffusers_converter_of_flux_finds() -> None:
         key: LoraPair(down=torch.randn_like(pair.down), up=pair.up, alpha=1.0) for key, pair in pairs.items()
     }
     joined = convert(
-        LoraContents(file=FILE, updates=dict(other), metadata={}, says_alpha=True), FLUX, "kohya", FILE
+        LoraContents(file=FILE, updates=dict(other), metadata={}, has_alpha=True), FLUX, "kohya", FILE
     )
     assert joined.tensors["lora_unet_single_blocks_37_linear1.lora_down.weight"].shape == (4, width)
     content = diffusers_converters._convert_kohya_flux_lora_to_diffusers(dict(joined.tensors))

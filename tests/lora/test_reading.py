@@ -173,7 +173,7 @@ def test_alpha_is_that_of_pefts_settings(
         tensors(layers[0]) | tensors(layers[1]), tmp_path / "adapter_model.safetensors", metadata=header
     )
     contents = read_contents(tmp_path)
-    assert contents.says_alpha
+    assert contents.has_alpha
     pairs = known_pairs(contents, FLUX)
     assert tuple(pairs[f"{DOUBLE}.attn.{layer}"].alpha for layer in ("to_q", "to_k")) == alphas
 
