@@ -9,12 +9,12 @@ from typing import Any, Literal
 from diffsynth_lite.run_folder.metrics import RATE_OF_GROUP
 
 _MAX_POINTS = 1200
-"""Of a line: a screen shows no more."""
+"""Points of a line; a screen shows no more."""
 _SMOOTHED_OVER = 1 / 20
-"""Part of the rows over which a smoothed line forgets, so that runs of any length look alike."""
+"""Decay length of a smoothed line as a part of the rows, so that runs of any length look similar."""
 _MIN_SMOOTHED_ROWS = 5
 _TOO_LARGE = 1e300
-"""Not a number of a run; json has integers that no float can hold."""
+"""Larger than any number of a run; json has integers that do not fit into a float."""
 _SMOOTHED = "_smoothed"
 _LEARNING_RATE = "learning_rate"
 
@@ -47,7 +47,7 @@ class Series:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]], metric: str) -> "Series":
-        """The logged values of a metric; the later of two rows of one step counts."""
+        """The logged values of a metric; of two rows of one step the later one counts."""
         by_step = {row["step"]: as_number(row[metric]) for row in rows if metric in row and _has_step(row)}
         steps = sorted(by_step)
         return cls(steps=steps, values=[by_step[step] for step in steps])
@@ -60,7 +60,7 @@ class Series:
         ]
 
     def smoothed(self) -> "Series":
-        """The exponential mean of the values so far, without a bias towards 0 at its beginning."""
+        """The exponential moving average of the values, without bias towards 0 at the start."""
         kept = 1 - 1 / max(_MIN_SMOOTHED_ROWS, len(self.steps) * _SMOOTHED_OVER)
         total, weight = 0.0, 0.0
         steps, values = [], []
@@ -102,7 +102,7 @@ def _has_step(row: Mapping[str, Any]) -> bool:
 
 
 def _extremes(values: Sequence[float | None], places: range) -> Iterator[int]:
-    """The places of the lowest and the highest value, in their order."""
+    """Indices of the lowest and the highest value, ascending."""
     finite = [(value, place) for place in places if (value := values[place]) is not None]
     yield from sorted({min(finite)[1], max(finite)[1]} if finite else {places[0]})
 
@@ -113,7 +113,7 @@ class Column:
 
     Attributes:
         title: empty in a table without a heading.
-        kind: of its cells, by which the template shows them.
+        kind: of its cells; decides how the template shows them.
         is_wide: whether a phone leaves it out.
     """
 
@@ -127,7 +127,7 @@ class Table:
     """A table of the page.
 
     Attributes:
-        rows: a cell a column; a number is None where there is none.
+        rows: one cell for each column; a missing number is None.
         summary: a line above the table.
     """
 
@@ -182,7 +182,7 @@ class Chart:
         return any(line.metric in series for line in self.lines)
 
     def summary(self, series: Mapping[str, Series]) -> str:
-        """Where each line that is not faint begins and ends, in words; empty where there is none."""
+        """First and last value of each line that is not faint, in words; empty if there is no such line."""
         ends = []
         for line in self.lines:
             if not line.is_faint and line.metric in series:
@@ -211,8 +211,8 @@ CHARTS = (
     Chart(
         name="audio_loss",
         title="Loss of images and audio",
-        meaning="The two parts of the loss of clips that are learned with their audio, each by itself. That "
-        "of the audio is of the clips that have some, before objective.audio_loss_weight.",
+        meaning="The two parts of the loss of clips that are trained on with their audio. The part of the "
+        "audio is over the clips that have audio, before objective.audio_loss_weight.",
         lines=(
             Line(metric=f"video_loss{_SMOOTHED}", label="of the images"),
             Line(metric=f"audio_loss{_SMOOTHED}", label="of the audio"),
@@ -229,7 +229,7 @@ CHARTS = (
     Chart(
         name="fixed_noise_loss",
         title="Loss on fixed noise",
-        meaning="The same images with the same noise, measured again and again: a change was learned, and is "
+        meaning="The same images with the same noise, measured again and again: a change is learned, and "
         "not luck. On held-out data a rise means that the LoRA learns its own data by heart.",
         lines=(
             Line(metric="train_fixed_noise_loss", label="on training data"),
@@ -239,7 +239,7 @@ CHARTS = (
     Chart(
         name="fixed_noise_audio_loss",
         title="Loss of the audio on fixed noise",
-        meaning="The part of the loss on fixed noise that is of the audio only, of clips that have some.",
+        meaning="The audio's part of the loss on fixed noise, over the clips that have audio.",
         lines=(
             Line(metric="train_fixed_noise_loss/audio", label="on training data"),
             Line(metric="validation_loss/audio", label="on held-out data"),

@@ -1,4 +1,4 @@
-"""This file shows how much a LoRA changes each layer: as a map of the model, and by name at both ends."""
+"""This file shows how much a LoRA changes each layer: as a map, and as lists of the extremes by name."""
 
 import math
 import re
@@ -11,10 +11,10 @@ from diffsynth_lite.report.charts import Column, Table, as_number, layer_updates
 
 _BLOCK = re.compile(r"(.*(?:block|layer)s?\.\d+)\.(.+)")
 _MAX_CELLS = 4000
-"""More layers are listed by their ends only."""
+"""Of more layers only the most and the least changed ones are listed."""
 _ENDS = 5
 _DARKEST = 1000
-"""The palest cell has at least this part less than the darkest."""
+"""Least ratio of the darkest cell's update to the palest cell's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Layers:
 
     Attributes:
         blocks: names of the map's columns, in the order of the model.
-        cells: of each kind of layer, one a block; None where that block has no such layer. Empty where there
-            are too many for a map.
-        unchanged: names of those that did not change at all.
+        cells: by kind of layer, one for each block; None where a block has no such layer. Empty if there are
+            too many for a map.
+        unchanged: names of the layers that did not change at all.
     """
 
     step: int
@@ -53,7 +53,7 @@ class Layers:
 
 
 def read_layers(rows: Sequence[Mapping[str, Any]]) -> Layers | None:
-    """The updates of the latest row that has some; None where there is none, or no step was taken.
+    """The updates of the latest row with any; None if there is none, or no step was taken.
 
     Args:
         rows: of ``layers.jsonl``.
@@ -94,7 +94,7 @@ def _table(layers: Sequence[LayerUpdate]) -> Table:
 
 
 def _map(layers: Mapping[str, LayerUpdate]) -> tuple[list[str], dict[str, list[LayerUpdate | None]]]:
-    """Blocks, and of each kind of layer a cell a block; layers outside of blocks share a column."""
+    """Blocks, and for each kind of layer one cell a block; layers outside of blocks share a column."""
     places = {name: match.groups() if (match := _BLOCK.fullmatch(name)) else ("", name) for name in layers}
     blocks = list(dict.fromkeys(block for block, _ in places.values()))
     columns = {block: column for column, block in enumerate(blocks)}

@@ -1,7 +1,7 @@
 """This file compares the losses of a run: by noise level, by item on fixed noise, and by item as trained on.
 
 A loss as trained on depends first on the noise level. So each is divided by the median of those that had
-about the same level in about the same part of the run: 1 is what is to be expected, and hard items are above.
+about the same level in about the same part of the run: 1 is the expected value, and hard items are above it.
 """
 
 from collections import defaultdict
@@ -18,19 +18,19 @@ from diffsynth_lite.report.charts import NO_TABLE, Column, Table, as_number
 from diffsynth_lite.run_folder.metrics import LOSS_BY_NOISE, NOISE_TENTHS, SAMPLES_BY_NOISE, MeasuredItem
 
 _PARTS = 5
-"""The run is cut into so many parts: the first loss is that of the first one, the loss half-way that of the
-middle one, and the loss now that of the last. Hard items are compared within each part, as losses fall."""
+"""Number of parts of a run: the first loss is that of the first part, the loss half-way that of the middle
+one, and the loss now that of the last one. Hard items are compared within each part, as losses fall."""
 _NEIGHBOURS = 1 / 40
-"""Part of the samples that lie below, and above, in the window of noise levels."""
+"""Part of the samples on each side of a sample in its window of noise levels."""
 _MIN_NEIGHBOURS = 5
 _MEDIANS = 200
-"""Taken in each part, evenly spread; between them the line is straight."""
+"""Number of medians in each part, evenly spread, with linear interpolation between them."""
 _MIN_SAMPLES = 4
-"""Of an item that can count as hard."""
+"""Fewest samples of an item that can count as hard."""
 _MAX_HARD = 20
 _MAX_ITEMS = 200
 _MAX_POINTS = 40
-"""Of the line that shows the course of a loss."""
+"""Points of the line that shows the course of a loss."""
 
 _LEVEL = Column(title="level", kind="name")
 _COURSE = (
@@ -85,7 +85,7 @@ def noise_levels(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any]
 
 
 def _course(before: float | None, middle: float | None, after: float | None) -> tuple[float | None, ...]:
-    """How a loss went, and its changes since the start and since half-way."""
+    """The course of a loss, and its changes since the start and since half-way."""
     return before, middle, after, _change(before, after), _change(middle, after)
 
 
@@ -128,8 +128,8 @@ class ItemLoss:
     """A training item and how its loss on fixed noise changed.
 
     Attributes:
-        losses: all of them in order, those in between thinned.
-        by_level: the last loss at each of the item's noise levels; empty where these were not kept.
+        losses: in order, thinned between the first and the last.
+        by_level: the last loss at each of the item's noise levels; empty if these were not stored.
     """
 
     item: MeasuredItem
@@ -140,7 +140,7 @@ class ItemLoss:
 
     @property
     def change(self) -> float:
-        """Relative to before: below 0 where the loss fell."""
+        """Relative change of the loss; negative if it fell."""
         return self.after / self.before - 1 if self.before else 0.0
 
     @property
@@ -155,9 +155,9 @@ class ItemProgress:
     """Losses of single items on fixed noise.
 
     Attributes:
-        noise_levels: of the losses by level; empty where these were not kept.
+        noise_levels: of the losses by level; empty if these were not stored.
         shown: the items with the highest and the lowest losses, the highest first.
-        num_measured: of the shown ones and those in the middle, which are left out.
+        num_measured: number of all measured items, shown or left out.
         median: of the last losses of all measured items.
         median_change: of all measured items.
     """
@@ -225,9 +225,8 @@ def _list(value: object) -> list[Any]:
 def hard_items(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The items whose losses are highest for their noise levels; empty before two have enough samples.
 
-    The hardest come first, in the order of how far they are surely above the others, by two standard errors:
-    ratio to the expected loss, standard error of its mean (by how much single samples scatter), and number of
-    samples.
+    The hardest come first, by the ratio to the expected loss minus two standard errors. The columns are this
+    ratio, the standard error of its mean (from the scatter of single samples), and the number of samples.
 
     Args:
         rows: of ``sample_losses.jsonl``, in the order of the steps.

@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S = 20.0
 _WAITED_MULTIPLE = 100
-"""Times as long as a page took to write, the next one waits: the files that it reads grow with the run."""
+"""Pause before the next page, in times of the last one's duration: its files grow with the run."""
 _SCRIPTS = ("live.js", "vendor/uPlot.iife.min.js", "report.js")
 _TEMPLATES = ("page.html", "run.html", "several.html")
 _STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
 _HEAD_BYTES = 1000
-"""Of a page, with the mark of the version that wrote it."""
+"""Start of a page, with the mark of the version that wrote it."""
 _OF_THE_PLACE = ("output.dir", "logging.run_name")
-"""Settings that differ between any two runs, and change neither."""
+"""Settings that differ between any two runs without an effect on them."""
 _MAX_STEPS = 8
 _LAST = {
     "loss, smoothed": "loss_smoothed",
@@ -52,17 +52,17 @@ _LAST = {
 _LOWEST = {"lowest loss on held-out data": "validation_loss"}
 
 Rows = dict[str, list[str]]
-"""By what a row shows, a value for each run; empty where the run has none."""
+"""Name of a row to one value for each run; empty if the run has none."""
 
 
 class ReportWriter:
     """Writes the page of a run now and then, and once when the run has ended.
 
-    A page is never worth the run: whatever goes wrong with it is one warning.
+    No error of a page may end the run: it is logged as one warning.
 
     Args:
         is_main: whether this process writes; the others write nothing.
-        clock: seconds, from any beginning on.
+        clock: returns seconds.
     """
 
     def __init__(self, folder: Path, *, is_main: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,12 +73,12 @@ class ReportWriter:
         self._failed = False
 
     def refresh(self) -> None:
-        """Write the page, unless that was done just now."""
+        """Write the page, unless it was just written."""
         if self._clock() >= self._due_at:
             self._write()
 
     def restore(self) -> None:
-        """Write the page of a run that has ended, where it was removed, or an earlier version wrote it."""
+        """Write the page of an ended run again if it was removed or is of another version."""
         try:
             with RunFolder(self._folder).report_file.open("rb") as file:
                 is_current = _generator().encode() in file.read(_HEAD_BYTES)
@@ -108,7 +108,7 @@ class ReportWriter:
         started_at = self._clock()
         try:
             write_report(self._folder)
-        except Exception as error:  # a page is never worth the run: a full disk, a file that nobody foresaw
+        except Exception as error:  # no error of a page may end the run: a full disk, an unexpected file
             if not self._failed:
                 logger.warning(
                     "The page of the run could not be written; nothing else is affected: %s",
@@ -137,12 +137,12 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
     """The page of one run, or of several side by side with their lines in the same charts.
 
     Nothing but the scripts of this package runs in it, whatever captions, prompts and names hold: these are
-    escaped, and the page's policy allows no other script and no other place.
+    escaped, and the page's content security policy allows no other script and no other origin.
 
     Args:
-        is_served: whether a server answers for it: then previews are files of the server, which the page asks
-            for news again and again. Else they are part of the page, as far as it stays small, and the page
-            of a running run is loaded again now and then.
+        is_served: whether a server serves the page: then previews are files of the server, and the page polls
+            it for changes. Otherwise they are embedded while the page stays small, and the page of a running
+            run reloads now and then.
     """
     scripts = [_resource(name) for name in _SCRIPTS]
     charts = charts_of(dict.fromkeys(name for run in runs for name in run.series))
@@ -252,7 +252,7 @@ class SharedPrompt:
 
 
 def results(runs: Sequence[RunReport]) -> Rows:
-    """The last values of the runs' metrics, and the lowest of a loss that may rise again."""
+    """The last values of the runs' metrics, and the lowest validation loss."""
     measures = [(name, metric, _last) for name, metric in _LAST.items()]
     measures += [(name, metric, _lowest) for name, metric in _LOWEST.items()]
     rows = {
@@ -275,7 +275,7 @@ def differing_settings(settings: Sequence[str]) -> Rows:
     """The settings in which runs differ, by dotted key.
 
     Args:
-        settings: of each run, as yaml; empty for a run that left none.
+        settings: of each run, as yaml; empty for a run without them.
     """
     flat = [dict(_flat(yaml.safe_load(text) or {})) for text in settings]
     keys = dict.fromkeys(key for each in flat for key in each if key not in _OF_THE_PLACE)
@@ -303,7 +303,7 @@ def shared_prompts(runs: Sequence[RunReport]) -> list[SharedPrompt]:
 
 
 def _shared_prompt(prompt: str, of_runs: Sequence[Mapping[int, Preview]]) -> SharedPrompt:
-    """With as many steps as fit side by side; the last of each run is among them."""
+    """The previews with as many steps as fit side by side, including the last one of each run."""
     last = {max(by_step) for by_step in of_runs if by_step}
     others = sorted({step for by_step in of_runs for step in by_step} - last)
     steps = sorted(last | set(evenly_spread(others, max(2, _MAX_STEPS - len(last)))))

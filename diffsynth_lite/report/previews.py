@@ -20,12 +20,12 @@ _FILE_NAME = re.compile(r"step-(\d{1,12})-prompt-(\d{1,6})-(\w+)\.png")
 _MAX_STEPS = 12
 _MAX_IMAGE_PX = (768, 768)
 _MAX_STRIP_PX = (1600, 320)
-"""Of the frames of a video side by side."""
+"""Size of the frames of a video side by side."""
 _AS_IT_IS_BYTES = 64 * 1024
 """Smaller files are embedded as they are, larger ones as JPEG."""
 _MAX_VIDEO_BYTES = 2**21
 MAX_EMBEDDED_BYTES = 8 * 2**20
-"""Of all previews in a page, as text: a phone opens it, and a browser renews it, without waiting."""
+"""Size of all previews in a page, as text: small enough to open on a phone and to reload quickly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ class Preview:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPreviews:
-    """A prompt and its previews that are shown, the earliest first.
+    """A prompt and its shown previews, the earliest first.
 
     Attributes:
-        num_found: previews, with those that are left out.
+        num_found: number of previews, including those that are not shown.
     """
 
     prompt: str
@@ -60,11 +60,11 @@ def find_previews(
 ) -> list[PromptPreviews]:
     """The previews of each prompt: the first, the last, and those between them, evenly spread.
 
-    Where a prompt changed, or how it is generated, those of its latest form are shown.
+    If a prompt or its settings changed, the previews of the latest version are shown.
 
     Args:
         prompts: by place, as far as they are known.
-        generated_on: name of the model, where that is not the one that was trained.
+        generated_on: name of the model if it is not the trained one.
     """
     suffix = "" if generated_on is None else f" (generated on {generated_on})"
     found: dict[int, dict[str, dict[int, Path]]] = {}
@@ -87,7 +87,7 @@ def find_previews(
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether it is a file that can be reached; a link leads to anything, and a page is shown to others."""
+    """Whether it is a regular file: a link could point to any file, and a page is shown to other people."""
     with suppress(OSError):
         return path.is_file() and not path.is_symlink()
     return False
@@ -101,7 +101,7 @@ def embedded(folder: Path, prompts: Sequence[PromptPreviews], *, share: float = 
     """
     urls: dict[str, str] = {}
     left = int(share * MAX_EMBEDDED_BYTES)
-    # One after the other: those after the first that does not fit are not even decoded.
+    # One after the other: after the first that does not fit, no more are decoded.
     for path, url in chain.from_iterable(_urls(folder, preview) for preview in _by_interest(prompts)):
         left -= len(url)
         if left < 0:

@@ -68,11 +68,11 @@ class RunState:
     Attributes:
         name: the state in ``status.json``, ``killed`` where that is running and its process is gone,
             ``unreadable`` where nothing could be read, or ``not started``.
-        message: how it ended, in the trainer's words; empty while it runs.
+        message: the trainer's message on how it ended; empty while it runs.
         step: optimizer steps done, or tried where the run diverged; where it ended early otherwise and could
             write so, those of its last checkpoint.
-        total_steps: None where it is not known.
-        seconds_taken: from start to last sign, without the time between starts; None where it is not known.
+        total_steps: None if unknown.
+        seconds_taken: from start to last sign, without the time between starts; None if unknown.
         seen_at: last sign of the trainer, seconds since 1970.
     """
 
@@ -87,12 +87,12 @@ class RunState:
 
     @property
     def title(self) -> str:
-        """The state as it is shown."""
+        """The state as shown on the page."""
         return self.name.capitalize()
 
     @property
     def is_running(self) -> bool:
-        """Whether the run continues, as far as its folder shows."""
+        """Whether the run is running, as far as its folder shows."""
         return self.name == "running"
 
     @property
@@ -153,7 +153,7 @@ def _seconds_taken(times: Sequence[float], lineage: Sequence[Any]) -> float | No
 
 
 def started_at(entry: object) -> float | None:
-    """When a start of the lineage was, in seconds since 1970."""
+    """Time of a start in the lineage, in seconds since 1970."""
     try:
         return datetime.fromisoformat(entry["at"]).timestamp()  # type: ignore[index]
     except (TypeError, KeyError, ValueError, OverflowError):
@@ -166,9 +166,9 @@ class Start:
 
     Attributes:
         at: seconds since 1970; None where the entry has no time.
-        step: after which it began.
+        step: the last step before it.
         machine: processes and device.
-        changes: changed settings, from which value to which.
+        changes: changed settings, with old and new value.
         chosen: settings that ``memory.auto`` chose.
     """
 
@@ -203,7 +203,7 @@ def starts(lineage: Sequence[Any]) -> list[Start]:
 
 
 def skipped_items(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The first of the items that cannot be used.
+    """The items that cannot be used, up to a limit.
 
     Args:
         rows: of ``quarantine.jsonl``.
@@ -269,7 +269,7 @@ def _size(path: Path) -> int:
 
 
 def memory_use(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What was quantised, recomputed, offloaded, streamed and compiled, as the run's latest start reported.
+    """Quantised, recomputed, offloaded, streamed and compiled parts, from the report of the latest start.
 
     The summary compares the plan of a step with its measurement, where the run had a plan.
     """
@@ -322,6 +322,6 @@ def _gradient(numbers: Mapping[str, float]) -> list[str]:
 
 
 def _report(kind: type[_Report], numbers: Mapping[str, float], **others: Any) -> _Report:
-    """A report of the numbers that were logged of it."""
+    """A report from its logged numbers."""
     logged = {field.name: int(numbers[field.name]) for field in fields(kind) if field.name in numbers}
     return kind(**{**logged, **others})

@@ -1,4 +1,4 @@
-"""This file reads the content of the page of a run from the run's folder, whatever state that is in."""
+"""This file reads the content of the page of a run from the run's folder, which may be incomplete."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class RunReport:
     Attributes:
         base: put before the names of files in the folder to link them from the page.
         series: lines of charts, by metric.
-        has_audio: whether clips are learned, and generated, with their audio.
+        has_audio: whether clips are trained on and generated with audio.
         problems: a line for each file that could not be read.
     """
 
@@ -113,11 +113,11 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
 def read_any_run(path: Path, *, base: str = "") -> RunReport:
     """As :func:`read_run`; a run that cannot be read is reported as unreadable, with the reason.
 
-    A page of several runs shows the others all the same.
+    So a page of several runs still shows the others.
     """
     try:
         return read_run(path, base=base)
-    except Exception as error:  # what is in the folder of somebody else may be anything
+    except Exception as error:  # a folder of somebody else may hold anything
         reason = redacted(f"{type(error).__name__}: {' '.join(str(error).split())}")
         logger.warning(
             "%s cannot be read: %s", path, reason, exc_info=not isinstance(error, OSError | UserError)

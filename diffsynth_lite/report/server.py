@@ -1,7 +1,7 @@
-"""This file shows runs live in a browser on this machine: their pages, and the previews in these.
+"""This file serves the pages of runs, and the previews in these, to a browser on this machine.
 
-A path that a browser asks for opens nothing: it is compared with the names of the runs that there are, and of
-the previews that their pages show.
+A requested path is never opened: it is compared with the names of the known runs and of the previews on their
+pages.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _NAMES_OF_LOOPBACK = (LOOPBACK, "localhost")
 _RUN_PATH = re.compile(r"/runs/([^/]+)/(.*)")
 _TYPES = {".png": "image/png", ".mp4": "video/mp4"}
 _HEADERS = {
-    # A browser asks each time, and gets no content when nothing has changed.
+    # A browser asks each time, and gets no content if nothing has changed.
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -42,7 +42,7 @@ _HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
 }
 _WAITED_MULTIPLE = 10
-"""Times as long as a run took to read, it is not read again: a trainer may need the processor."""
+"""Pause before a run is read again, in times of the last reading's duration: a trainer may need the CPU."""
 _IDLE_S = 30.0
 """A browser opens connections that it may never use."""
 
@@ -60,7 +60,7 @@ class Answer:
 
     @property
     def tag(self) -> str:
-        """Another one for other content."""
+        """Entity tag, different for different content."""
         return f'"{hashlib.blake2b(self.content, digest_size=16).hexdigest()}"'
 
 
@@ -69,7 +69,7 @@ class _Read:
     """A run as it was read.
 
     Attributes:
-        state: of its folder, then.
+        state: of its folder at that time.
         good_until: when it may be read again.
     """
 
@@ -82,8 +82,8 @@ class RunPages:
     """The pages of the runs in some places, made again where a run folder has changed.
 
     Args:
-        places: run folders, and folders that hold them; runs that start there later are found.
-        clock: seconds, from any beginning on.
+        places: run folders, and folders that hold them; runs that start there later are found, too.
+        clock: returns seconds.
     """
 
     def __init__(self, places: Sequence[Path], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -94,7 +94,7 @@ class RunPages:
         self._pages: dict[str, tuple[list[RunReport], Answer]] = {}
 
     def answer(self, path: str) -> Answer | None:
-        """The content at a path, as a browser writes it; None where there is none."""
+        """The content at the path of a request; None if there is none."""
         with self._lock:
             folders = find_runs(self._places)
             self._runs = {name: self._up_to_date(name, folder) for name, folder in folders.items()}
@@ -131,13 +131,13 @@ class RunPages:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Answers on the loopback address only, and to requests that use its name.
+    """Answers on the loopback address only, and only to requests with its name.
 
-    A page of somebody else may have a name that comes to lead to this machine (DNS rebinding), and could then
-    read what is here; its browser calls this server by that name, though.
+    Another web page could have its name resolve to this machine (DNS rebinding) and then read the pages here;
+    but then the browser's requests have that name.
 
     Args:
-        port: 0 for any that is free.
+        port: 0 for any free port.
 
     Raises:
         OSError: the port is taken.
@@ -153,15 +153,15 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """URL of the server."""
         return f"http://{LOOPBACK}:{self.server_port}/"
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer with the context that the server was made in."""
+        """Answer in the context in which the server was made."""
         self._context.copy().run(super().process_request_thread, request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error; a browser that went away is none."""
+        """Log an error, except that a browser closed its connection."""
         if not isinstance(sys.exception(), ConnectionError):
             logger.exception("A page could not be shown.")
 
@@ -195,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug(format, *arguments)
 
     def _is_called_by_name(self) -> bool:
-        """Whether the browser was sent to this machine; the port is another one through a tunnel."""
+        """Whether the request names this machine; the port may differ, because of a tunnel."""
         try:
             return urlsplit(f"//{self.headers.get('Host', '')}").hostname in _NAMES_OF_LOOPBACK
         except ValueError:

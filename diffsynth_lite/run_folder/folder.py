@@ -34,10 +34,10 @@ RunState = Literal["running", "finished", "interrupted", "stopped", "diverged", 
 _LOCK_NAME = ".lock"
 _LOCK_HOLDER = r"process (?P<process>\d+) on (?P<host>.+)"
 _REMOVAL_S = 2.0
-"""Time in which whoever removes a run folder, its lock first, has most likely finished."""
+"""Time in which a removal of the run folder, with the lock as its first file, is most likely finished."""
 _QUARANTINE_NAME = "quarantine.jsonl"
 _MANIFESTS = "step-*/COMPLETE"
-"""Of checkpoints, below their folder."""
+"""Pattern of checkpoints, below their folder."""
 
 
 class _Place:
@@ -66,7 +66,7 @@ class RunFolder:
     lineage_file = _Place("lineage.json")
     """Each start of the run, and what was changed then."""
     status_file = _Place("status.json")
-    """State, exit code, step and, while it runs, speed: for whoever started or watches the run."""
+    """State, exit code, step and, while it runs, speed: for people and programs that watch the run."""
     metrics_file = _Place("metrics.jsonl")
     """One row for each logged step."""
     items_file = _Place("items.jsonl")
@@ -150,7 +150,7 @@ class RunFolder:
         write_json(self.status_file, self._status(state, exit_code, step, message, progress or {}))
 
     def write_last_status(self, state: RunState, *, exit_code: int, step: int, message: str) -> None:
-        """As ``write_status``, when a run has ended: over the old one where a full disk takes no other."""
+        """As ``write_status`` for a run that ended; on a full disk it overwrites the old file in place."""
         try:
             self.write_status(state, exit_code=exit_code, step=step, message=message)
         except OSError as error:
@@ -196,14 +196,14 @@ class RunFolder:
         """
         lacks_lock = self._locked and not (self.path / _LOCK_NAME).exists()
         if lacks_lock and self.path.is_dir():
-            time.sleep(_REMOVAL_S)  # Who removes the folder may have begun with this file.
+            time.sleep(_REMOVAL_S)  # A removal of the folder may have begun with this file.
         if not self.path.is_dir() or (lacks_lock and self._is_of_others()):
             raise RunStoppedError(folder_is_gone(self.path))
         if lacks_lock:
             logger.warning("%s was removed; it is made again.", self.path / _LOCK_NAME)
             self._take_lock()
         holder = self._holder()
-        # Only by its number: the name of a host may change during a run.
+        # Compared by the number only: the name of a host may change during a run.
         if holder is not None and int(holder["process"]) != os.getpid():
             raise RunStoppedError(
                 f"output.dir: {self.path} was renamed or removed, and {holder[0]} has begun a run under its "
@@ -213,7 +213,7 @@ class RunFolder:
     def is_abandoned(self) -> bool:
         """Whether the trainer that took the lock last is gone, as far as this machine knows.
 
-        Nothing is locked for that: whoever only looks must not keep a trainer out.
+        This takes no lock, as a reader must not keep a trainer out.
         """
         holder = self._holder()
         if holder is None or holder["host"] != socket.gethostname() or sys.platform == "win32":
@@ -225,7 +225,7 @@ class RunFolder:
         return False
 
     def changes(self) -> object:
-        """A value that differs after anything has changed here that a page of the run shows.
+        """A value that changes when anything changes here that a page of the run shows.
 
         Files that cannot be reached count as not there.
         """
@@ -246,14 +246,14 @@ class RunFolder:
             return b""
 
     def _holder(self) -> re.Match[str] | None:
-        """Who took the lock last; None where no trainer did, or the file was lost."""
+        """The process that took the lock last; None if no trainer did, or the file was lost."""
         try:
             return re.fullmatch(_LOCK_HOLDER, read_run_file(self.path / _LOCK_NAME).decode().strip())
         except (OSError, ValueError):
             return None
 
     def _is_of_others(self) -> bool:
-        """Whether a folder without our lock is not ours: a library made it again, in the midst of a save.
+        """Whether a folder without our lock is not ours: a library may have made it again during a save.
 
         Then our lock has a name in a folder that was renamed, or the status, too, was removed.
         """
@@ -307,13 +307,13 @@ class RunFolder:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        if is_locked:  # Nobody else writes: unfinished files are those that killed writers left.
+        if is_locked:  # No other process writes: unfinished files are left from killed writers.
             for entry in (*self.path.glob("*"), *self.previews_folder.glob("*")):
                 if is_unfinished(entry.name) and entry.is_file():
                     entry.unlink(missing_ok=True)
 
     def _lock_file(self, file: IO[str]) -> bool:
-        """Whether it could be locked; where that cannot be done a warning is logged."""
+        """Whether it could be locked; logs a warning where locks are not supported."""
         if sys.platform == "win32":
             logger.warning("Folders cannot be locked on Windows: do not start a second run in %s", self.path)
             return False
@@ -355,7 +355,7 @@ def outcome_recorded(
     different one leaves the status as it was.
 
     Args:
-        saved_step: the step of the newest checkpoint, which the status names when the run ends early.
+        saved_step: returns the step of the newest checkpoint, for the status of a run that ends early.
     """
     before = folder.read_status()
     folder.write_status("running", exit_code=None, step=start_step, message="started")

@@ -24,7 +24,7 @@ NOISE_TENTHS = tuple(f"{tenth / 10:.1f}-{(tenth + 1) / 10:.1f}" for tenth in ran
 
 LOSS_BY_NOISE = "loss_by_noise/"
 SAMPLES_BY_NOISE = "samples_by_noise/"
-"""Prefixes of a tenth: mean loss, and number, of its samples since the last row with any."""
+"""Prefixes of a tenth: mean loss and number of its samples since the last row with any."""
 
 RATE_OF_GROUP = "learning_rate/"
 """Prefix of the name of a group of layers."""
@@ -37,7 +37,7 @@ class MetricsFile:
     """A file of rows of ``step``, ``time`` (seconds since 1970) and the values logged, as ``metrics.jsonl``.
 
     A process killed while it wrote leaves a torn last line: readers drop it, and ``cut_back_to``, which
-    comes before the first ``append`` of a resumed run, removes it.
+    is called before the first ``append`` of a resumed run, removes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class MetricsFile:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows in the order they were written, without a torn last line; none when there is no file."""
+        """All rows in the order they were written, without a torn last line; empty without a file."""
         if not self.path.exists():
             return []
         # What follows the last line break is empty, or torn.
@@ -65,7 +65,7 @@ class MetricsFile:
         return [self._parse(line, number) for number, line in enumerate(lines, start=1)]
 
     def warn_of_lost_rows(self, step: int) -> None:
-        """Warn where the row of a step is missing that was logged: a power cut, or somebody, cut the file."""
+        """Warn if the row of a logged step is missing, because a power cut or a user truncated the file."""
         logged = [row["step"] for row in self.rows() if "grad_norm" in row]
         if step not in logged:
             logger.warning(
@@ -76,7 +76,7 @@ class MetricsFile:
             )
 
     def cut_back_to(self, step: int) -> None:
-        """Remove the rows of later steps, which a run resumed at ``step`` is going to take again."""
+        """Remove the rows of later steps, which a run resumed at ``step`` takes again."""
         if self.path.exists():
             kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
             write_text(self.path, "".join(kept))
@@ -103,7 +103,7 @@ def _as_json(value: Value) -> Any:
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Check that the packages of the trackers are there."""
+    """Check that the packages of the trackers are installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -202,10 +202,10 @@ class MeasuredItem:
     Attributes:
         name: unique in the run, without the folder of the data.
         size: name of its bucket, as in 512x768 or 512x768x49.
-        measured_by: equal where losses compare: a hash of the item's tensors, its noise, and whether the
+        measured_by: equal if losses are comparable: a hash of the item's tensors, its noise, and whether the
             averaged weights are measured.
-        thumbnail: data URL of a small JPEG, of a clip some of its frames side by side; None where none could
-            be made of its file.
+        thumbnail: data URL of a small JPEG, with some frames of a clip side by side; None if the file gave
+            none.
     """
 
     name: str
@@ -225,7 +225,7 @@ def write_items(path: Path, items: Sequence[MeasuredItem]) -> None:
 
 
 def read_items(path: Path) -> list[MeasuredItem]:
-    """The items in the order of the losses; none where there is no file."""
+    """The items in the order of the losses; empty without a file."""
     try:
         lines = read_run_file(path).splitlines()
     except FileNotFoundError:

@@ -28,7 +28,7 @@ CARD = "README.md"
 IMAGES = "pictures"
 """Folder of the card's images, next to it."""
 LORA_FOLDER = "path/to/this/folder"
-"""Where the code in a card loads the LoRA from, until it is published somewhere."""
+"""Path that the code in a card loads the LoRA from, until it is published."""
 
 _MARK = re.compile(r"<!-- Written by diffsynth_lite, ([0-9a-f]{16})\.[^>]*-->\s*\Z")
 # A backslash does not escape itself here: the hub takes one before a bracket, written twice, for mathematics.
@@ -43,7 +43,7 @@ class Sample:
     """A preview that the card shows.
 
     Attributes:
-        before: image of the same prompt and noise before training; None where there is none.
+        before: image of the same prompt and noise before training; None if there is none.
         after: image with the LoRA. The image of a video shows some of its frames; the video, an MP4 of the
             same name, is next to it.
     """
@@ -59,7 +59,7 @@ class ModelCard:
     """The content of a card. All texts are plain, and none holds a path.
 
     Attributes:
-        header: keys and values that the hub knows, but for ``widget``; None leaves a key out.
+        header: keys and values of the hub's metadata, except ``widget``; None leaves a key out.
         summary: a sentence or two.
         code: Python that generates with it in diffusers; None where diffusers has no pipeline for it.
         comfy_files: files that ComfyUI loads, and the component of each; None where it cannot load them.
@@ -80,7 +80,7 @@ class ModelCard:
 
 
 def write_model_card(folder: Path, card: ModelCard) -> None:
-    """Write the card, and copies of its images, in place of one that was written so.
+    """Write the card and copies of its images, in place of an earlier card of a run.
 
     A card that somebody edited, or wrote, stays as it is, and so do its images.
     """
@@ -119,7 +119,7 @@ def marked(text: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Of the lines, whatever ends them: git and the hub's editor may change that."""
+    """Hash of the lines without their ends, which git and the hub's editor may change."""
     lines = "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 

@@ -35,13 +35,12 @@ class StepResult:
     Attributes:
         loss: mean over the samples of all devices that are learned; None where all are preserved.
         preservation_loss: mean over the samples that are preserved; None where none is.
-        video_loss: of the learned samples, the part of ``loss`` that is of their images; None where no
-            audio is learned with them.
+        video_loss: the part of ``loss`` from the frames of the learned samples; None without audio.
         audio_loss: mean over the learned samples with audio, before its weight; None where none has any.
         grad_norm: before clipping.
         group_rates: learning rate by the name of each group of layers; empty where there is only one group.
-        learned_rate: found by the optimizer itself, the given one included, after the step; None where it
-            finds none.
+        learned_rate: learning rate that the optimizer found itself, times the configured one, after the step;
+            None for other optimizers.
         num_samples: on all devices.
         seconds: from asking for the data to the changed weights.
         num_skipped: steps of the run that were skipped up to now, this one included.
@@ -74,7 +73,7 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB
     if sys.platform == "win32":
-        return math.nan  # The standard library does not know.
+        return math.nan  # The standard library cannot measure it.
     bytes_per_unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / _GIB
 
@@ -121,8 +120,8 @@ class StepReport:
         folder: its status is written after the first step, then at most every 5 seconds.
         metrics: get a row for the first step and for every so many.
         is_main: the other processes show nothing in a terminal and write nothing.
-        every_steps: interval of rows, and of log lines where no terminal shows a live line.
-        clock: seconds, from any beginning on.
+        every_steps: interval of rows, and of log lines if no terminal shows a live line.
+        clock: returns seconds.
     """
 
     folder: RunFolder
@@ -146,7 +145,7 @@ class StepReport:
     def shown(self, console: Console) -> Iterator[None]:
         """Scope of the progress line, which is live where the console is a terminal.
 
-        Where the run diverges in it, its last steps get rows, whatever the interval: they show how.
+        If the run diverges, its last steps get rows whatever the interval, as they show the cause.
         """
         with ExitStack() as open_line:
             if self.is_main and console.is_terminal:
@@ -204,7 +203,7 @@ class StepReport:
         progress.update(task, completed=result.step, description=line)
 
     def _write_status(self, result: StepResult) -> None:
-        """Write the status, unless that was done just now.
+        """Write the status, unless it was just written.
 
         Where the disk is full it is left out, with one warning: a checkpoint ends the run soon enough.
         """

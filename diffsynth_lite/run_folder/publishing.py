@@ -1,4 +1,4 @@
-"""This file puts a run's LoRA on the hub of Hugging Face: with its card and the card's images, no more.
+"""This file publishes a run's LoRA on the hub of Hugging Face, with its card and the card's images only.
 
 All of it goes in one commit, so that the repository has all of the files or is as it was before.
 """
@@ -24,7 +24,7 @@ from diffsynth_lite.run_folder.reading import read_run_file
 logger = logging.getLogger(__name__)
 
 _NAMED_IMAGE = re.compile(rf"(?<![\w/-])(?:\./)?({IMAGES}/[\w-]+\.\w+)")
-"""An image next to the card; the same in an address is somewhere else."""
+"""Path of an image next to the card; the same path inside a URL is not one."""
 _NO_RIGHTS = "log in with `hf auth login` and a token that may write there, or publish to a name of your own"
 _REMEDIES = {401: _NO_RIGHTS, 403: _NO_RIGHTS, 404: _NO_RIGHTS}
 
@@ -51,7 +51,7 @@ class Publication:
 
     @classmethod
     def of_run(cls, run: RunFolder, lora_folder: Path, repository: str) -> "Publication":
-        """A LoRA of a run, with its card, which then loads the LoRA from the repository."""
+        """A LoRA of a run with its card, whose code then loads the LoRA from the repository."""
         _require_repository_name(repository, "--to")
         if not run.holds_run():
             raise UserError(f"{run.path}: holds no run; give the output.dir of one")
@@ -77,7 +77,7 @@ class Publication:
         A card that somebody edited there stays, unless this one was edited, too.
 
         Args:
-            private: only the owner sees a repository that is made; one that all can see is refused.
+            private: a new repository is visible only to the owner; an existing public one is refused.
 
         Returns:
             Address of the commit.
@@ -150,14 +150,14 @@ def _require_public_base(card: str, path: Path) -> None:
 
 @contextmanager
 def _explained(repository: str) -> Iterator[None]:
-    """Scope in which errors of the hub and of the connection to it are the user's."""
+    """Scope in which errors of the hub and of the connection to it become a UserError."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", 0)
-        # The rest of an upload's error is an address that lets anybody write for a while.
+        # The rest of an upload's error is a URL with which anybody could write for a while.
         message = getattr(error, "server_message", None) or str(error)
         remedy = _REMEDIES.get(status, "correct what it names, or check the connection (and HF_HUB_OFFLINE)")
         raise UserError(

@@ -1,4 +1,4 @@
-"""This file reads the files of a run, also half of them: while it writes, or after it was killed."""
+"""This file reads the files of a run, also incomplete ones: while it writes, or after it was killed."""
 
 import sys
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ _MOST_BYTES = {
     ".md": _MIB,
     "COMPLETE": _MIB,
 }
-"""Of a file of a run folder, by its name or suffix: ten times or more what a run of a million steps writes
-that logs every 10 steps and evaluates every 250. The sizes of rows were measured."""
+"""Largest size of a file of a run folder, by its name or suffix: at least ten times that after a million
+steps with a log every 10 and an evaluation every 250. The sizes of rows were measured."""
 _MOST_ROWS = {
     "metrics.jsonl": 1_000_000,
     "layers.jsonl": 40_000,
     "item_losses.jsonl": 40_000,
     ".jsonl": 2_000_000,
 }
-"""Ten times the number of rows above, too: rows of a few bytes take far more memory than their file."""
+"""Most rows, ten times the numbers above: rows of a few bytes take far more memory than their file."""
 
 _Read = TypeVar("_Read")
 
@@ -48,7 +48,7 @@ def read_run_file(path: Path) -> bytes:
 
 
 def require_run_file(path: Path) -> None:
-    """Check the same of a file that other code reads, such as a config."""
+    """Check as :func:`read_run_file` does a file that other code reads, such as a config."""
     require_file(path, most_bytes=_most(_MOST_BYTES, path))
 
 

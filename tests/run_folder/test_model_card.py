@@ -118,7 +118,7 @@ def test_what_is_not_there_is_left_out(lora: Path, tmp_path: Path) -> None:
     assert "Gallery" not in text
     first = [replace(card(tmp_path).samples[0], before=None)]
     write_model_card(lora, card(tmp_path, samples=first))
-    assert "| a red circle | - | ![picture](pictures/prompt-00.png) |" in (lora / CARD).read_text()
+    assert "| a red circle | - | ![image](pictures/prompt-00.png) |" in (lora / CARD).read_text()
 
 
 def test_texts_of_others_are_shown_as_text_and_secrets_are_masked(lora: Path, tmp_path: Path) -> None:
