@@ -14,7 +14,7 @@ _MAX_CELLS = 4000
 """Of more layers only the most and the least changed ones are listed."""
 _ENDS = 5
 _DARKEST = 1000
-"""Least ratio of the darkest cell's update to the palest cell's."""
+"""Updates smaller than the largest one by more than this factor have the palest shade."""
 
 
 @dataclass(frozen=True, kw_only=True)
