@@ -141,7 +141,7 @@ def spelled(
         tensors = tensors_of(pairs, spelling, dtype)
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise UserError(f"{name}: has NaN values, or values that {dtype} cannot hold")
+            raise UserError(f"{name}: has values that are NaN, or that {dtype} cannot hold")
     return tensors
 
 
