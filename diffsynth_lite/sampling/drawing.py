@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class _ReadLora:
-    """A LoRA as its file has it.
+    """The contents of a LoRA file.
 
     Attributes:
         adapter: its name on the model.
@@ -68,8 +68,8 @@ class _Sample:
     """One of the images or videos that are generated at each scale.
 
     Attributes:
-        place: of its prompt.
-        request: has the seed, too.
+        place: index of its prompt.
+        request: with its seed.
     """
 
     place: int
@@ -81,7 +81,7 @@ class _LoadedModel:
     """A base model with LoRAs on it.
 
     Attributes:
-        config: with what was chosen of its memory.
+        config: with the chosen memory settings.
         transformer: with the LoRAs, on the device.
     """
 
@@ -110,7 +110,7 @@ class _LoadedModel:
     def save(
         self, folder: Path, samples: Sequence[_Sample], generated: Sequence[Drawn], scale: float
     ) -> None:
-        """Write the files, each with how it was generated."""
+        """Write the files, each with the parameters that it was generated with."""
         source = build_generation_info(self.config, self.family)
         loras = [(one.given.name, one.given.weight * scale) for one in self.loras if scale]
         for sample, one in zip(samples, generated, strict=True):

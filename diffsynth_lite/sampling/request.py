@@ -19,7 +19,7 @@ class GivenLora:
     Attributes:
         place: its file, or the folder with the family's file names in it.
         name: for people.
-        weight: its update is multiplied by it; 1 is as it was trained.
+        weight: factor of its update; 1 is as trained.
     """
 
     place: Path
@@ -36,7 +36,7 @@ class SampleRequest:
         loras: used together; the base model only where empty.
         scales: each multiplies the weights of all LoRAs; 0 is the base model.
         seeds: of the starting noise; each prompt is generated from each.
-        run: the run whose LoRA is used, if it is a run's.
+        run: the run that the LoRA belongs to; None for other LoRAs.
         out: where the images go, new or empty; None is a new folder in ``samples`` of the run.
     """
 
@@ -70,7 +70,7 @@ def find_lora(given: str) -> GivenLora:
 
 
 def run_of(place: Path) -> RunFolder | None:
-    """The run that a folder is, or that a folder or file is in; None of others."""
+    """The run that a folder or file belongs to; None for others."""
     folders = [RunFolder(folder) for folder in (place, *place.absolute().parents[:2])]
     return next((folder for folder in folders if folder.holds_run()), None)
 
@@ -78,7 +78,7 @@ def run_of(place: Path) -> RunFolder | None:
 def require_new(out: Path) -> None:
     """Check that a folder for images is empty."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"--out {out}: is there, and nothing is written over; name a new or empty folder")
+        raise UserError(f"--out {out}: exists, and nothing is overwritten; name a new or empty folder")
 
 
 def make_folder(request: SampleRequest) -> Path:

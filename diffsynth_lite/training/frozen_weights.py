@@ -56,7 +56,7 @@ def require_format(name: str, *, key: str) -> WeightFormat:
 def transformer_quantization(
     family: ModelFamily, transformer: torch.nn.Module, config: Config, device: torch.device
 ) -> Quantization | None:
-    """How a run keeps the linear layers in the blocks of what it trains; None where they stay as they are."""
+    """The format of the linear layers in the trained model's blocks; None where they are not quantised."""
     name, skipped = config.model.quantize, config.model.quantize_skip
     if name == "none":
         return None
@@ -80,7 +80,7 @@ def transformer_quantization(
 
 
 def text_encoder_memory(config: Config, family: ModelFamily, device: torch.device) -> TextEncoderMemory:
-    """How a run keeps the family's text encoders while they encode, on the device and in host memory."""
+    """The format and the place of the family's text encoders while they encode."""
     quantizes, streams = config.model.text_encoder_quantize != "none", config.memory.stream_text_encoder
     if not quantizes and not streams:
         return TextEncoderMemory()
@@ -89,7 +89,7 @@ def text_encoder_memory(config: Config, family: ModelFamily, device: torch.devic
         key = "model.text_encoder_quantize" if quantizes else "memory.stream_text_encoder"
         reason = "lora.components names the text encoders, which stay in model.dtype, on the device"
         if set(family.text_encoders) - set(family.trained):
-            reason = "no transformer layers are known of the text encoder"
+            reason = "the text encoder has no known transformer layers"
         raise UserError(f"{key}: has no effect, as {reason}; leave it out")
     weights = None
     if quantizes:
@@ -146,7 +146,7 @@ def _check_stream(
 
 
 SLOTS_TO_DRAW = 2
-"""Of a model that is loaded only for previews: one block computes while the next arrives."""
+"""Slots of a model that is loaded only for previews: one block computes while the next arrives."""
 
 
 def streamed_blocks(
@@ -155,7 +155,7 @@ def streamed_blocks(
     """The blocks of each model whose weights ``memory.stream_blocks`` keeps in host memory, in call order.
 
     Args:
-        transformer: what the family trains; may be on the meta device.
+        transformer: may be on the meta device.
     """
     if config.memory.stream_blocks == 0:
         return []
@@ -163,7 +163,7 @@ def streamed_blocks(
 
 
 def blocks_by_model(family: ModelFamily, transformer: torch.nn.Module) -> list[list[torch.nn.Module]]:
-    """The blocks of what a family trains: one list, or one for each of several experts."""
+    """The blocks of the trained model: one list, or one for each of several experts."""
     return [blocks_in(part, family.block_lists) for part in _models(family, transformer)]
 
 
@@ -234,7 +234,7 @@ def share_host_memory(config: Config, family: ModelFamily, accelerator: Accelera
             ),
         )
 
-    # Since the run was checked, less may have become available; what is asked for is taken at once.
+    # Less memory may be available than when the run was checked; all of it is taken at once.
     require(1, num_local_processes())
     memory = HostMemory.of_machine(
         num_bytes,
@@ -254,10 +254,10 @@ def load_to_draw(
 ) -> torch.nn.Module:
     """A family's model, frozen, next to one that is on the device already; in this process only.
 
-    Its blocks are streamed from host memory, where that has the room and something is saved.
+    Its blocks are streamed from host memory, where that has room and it saves device memory.
 
     Args:
-        prepare: is given the model before its weights are on the device.
+        prepare: called with the model before its weights are on the device.
     """
     memory = config.memory.model_copy(update={"stream_blocks": "all", "stream_slots": SLOTS_TO_DRAW})
     streamed = config.model_copy(update={"memory": memory})
@@ -278,7 +278,7 @@ def load_to_draw(
 
 
 def _can_stream(config: Config, models: Sequence[Sequence[torch.nn.Module]], device: torch.device) -> bool:
-    """Whether these blocks, on the meta device, take less of the device so, and the host has the room."""
+    """Whether streaming these blocks, on the meta device, saves device memory and the host has room."""
     num_slots = config.memory.stream_slots
     try:
         require_saving(models, device, num_slots=num_slots, min_bytes=config.memory.min_bytes)
@@ -312,7 +312,7 @@ def place_weights(
         loaded: blocks that are in host memory already; others are copied there.
     """
     try:
-        # First: whatever is still a parameter goes to the device with all others.
+        # First: all tensors that are still parameters go to the device.
         weights = WeightStream(
             streamed_blocks(config, family, transformer),
             device,
@@ -328,7 +328,7 @@ def place_weights(
         # Shards were loaded there, and are torch's to move.
         for tensor in (*transformer.parameters(), *transformer.buffers()):
             tensor.data = tensor.data if is_sharded(tensor) else tensor.data.to(device)
-    # Those in a format, in shards or on the host were looked at as they were read.
+    # Weights in a format, in shards or on the host were checked as they were read.
     for name, part in family.parts_of(transformer).items():
         require_finite_weights(family.folder, name, part)
     return weights

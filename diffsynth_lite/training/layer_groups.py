@@ -15,8 +15,8 @@ from diffsynth_lite.lora.kinds import AdapterKind, Dora, Lokr, Lora
 from diffsynth_lite.pipelines import ModelFamily
 
 OF_GROUP = " of "
-"""Between a setting of ``train`` and the ``match`` of the entry of ``lora.groups`` that has its own; a run
-that continues may change it as it may change the setting."""
+"""Between a setting of ``train`` and the ``match`` of the entry of ``lora.groups`` that overrides it; a run
+that resumes may change both alike."""
 _RATES = ("learning_rate", "weight_decay")
 _NUM_NAMED = 3
 
@@ -26,7 +26,7 @@ class LayerGroup:
     """Layers that are trained alike.
 
     Attributes:
-        name: ``match`` of the entry of ``lora.groups``; None of what no entry has.
+        name: ``match`` of the entry of ``lora.groups``; None for the layers that no entry matches.
         layers: full names.
         size: rank and alpha.
         learning_rate: of the first matrix of each pair, at its highest.
@@ -54,7 +54,7 @@ def require_kind(config: Config) -> None:
     if config.lora.kind == Lokr.name and config.model.training_adapter is not None:
         raise UserError(
             "model.training_adapter: peft puts no LoRA on layers with a LoKr; set lora.kind to lora or dora, "
-            "or keep what is distilled by objective.guidance_target"
+            "or keep the distillation by objective.guidance_target"
         )
     if config.lora.kind == Dora.name and config.memory.shard_base != "no":
         raise UserError(
@@ -76,7 +76,7 @@ def _size(config: Config, rank: int, alpha: float | None) -> LoraSize:
 
 
 def layer_groups(config: Config, family: ModelFamily, layers: Sequence[str]) -> list[LayerGroup]:
-    """The layers with a LoRA, by how they are trained: those of no entry of ``lora.groups`` first.
+    """The layers with a LoRA in groups: first the layers that no entry of ``lora.groups`` matches.
 
     Args:
         layers: full names, as :func:`find_targets` gives them.
@@ -154,7 +154,7 @@ class RateGroup:
     """Matrices that are trained with one learning rate, a group of the optimizer.
 
     Attributes:
-        label: what it is called in metrics.
+        label: its name in metrics.
         layers: full names.
         matrices: those of a layer that are in the group, by the ends of their names.
     """
@@ -169,7 +169,7 @@ class RateGroup:
 def rate_groups(config: Config, groups: Sequence[LayerGroup]) -> list[RateGroup]:
     """The groups of the optimizer: those of layers, and with LoRA+ each in two, first and second matrices.
 
-    What must not be pulled to zero is in one of its own, without weight decay.
+    Parameters that must not be pulled to zero are in a group of their own, without weight decay.
     """
     ratio, kind = config.lora.loraplus_ratio, adapter_kind(config)
     halves = [(kind.matrices, 1.0)]
@@ -191,7 +191,7 @@ def rate_groups(config: Config, groups: Sequence[LayerGroup]) -> list[RateGroup]
 
 
 def group_fingerprint(config: Config) -> dict[str, Any]:
-    """What of the LoRA's groups decides a run's numbers, by dotted key; rates have keys of their own."""
+    """The settings of groups that decide a run's numbers, by dotted key; rates have keys of their own."""
     groups = config.lora.groups
     fingerprint: dict[str, Any] = {"lora.groups": [group.model_dump(exclude=set(_RATES)) for group in groups]}
     for name in _RATES:
@@ -203,7 +203,7 @@ def find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Conf
     """Full names of the layers that get a LoRA.
 
     Args:
-        transformer: what the family trains; may be on the meta device.
+        transformer: may be on the meta device.
     """
     targets = _targets(family, config)
     layers = find_target_layers(transformer, targets, unused_modules=family.unused_modules(transformer))

@@ -1,4 +1,4 @@
-"""This file logs what the memory and speed settings did, and stops a run in which one did nothing."""
+"""This file logs the effects of the memory and speed settings, and stops a run in which one has none."""
 
 import logging
 from typing import Protocol
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trained(Protocol):
-    """What is trained, and what its settings work on."""
+    """The trained model, and the objects that its settings act on."""
 
     accelerator: Accelerator
     transformer: torch.nn.Module
@@ -34,7 +34,7 @@ def report_memory(
     metrics: MetricsLog,
     step: int,
 ) -> None:
-    """Log what is quantised, sharded and split, and what the other switches did in the first step."""
+    """Log which weights are quantised, sharded and split, and the effects of the other settings on a step."""
     context = checked.family.context
     report, streamed = engine.report(), built.weights.report()
     num_micro_batches = batch_layout(config, built.accelerator.num_processes).num_micro_steps
@@ -62,7 +62,7 @@ def report_memory(
 
 
 def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> None:
-    """Log what was compiled, after each step in which something was."""
+    """Log the compiled graphs, after each step that compiled one."""
     if not compiler.new_graphs():
         return
     report = compiler.report()

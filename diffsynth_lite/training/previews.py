@@ -75,7 +75,7 @@ _THUMBNAIL_PX = 256
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationInfo:
-    """What previews are generated with, as their files name it.
+    """The model and sampler that previews are generated with, as their files name them.
 
     Attributes:
         model: name of the base model, never a path.
@@ -90,7 +90,7 @@ class GenerationInfo:
 
 @dataclass(frozen=True)
 class PreviewModel:
-    """The model that generates previews, where that is not the one that is trained.
+    """The model that generates previews, where it is not the trained one.
 
     Attributes:
         config: has the formats of its weights.
@@ -102,14 +102,14 @@ class PreviewModel:
 
     @contextmanager
     def with_lora_of(self, transformer: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """Scope in which it is loaded, with the LoRA that the trained model has now.
+        """Scope in which it is loaded, with the present LoRA of the trained model.
 
         Args:
             transformer: with an adapter that trains, on the device.
         """
         updates = updates_of(adapter_tensors(transformer), adapter_settings(transformer))
         device = next(transformer.parameters()).device
-        # As in the file that comes of it: alpha is folded, so that each layer's is its rank.
+        # As in the LoRA file: alpha is folded, so that each layer's is its rank.
         of_file = tensors_of(updates, DIFFUSERS).items()
         tensors = {name: tensor for name, tensor in of_file if not name.endswith(COMFYUI_SCALE)}
         model = load_to_draw(
@@ -132,11 +132,9 @@ class Previews:
 
     Attributes:
         family: generates through its own diffusers pipeline.
-        folder: where the files go.
         requests: one a prompt.
-        source: what they are generated with.
         vae_dtype: dtype of the decoder, which is loaded for the previews and freed again.
-        other: the model that generates, loaded and freed each time; None where it is the one that trains.
+        other: the model that generates, loaded and freed each time; None where it is the trained one.
         writes: whether this process writes the files.
     """
 
@@ -180,7 +178,7 @@ class Previews:
                 OUT_OF_MEMORY_ADVICE,
             )
             return None
-        except Exception as error:  # a preview is never worth the run: a full disk, a broken scheduler
+        except Exception as error:  # a failed preview must not end the run: a full disk, a broken scheduler
             logger.warning(
                 "Previews at step %d failed; training continues: %s",
                 step,
@@ -205,7 +203,7 @@ class Previews:
         """A small image of the first prompt, from the last previews after training up to a step.
 
         Returns:
-            A data URL, of a video its middle frame; None where there is no preview yet, or none is readable.
+            A data URL, of a video its middle frame; None without a readable preview.
         """
         if not self.requests:
             return None
@@ -264,8 +262,7 @@ def _mark(request: PreviewRequest, drawn_on: str | None) -> str:
         *(request.prompt, request.negative_prompt if is_guided else "", request.guidance_scale),
         *(request.width, request.height, request.num_frames, request.seed, request.num_inference_steps),
     )
-    # Nothing is added for the model that trains and for no layers: these are the names of files from before
-    # there were others.
+    # Nothing is added for the trained model and without layers: files of earlier versions have these names.
     drawn_as += () if drawn_on is None else (drawn_on,)
     drawn_as += (f"{request.num_layers} layers",) if request.num_layers else ()
     digest = hashlib.blake2b(repr(drawn_as).encode(), digest_size=3)
@@ -281,7 +278,7 @@ def save_drawn(path: Path, drawn: Drawn, *, fps: float | None, parameters: str) 
 
     Args:
         path: of the image; the MP4, or the folder with a PNG of each layer, is next to it.
-        drawn: RGB frames, a single one is an image; RGBA ones are the layers of an image.
+        drawn: RGB frames, a single one for an image; RGBA frames are the layers of an image.
         fps: frames per second of a video.
         parameters: how it was generated; written into the files, with secrets masked.
     """
@@ -299,7 +296,7 @@ def save_drawn(path: Path, drawn: Drawn, *, fps: float | None, parameters: str) 
 
 
 def save_png(path: Path, image: Image.Image, parameters: str | None = None) -> None:
-    """Write an image, whole or not at all, with a text of how it was generated."""
+    """Write an image atomically, with the parameters that it was generated with."""
     texts = PngInfo()
     if parameters is not None:
         texts.add_text("parameters", parameters)  # as UTF-8 where it is not Latin-1
@@ -312,7 +309,7 @@ def generation_parameters(
 ) -> str:
     """How an image or a video was generated, as AUTOMATIC1111's web UI writes it into files.
 
-    Civitai, ComfyUI's managers and others read that. Source: ``create_infotext`` in its
+    Civitai, ComfyUI's managers and others read this format. Source: ``create_infotext`` in its
     ``modules/processing.py``, and ``re_param_code`` in ``modules/infotext_utils.py``, which reads it.
 
     Args:

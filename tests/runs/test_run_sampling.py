@@ -89,9 +89,9 @@ def test_prompts_seeds_scales_and_several_loras_of_a_run_that_has_moved(
         ("--lora {root}/run --prompt a --seed 1,2 --num 2", "--seed lists 2 seeds; give the first only"),
         (
             "--lora {root}/run --prompt a --out {root}/tiny.yaml",
-            "tiny.yaml: is there",
+            "tiny.yaml: exists",
         ),
-        ("--lora {root}/run --prompt a --out {root}/data", "data: is there, and nothing is written over"),
+        ("--lora {root}/run --prompt a --out {root}/data", "data: exists, and nothing is overwritten"),
         (
             "--lora {root}/run --prompt a memory.stream_blocks=9",
             "9; the model has 2 blocks",

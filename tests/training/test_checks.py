@@ -398,5 +398,5 @@ def test_a_text_encoder_of_unknown_layers_is_refused(root: Path, monkeypatch: py
     qwen_image.tiny().save_pretrained(root / "model")
     monkeypatch.setattr(QwenImage, "empty_component", lambda *_: None)
     monkeypatch.setattr(QwenImage, "empty_transformer", lambda _: qwen_image.tiny().transformer)
-    message = "model.text_encoder_quantize: has no effect, as no transformer layers are known of the text"
+    message = "model.text_encoder_quantize: has no effect, as the text encoder has no known transformer"
     assert message in refusal(root, **{"model.text_encoder_quantize": "int8"})

@@ -1,1 +1,1 @@
-"""What a run saves and continues from: checkpoints, and the LoRA file."""
+"""Checkpoints that a run resumes from, and the LoRA file that is saved with each."""

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _FIXED_SECTIONS = ("lora", "objective")
 _FREE_FIELDS = ("lora.init_from",)
-"""Of these sections: not used by a resumed run."""
+"""Settings of these sections that a resumed run does not use."""
 _FIXED_FIELDS = {
     "model": (
         *("family", "dtype", "quantize", "quantize_skip"),
@@ -65,7 +65,7 @@ _CONDITIONAL = ("train.steps", "train.micro_batch_size")
 _SHIFT_AT = "objective.shift at "
 """Begins the entries of the shift that the noise levels of a size have."""
 _SHIFT_SETTINGS = ("objective.shift", "objective.shift_value")
-"""Free to change where the shifts stay the same."""
+"""May change where the shifts stay the same."""
 _SAME_SHIFT = 1e-9
 """Relative; the last digits of an exponential differ between machines."""
 _WEIGHTS = "model.weights"
@@ -156,7 +156,7 @@ def _shift_fingerprint(shifts: Mapping[str, float]) -> RunFingerprint:
 def data_fingerprint(identity: DataIdentity, *, micro_batch_size: int) -> RunFingerprint:
     """The facts that decide the samples of a run: its items in order, and their decoder and encoders.
 
-    With several buckets also the micro-batch size: the samples of one bucket are drawn that many in a row.
+    With several buckets also the micro-batch size: so many samples of one bucket follow each other.
     """
     fingerprint: RunFingerprint = {
         "data.items": identity.items,
@@ -256,7 +256,7 @@ def _checkpoint_folder(source: str) -> Path:
 
 
 def _document(path: Path, kind: type[_Document]) -> _Document:
-    """Content of a file of a run without a checkpoint."""
+    """The content of a run's file that no checkpoint has a copy of."""
     try:
         document = parse_json(read_run_file(path))
     except ValueError:

@@ -263,9 +263,9 @@ def restore(
     *,
     accelerator: Accelerator,
 ) -> None:
-    """Put the adapter, its average and the optimizer's state back, before the model is wrapped.
+    """Restore the adapter, its average and the optimizer's state, before the model is wrapped.
 
-    A run that keeps an average only from here on starts it at the adapter's present values.
+    A run that keeps an average from this start on begins it at the adapter's restored values.
 
     Args:
         accelerator: its main process reads the checkpoint, which the others may not have; call this on all.

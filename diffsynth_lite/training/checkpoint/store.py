@@ -52,11 +52,11 @@ class SavedBytes:
         has_average: bool,
         num_in_vectors: int = 0,
     ) -> "SavedBytes":
-        """Of an adapter of so many weights.
+        """The sizes for an adapter of ``num_weights`` weights.
 
         Args:
             lora_dtype: of the LoRA files; a checkpoint is in fp32.
-            num_in_vectors: those that are magnitudes of a DoRA, which files have twice, in fp32.
+            num_in_vectors: weights that are magnitudes of a DoRA, which files have twice, in fp32.
         """
         adapters = 2 if has_average else 1
         vectors = 2 * num_in_vectors * torch.float32.itemsize
@@ -74,7 +74,7 @@ class CheckpointStore:
 
     Args:
         keep: newest complete checkpoints to keep, at least 1.
-        keep_every: those of steps that are multiples of it stay for good.
+        keep_every: checkpoints of steps that are multiples of it are never removed.
 
     Attributes:
         pinned: a step whose checkpoint stays too, such as the best one's.
@@ -91,7 +91,7 @@ class CheckpointStore:
         self.known_good: int | None = None
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, oldest first, whatever its condition."""
+        """Steps that have a checkpoint folder, complete or not, oldest first."""
         folders = [entry for entry in self._entries() if entry.is_dir() and not entry.is_symlink()]
         return sorted(step for step in map(step_of, (entry.name for entry in folders)) if step is not None)
 
@@ -105,11 +105,11 @@ class CheckpointStore:
             documents: file name without suffix to anything that json can hold.
 
         Returns:
-            The folder of the checkpoint, on the disk to stay.
+            The folder of the checkpoint, synced to the disk.
 
         Raises:
             ValueError: a document holds NaN or infinity.
-            RunDivergedError: a tensor does; the earlier ones are intact.
+            RunDivergedError: a tensor holds NaN or infinity; the earlier checkpoints are intact.
         """
         _check_finite(tensors, step)
         path = self.folder / folder_name(step)

@@ -28,12 +28,12 @@ _Result = TypeVar("_Result")
 _Gathered = TypeVar("_Gathered")
 
 _WAIT_S = 1.0
-"""For a file that another machine has just written: a network file system may show it late."""
+"""Wait for a file that another machine has just written: a network file system may show it late."""
 _POLL_S = 0.05
 
 
 def on_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result | None:
-    """Do something on the main process while the others wait; when it fails, every process raises.
+    """Call a function on the main process while the others wait; when it fails, every process raises.
 
     Returns:
         The result on the main process, None on the others.
@@ -78,7 +78,7 @@ def tensors_from_main_process(
 
 
 def on_all_processes(accelerator: Accelerator, work: Callable[[], _Result]) -> list[_Result]:
-    """Do a part of something on each process; when one fails, every process raises.
+    """Call a function on each process; when one fails, every process raises.
 
     Returns:
         The results of all processes, the same list on each.
@@ -134,7 +134,7 @@ def some_processes_first(
     *,
     is_first: bool,
 ) -> tuple[_Result, list[_Gathered]]:
-    """Do something on some processes and then on the others, which find its files on the disk.
+    """Call a function on some processes and then on the others, which find its files on the disk.
 
     Args:
         gather: returns the part of a process's result that all of them get.
@@ -206,7 +206,7 @@ def find_folder_group(accelerator: Accelerator, folder: Path, *, on_each_machine
     leaves_one = accelerator.is_local_main_process if on_each_machine else accelerator.is_main_process
     marker = _left_in(folder) if leaves_one else None
     try:
-        # The others look when all are there: file systems remember a name that was once missed.
+        # The others look when all exist: file systems cache that a name was missing.
         name = None if marker is None else marker.name
         left = gather_object([(name, bool(accelerator.is_local_main_process))])
         names = frozenset(name for name, _ in left if name is not None)

@@ -79,7 +79,7 @@ def check_split(config: Config, family: ModelFamily, transformer: torch.nn.Modul
     """Check that the model of a family can be split as the config wants it.
 
     Args:
-        transformer: what is trained, on the meta device.
+        transformer: on the meta device.
     """
     wanted, kind = config.train.context_parallel, config.train.context_parallel_kind
     if wanted == 1:

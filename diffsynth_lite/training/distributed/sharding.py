@@ -60,7 +60,7 @@ def shards_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> 
 
 
 def require_same_expert(config: Config, family: ModelFamily, shifts: Iterable[float]) -> None:
-    """Check that all processes run the same expert in a step, whatever the sizes of their samples.
+    """Check that all processes run the same expert in a step, for samples of any sizes.
 
     They gather each block together, and would take each other's weights for their own.
     """
@@ -74,7 +74,7 @@ def require_same_expert(config: Config, family: ModelFamily, shifts: Iterable[fl
 
 
 def require_as_many_passes(config: Config, family: ModelFamily) -> None:
-    """Check that all processes run the model as often as each other, whatever their samples.
+    """Check that all processes run the model equally often, for any samples.
 
     They gather each block together, and one that runs it once more would wait for ever.
     """

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 logger = logging.getLogger(__name__)
 
 LONG_WAIT = timedelta(hours=6)
-"""For the work of one process while the others wait: its part of the cache, previews, a checkpoint."""
+"""Limit of the work of one process while the others wait: its part of the cache, previews, a checkpoint."""
 _DUMP_AT = 0.8
 """Part of the limit after which every process writes its stacks: before the limit ends them."""
 _RESET_AFTER = 0.05

@@ -1,1 +1,1 @@
-"""What a run encodes before it trains, and how: all at once, or by parts."""
+"""The encoding of a run's data before it trains: all at once, or by parts."""

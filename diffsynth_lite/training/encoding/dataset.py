@@ -104,8 +104,8 @@ def read_records(
     def read() -> list[ReadRecords]:
         if part.is_whole:
             adopt_parts(index_file(cache_folder(config)))
-        # A UserError is caught here. Caught further out, this process would wait in the next exchange for one
-        # that has ended with another error.
+        # A UserError is caught here. Caught further out, this process would wait in the next exchange for a
+        # process that has ended with another error.
         return [problems.attempt(work) or ReadRecords() for work in (read_training, read_held_out)]
 
     group = find_cache_group(config, accelerator)
@@ -146,7 +146,7 @@ def _without(read: ReadRecords, unread: Sequence[Mapping[str, str]]) -> ReadReco
 def _check_headers(
     config: Config, found: FoundRecords, own: Sequence[Record], quarantine: "Quarantine", part: Part
 ) -> None:
-    """Refuse too many bad items early; the caching pass finds the others."""
+    """Refuse too many bad items early; the caching pass finds other bad items."""
     bad = found.unread
     if config.data.on_bad_item == "error":
         with open_memory(config, part) as memory:
@@ -269,7 +269,7 @@ class Quarantine:
             logger.warning("%s. They are left out", summary_of_bad(names, bad))
 
     def refuse(self, names: Sequence[str], bad: Mapping[str, str]) -> None:
-        """Stop where the run would; too many to leave out is known only for all parts together."""
+        """Stop where the run would; whether too many are bad is known only for all parts together."""
         data = self._data
         if self._part.is_whole or data.on_bad_item == "error":
             refuse_bad_items(names, bad, on_bad_item=data.on_bad_item, max_bad_ratio=data.max_bad_ratio)

@@ -72,8 +72,8 @@ class TrainingData:
 
     Attributes:
         items: of the training, in order, with the keys of their tensors.
-        identity: of the content of these items, wherever their tensors are.
-        tag_counts: by the index of a source.
+        identity: hash of the content of these items, for any place of their tensors.
+        tag_counts: by index of the source.
         is_live: whether tensors are encoded when they are read, in the process that holds the encoders.
         validation_items: for the fixed-noise loss: the first held-out items, or the first of ``items`` where
             nothing is held out.
@@ -102,7 +102,7 @@ class CheckedData(Protocol):
 
     @property
     def training(self) -> ReadRecords:
-        """The training records, of a part its own."""
+        """The training records, or those of the part."""
 
     @property
     def held_out(self) -> ReadRecords:
@@ -134,7 +134,7 @@ def plan_encoding(
         check_vae_tiling(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
     if family.with_audio and part.is_whole:
         require_audio(config, trained_on)
-    if config.validation.model_path is None:  # else another model's encoder has them
+    if config.validation.model_path is None:  # else another model's encoder encodes them
         _add_previews(config, family, job, memory, part)
     return job
 
@@ -281,7 +281,7 @@ def _encode_passes(
     bad: dict[str, str] = {}
     num_new = 0
     for items, encoder in job.passes:
-        # Each process its share, then what it still misses: nothing, unless a file system shows files late.
+        # Each process its share, then its missing entries: none, unless a file system shows files late.
         for shard in [own, Shard()][: accelerator.num_processes]:
             left = {key: item for key, item in items.items() if key not in bad}
             for found in on_all_processes(accelerator, partial(work, left, encoder, shard)):

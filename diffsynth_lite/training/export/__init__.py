@@ -1,1 +1,1 @@
-"""What comes with the LoRA file: its metadata and its model card; and the disk space that a run needs."""
+"""The metadata and the model card of the LoRA file, and the disk space that a run needs."""

@@ -66,7 +66,9 @@ class CardWriter:
         """Write the card of a LoRA; a card that cannot be written is a warning, and the run continues."""
         try:
             write_model_card(lora_folder, self._card(lora_folder, step))
-        except Exception as error:  # a card is never worth the run: a full disk, a family with less metadata
+        except (
+            Exception
+        ) as error:  # a failed card must not end the run: a full disk, a family with less metadata
             logger.warning(
                 "The model card in %s could not be written: %s",
                 lora_folder,
@@ -305,8 +307,8 @@ def _caveats_of_base(base: BaseModel, *, keeps_distillation: bool) -> Iterator[s
     else:
         doubt = ", which we could not confirm" if "licence" in base.release.unconfirmed else ""
         yield (
-            f"The licence is that of the base model: {base.release.licence}{doubt}. What it asks of "
-            "models that are made from that one holds for this."
+            f"The licence is that of the base model: {base.release.licence}{doubt}. Its terms for "
+            "derived models apply to this one."
         )
     if base.release and base.release.distilled and not keeps_distillation:
         yield (

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _NUM_ALWAYS_KEPT = 2
 """The newest checkpoint, and the one before it: until a step from the newest has had a finite loss."""
 _BYTES_PER_PIXEL = 3
-"""Of a PNG at most, without headers: content that cannot be compressed stays as it is."""
+"""At most, in a PNG without its headers: content that cannot be compressed stays as it is."""
 
 
 def require_disk_space(config: Config, checked: CheckedRun, store: CheckpointStore, start_step: int) -> None:
@@ -57,7 +57,7 @@ def num_checkpoints_to_come(config: Config, *, num_there: int, start_step: int) 
     regular = range(every * (start_step // every + 1), steps + 1, every)
     num_kept = max(output.keep_checkpoints, _NUM_ALWAYS_KEPT)
     num_rotating = min(len(regular) + is_odd, num_kept + 1 - min(num_there, num_kept))
-    # Those that stay for good, before the last ones.
+    # Those that are never removed, before the last ones.
     last = regular[len(regular) + is_odd - num_rotating :]
     for_good = output.keep_every_steps or steps + 1
     num_for_good = (last[0] - 1 if last else steps) // for_good - start_step // for_good

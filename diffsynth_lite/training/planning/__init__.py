@@ -1,1 +1,1 @@
-"""What a run takes of the device, of host memory and of time, counted before anything is loaded."""
+"""The device memory, host memory and time of a run, estimated before anything is loaded."""

@@ -1,4 +1,4 @@
-"""This file chooses what a config leaves to the trainer: ``memory.auto``, ``memory.stream_blocks: auto``."""
+"""This file chooses the settings of ``memory.auto`` and ``memory.stream_blocks: auto``."""
 
 import logging
 import math
@@ -44,17 +44,17 @@ from diffsynth_lite.training.planning.subject import counter_of, step_settings, 
 logger = logging.getLogger(__name__)
 
 _OPEN = {"quantize": "model.quantize", "micro_batch_size": "train.micro_batch_size"}
-"""What ``memory.may_change`` names, by dotted key: all are part of what a run is."""
+"""The settings that ``memory.may_change`` names, by dotted key: all are part of a run's fingerprint."""
 _MICRO_BATCH_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenMemory:
-    """A config, and what was chosen of it.
+    """A config with the chosen settings.
 
     Attributes:
-        lasting: what of that a resumed run keeps, by dotted key.
-        predicted: what a step is estimated to take; None where nothing limits it.
+        lasting: the chosen settings that a resumed run keeps, by dotted key.
+        predicted: estimated memory of a step; None where nothing limits it.
     """
 
     config: Config
@@ -79,13 +79,13 @@ def choose_memory(
     *,
     earlier: Mapping[str, Any] | None = None,
 ) -> ChosenMemory:
-    """Choose what a config leaves open, the same on all processes: the fastest that fits all of them.
+    """Choose the settings that are left open, the same on all processes: the fastest that fit all of them.
 
     Args:
-        earlier: what the first start of a resumed run chose, which stays; None for a new run.
+        earlier: the choice of the first start of a resumed run, which stays; None for a new run.
 
     Raises:
-        UserError: nothing fits; or what ``counter_of`` raises.
+        UserError: nothing fits; or from ``counter_of``.
     """
     memory = config.memory
     lasting = dict(earlier or {}) if memory.auto else {}
@@ -114,11 +114,11 @@ def choose_memory(
 
 
 def suggest_settings(config: Config, family: ModelFamily, accelerator: Accelerator) -> str:
-    """What a step is estimated to take, and the fastest settings that take less and fit, to copy."""
+    """The estimated memory of a step, and the fastest settings that take less and fit, to copy."""
     counter, settings = counter_of(config, family), _settings_of(config, family, accelerator)
     timer = timer_of(config, counter, gpu_here() or gpu_named(ASSUMED_GPU))
     taken = counter.count(settings).device
-    # Whatever was counted: it did not fit.
+    # The step did not fit, even if its estimate does.
     room = _room_of(config, _whole_device_bytes(config, accelerator.device))
     room = replace(room, device=min(room.device, taken - 1))
     message = f"A step is estimated to take {format_bytes(taken)} of the device; "
@@ -147,7 +147,7 @@ class _Search:
     """Finds what fits, and logs why.
 
     Attributes:
-        given: the config as it is, but for what an earlier start chose.
+        given: the config, with the choice of an earlier start.
     """
 
     given: Config
@@ -228,7 +228,7 @@ class _Search:
 
 
 def _settings_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> StepSettings:
-    """Of a step in one of the processes, on their kind of device."""
+    """The settings of a step in one of the processes, on their kind of device."""
     settings = step_settings(config, family, num_processes=accelerator.num_processes)
     return replace(
         settings,
@@ -238,7 +238,7 @@ def _settings_of(config: Config, family: ModelFamily, accelerator: Accelerator) 
 
 
 def _room(config: Config, accelerator: Accelerator) -> tuple[MemoryBudget, str]:
-    """What every process may take, and the card that the main one has."""
+    """The memory that every process may take, and the card of the main one."""
     card = gpu_here()
     found = on_all_processes(
         accelerator,
@@ -259,7 +259,7 @@ def _room_of(config: Config, device_bytes: float) -> MemoryBudget:
 
 
 def _device_bytes(config: Config, device: torch.device) -> float:
-    """What training steps may take of a device; infinite on the CPU."""
+    """The memory of a device that training steps may take; infinite on the CPU."""
     if config.memory.device_gib is not None:
         return config.memory.device_gib * 1024**3
     if device.type != "cuda":
@@ -276,7 +276,7 @@ def _whole_device_bytes(config: Config, device: torch.device) -> float:
 
 
 def _host_bytes(config: Config) -> float:
-    """What a process may take of host memory; infinite where the system does not report it."""
+    """The host memory that a process may take; infinite where the system does not report it."""
     if config.memory.host_gib is not None:
         return config.memory.host_gib * 1024**3
     available = available_host_bytes()

@@ -1,8 +1,8 @@
 """This file finds settings of a step that fit a device and its host, the fastest first.
 
 What happens to all blocks, or to the first of them while the others are kept, is searched together with how
-many blocks are streamed. What is kept comes last: it is freed before the blocks that are computed again need
-memory.
+many blocks are streamed. The blocks that are kept come last: they are freed before those that are recomputed
+need memory.
 """
 
 import json
@@ -27,18 +27,18 @@ _BOTH_OFFLOADED = BlockStrategy(offload=True, save_attention="park")
 _STRATEGIES = (KEEP, _ATTENTION_KEPT, _ATTENTION_OFFLOADED, _BOTH_OFFLOADED, RECOMPUTE, OFFLOAD)
 """Strategies that are tried."""
 _SAME_SECONDS = 0.001
-"""Relative: closer estimates count as equally fast."""
+"""Relative difference below which estimates count as equally fast."""
 _MOST_COUNTS = 2
-"""Of the mixtures of two strategies, each of a second or more: in most models these cover nearly all."""
+"""Of a mixture of two strategies, each in a second or more: in most models these cover nearly all numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """What a process may take.
+    """The memory that a process may take.
 
     Attributes:
         num_sharing: processes of the machine, which share streamed weights.
-        offload_ratio: part of what the weights leave of host memory that the offload may take.
+        offload_ratio: fraction of the host memory left by the weights that the offload may take.
     """
 
     device: float
@@ -57,10 +57,10 @@ class MemoryBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Settings, and what a step takes under them.
+    """Settings, and the memory and time of a step under them.
 
     Attributes:
-        seconds: that it is estimated to take, more reliable as a ratio to those of another choice.
+        seconds: estimate, more reliable as a ratio to that of another choice.
     """
 
     settings: StepSettings
@@ -68,7 +68,7 @@ class Choice:
     seconds: float
 
     def overrides(self, config: Config) -> list[str]:
-        """What the settings change of a config, as ``key=value`` for the command line."""
+        """The settings that differ from a config's, as ``key=value`` for the command line."""
         return as_overrides(changed_settings(self.settings, config))
 
 
@@ -78,7 +78,7 @@ def as_overrides(changes: Mapping[str, object]) -> list[str]:
 
 
 def changed_settings(settings: StepSettings, config: Config) -> dict[str, Any]:
-    """What settings of a step change of a config, by dotted key."""
+    """The settings of a step that differ from a config's, by dotted key."""
     policy = settings.policy
     wanted: dict[str, Any] = {
         "model.quantize": settings.quantize,
@@ -113,12 +113,12 @@ def choices(
     kinds: Sequence[StepSettings],
     room: MemoryBudget,
 ) -> list[Choice]:
-    """The best settings that fit, the fastest first: of those that are as fast, what takes the host least.
+    """The best settings that fit, the fastest first: of equally fast ones, that with the least host memory.
 
-    None of them takes as long as another, or longer, and no less memory.
+    They are Pareto-optimal in time and memory.
 
     Args:
-        seconds: that an optimizer step takes.
+        seconds: returns the time of an optimizer step.
         kinds: settings as they may be, but for what happens to blocks and how many are streamed.
     """
     search = _Search(counter, seconds, room)
@@ -170,7 +170,7 @@ def _numbers_streamed(counter: MemoryCounter, settings: StepSettings) -> list[in
 
 
 def least_of_device(counter: MemoryCounter, settings: StepSettings) -> StepSettings:
-    """The settings with what takes least of the device: all blocks are treated alike.
+    """The settings that take least of the device: all blocks are treated alike.
 
     All are streamed, but where they are sharded.
     """
@@ -246,7 +246,7 @@ class _Search:
     def _worth_mixing(
         self, settings: StepSettings, effective: Sequence[BlockStrategy]
     ) -> Iterator[BlockStrategy]:
-        """Of strategies that take host memory, and of others, that which costs least for what it saves."""
+        """The strategy that costs least per byte saved, one with host memory and one without."""
         kept = with_strategy(settings, KEEP)
         device, seconds = self._counter.count(kept).device, self._seconds(kept)
 
@@ -285,7 +285,7 @@ class _Search:
             yield min(streaming, key=lambda choice: choice.seconds)
 
     def _numbers_mixed(self, settings: StepSettings, strategy: BlockStrategy) -> list[int]:
-        """How many blocks may be treated so while the others are kept, as far as few counts show."""
+        """The numbers of blocks that may use the strategy while the others are kept, by few counts."""
         by_count = defaultdict[Any, list[int]](list)
         for number in range(1, self._counter.num_blocks):
             by_count[self._counter.counted_as(with_strategy(settings, strategy, number))].append(number)

@@ -15,11 +15,11 @@ from diffsynth_lite.training.planning.memory_count import MemoryCount
 logger = logging.getLogger(__name__)
 
 _TOLERATED = 0.05
-"""Of what was predicted: a step that takes more than this in addition is a warning."""
+"""Fraction of the prediction by which a step may exceed it without a warning."""
 
 
 class Trained(Protocol):
-    """What is trained, and where."""
+    """The model that is trained, and its device."""
 
     accelerator: Accelerator
 
@@ -29,11 +29,11 @@ class Trained(Protocol):
 
 
 class StepComparison:
-    """Measures one step, and compares it with what was predicted; does nothing where nothing was.
+    """Measures one step, and compares it with the prediction; does nothing without one.
 
-    That is the second one of a start: the first one makes what lasts, such as the optimizer's state. On CUDA
-    the allocator reports it, and its peak is reset; on the CPU each tensor that operators make is counted,
-    which changes no number.
+    It is the second step of a start: the first one allocates memory that stays, such as optimizer state. On
+    CUDA the allocator's peak is reset and read; on the CPU each tensor that operators make is counted. No
+    result changes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StepComparison:
     def _compare(self, step: int, predicted: int, measured: int) -> None:
         self._log(step, {"device_bytes_predicted": predicted, "device_bytes_measured": measured})
         logger.info(
-            "device memory   %s in step %d; predicted of the largest size and longest prompt: %s (%+.1f %%)",
+            "device memory   %s in step %d; predicted for the largest size and longest prompt: %s (%+.1f %%)",
             format_bytes(measured),
             step,
             format_bytes(predicted),

@@ -1,4 +1,4 @@
-"""This file counts what encoding the longest prompt and the largest media takes, and generating a preview."""
+"""This file estimates the memory of encoding the longest prompt and the largest media, and of a preview."""
 
 import math
 from contextlib import suppress
@@ -34,19 +34,19 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 _WORDS = 100
 _RGB, _RGBA = 3, 4
 _COPIES_OF_PIXELS = 3
-"""In fp32, that diffusers' processors have at once of a clip that they make a tensor of: 3.0 were measured of
-81 frames of 832 x 480. Its frames in 8 bits are added."""
+"""Copies in fp32 that diffusers' processors hold while they make a tensor of a clip: 3.0 were measured with
+81 frames of 832 x 480. The frames in 8 bits are added."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBytes:
-    """What an encoder takes.
+    """Bytes that an encoder takes.
 
     Attributes:
-        device: its weights there, with the slots of those that are streamed.
-        calls: most that it holds on the device in addition while it encodes.
+        device: its weights on the device, with the slots of streamed ones.
+        calls: peak on the device in addition to the weights, while it encodes.
         host: its weights in host memory.
-        passing: most that is in host memory in addition, while it is loaded or gets what it encodes.
+        passing: peak in host memory in addition, while it is loaded or its inputs are read.
     """
 
     device: int
@@ -91,7 +91,7 @@ def _calls_with_longest_prompt(
 ) -> int:
     counted = StandIns()
     copied = without_weights(family, counted, trained=family.trained)
-    # Where weights are changes nothing of what calls hold.
+    # The place of the weights does not change the memory of calls.
     copied.text_encoder_memory = TextEncoderMemory(quantizations=memory.quantizations)
     # Qwen-Image encodes twice as many tokens as it keeps; with images, nothing is cut.
     num_tokens = family.max_prompt_tokens * (1 if family.prompt_sees_images else 2)
@@ -106,7 +106,7 @@ def _calls_with_longest_prompt(
 
 
 def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_inputs: int) -> EncoderBytes:
-    """The autoencoder and what else is loaded with it, with an image or clip; these come one by one."""
+    """The autoencoder and models that are loaded with it, with an image or clip; these come one by one."""
     dtype = getattr(torch, config.model.vae_dtype)
     counted = StandIns()
     copied = without_weights(family, counted, trained=family.trained, vae_tiling=config.model.vae_tiling)
@@ -132,23 +132,23 @@ def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_i
 
 
 def _num_channels(vae: Any) -> int:
-    """Of the images that it takes; those of some autoencoders are transparent."""
+    """Channels of the images that an autoencoder takes; those of some are transparent."""
     in_channels: int = vae.config.get("input_channels", vae.config.get("in_channels", _RGB))
     # Some that take patches of images have the channels of a patch here.
     return in_channels if in_channels == _RGBA else _RGB
 
 
 _NUM_STEPS = 2
-"""Denoising steps: each holds what the one before did, and some samplers take no fewer."""
+"""Denoising steps: each takes as much memory as the others, and some samplers take no fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewBytes:
-    """What generating a preview holds on the device in addition to the model that is trained.
+    """Bytes that generating a preview takes in addition to the model that is trained.
 
     Attributes:
-        weights: of what is loaded to generate, but for the model.
-        calls: most in addition to all weights.
+        weights: on the device, of the components that are loaded for it.
+        calls: peak on the device in addition to all weights.
         calls_in_tiles: the same, where the autoencoder decodes in tiles, as it does when the device is full.
         copies: in host memory while these weights are loaded.
     """

@@ -1,4 +1,4 @@
-"""This file counts what a training step takes on the device and in host memory, before anything is loaded.
+"""This file estimates the device and host memory of a training step, before anything is loaded.
 
 The settings of a folder are enough: the model is built on torch's meta device, with a few blocks in place of
 all. What kernels, the allocator and the driver take for themselves is not counted.
@@ -45,20 +45,20 @@ from diffsynth_lite.training.planning.step import MetaModel, MetaStep, Sample, S
 
 _META = torch.device("meta")
 _BLOCKS_GATHERED = 3
-"""As torch's ``fully_shard`` overlaps what it gathers with what is computed; not measured on a GPU."""
+"""As torch's ``fully_shard`` overlaps gathering with computing; not measured on a GPU."""
 _MOMENTS_OF_ADAMW = 2
-"""Numbers that it keeps of each one that trains."""
+"""Numbers that it keeps for each trained one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCount:
-    """Bytes that training holds, on the device where nothing else is given.
+    """Bytes that training holds, on the device unless noted.
 
     Attributes:
-        slots: that streamed weights visit; of a sharded base, what is gathered of it at once.
+        slots: of streamed weights; with a sharded base, the weights that are gathered at once.
         gradients: of the LoRA, at the end of the backward pass.
-        step: what a step holds in addition, its gradients included, and what it computes.
-        exchanged: what processes that share samples hold in addition to their parts.
+        step: memory of a step in addition, with its gradients, and its operations.
+        exchanged: memory of processes that share samples, in addition to that of their parts.
     """
 
     weights: int
@@ -77,31 +77,31 @@ class MemoryCount:
 
     @property
     def device(self) -> int:
-        """Most on the device at once."""
+        """Peak on the device."""
         return self.between_steps + self.step.peak + self.exchanged
 
     @property
     def host(self) -> int:
-        """Most in host memory at once."""
+        """Peak in host memory."""
         return self.weights_on_host + self.step.host
 
 
 class MemoryCounter:
-    """Counts steps of what a family trains, with a LoRA on some of its layers, at one size.
+    """Counts training steps of a family's model, with a LoRA on some of its layers, at one size.
 
-    Of several experts that are trained the first runs in a step; weights and LoRA are those of all.
+    Where several experts are trained, the first one runs in a step; weights and LoRA are those of all.
 
     Args:
         layers: full names, in the family's ``empty_transformer()``, of those with a LoRA.
-        optimizer: what it keeps; as AdamW where it is None.
+        optimizer: its state; that of AdamW where it is None.
         conditioning: of one sample; its values do not matter.
         training_adapter: a second, frozen one on the model.
-        exchange: where sequences are split, in which case the sample is what one process computes of it.
+        exchange: where sequences are split; the sample is then the part that one process computes.
 
     Attributes:
         lora_bytes: of the weights of the LoRA, in fp32.
-        optimizer: what it keeps.
-        training_adapter_bytes: of those of the frozen adapter, which count as frozen weights, in fp32.
+        optimizer: its state.
+        training_adapter_bytes: of the frozen adapter, in fp32; they count as frozen weights.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class MemoryCounter:
         self._sample = Sample(tuple(latents_shape), conditioning, audio_latents_shape, own_audio_level)
         model = family.empty_transformer()
         self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank, own=own, kind=kind)
-        # In addition to what trains, in fp32, too.
+        # In addition to the trained weights, in fp32, too.
         self._constant_bytes = torch.float32.itemsize * sum(
             kind.num_constants(len(model.get_parameter(f"{layer}.weight"))) for layer in layers
         )
         adamw = OptimizerFacts(state_bytes=_MOMENTS_OF_ADAMW * self.lora_bytes, has_average=False)
         self.optimizer = adamw if optimizer is None else optimizer
         parts, first = family.parts_of(model), family.trained[0]
-        # Of experts a step runs one; what else is trained, such as text encoders, runs, too.
+        # A step runs one of the experts; other trained parts, such as text encoders, run, too.
         others = [name for name, part in parts.items() if type(part) is not type(parts[first])]
         self._first = type(family)(family.folder, trained=[first, *others])
         self._first.with_audio = family.with_audio
@@ -165,7 +165,7 @@ class MemoryCounter:
         self._needed_matmuls: dict[nn.Module, dict[tuple[int, ...], set[nn.Module]]] = {}
 
     def count(self, settings: StepSettings) -> MemoryCount:
-        """What training under these settings holds."""
+        """The memory of training under these settings."""
         models, num_shards = self._model_bytes(settings), settings.num_shards
         streamed = [block for model in models for block in model.streamed(settings.stream_blocks).values()]
         resident = sum(model.share(num_shards) for model in models) - sum(block.plain for block in streamed)
@@ -197,7 +197,7 @@ class MemoryCounter:
             self._weights[key] = []
             for part in parts:
                 kept, blocks = _cast(part, settings), list[nn.Module]()
-                # What else is trained, such as text encoders, is neither quantised nor streamed.
+                # Other trained parts, such as text encoders, are neither quantised nor streamed.
                 if type(part) is type(parts[0]):
                     kept = self._quantized(kept, settings)
                     blocks = blocks_in(kept, self.family.block_lists)
@@ -220,13 +220,13 @@ class MemoryCounter:
         return self._count_of(settings)[0]
 
     def _count_of(self, settings: StepSettings) -> tuple[tuple[StepSettings, tuple[int, ...]], FewBlocks]:
-        """What is counted for these settings, and the blocks that stand for theirs."""
+        """The step that is counted for these settings, and the blocks that represent theirs."""
         settings = settings.in_effect()
         few = self._few_blocks(settings)
         return (replace(settings, policy=few.policy), few.kinds), few
 
     def _step_cost(self, settings: StepSettings) -> StepCost:
-        """What a step takes; each kind of step is counted once, and stands for models of any length."""
+        """The cost of a step; each kind of step is counted once, for any number of blocks."""
         key, few = self._count_of(settings)
         counted = key[0]
         if key not in self._steps:
@@ -290,7 +290,7 @@ class MemoryCounter:
 
     def preview_model(self, settings: StepSettings) -> nn.Module:
         """The first model, with a few of its blocks and its LoRA, on meta, as it is called for previews."""
-        # Of several models the pipeline calls each by itself; what is prepared is all of them as one.
+        # The pipeline calls each of several models by itself; the prepared one is all of them in one.
         precision = settings.mixed_precision if len(self.family.trained) == 1 else "no"
         model = self._built(settings, self._few_blocks(settings), precision).model.eval()
         return self._first.parts_of(model)[self._first.trained[0]]
@@ -318,7 +318,7 @@ class _FrozenAdapter:
 
 
 def _cast(model: nn.Module, settings: StepSettings) -> nn.Module:
-    """The model, frozen, in the settings' dtype but for what stays in fp32."""
+    """The model, frozen, in the settings' dtype but for the parts that stay in fp32."""
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         if not kept_in_fp32(model, name):
@@ -328,7 +328,7 @@ def _cast(model: nn.Module, settings: StepSettings) -> nn.Module:
 
 @dataclass(frozen=True)
 class _BlockBytes:
-    """What the weights of a block take that can be streamed: where they are now, and packed in a slot."""
+    """Bytes of a block's weights that can be streamed: where they are now, and packed in a slot."""
 
     plain: int
     packed: int
@@ -336,7 +336,7 @@ class _BlockBytes:
 
 @dataclass(frozen=True)
 class _ModelBytes:
-    """What the weights of a model take, and those of its blocks that can be streamed, in call order.
+    """Bytes of a model's weights, and of those of its blocks that can be streamed, in call order.
 
     Attributes:
         rows: number and bytes of the rows of each weight that can be sharded.
@@ -362,14 +362,14 @@ class _ModelBytes:
         )
 
     def share(self, num_shards: int) -> int:
-        """Bytes that the first of so many processes has, whose share is the largest."""
+        """Bytes of the first process, whose share is the largest."""
         if num_shards == 1:
             return self.total
         elsewhere = sum((number - -(-number // num_shards)) * size for number, size in self.rows)
         return self.total - elsewhere
 
     def gathered(self, num_shards: int) -> int:
-        """Bytes of the weights that are whole at once in each of so many processes.
+        """Bytes of the weights that each process has whole at once.
 
         Those outside of blocks, and three times the largest block: the one that computes, one that arrives,
         and the room that it arrives in.

@@ -1,4 +1,4 @@
-"""This file counts what each phase of a run takes, and finds settings with which a phase fits."""
+"""This file estimates the memory of each phase of a run, and finds settings with which a phase fits."""
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
@@ -29,10 +29,10 @@ PhaseName = Literal["encoding media", "encoding prompts", "loading", "training",
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What a phase of a run takes at most.
+    """The peak memory of a phase of a run.
 
     Attributes:
-        least_device: bytes of the device where it has no more: previews are then decoded in tiles.
+        least_device: bytes of the device that it needs at least: previews are decoded in tiles on a full one.
     """
 
     name: PhaseName
@@ -81,13 +81,13 @@ class PhaseCounter:
                 return _phase(name, 0, 0)
 
     def changed(self, changes: Mapping[str, object]) -> "PhaseCounter":
-        """Of the same run with other settings, by key, that do not touch the steps or the data."""
-        changed = copy(self)  # what was counted is known to both
+        """The same with other settings, by key, that change neither the steps nor the data."""
+        changed = copy(self)  # shares the counts
         changed.config = with_changes(self.config, changes)
         return changed
 
     def _once(self, count: Callable[[], _Counted], *settings: object) -> _Counted:
-        """What is counted under these settings, unless it is known."""
+        """The result of a count, which is made once for these settings."""
         key = repr(settings)
         if key not in self._known:
             self._known[key] = count()
@@ -113,7 +113,7 @@ class PhaseCounter:
 
     @property
     def _resident_encoders(self) -> EncoderBytes:
-        """What stays with the model: both encoders, where data are encoded while it trains."""
+        """The encoders that stay next to the model, where data are encoded while it trains."""
         if self.config.data.cache:
             return EncoderBytes(device=0, calls=0, host=0, passing=0)
         encoders = self._media, self._prompts
@@ -152,12 +152,12 @@ class PhaseCounter:
         subject = self.config, self.family, self._counter, settings
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
         keys = "preview", formats, self.config.model, self.config.validation
-        drawn: PreviewBytes = self._once(lambda: count_preview(*subject), *keys)
-        held = step.between_steps + self._resident_encoders.device + drawn.weights
+        preview: PreviewBytes = self._once(lambda: count_preview(*subject), *keys)
+        held = step.between_steps + self._resident_encoders.device + preview.weights
         is_moving = settings.has_average and self.config.validation.use_ema
         if is_moving or self._counter.optimizer.has_average:
-            held += self._counter.lora_bytes  # what is trained waits while the average generates
-        host = self._resident_encoders.host + step.host + drawn.copies
+            held += self._counter.lora_bytes  # a copy of the trained values while the average generates
+        host = self._resident_encoders.host + step.host + preview.copies
         if set(self.family.denoisers) - set(self.family.trained):
             # Here: other families would be imported for it.
             from diffsynth_lite.pipelines.wan.experts import NUM_SLOTS
@@ -174,9 +174,9 @@ class PhaseCounter:
             host += other.weights_on_host
         return Phase(
             name="generating previews",
-            device=held + drawn.calls,
+            device=held + preview.calls,
             host=host,
-            least_device=held + drawn.calls_in_tiles,
+            least_device=held + preview.calls_in_tiles,
         )
 
     def _bytes_without_adapter(self, other: MemoryCount) -> int:
@@ -191,7 +191,7 @@ def _phase(name: PhaseName, device: int, host: int) -> Phase:
 _Changes = dict[str, Any]
 
 _OTHER_NUMBERS = frozenset(("model.text_encoder_quantize", "model.vae_dtype", "model.vae_tiling"))
-"""Settings that change what a run is."""
+"""Settings that make it another run."""
 _STREAMED: _Changes = {"memory.stream_text_encoder": True}
 _IN_TILES: _Changes = {"model.vae_tiling": True}
 _IN_BFLOAT16: _Changes = {"model.vae_dtype": "bfloat16"}
@@ -202,7 +202,7 @@ class Remedy:
     """Settings with which a phase fits.
 
     Attributes:
-        after: what it takes with them; None where none are known, and ``changes`` is empty.
+        after: its memory with them; None where none are known, and ``changes`` is empty.
     """
 
     before: Phase
@@ -218,7 +218,7 @@ class Remedy:
 def remedies(phases: PhaseCounter, settings: StepSettings, room: MemoryBudget) -> Iterator[Remedy]:
     """For each phase that does not fit, the first settings that make it fit: those that change least.
 
-    What helps the steps themselves is not looked for.
+    Settings that make the steps themselves fit are not searched.
     """
     for before in phases.count(settings):
         if before.fits(room.device, room.host):
@@ -234,7 +234,7 @@ def remedies(phases: PhaseCounter, settings: StepSettings, room: MemoryBudget) -
 
 
 def _helping(phase: Phase, phases: PhaseCounter, settings: StepSettings) -> Iterator[_Changes]:
-    """What may help a phase, first what changes least."""
+    """Settings that may help a phase, those that change least first."""
     own = list(_of_phase(phase, phases, settings))
     if phases.config.data.cache:
         yield from own

@@ -1,4 +1,4 @@
-"""This file finds the part of a sample that one of several processes computes, and what they exchange."""
+"""This file finds the part of a sample that one of several processes computes, and estimates the exchange."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def is_prompt_split(family: ModelFamily) -> bool:
 
 
 def shared_conditioning(family: ModelFamily, conditioning: Conditioning, num_processes: int) -> Conditioning:
-    """What one of the processes is given: a part of a prompt, where it is split."""
+    """The input of one of the processes: a part of a prompt, where it is split."""
     if num_processes == 1 or not is_prompt_split(family):
         return conditioning
     prompt = conditioning["prompt_embeds"]
@@ -43,7 +43,7 @@ def shared_conditioning(family: ModelFamily, conditioning: Conditioning, num_pro
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """What processes that share samples hold in addition to their parts.
+    """The memory of processes that share samples, in addition to that of their parts.
 
     Attributes:
         embeds_whole: whether all tokens are there until the first block.
@@ -59,7 +59,7 @@ class Exchange:
 
     @classmethod
     def of(cls, model: nn.Module, **numbers: Any) -> Self:
-        """Of a model with a ``_cp_plan``."""
+        """The exchange of a model with a ``_cp_plan``."""
         described: Any = model
         config = described.config
         return cls(
@@ -69,7 +69,7 @@ class Exchange:
         )
 
     def num_bytes(self, micro_batch_size: int, itemsize: int) -> int:
-        """Most of it at once, with numbers of this many bytes."""
+        """Its peak, with numbers of this many bytes."""
         token = micro_batch_size * self.width * itemsize
         share = (self.tokens + self.prompt_tokens) * token
         embedded = (self.num_processes - 1) * self.tokens * token if self.embeds_whole else 0

@@ -28,13 +28,13 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What decides how much memory a step of a model takes, by the names of the settings.
+    """The settings that decide how much memory a step of a model takes, by their names.
 
     Attributes:
         accumulates: whether a step has several micro-batches, whose gradients are added up.
         compiles: whether blocks are compiled, which is not counted: they show no attention to save.
         num_shards: processes over which the frozen weights are sharded.
-        saves_attention: whether it can be saved: a ring computes it part by part.
+        saves_attention: whether the result of attention can be saved: a ring computes it part by part.
         device_type: kernels and autocast of CUDA and the CPU are not the same.
     """
 
@@ -83,7 +83,7 @@ class StepSettings:
             use_gradient_checkpointing=selected.recompute or others.recompute,
             use_gradient_checkpointing_offload=selected.offload or others.offload,
             policy=replace(policy, selected=selected, others=others),
-            # Where weights are changes no activation, nor does an average.
+            # Neither the place of the weights nor an average changes activations.
             stream_blocks=0,
             stream_slots=2,
             num_shards=1,
@@ -105,7 +105,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a model is given of one sample: the shapes of its latents, and its conditioning."""
+    """The model's inputs for one sample: the shapes of its latents, and its conditioning."""
 
     latents_shape: tuple[int, ...]
     conditioning: Conditioning
@@ -118,7 +118,7 @@ class MetaModel:
     """A model on meta with a few blocks and its LoRA, as a run of a precision has it.
 
     Attributes:
-        lasting: bytes of what it keeps of its first step, such as rotary tables.
+        lasting: bytes that it keeps after its first step, such as rotary tables.
     """
 
     model: nn.Module
@@ -177,7 +177,7 @@ class MetaStep:
         self._audio_sigma = torch.full((size,), 0.5, device=_META) if sample.own_audio_level else None
 
     def warm_up(self, needed: Collection[nn.Module] | None) -> None:
-        """Have the engine learn what it knows after a first step, in which it differs from later ones.
+        """Bring the engine into its state after a first step, which differs from later ones.
 
         Args:
             needed: layers whose products a recompute of these blocks needs; None takes a whole step for them.

@@ -17,8 +17,8 @@ from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 
 COUNTED_SHARE = 0.9
-"""Of what is free on a device. The rest is for what is not counted: kernels, what the allocator cannot use;
-how much these take was measured on no GPU."""
+"""Usable fraction of the free memory of a device. The rest is for uncounted memory: kernels, fragments that
+the allocator cannot use; how much these take was not measured on a GPU."""
 _FLOPS_RATIO, _MEMORY_RATIO, _BUS_RATIO = 0.7, 0.85, 0.8
 """Assumptions: the parts of a data sheet's numbers that a training step and its copies reach."""
 _TRANSFERS = {4: 16e9, 5: 32e9}
@@ -50,7 +50,7 @@ class Gpu:
 
     @property
     def training_gib(self) -> float:
-        """What of its memory is taken to be free for training."""
+        """Its memory that is assumed to be free for training."""
         return COUNTED_SHARE * self.memory_gib
 
     def seconds(self, work: Work, itemsize: int) -> float:
@@ -146,7 +146,7 @@ GPUS = (
     Gpu(
         name="H100",
         memory_gib=80,
-        bf16=989.5,  # half of what is given with sparsity, as of the H200
+        bf16=989.5,  # half of the number with sparsity, as of the H200
         fp32=67,
         bandwidth=3350,
         pcie=5,
@@ -164,7 +164,7 @@ GPUS = (
     ),
 )
 ASSUMED_GPU = "RTX 4090"
-"""Whose ratios order settings where no card is named."""
+"""Its ratios order settings where no card is named."""
 
 
 def gpu_named(name: str) -> Gpu:
@@ -198,12 +198,12 @@ def _plain(name: str) -> str:
 
 
 class StepTimer:
-    """Estimates how long optimizer steps of what a counter counts take on a card.
+    """Estimates how long the optimizer steps of a counter take on a card.
 
-    What the processes of a run exchange is not part of it, nor is the optimizer.
+    Neither the exchange between the processes of a run nor the optimizer is part of it.
 
     Args:
-        batch_size: samples of an optimizer step; None is one micro-batch, whatever its size.
+        batch_size: samples of an optimizer step; None is one micro-batch of any size.
         num_sharing: devices that share each sample, and so its work.
         attends_again: whether attention runs once more in the backward pass, as that of Ulysses does.
         other_forwards: forward passes without gradients that a micro-batch takes as well, on average.
@@ -226,14 +226,14 @@ class StepTimer:
         """Of an optimizer step on one device."""
         count, sharing = self._counter.count(settings), self._num_sharing
         streamed, host = 0, count.step.host / sharing
-        if settings.stream_blocks:  # what is still in the slots where the direction turns is not copied
+        if settings.stream_blocks:  # weights still in the slots where the direction turns are not copied
             streamed = max(0, sum(self._counter.streamed_bytes(settings).values()) - count.slots)
         forward, backward = count.step.forward, count.step.backward
         if self._attends_again:
             backward += Work(flops=forward.attention_flops)
         computing = self._gpu.seconds(forward, settings.itemsize) / sharing
         fetching = streamed / self._gpu.bus_bytes
-        # What is offloaded leaves in the other direction, and comes back in that of the weights.
+        # Offloaded inputs leave in the other direction, and come back in that of the weights.
         sending = host / self._gpu.bus_bytes
         seconds = max(computing, fetching, sending) + self._other_forwards * max(computing, fetching)
         seconds += max(self._gpu.seconds(backward, settings.itemsize) / sharing, fetching + sending)

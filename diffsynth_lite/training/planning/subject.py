@@ -1,4 +1,4 @@
-"""This file finds what is counted of a config, without weights: its model, its largest size, its settings."""
+"""This file finds the inputs of a memory estimate, without weights: model, largest size, settings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def largest_size(config: Config, family: ModelFamily) -> Bucket:
 
 
 def step_settings(config: Config, family: ModelFamily, *, num_processes: int = 1) -> StepSettings:
-    """What of a config decides how much memory a step takes, in one of the processes of a machine."""
+    """The settings of a config that decide how much memory a step takes, in one process of a machine."""
     train, memory, model = config.train, config.memory, config.model
     size = train.micro_batch_size
     if train.micro_batch_tokens is not None:
@@ -97,7 +97,7 @@ def step_settings(config: Config, family: ModelFamily, *, num_processes: int = 1
 def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     """Counts steps of a config at its largest size, with a prompt as long as may be.
 
-    Where processes share each sample that is what one of them has of it.
+    Where processes share each sample, the part that one of them computes is counted.
     """
     model = family.empty_transformer()
     num_blocks = len(blocks_in(family.parts_of(model)[family.trained[0]], family.block_lists))
@@ -143,7 +143,7 @@ def _exchange(
     shape: Sequence[int],
     conditioning: Conditioning,
 ) -> Exchange:
-    """What processes exchange that share samples, of which each has one of this shape."""
+    """The exchange between processes that share samples, each a part of one of this shape."""
     check_split(config, family, model)
     if config.data.given_sizes:  # others are known when the data are
         check_tokens(config, family, sizes_of(config, family))
@@ -180,7 +180,7 @@ def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes:
 
 
 def preserved_share(config: Config) -> float:
-    """Part of the samples that are preserved, if all sources hold as many items: no file is read."""
+    """Fraction of the samples that are preserved, if all sources hold as many items: no file is read."""
     passes = [
         (source.repeats * source.weight, source.preserve) for source in config.data.sources_by_key.values()
     ]

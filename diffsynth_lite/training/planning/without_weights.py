@@ -28,10 +28,10 @@ _TOKENIZERS = MappingProxyType(
         "Pixtral": tokenizers.mistral_tokenizer,
         "Qwen2": tokenizers.qwen2_tokenizer,
         "T5": tokenizers.t5_tokenizer,
-        "TokenizersBackend": tokenizers.mistral_tokenizer,  # what transformers 5 saves of any; ERNIE-Image's
+        "TokenizersBackend": tokenizers.mistral_tokenizer,  # what transformers 5 saves for any; ERNIE-Image's
     }
 )
-"""By how the names of their classes begin: small ones, which cut and fill a prompt as those of releases."""
+"""By the beginning of class names: small ones, which truncate and pad a prompt as those of releases do."""
 _IMAGE_TOKEN = "<|image_pad|>"
 """Of Qwen's text encoders; no others see images here."""
 
@@ -53,7 +53,7 @@ def frozen_component(family: ModelFamily, name: str, dtype: torch.dtype) -> nn.M
 
 
 def _cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
-    """Cast a model of transformers to a dtype, but for what its loader keeps in fp32."""
+    """Cast a model of transformers to a dtype, but for the weights that its loader keeps in fp32."""
     kept = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())
@@ -87,7 +87,7 @@ def _stored_dtypes(family: ModelFamily, location: str, name: str) -> set[torch.d
 
 
 class WithoutWeights(DiffusersFamily):
-    """What a family inherits from, before all else, to load models without numbers.
+    """The first base class of a family that loads models without numbers.
 
     Attributes:
         loaded: those that it has loaded, by component.
@@ -124,7 +124,7 @@ class WithoutWeights(DiffusersFamily):
 
 
 class _FirstFull:
-    """What is decoded, but that the first time the device is full: so the next is decoded in tiles."""
+    """The decoded result; the first time the device counts as full, so that the next one is in tiles."""
 
     def __init__(self) -> None:
         self._is_first = True
