@@ -1,4 +1,4 @@
-"""The ways in which a run ends, their exit codes, who tells of it, and how problems are collected."""
+"""The ways in which a run ends, their exit codes, who logs them, and how problems are collected."""
 
 import errno
 import os
@@ -26,23 +26,23 @@ class CheckpointError(UserError):
 class RunStoppedError(RuntimeError):
     """The run had to stop although its settings were right: non-finite numbers, no memory, a full disk.
 
-    The message says what is safe and how to continue.
+    The message states what is safe and how to continue.
     """
 
 
 class RunDivergedError(RunStoppedError):
-    """Losses, gradients or weights of a run are not finite, so what it has come to is not a result."""
+    """Losses, gradients or weights of a run are not finite, so its weights are not usable."""
 
 
 class RunInterrupted(BaseException):
     """Somebody asked the run to stop, and it stopped without losing anything.
 
-    Like KeyboardInterrupt no ``Exception``: a preview may fail, but not swallow this.
+    Like KeyboardInterrupt not an ``Exception``: a preview may fail, but not swallow this.
     """
 
 
 class Problems(list[str]):
-    """Lines that say what is wrong, collected so that a user reads all of them at once."""
+    """Problems, one a line, collected so that a user reads all of them at once."""
 
     def attempt(self, work: Callable[[], _Result]) -> _Result | None:
         """The result of ``work``; None where it raised a UserError, whose text then is a problem."""
@@ -68,9 +68,9 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 _OF_THE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 ON_EACH_MACHINE = {"on_each_machine": True}
-"""``extra`` of a log line that says how a run ended: the first process of each machine prints it."""
+"""``extra`` of the log line about the end of a run: the first process of each machine prints it."""
 MAX_LINES = 50
-"""Problems that one error tells; the rest is counted."""
+"""Problems that one error lists; the rest is counted."""
 _MAX_NAMED = 20
 """Things that one line of a message names; the rest is counted."""
 
@@ -92,7 +92,7 @@ def is_of_the_machine(error: BaseException) -> bool:
 
 
 def lacks_files(error: BaseException) -> bool:
-    """Whether a process could open no more files; torch, safetensors and sockets say so in other words."""
+    """Whether a process could open no more files; torch, safetensors and sockets word it differently."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno == errno.EMFILE
     text = str(error)

@@ -1,13 +1,13 @@
 """Files that appear whole or not at all, and how files are read that somebody else may have written.
 
-For what is written there are two promises. *Whole*: a reader, or the next start after a kill, finds the old
-file or the new one, never a part (``replacing``). *Durable*: that also holds after a power cut, and the new
-file is on the disk when the call returns, because the file and then its folder are synced (``write_bytes``,
-``write_text``, ``write_json``).
+There are two promises for files that are written. *Whole*: a reader, or the next start after a kill, finds
+the old file or the new one, never a part (``replacing``). *Durable*: that also holds after a power cut, and
+the new file is on the disk when the call returns, because the file and then its folder are synced
+(``write_bytes``, ``write_text``, ``write_json``).
 
-Durable is what a run cannot make again: checkpoints, the exported LoRA, status, fingerprint. The content of a
-cache entry is synced too, for it is dear, but not its folder: an entry that has no name is made again. The
-files copied out of a dataset are synced once for all of them. Previews are only whole.
+Durable are the files that a run cannot make again: checkpoints, the exported LoRA, status, fingerprint. The
+content of a cache entry is synced too, for it is dear, but not its folder: an entry that has no name is made
+again. The files copied out of a dataset are synced once for all of them. Previews are only whole.
 """
 
 import errno
@@ -103,7 +103,7 @@ def write_json_over(path: Path, value: Any) -> None:
 
 
 def signed_line(line: bytes) -> bytes:
-    """Content of a file that says whether it is whole: a line, and the sha256 of it on the second one."""
+    """Content of a file that shows whether it is whole: a line, and the sha256 of it on the second one."""
     return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 
@@ -111,7 +111,7 @@ def write_synced(path: Path, content: bytes) -> None:
     """Write a new file and wait until its content is on the disk; its name is once the folder is synced too.
 
     Raises:
-        OSError: the file exists, or could not be written in full; what was written of it remains.
+        OSError: the file exists, or could not be written in full; the part that was written remains.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -143,7 +143,7 @@ def set_aside(path: Path, reason: str) -> Path:
 def require_file(path: Path, *, most_bytes: int) -> None:
     """Check that a path leads to a regular file that may be read in whole.
 
-    Nothing is opened for that: a named pipe waits for whoever writes to it, and a device may have no end.
+    Nothing is opened for that: a named pipe waits for a writer, and a device may have no end.
 
     Raises:
         UserError: it is something else, or has more bytes.

@@ -1,4 +1,4 @@
-"""This file holds decoded media: what an encoder gets of an item, what is drawn, and images to be shown."""
+"""This file holds decoded media: the input of encoders, generated previews, and images to be shown."""
 
 import base64
 import io
@@ -116,13 +116,13 @@ class Media:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What a prompt encoder gets.
+    """The input of a prompt encoder.
 
     Attributes:
         text: the caption.
         images: RGB images that it sees next to the text, in families that edit.
         is_negative: whether guidance steers away from it: the negative prompt of a preview, and the empty
-            caption that stands for a dropped one. Some pipelines encode these in another way.
+            caption that replaces a dropped one. Some pipelines encode these in another way.
     """
 
     text: str
@@ -135,7 +135,7 @@ Drawn = list[Image] | ClipWithAudio
 
 
 def frames_of(drawn: Drawn) -> list[Image]:
-    """The images of what was drawn."""
+    """The generated images."""
     return drawn.frames if isinstance(drawn, ClipWithAudio) else drawn
 
 

@@ -1,6 +1,6 @@
 """This file masks secrets in everything that a run writes, prints or sends.
 
-A secret is known by its form, or as the value of an environment variable whose name says that it is one.
+A secret is known by its form, or as the value of an environment variable whose name marks it as one.
 What cannot be known that way is listed in ``docs/security.md``.
 """
 
@@ -16,7 +16,7 @@ from urllib.parse import quote, quote_plus
 _Value = TypeVar("_Value")
 
 MASK = "REDACTED"
-"""Stands for a secret. A plain word: text with it is still yaml, json, a URL or a file name."""
+"""Replaces a secret. A plain word: text with it is still yaml, json, a URL or a file name."""
 
 _SECRET_NAME = re.compile("TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 # TOKENIZERS_PARALLELISM=false has such a name, too; its value is a word that logs are full of.
@@ -26,7 +26,7 @@ _SHORTEST_VALUE = 8
 _FORMS = (
     (re.compile(r"(?:hf|api_org)_[A-Za-z0-9]{16,}"), MASK),
     (re.compile(r"wandb_v[0-9]+_[A-Za-z0-9_-]{16,}"), MASK),
-    # A commit is 40 hexadecimal digits as well, so a name must say that these are a key of W&B.
+    # A commit is 40 hexadecimal digits as well, so only a name can mark these as a key of W&B.
     (
         re.compile(
             r"((?:token|key|secret|password)\w{0,32}[\"']?\s{0,8}[:=]?\s{0,8}[\"']?)"
@@ -105,7 +105,7 @@ def redacted(value: _Value) -> _Value:
 
 
 def _ways_to_write(secret: str) -> set[str]:
-    """The secret, and what it is in json, yaml, Python, HTML and a URL."""
+    """The secret, and its spellings in json, yaml, Python, HTML and a URL."""
     return {
         secret,
         json.dumps(secret)[1:-1],

@@ -1,4 +1,4 @@
-"""This file has the arguments that commands share: which config, what lies on top of it, single settings."""
+"""This file has the arguments that commands share: the config, presets on top of it, single settings."""
 
 import argparse
 import math
@@ -33,7 +33,7 @@ def add_preset_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def argument_hint(message: str) -> str:
-    """What to add to argparse's message where a flag is a setting, or a yaml stands without ``--config``."""
+    """A hint for argparse's message where a flag is a setting, or a yaml is given without ``--config``."""
     sections = {name: model.model_fields for name, model in section_types().items()}
     flags = [word for word in message.split() if word.startswith("--")]
     if message.startswith("unrecognized"):
@@ -48,7 +48,7 @@ def argument_hint(message: str) -> str:
 
 
 def positive_count(text: str) -> int:
-    """What is given for an argument, where it is a whole number above 0."""
+    """Parse an argument that must be a whole number above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text}: a whole number above 0")
     return int(text)
@@ -66,7 +66,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def positive_number(text: str) -> float:
-    """What is given for an argument, where it is a finite number above 0."""
+    """Parse an argument that must be a finite number above 0."""
     try:
         value = float(text)
     except ValueError:

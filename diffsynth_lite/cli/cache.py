@@ -18,7 +18,7 @@ from diffsynth_lite.cli.processes import join_processes, refuse_group
 from diffsynth_lite.config import Config, LoadedConfig, load_config
 from diffsynth_lite.errors import UserError, join_lines, join_names
 
-if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which takes seconds.
+if TYPE_CHECKING:  # Wrong arguments are reported before torch is imported, which takes seconds.
     from accelerate import Accelerator
 
     from diffsynth_lite.data import Part, Pruned, TensorCache
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar="I/N",
                 type=part_of,
                 help="encode one of N parts of the items, I from 0 to N - 1, in a process that knows of no "
-                "other: for job arrays. Any order; without it what is still missing is encoded",
+                "other: for job arrays, in any order; without it all missing items are encoded",
             )
         if task is _prune:
             command.add_argument("--yes", action="store_true", help="delete without asking")
@@ -153,7 +153,7 @@ def _verify_seal(config: Config) -> None:
         logger.info("data.sealed: %s holds no sealed cache yet", config.data.sealed)
         return
     with Progress(console=Console(stderr=True, emoji=False)) as progress:
-        task = progress.add_task("verifying what is sealed", total=None)
+        task = progress.add_task("verifying the sealed cache", total=None)
         problems = list(seal.problems(sealed_folder(config), partial(_show, progress, task)))
     if problems:
         damaged = join_lines([f"data.sealed: {problem}" for problem in problems])
@@ -188,7 +188,7 @@ def _seal(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
 
 
 def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
-    """Delete what none of the configs needs, after asking; what is sealed is not needed."""
+    """Delete entries that none of the configs needs, after asking; those of a sealed cache are not needed."""
     from diffsynth_lite.core.units import format_bytes
     from diffsynth_lite.data import prune
 
@@ -226,7 +226,7 @@ def _digests(loaded: Sequence[LoadedConfig]) -> set[str]:
 
 
 def _prune_more(config: Config, seals: Collection[str], *, dry_run: bool) -> "Pruned":
-    """Delete what the folder holds next to entries; the tables of seals of these digests stay."""
+    """Delete the folder's other files; the tables of seals of these digests stay."""
     from diffsynth_lite.data import Pruned, parts_folder
     from diffsynth_lite.data.sealed import prune_orders, prune_tables, prune_unfinished
     from diffsynth_lite.training.data_settings import cache_folder, index_file, orders_folder, sealed_folder
@@ -259,7 +259,7 @@ def caching_accelerator(config: Config) -> "Accelerator":
 def fill_cache(config: Config, accelerator: "Accelerator", part: "Part | None" = None) -> int:
     """Encode all that a run will need, or one part of it; each process of a launcher does its share.
 
-    What is sealed is not looked at.
+    The sealed cache is not looked at.
 
     Returns:
         The number of items that the run will train on, of the part.
@@ -311,7 +311,7 @@ def _none_of(loaded: Sequence[LoadedConfig]) -> str:
 
 
 def _agrees(question: str) -> bool:
-    """The answer of whoever sits there; nobody does not agree."""
+    """Whether the user agrees; without a terminal, no."""
     try:
         return Confirm.ask(question, default=False)
     except EOFError:

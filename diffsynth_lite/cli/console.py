@@ -57,9 +57,9 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _LossyStream:
-    """A stream of text that nobody may be able to read any more: what it does not take is lost."""
+    """A stream whose reader may be gone: text that it does not accept is dropped."""
 
-    # A signal that interrupts a write logs a line of its own, to which the stream says "reentrant call".
+    # A signal that interrupts a write logs a line of its own, which the stream refuses as a "reentrant call".
     _LOST = (OSError, RuntimeError)
 
     def __init__(self, stream: TextIO) -> None:
@@ -118,7 +118,7 @@ def log_level(environment: Mapping[str, str]) -> int:
     """Of the lines that a process of a launcher prints.
 
     The main process prints its facts and everybody's warnings. The first one of each other machine prints
-    errors, and how the run ended: whoever looks at that machine's log only learns it too. The others are
+    errors, and how the run ended, so that the log of that machine by itself shows it. The others are
     silent.
     """
     if is_main_process(environment):
@@ -127,7 +127,7 @@ def log_level(environment: Mapping[str, str]) -> int:
 
 
 def run_command(work: Callable[[], None], console: Console, *, level: int = logging.INFO) -> int:
-    """Do what a command does, with secrets masked in whatever it prints and writes, and no code from a hub.
+    """Run a command, with secrets masked in all that it prints and writes, and no code from a hub.
 
     A log that takes nothing more, as a pipe into ``head``, stops nothing.
 
@@ -165,7 +165,7 @@ def _leave_process_group(*, failed: bool) -> None:
             return
         try:
             distributed.destroy_process_group()
-        except RuntimeError as error:  # the others are lost, and how the run ended is told
+        except RuntimeError as error:  # the others are lost, but the end of the run is logged
             logger.debug("the process group could not be ended: %s", error)
 
 
@@ -192,7 +192,7 @@ def hide_progress_bars() -> None:
 
 
 def exit_code_of(work: Callable[[], None], redactor: Redactor) -> int:
-    """Do what a command does.
+    """Run a command.
 
     Args:
         work: the command.

@@ -56,7 +56,7 @@ def run(parsed: argparse.Namespace) -> None:
     findings = examination.findings
     console = Console(emoji=False)
     print_findings(console, findings)
-    lead = f"{counted(findings.num_items, 'item')} for {loaded.config.model.family}, as {loaded.path} says"
+    lead = f"{counted(findings.num_items, 'item')} for {loaded.config.model.family}, by {loaded.path}"
     try:
         write_page(parsed.page, findings, title=loaded.path.stem, lead=lead)
     except OSError as error:
@@ -67,7 +67,7 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def print_findings(console: Console, findings: "Findings") -> None:
-    """The findings as tables, the advice last, where it is read."""
+    """The findings as tables, the advice last, so that it stays in view."""
     console.print(_pairs("Machine", findings.machine))
     console.print(_pairs("Model", findings.model))
     _print_data(console, findings, title="Data", unused="Not trained on")

@@ -1,4 +1,4 @@
-"""The console script ``diffsynth-lite``: what there is to do besides training."""
+"""The console script ``diffsynth-lite``: every command except training."""
 
 import argparse
 import os
@@ -27,14 +27,14 @@ _EXAMPLES = {
 """Each command's module, in the order in which a user needs them, with what one may type after its name."""
 
 _DESCRIPTION = (
-    "Commands for before a training run, during it, and for the LoRA that it leaves. The run "
+    "Commands to prepare a training run, to follow it, and to use its LoRA. The run "
     "itself: accelerate launch train.py --config my.yaml (without a clone: -m diffsynth_lite.cli.train in "
     "place of train.py)."
 )
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells what is wrong in one line, as all commands do, and not beneath a list of all there is."""
+    """Reports an error in one line, as all commands do, and not below the whole usage."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -43,10 +43,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if any(action.dest == "overrides" for action in self._actions):
             message += argument_hint(message)
-        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says what there is\n")
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Exit because of arguments that there are not; the first is compared with those there are."""
+        """Exit because of unknown arguments; suggests a known one for the first."""
         flag = unknown[0].partition("=")[0]
         close = get_close_matches(flag, self._option_string_actions, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""

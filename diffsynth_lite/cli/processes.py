@@ -1,7 +1,7 @@
-"""This file makes the processes of a launcher one run, or refuses them, and knows how long it waits for them.
+"""This file joins the processes of a launcher in one run, or refuses them, and knows its grace period.
 
 torch and Accelerate know the processes of a run by the variables that torchrun sets. Without them each would
-train for itself, and nothing would say so.
+silently train for itself.
 """
 
 import os
@@ -21,14 +21,14 @@ _USE_CPU = "ACCELERATE_USE_CPU"
 _BY_ACCELERATE = "ACCELERATE_DYNAMO_MODE"
 """``accelerate launch`` sets it, whatever it starts, and hardly anybody else."""
 _SHARDED_BY = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
-"""What ``accelerate launch`` can be asked for, as ``ACCELERATE_USE_...``, and is not supported."""
+"""Modes of ``accelerate launch``, set as ``ACCELERATE_USE_...``, that are not supported."""
 _ON = ("1", "on", "t", "true", "y", "yes")
-"""As Accelerate reads a switch."""
+"""As Accelerate reads a flag."""
 
 
 @dataclass(frozen=True)
 class _Numbering:
-    """Variables by which a launcher tells a process how many there are, and which one it is."""
+    """Variables in which a launcher passes the number of processes, and which one this is."""
 
     num_processes: str
     rank: str
@@ -52,12 +52,12 @@ _MPI = (
 )
 """Open MPI, MVAPICH2, and the Hydra of MPICH and Intel MPI."""
 _SRUN = _Numbering("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-"""Of a job step. ``SLURM_NTASKS`` alone says what a job may start: many ask for cores with it."""
+"""Of a job step. ``SLURM_NTASKS`` is only what a job may start: many ask for cores with it."""
 _DEFAULT_GRACE_S = 30
 """Of torch's elastic agent, which is torchrun, and `accelerate launch` with several processes."""
 _TIMEOUT_ARGUMENTS = ("--shutdown-timeout", "--shutdown_timeout")
 _TIMEOUT_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-"""The first one stands for the argument, as torchrun has one for each of them."""
+"""The first one replaces the argument, as torchrun has one for each argument."""
 
 
 def is_main_process(environment: Mapping[str, str]) -> bool:
@@ -74,7 +74,7 @@ def join_processes(environment: MutableMapping[str, str], command: Sequence[str]
     """See to it that Accelerate will take the processes of a launcher for one run.
 
     Processes of ``mpirun`` get the variables that torchrun would have set. Those of torchrun on a machine
-    without a GPU are told that they run on the CPU: Accelerate would make each of them a run of its own.
+    without a GPU get the variable that selects the CPU: Accelerate would make each of them a run of its own.
 
     Args:
         environment: of this process; it is changed.
@@ -105,13 +105,13 @@ def refuse_group(environment: Mapping[str, str], task: str) -> None:
     Tasks of srun are not: they know nothing of each other, and each may have a part of its own.
 
     Args:
-        task: what one process does alone, for the message.
+        task: the work of a single process, for the message.
     """
     numbering = _numbering(environment)
     count = 1 if numbering is _SRUN else _count(environment, numbering.num_processes)
     if count > 1:
         raise UserError(
-            f"{task}: needs one process, and {numbering.num_processes}={count} in the environment says that "
+            f"{task}: needs one process, and {numbering.num_processes}={count} in the environment means that "
             f"this is one of {count}; start it without a launcher"
         )
 
@@ -201,7 +201,8 @@ def _srun_refused(environment: Mapping[str, str], program: str) -> str:
 
 
 def _number_as_torchrun(environment: MutableMapping[str, str], numbering: _Numbering) -> None:
-    """Set the variables of torchrun to what MPI says, and on one machine where the processes meet."""
+    """Set the variables of torchrun to those of MPI, and on one machine the address where the processes
+    meet."""
     is_one_machine = environment.get(numbering.num_local) == environment[numbering.num_processes]
     given = zip(astuple(_TORCHRUN), astuple(numbering), strict=True)
     found = {name: environment[source] for name, source in given if source in environment}
@@ -220,7 +221,7 @@ def _require_all_variables(environment: Mapping[str, str], program: str) -> None
         given = [name for name in needed if name not in missing]
         values = ", ".join(f"{name}={environment[name]}" for name in given)
         raise UserError(
-            f"{values}: say in the environment that this is one of {size} processes, which would not find "
+            f"{values}: in the environment mean that this is one of {size} processes, which would not find "
             f"each other without {', '.join(missing)}; start with {_torchrun(size, program)}, or for one "
             f"process unset {', '.join(given)}"
         )
@@ -230,7 +231,7 @@ def _require_as_many_as_asked(environment: Mapping[str, str], program: str) -> N
     """Refuse the one process that ``accelerate launch`` starts where it was asked for several on the CPU."""
     if _BY_ACCELERATE not in environment or _TORCHRUN.rank in environment:
         return
-    # It says where the processes would meet, and starts one.
+    # It sets where the processes would meet, and starts one.
     of_launcher = _parent_environment()
     if all(environment.get(name) == of_launcher.get(name) for name in _RENDEZVOUS):
         return
@@ -277,7 +278,7 @@ def _require_devices(environment: MutableMapping[str, str], program: str) -> Non
 
 
 def _parent_environment() -> dict[str, str]:
-    """What the parent process was started with; empty where the system does not show it."""
+    """The parent's entry in the process table; empty where the system does not show it."""
     return dict(entry.split("=", 1) for entry in _shown_of_parent("environ") if "=" in entry)
 
 

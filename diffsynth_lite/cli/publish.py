@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite publish``."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
-        "--to", required=True, metavar="USER/NAME", help="repository; made if it is not there"
+        "--to", required=True, metavar="USER/NAME", help="repository; created if it does not exist"
     )
     parser.add_argument(
         "--lora",
@@ -24,14 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="last",
         help="the latest (default), that with the lowest loss on held-out data, or the moving average",
     )
-    parser.add_argument("--private", action="store_true", help="make a repository that only its owner sees")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument(
         "--dry-run", action="store_true", help="list what would be published, and send nothing"
     )
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Say what is published, and publish it."""
+    """List the files, and publish them."""
     from diffsynth_lite.run_folder.publishing import Publication  # takes a second to import
 
     folder = RunFolder(parsed.folder.expanduser())

@@ -91,9 +91,9 @@ def _told_to_launcher(file: str | None) -> Iterator[None]:
         yield
     except (Exception, RunInterrupted) as error:
         if file:
-            told = str(error) if exit_code(error) != EXIT_BUG else traceback.format_exc()
+            text = str(error) if exit_code(error) != EXIT_BUG else traceback.format_exc()
             # In the layout of torch.distributed.elastic.multiprocessing.errors.
-            message = {"message": redacted(told), "extraInfo": {"timestamp": str(int(time.time()))}}
+            message = {"message": redacted(text), "extraInfo": {"timestamp": str(int(time.time()))}}
             with suppress(OSError):
                 Path(file).write_text(json.dumps({"message": message}))
         raise
@@ -124,14 +124,12 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
 
 
 def _launcher_warnings(mixed_precision: str) -> list[str]:
-    """What the launcher asks for and the config overrules."""
+    """The launcher's settings that the config overrules."""
     # The launcher sets "no" also where nobody asked for it.
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched in ("no", mixed_precision):
         return []
-    return [
-        f"accelerate launch asks for {launched}; train.mixed_precision: {mixed_precision} is what is used"
-    ]
+    return [f"accelerate launch asks for {launched}; train.mixed_precision: {mixed_precision} is used"]
 
 
 def make_cublas_repeatable() -> None:

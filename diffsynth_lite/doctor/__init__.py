@@ -1,1 +1,1 @@
-"""What is wrong with a data set and a machine, found before any model is loaded."""
+"""Finds problems of a data set and a machine before any model is loaded."""

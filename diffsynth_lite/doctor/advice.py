@@ -1,4 +1,4 @@
-"""This file says what is worth changing in the model and data of a run, and in the data that are held out."""
+"""This file suggests changes to the model and data of a run, and to the data that are held out."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +27,7 @@ def advise(
         *_about_copies(found.equal, found.alike),
         *_about_sizes(data),
         *_about_repeats(data),
-        *_about_sound(data),
+        *_about_audio(data),
         *_about_batches(found.buckets),
     ]
 
@@ -100,7 +100,7 @@ def _about_leaks(groups: Sequence[Sequence[str]], what: str) -> Iterator[str]:
     if groups:
         yield (
             f"{counted(len(groups), 'group')} of held-out items that {what} items that are trained on, so "
-            f"that their loss tells what was learned by heart{_such_as([names[0] for names in groups])}."
+            f"that their loss measures memorization{_such_as([names[0] for names in groups])}."
         )
 
 
@@ -108,16 +108,16 @@ def _about_repeats(data: ExaminedData) -> Iterator[str]:
     if repeated := data.records_of(data.repeated):
         example = data.repeated[next(iter(data.repeated))]
         yield (
-            f"{counted(len(repeated), 'clip')} with fewer frames a second than asked for, so that some stand "
-            f"twice and motion stutters ({example}); a lower data.fps, or faster clips, help"
+            f"{counted(len(repeated), 'clip')} with fewer frames a second than asked for, so that some are "
+            f"repeated and motion stutters ({example}); a lower data.fps, or faster clips, help"
             f"{_such_as(repeated)}."
         )
 
 
-def _about_sound(data: ExaminedData) -> Iterator[str]:
+def _about_audio(data: ExaminedData) -> Iterator[str]:
     if data.unheard:
         yield (
-            f"{counted(len(data.unheard), 'clip')} with audio, which is not looked at: data.audio: true "
+            f"{counted(len(data.unheard), 'clip')} with audio, which is ignored: data.audio: true "
             f"would learn it{_such_as(data.unheard)}."
         )
     if data.silent:

@@ -57,16 +57,16 @@ from diffsynth_lite.training.encoding.dataset import require_audio
 _Value = TypeVar("_Value")
 
 _TRAINING = "trained on: "
-"""Stands before the names of training items where they are listed next to held-out ones."""
+"""Prefix of the names of training items where they are listed next to held-out ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What was found, and what the run would do about bad items.
+    """The findings, and how the run would treat bad items.
 
     Attributes:
         findings: for people.
-        data: what would be trained on, and what is held out, if anything is.
+        data: the training data, and the held-out data, if there are any.
     """
 
     findings: Findings
@@ -106,13 +106,13 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
     with FileMemory(index_file(cache.folder)) as memory:
         examiner = _Examiner(config, family, cache, memory, sheet_size, problems)
         data, decoded = examiner.examine(found, rules)
-        apart = examiner.examine(held_out, held_out_rules(rules)) if held_out else None
+        examined = examiner.examine(held_out, held_out_rules(rules)) if held_out else None
     findings = dataclasses.replace(_training_findings(data, decoded, problems, cache), model=model)
-    if apart is None:
+    if examined is None:
         return Examination(findings=findings, data=[data])
-    held_out_findings = _held_out_findings(*apart, data, decoded)
+    held_out_findings = _held_out_findings(*examined, data, decoded)
     return Examination(
-        findings=dataclasses.replace(findings, held_out=held_out_findings), data=[data, apart[0]]
+        findings=dataclasses.replace(findings, held_out=held_out_findings), data=[data, examined[0]]
     )
 
 
@@ -129,7 +129,7 @@ def _find_held_out(config: Config, training: Sequence[Record], problems: Problem
 
 @dataclass(frozen=True)
 class _Examiner:
-    """Plans and decodes records as a run would; what is wrong with all of them joins ``problems``."""
+    """Plans and decodes records as a run would; errors that concern all of them are added to ``problems``."""
 
     config: Config
     family: ModelFamily
@@ -180,7 +180,7 @@ class _Examiner:
 def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
     """What training and held-out data are looked at for alike."""
     captions = caption_table(data)
-    # What is preserved may be what is learned, under another caption.
+    # Preserved items may be learned ones with another caption.
     learned = _contents(data, only_learned=True)
     equal = equal_files(learned)
     hashes = {name: value for name, value in decoded.hashes.items() if name in learned}
@@ -256,7 +256,7 @@ def _beyond(equal: Sequence[Sequence[str]], alike: Sequence[Sequence[str]]) -> l
 
 
 def _marked(values: Mapping[str, _Value]) -> dict[str, _Value]:
-    """By names that tell training items from held-out ones."""
+    """By names that distinguish training items from held-out ones."""
     return {f"{_TRAINING}{name}": value for name, value in values.items()}
 
 

@@ -39,7 +39,7 @@ _LATENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminedData:
-    """What a run would train on, or measure its loss on.
+    """The data that a run would train on, or measure its loss on.
 
     Attributes:
         family: bound to its folder, without weights.
@@ -105,7 +105,7 @@ class ExaminedData:
 
     @cached_property
     def repeated(self) -> Mapping[str, str]:
-        """Clips of fewer frames a second than asked for, so that many frames stand twice, with how many."""
+        """Clips of fewer frames a second than asked for, so that frames are repeated, with how many."""
         doubled = {}
         for item in self.items:
             facts = self.plan.facts[item.record.name]
@@ -134,7 +134,7 @@ class ExaminedData:
         return list(dict.fromkeys(item.record.name for item in self.items if item.name in items))
 
     def remarks(self, name: str) -> list[str]:
-        """What is odd about an item."""
+        """Remarks on an item."""
         oddities = (self.cropped, self.enlarged, self.small, self.repeated)
         return [found[name] for found in oddities if name in found]
 
@@ -162,7 +162,7 @@ class CacheEstimate:
 
 
 def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
-    """What the items of a run and their captions take in the cache, of which no entry is read.
+    """Bytes that the items of a run and their captions take in the cache; no entry is read.
 
     Previews, which are few, are not counted.
     """
@@ -196,8 +196,8 @@ def _num_latents(item: TrainingItem, config: Config, family: ModelFamily) -> int
     bucket = item.bucket
     shape = family.latents_shape(bucket.width, bucket.height, bucket.num_images)
     target = math.prod(shape) + family.num_condition_values(shape)
-    sound = None if item.audio is None else audio_shape(config, family, bucket.num_frames)
-    target += 0 if sound is None else math.prod(sound)
+    audio = None if item.audio is None else audio_shape(config, family, bucket.num_frames)
+    target += 0 if audio is None else math.prod(audio)
     return target + sum(math.prod(family.latents_shape(*size, 1)) for size in bucket.inputs)
 
 
@@ -208,7 +208,7 @@ def _num_tokens(prompt: PromptItem, data: ExaminedData) -> int:
 
 
 def _token_width(family: ModelFamily) -> int:
-    """Numbers that are kept of each token of a prompt, as the family or else its text encoder's config says.
+    """Numbers that are kept of each token of a prompt, by the family or else its text encoder's config.
 
     Some families keep those of several layers of the text encoder.
     """

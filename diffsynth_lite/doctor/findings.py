@@ -1,4 +1,4 @@
-"""This file holds what the doctor found, as values that the console and the page show alike."""
+"""This file holds the doctor's findings, as values that both the console and the page show."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from PIL.Image import Image
 from diffsynth_lite.core.noise import LevelShares
 
 _KINDS = {
-    "image": "picture",
+    "image": "image",
     "video": "clip",
     "edit": "edit pair",
     "image_to_video": "first-frame clip",
@@ -82,7 +82,7 @@ class NoiseFindings:
     """One row of the table of noise levels.
 
     Attributes:
-        name: what it is of: all steps, a size, an expert, or audio with noise levels of its own.
+        name: its scope: all steps, a size, an expert, or audio with noise levels of its own.
         part: of all steps.
         shift: of their noise levels; None where sizes differ in it.
         shares: how they are spread.
@@ -133,11 +133,11 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptionFindings:
-    """What the captions are like.
+    """Facts about the captions.
 
     Attributes:
         tokens: of the captions, uncut; None where there are none.
-        limit: tokens that the encoder takes; what is longer is cut.
+        limit: tokens that the encoder takes; longer captions are cut.
         too_long: names of items with a caption above the limit.
         without_trigger: names of items whose captions lacked the trigger, which was put in front.
         same: captions that several items have, with their number; the most frequent first.
@@ -159,7 +159,7 @@ class SheetEntry:
         bucket: its size in words.
         captions: as encoded, one after the other.
         images: by what they are: input, target, mask, ...
-        remarks: what is odd about it.
+        remarks: anything unusual about it.
     """
 
     name: str
@@ -171,7 +171,7 @@ class SheetEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """All that the doctor found, or what it found in the held-out data.
+    """All findings of the doctor, or those of the held-out data.
 
     Attributes:
         sources: one each.
@@ -182,7 +182,7 @@ class Findings:
         captions: of all items.
         machine: facts by name.
         model: facts by name: its release, components and LoRA.
-        problems: what stops a run besides single files, a line each.
+        problems: errors that stop a run, except bad single files, one a line.
         dropped: name of a record to the reason why it cannot be used.
         equal: groups of names with equal files.
         alike: groups of names that look alike, beyond the equal ones.
@@ -191,7 +191,7 @@ class Findings:
         advice: what to change, the most important first.
         sheet: items as the model sees them.
         num_items: items planned; the sheet may show fewer.
-        held_out: what was found in the held-out data; None where there are none.
+        held_out: findings of the held-out data; None where there are none.
     """
 
     sources: Sequence[SourceFindings]

@@ -1,4 +1,4 @@
-"""This file says which release the model's folder is, and counts it and its LoRA without weights."""
+"""This file identifies the release in the model's folder, and sizes it and its LoRA without weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
@@ -29,7 +29,7 @@ _MAX_LETTERS = 60
 
 
 def model_table(config: Config, family: ModelFamily) -> dict[str, str]:
-    """Facts by name, in words: the release, what its files say otherwise, each component, the LoRA."""
+    """Facts by name, in words: the release, what its files have otherwise, each component, the LoRA."""
     transformer = family.empty_transformer()
     layers = find_targets(family, transformer, config)
     groups = layer_groups(config, family, layers)

@@ -1,4 +1,4 @@
-"""This file looks at a folder of media, by headers only, and says the config that a run starts from."""
+"""This file looks at a folder of media, by headers only, and writes the config that a run starts from."""
 
 import inspect
 import json
@@ -13,6 +13,7 @@ from statistics import median_low
 
 import yaml
 from PIL import Image
+from pydantic import ValidationError
 
 from diffsynth_lite.config import Config, find_config_file, load_config
 from diffsynth_lite.config.document import shortened
@@ -35,6 +36,7 @@ _DEFAULTS: Mapping[RecordKind, tuple[str, str]] = {
     "inpaint": ("flux_fill", "as its images have masks"),
 }
 """The family that is taken where none is named, and why, by what the folder holds."""
+_FLAGS = {"input_dirs": "--inputs", "layer_dirs": "--layers", "inpaint_mask_dir": "--masks"}
 _EDGE_STEP = 64
 """Pixels that a proposed resolution is a multiple of."""
 _FRAME_STEP = 8
@@ -46,7 +48,7 @@ _NO_TRIGGERS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class StartingPoint:
-    """What a run on a folder starts from.
+    """The starting point of a run on a folder.
 
     Attributes:
         family: name.
@@ -63,22 +65,22 @@ class StartingPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderFindings:
-    """What a folder of media holds.
+    """The content of a folder of media.
 
     Attributes:
         path: as given.
-        num_pictures: files of images.
+        num_images: files of images.
         num_clips: files of clips.
         input_dirs: folders with the images that those in it come from, as given.
         layer_dirs: folders with their layers, from the bottom up, as given.
-        mask_dir: folder with the masks of what of them is regenerated, as given; or None.
-        sizes: what the headers of images and clips that can be read tell.
+        mask_dir: folder with the masks of their regenerated parts, as given; or None.
+        sizes: from the headers of the images and clips that can be read.
         records: its items that can be used, by all that is known without their pixels.
-        problems: what is wrong with captions and names, as a run would tell it.
+        problems: errors in captions and names, as a run would report them.
     """
 
     path: Path
-    num_pictures: int
+    num_images: int
     num_clips: int
     input_dirs: Sequence[Path]
     layer_dirs: Sequence[Path]
@@ -89,10 +91,10 @@ class FolderFindings:
 
     @property
     def summary(self) -> str:
-        """Such as ``24 pictures, 2 of which cannot be used yet; 800 x 600 to 4032 x 3024 pixels``."""
-        kinds = [(self.num_pictures, "picture"), (self.num_clips, "clip")]
+        """Such as ``24 images, 2 of which cannot be used yet; 800 x 600 to 4032 x 3024 pixels``."""
+        kinds = [(self.num_images, "image"), (self.num_clips, "clip")]
         words = " and ".join(counted(number, name) for number, name in kinds if number)
-        if bad := self.num_pictures + self.num_clips - len(self.records):
+        if bad := self.num_images + self.num_clips - len(self.records):
             words += f", {bad} of which cannot be used yet"
         if not self.sizes:
             return words
@@ -114,11 +116,11 @@ def starting_point(
         family: name, or the dotted path of a module elsewhere.
         has_inputs: its images come from others, which are known.
         has_layers: they have layers, which are known.
-        has_masks: masks say what of them is regenerated.
+        has_masks: they have masks of the parts that are regenerated.
     """
     own = load_family(family).starting_recipes if family else {}
     kinds: tuple[RecordKind, ...] = ("image", "video")
-    learned = "pictures"
+    learned = "images"
     if any(map(is_video, list_folder(path, allow_outside=False).files)):
         learned, kinds = "clips", ("video", "image_to_video")
     elif has_inputs or ("edit" in own and "image" not in own):
@@ -160,19 +162,24 @@ def look_at(
     layer_dirs: Sequence[Path] = (),
     mask_dir: Path | None = None,
 ) -> FolderFindings:
-    """What is in a folder, as the data of a recipe."""
+    """The content of a folder, as the data of a recipe."""
     data = load_config(start.recipe).config.data
-    source = Source(
-        path=str(path),
-        input_columns=[] if input_dirs else data.input_columns,
-        input_dirs=list(map(str, input_dirs)),
-        layer_columns=[] if layer_dirs else data.layer_columns,
-        layer_dirs=list(map(str, layer_dirs)),
-        inpaint_mask_dir=None if mask_dir is None else str(mask_dir),
-    )
+    try:
+        source = Source(
+            path=str(path),
+            input_columns=[] if input_dirs else data.input_columns,
+            input_dirs=list(map(str, input_dirs)),
+            layer_columns=[] if layer_dirs else data.layer_columns,
+            layer_dirs=list(map(str, layer_dirs)),
+            inpaint_mask_dir=None if mask_dir is None else str(mask_dir),
+        )
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        flag = _FLAGS.get(str(first["loc"][0]) if first["loc"] else "", str(path))
+        raise UserError(f"{flag}: {first['msg'].removeprefix('Value error, ')}") from None
     found = find_records([source], media_store=path)
-    pictures, clips = list(filter(is_image, found.names)), list(filter(is_video, found.names))
-    if not pictures and not clips:
+    images, clips = list(filter(is_image, found.names)), list(filter(is_video, found.names))
+    if not images and not clips:
         hint = ""
         if source.input_columns:
             hint = "; --inputs FOLDER names images of the same names that these come from"
@@ -183,12 +190,12 @@ def look_at(
         raise UserError("\n".join(found.problems) + hint)
     return FolderFindings(
         path=path,
-        num_pictures=len(pictures),
+        num_images=len(images),
         num_clips=len(clips),
         input_dirs=input_dirs,
         layer_dirs=layer_dirs,
         mask_dir=mask_dir,
-        sizes=list(_sizes(path / name for name in (*pictures, *clips))),
+        sizes=list(_sizes(path / name for name in (*images, *clips))),
         records=found.records,
         problems=found.problems,
     )
@@ -202,7 +209,7 @@ def write_start(found: FolderFindings, start: StartingPoint, out: Path) -> Path 
         out: the file of the config, which it lies next to.
 
     Returns:
-        Its file, or None where there is no need of one.
+        Its file, or None where none is needed.
     """
     path = _start_file(found, start, out)
     if path is None:
@@ -237,7 +244,7 @@ def _start_file(found: FolderFindings, start: StartingPoint, out: Path) -> Path 
 
 
 def next_commands(config: Path) -> list[str]:
-    """What a user types with a config, as a shell takes it."""
+    """The next commands for a config, quoted for a shell."""
     named = f"--config {shlex.quote(shortened(str(config)))}"
     commands = ("diffsynth-lite doctor", "diffsynth-lite plan", "accelerate launch train.py")
     return [f"{command} {named}" for command in commands]
@@ -254,8 +261,8 @@ def starting_config(
     """
     config = load_config(start.recipe).config
     lines: dict[str, dict[str, str]] = defaultdict(dict)
-    picture = _start_file(found, start, out)
-    for section, key, value, why in _settings(found, config, out, picture):
+    first = _start_file(found, start, out)
+    for section, key, value, why in _settings(found, config, out, first):
         lines[section][key] = _line(key, value, why)
     for preset in presets:
         preset.require_fit(config.model.family)
@@ -326,7 +333,7 @@ def _proposed_previews(
         own = [_start_of(record, is_masked=is_masked) for record in found.records[:1]]
         starts = own[0] if own and (is_masked or not start) else [start]
         inputs = [str(path) for path in starts[:1] if path] * len(prompts)
-        yield "inputs", inputs, "what each starts from; others than you train on tell more"
+        yield "inputs", inputs, "what each starts from; images that you do not train on show more"
         if is_masked:
             masks = [start, *(record.inpaint_mask for record in found.records[:1])]
             files = [str(path) for path in masks if path][:1] * len(prompts)

@@ -63,7 +63,7 @@ def test_wrong_words_are_told_in_one_line(line: str, told: str, capsys: pytest.C
     assert caught.value.code == 2
     (shown,) = capsys.readouterr().err.splitlines()
     assert shown.startswith(told)
-    assert shown.endswith("--help says what there is")
+    assert shown.endswith("--help")
 
 
 @pytest.mark.parametrize("command", _COMMANDS)

@@ -190,7 +190,7 @@ def test_samples_have_sound_and_the_doctor_says_what_has_none(
     assert page.read_text().count("no audio") == 2
     assert main(["doctor", *run.arguments, "data.audio=false", "--page", str(page)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "3 clips with audio, which is not looked at: data.audio: true would learn it" in text
+    assert "3 clips with audio, which is ignored: data.audio: true would learn it" in text
     assert "no audio" not in page.read_text()
 
     assert run.train(*UNWATCHED) == 0
