@@ -1,4 +1,4 @@
-"""This file says what is written down of a released model. Plain values: nothing of torch or diffusers."""
+"""This file defines the record of a released model. Plain values: nothing of torch or diffusers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ class ReleaseComponent:
     """A component of a pipeline.
 
     Attributes:
-        class_name: its class, of diffusers or transformers; behind ``ltx2.`` or the like where diffusers has
+        class_name: its class, of diffusers or transformers; after ``ltx2.`` or the like where diffusers has
             it in that folder of its pipelines only.
         config: settings that differ from the defaults of its class.
         dtype: of the released weights; None where that is not known, and of a scheduler.
-        num_bytes: of the released weights, as the index of their files says; None where no index is known.
+        num_bytes: of the released weights, by the index of their files; None where no index is known.
         source: of the class, the settings and, where they are given, the dtype and the bytes.
     """
 
@@ -55,7 +55,7 @@ class Release:
         components: what has weights, by folder.
         scheduler: of the pipeline.
         tokenizers: of the pipeline, by folder.
-        size: that it makes unless told otherwise.
+        size: that it generates by default.
         parameters: of one model that is trained, as published: a number in its name is rounded; or None.
         variants: of the weight files, next to the plain ones.
         licence: its name.
@@ -64,7 +64,7 @@ class Release:
         architecture: its id in the metadata of LoRA files, ``modelspec.architecture``, without "/lora"; None
             where no program is known to give it one.
         version: its name in ``ss_base_model_version`` there, too.
-        sources: of what is said here, by ``pipeline`` (class, settings, tokenizers, variants), ``size``,
+        sources: of these facts, by ``pipeline`` (class, settings, tokenizers, variants), ``size``,
             ``parameters``, ``licence`` and ``architecture`` (and version).
         unconfirmed: what no source was found for, or what sources differ in.
     """
@@ -90,10 +90,10 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModel:
-    """What may be told of the model that a LoRA was trained on. It holds no path.
+    """The published facts of the model that a LoRA was trained on. It holds no path.
 
     Attributes:
-        hub_id: of its repository; None where a local folder does not tell.
+        hub_id: of its repository; None where a local folder does not show it.
         revision: commit of the repository, 40 hexadecimal digits; None where that is not known.
         release: the release that it is; None of any other model, also of one made from a release.
         architecture: as of a release; None where its settings are those of none.

@@ -1,4 +1,4 @@
-"""This file says of pipelines that no family here trains which family is nearest, and what it lacks."""
+"""This file lists pipelines that no family here trains, with the nearest family and what it lacks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
             "Upscalers of LTX-Video", "ltx_video", "a model that enlarges latents and removes no noise"
         ),
         "SanaImageToVideo": Untrained("Sana-Video from images", "sana", "clips, and another transformer"),
-        "SanaSprint": Untrained("Sana Sprint", "sana", "a distilled model that is told a guidance scale"),
+        "SanaSprint": Untrained("Sana Sprint", "sana", "a distilled model that takes a guidance scale"),
         "SanaVideo": Untrained("Sana-Video", "sana", "clips, and another transformer"),
         "SkyReelsV2": Untrained("SkyReels-V2", "wan", "a model of its own, made from Wan 2.1"),
         "SkyReelsV2ImageToVideo": Untrained(
@@ -70,7 +70,7 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
             "ControlNets of Stable Diffusion 3", "sd3", "a second model next to the transformer"
         ),
         "StableDiffusionXLImg2Img": Untrained(
-            "The SDXL refiner", "sdxl", "one text encoder, and an aesthetic score that the UNet is told"
+            "The SDXL refiner", "sdxl", "one text encoder, and an aesthetic score as an input of the UNet"
         ),
         "StableDiffusionXLInpaint": Untrained(
             "SDXL for inpainting", "sdxl", "a mask and a masked image in the model's input"

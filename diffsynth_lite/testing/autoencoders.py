@@ -109,7 +109,7 @@ def tiny_kl(*, seed: int = 0, **settings: Any) -> AutoencoderKL:
 def tiny_flux2_vae(*, seed: int = 0) -> AutoencoderKLFlux2:
     """A random VAE of FLUX.2: 32 channels, 8 x 8 pixels to a latent.
 
-    Its statistics are no released model's, but are not those of the class either, which change nothing.
+    Its statistics are not those of a released model, nor the defaults of the class, which change nothing.
     """
     with seeded(seed):
         vae = AutoencoderKLFlux2(block_out_channels=(4, 4, 4, 4), norm_num_groups=2, layers_per_block=1)
@@ -129,7 +129,7 @@ def tiny_cogvideox_vae(*, seed: int = 0) -> AutoencoderKLCogVideoX:
 def tiny_ltx_vae(*, seed: int = 0) -> AutoencoderKLLTXVideo:
     """A random LTX-Video VAE: 128 channels, 32 x 32 pixels and 8 frames to a latent.
 
-    Its statistics are no released model's, but are not those of the class either, which change nothing.
+    Its statistics are not those of a released model, nor the defaults of the class, which change nothing.
     """
     with seeded(seed):
         vae = AutoencoderKLLTXVideo(
@@ -157,8 +157,8 @@ def tiny_hunyuan_video_vae(*, seed: int = 0) -> AutoencoderKLHunyuanVideo:
 def tiny_ltx2_vae(*, seed: int = 0) -> AutoencoderKLLTX2Video:
     """A random LTX-2 VAE of clips: 16 channels, 32 x 32 pixels and 8 frames to a latent, the real scale.
 
-    The released one has 128, and so have its first layers. The statistics are no released model's, but are
-    not those of the class either, which change nothing. It decodes clips of any size, as that of LTX-2.3;
+    The released one has 128, and so have its first layers. The statistics are not those of a released model,
+    nor the defaults of the class, which change nothing. It decodes clips of any size, as that of LTX-2.3;
     that of LTX-2 mirrors their edges, and needs 64 pixels.
     """
     with seeded(seed):
@@ -181,7 +181,7 @@ def tiny_ltx2_vae(*, seed: int = 0) -> AutoencoderKLLTX2Video:
 def tiny_ltx2_audio_vae(*, seed: int = 0) -> AutoencoderKLLTX2Audio:
     """A random LTX-2 VAE of audio: 4 channels of 4 mel bins, the real rates, 25 latents a second.
 
-    The released one has 8 channels of 16. Its statistics are no released model's, too.
+    The released one has 8 channels of 16. The statistics are not its own, too.
     """
     with seeded(seed):
         vae = AutoencoderKLLTX2Audio(

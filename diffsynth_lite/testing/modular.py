@@ -9,8 +9,8 @@ from diffusers import ModularPipeline
 def handled_as_others(pipeline_class: type[ModularPipeline]) -> Any:
     """A modular pipeline's class, of the same name, that is saved and given components as others are.
 
-    The ``save_pretrained`` of diffusers 0.42.1 takes a text only, and warns where it is not told that the
-    index shall name the folder, which from 0.43 on is so anyhow.
+    The ``save_pretrained`` of diffusers 0.42.1 takes a text only, and warns unless the index is set to name
+    the folder, which is the default from 0.43 on.
     """
 
     def save_pretrained(self: Any, save_directory: str | Path, **settings: Any) -> None:

@@ -163,7 +163,7 @@ def folder(tiny_folder: Path) -> PipelineFolder:
         ([], "does not hold a JSON object"),
         ({}, "lacks weight_map"),
         ({"weight_map": ["a"]}, "is not an index of weights: its weight_map is not an object"),
-        ({"weight_map": {"a": 1}}, "lists 1, which is no .safetensors file next to it"),
+        ({"weight_map": {"a": 1}}, "lists 1, which is not a .safetensors file next to it"),
         ({"weight_map": {"a": "../../b.safetensors"}}, "lists ../../b.safetensors, which is no"),
         ({"weight_map": {"a": "/b.safetensors"}}, "lists /b.safetensors, which is no"),
         ({"weight_map": {"a": "config.json"}}, "lists config.json, which is no"),

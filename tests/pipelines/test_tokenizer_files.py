@@ -267,7 +267,11 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:d60acb\nsize 
     ("class_name", "files", "message"),
     [
         ("T5Tokenizer", {}, r"a T5Tokenizer, lacks tokenizer\.json or spiece\.model; files there: none"),
-        ("T5Tokenizer", {"spiece.model": POINTER}, r"spiece\.model \(73 bytes\) is no SentencePiece model"),
+        (
+            "T5Tokenizer",
+            {"spiece.model": POINTER},
+            r"spiece\.model \(73 bytes\) is not a SentencePiece model",
+        ),
         ("T5Tokenizer", {"tokenizer.json": b"{"}, "Expecting property name"),
         ("T5Tokenizer", {"tokenizer.json": b"{}"}, "added_tokens"),
         ("GemmaTokenizer", {}, r"lacks tokenizer\.json or tokenizer\.model"),

@@ -160,9 +160,10 @@ class DiffusersFamily(DiffusersLora):
     def load_component(self, name: str, dtype: torch.dtype, encoder_blocks: HostBlocks | None = None) -> Any:
         """A component with its weights in ``dtype``, on the CPU; pickled weights are refused.
 
-        Where ``quantization``, ``host_blocks`` or ``shards`` is set, what is not of ``encoder_classes`` is
-        loaded as they say, and to their device; text encoders as ``text_encoder_memory`` says. The
-        autoencoder, ``vae``, works in ``vae_tiles``. What the folder has a file for is read from there.
+        Where ``quantization``, ``host_blocks`` or ``shards`` is set, models outside of ``encoder_classes``
+        are loaded by it, and to its device; text encoders by ``text_encoder_memory``. The autoencoder,
+        ``vae``, works in ``vae_tiles``. A component that the folder has a file of its own for is read from
+        that file.
 
         Args:
             name: folder of the component.
@@ -337,7 +338,7 @@ class DiffusersFamily(DiffusersLora):
         """The folder's pipeline around a transformer or UNet, for previews: with its own sampler, and silent.
 
         Args:
-            model: stands where ``trainable`` has its first.
+            model: in the place of the first of ``trainable``.
             vae_dtype: of the autoencoder, which is loaded to where ``model`` is.
             settings: further arguments of the pipeline.
         """

@@ -15,8 +15,9 @@ _FEW_STEP_SAMPLERS = ("LCMScheduler", "TCDScheduler")
 class DiffusionFamily(DiffusersFamily):
     """A family of diffusers whose scheduler has ``alphas_cumprod``: the noise of each of its timesteps.
 
-    Its ``predict`` returns what the scheduler's ``prediction_type`` names, the noise or v. It tells the model
-    ``self.noise_path.timestep(sigma)``: a noise level is the part of all timesteps that lie below.
+    Its ``predict`` returns what the scheduler's ``prediction_type`` names, the noise or v. The model's
+    timestep is ``self.noise_path.timestep(sigma)``: a noise level is the part of all timesteps that lie
+    below.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""What a model family offers to the trainer. Latents carry no layout here: a family's file says its axes."""
+"""What a model family offers to the trainer. Latents have no layout here: a family's file has its axes."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -47,21 +47,23 @@ class ModelFamily(LoraFormat):
         blocks_by_hook: whether diffusers' hook for gradient checkpointing runs the blocks.
         unused_matmuls: names of layers in the blocks whose results no gradient needs as long as the gate that
             they are multiplied with does not train; the recompute then leaves their products out.
-        refused_in_prompts: texts that its pipeline takes in no prompt, as they stand for an image or a video.
+        refused_in_prompts: texts that its pipeline refuses in prompts, as they are placeholders of an image
+            or a video.
         prompt_sees_images: whether the text encoder also sees the input images of an edit.
         sequence_split: how context parallelism splits its model; None where it cannot.
-        default_num_layers: of a preview unless user or data say otherwise; 0 where none is in layers.
+        default_num_layers: of a preview unless the user or the data set it; 0 in families without layers.
         splits_batches: whether ``predict`` runs the model several times for some batches.
-        is_counted_by_few_blocks: whether a few blocks, each called with what the last one gave, say what all
-            of them hold.
+        is_counted_by_few_blocks: whether the memory of all blocks can be estimated from a few, each called
+            with the output of the last one.
         quantization: of the blocks of the trained models, by names within each; None is none. A run sets it.
         host_blocks: of these models, loaded to host memory; None is none. A run sets it while it loads them.
         shards: over which all models that remove noise are spread; None is over none. A run sets it.
         context: by which all these models are split over processes; None leaves them whole. A run sets it.
-        text_encoder_memory: how text encoders are kept while they encode. A run sets it likewise.
+        text_encoder_memory: how text encoders are kept while they encode. A run sets it, too.
         vae_tiles: that the autoencoder works in; None leaves images and clips whole. A run sets it, too.
-        training_guidance: scale that a model which knows one is told in training; 1 is none. A run sets it.
-        with_audio: whether clips are learned and drawn with their audio; those of a family with an
+        training_guidance: guidance scale given in training to a model that takes one; 1 is none. A run sets
+            it.
+        with_audio: whether clips are trained and generated with their audio; those of a family with an
             ``audio_format`` may be. A run sets it.
     """
 
@@ -139,7 +141,7 @@ class ModelFamily(LoraFormat):
     def default_target_modules(self) -> tuple[str, ...]:
         """Endings of the names of the linear layers that get a LoRA; often a plain attribute.
 
-        A ``*`` stands for one part of a name, such as the number of a block.
+        A ``*`` matches one part of a name, such as the number of a block.
         """
 
     @property
@@ -168,7 +170,7 @@ class ModelFamily(LoraFormat):
 
     @property
     def trained_by_default(self) -> tuple[str, ...]:
-        """Those of ``trainable`` that get a LoRA unless the user says otherwise."""
+        """Those of ``trainable`` that get a LoRA by default."""
         return self.trainable[:1]
 
     @property
@@ -193,7 +195,7 @@ class ModelFamily(LoraFormat):
 
     @property
     def default_num_frames(self) -> int:
-        """Frames of a clip, unless the user says otherwise."""
+        """Frames of a clip by default."""
         return 1
 
     @property
@@ -342,7 +344,7 @@ class ModelFamily(LoraFormat):
 
     @property
     def distilled(self) -> str | None:
-        """What in the folder's files says that its model is distilled, and what to train instead; or None.
+        """Why the folder's files seem those of a distilled model, and what to train instead; or None.
 
         Such as "its sampler has the shift of Turbo; better train the base model".
         """
@@ -412,14 +414,14 @@ class ModelFamily(LoraFormat):
 
     @abstractmethod
     def family_shift(self, latents_shape: Sequence[int]) -> float:
-        """The shift that the family is trained with unless the user says otherwise; 1 is none."""
+        """The shift that the family is trained with by default; 1 is none."""
 
     def earlier_shift(self, latents_shape: Sequence[int]) -> float:
         """What ``family_shift`` was where a family has corrected it: of checkpoints that do not hold it."""
         return self.family_shift(latents_shape)
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning | None:
-        """Ones, as a sample with these latents and the longest prompt is conditioned; None where not said."""
+        """Ones, shaped as the conditioning of these latents and the longest prompt; None where not known."""
         return None
 
     @abstractmethod
@@ -433,7 +435,7 @@ class ModelFamily(LoraFormat):
         """The model's estimate of the target of ``noise_path``, whatever the model's own convention is.
 
         On the flow-matching path that is ``noise - latents``. Blocks are run as the gradient engine in scope
-        says (``gradient_flags``).
+        sets (``gradient_flags``).
 
         Args:
             transformer: what ``load_transformer`` gave, plain or wrapped by DDP.

@@ -1,4 +1,4 @@
-"""This file keeps a clip's first frame clean, for models that are told the noise level of each token.
+"""This file keeps a clip's first frame clean, for models that take a noise level for each token.
 
 Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens.
 """
@@ -89,7 +89,7 @@ def with_first_frames(
     *,
     patch_size: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noisy latents whose first frames are clean where samples start from one, and the timesteps to say so.
+    """Noisy latents, with clean first frames of samples that start from one, and the tokens' timesteps.
 
     Args:
         latents_bcfhw: (B, C, F, H, W), noisy.

@@ -59,19 +59,19 @@ class HubCommit:
             path = Path(snapshot_download(repository, revision=revision, allow_patterns=[*INDEXES]))
         if not any((path / name).is_file() for name in INDEXES):
             raise UserError(
-                f"model.path: {repository} on the hub holds no {' and no '.join(INDEXES)}, so that it is no "
-                "pipeline in the layout of diffusers; look for one that is: its name often ends in -Diffusers"
+                f"model.path: {repository} on the hub holds no {' and no '.join(INDEXES)}, so that it is "
+                "not a pipeline in the layout of diffusers; look for one: its name often ends in -Diffusers"
             )
         return cls(repository=repository, path=path)
 
     @classmethod
     def find_with(cls, repository: str, revision: str | None, subfolder: str) -> "HubCommit":
-        """As ``find``, of a repository that need be no pipeline; fetches the settings in a folder of it.
+        """As ``find``, of a repository that need not be a pipeline; fetches the settings in a folder of it.
 
         Raises:
             UserError: there is no such repository or revision; it is gated or cannot be reached.
         """
-        logger.info("Looking for %s on the hub, as the index of the pipeline says.", repository)
+        logger.info("Looking for %s on the hub, which the index of the pipeline names.", repository)
         allowed, ignored = _settings_in([subfolder])
         with _explained(repository, revision, besides=""):
             found = snapshot_download(
@@ -102,7 +102,7 @@ class HubCommit:
         }
 
     def missing(self, files: Mapping[str, int]) -> dict[str, int]:
-        """Those of some files that are not there yet; says how much that is.
+        """Those of some files that are not there yet; logs how much that is.
 
         Args:
             files: bytes, by path in the repository.
@@ -136,7 +136,7 @@ class HubCommit:
         return self.path.parents[2]
 
     def lock(self) -> AbstractContextManager[object]:
-        """A lock that one process on this machine holds: others of a run wait, and find the files there."""
+        """A lock for one process on this machine: others of a run wait, and then find the files there."""
         folder = self.cache / ".locks" / self.path.parents[1].name
         folder.mkdir(parents=True, exist_ok=True)
         return WeakFileLock(folder / "weights.lock")

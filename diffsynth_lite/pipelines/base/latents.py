@@ -62,7 +62,7 @@ def encode_patched_latents(
         pixels_bchw: (B, 3, H, W), in [-1, 1].
         patched: brings 2 x 2 places together; by default as ``Flux2Pipeline._patchify_latents``, in the order
             channel, row, column.
-        eps: added to the variance; None is what the autoencoder's settings say.
+        eps: added to the variance; None takes it from the autoencoder's settings.
 
     Returns:
         (B, 4 * C, h / 2, w / 2), ``(z - mean) / sqrt(variance + eps)`` in fp32, on the CPU.

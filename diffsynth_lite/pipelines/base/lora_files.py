@@ -147,7 +147,7 @@ class DiffusersLora(ModelFamily):
         if not self._loads(model, layers, rank, LORA):
             raise UserError(
                 f"lora.target_modules: diffusers' {self.pipeline.__name__} loads no LoRA on "
-                f"{_some(layers)} alone; add other layers"
+                f"{_some(layers)} only; add other layers"
             )
         logger.warning(
             "The LoRA file will have diffusers' names, by which ComfyUI does not find the layers: by "
@@ -286,7 +286,7 @@ class DiffusersLora(ModelFamily):
             name = layer if len(self.trained) == 1 else f"{names[model]}.{layer}"
             if not stated:
                 layers[name] = found
-            elif layer in stated[f"{model}.target_modules"]:  # what a file says is all that its loaders ask
+            elif layer in stated[f"{model}.target_modules"]:  # its loaders use only what a file states
                 layers[name] = replace(found, scale=_stated_scale(stated, model, layer))
         return layers
 
@@ -332,7 +332,7 @@ def _some(layers: Sequence[str]) -> str:
 def _adapter_metadata(spelling: Spelling, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """peft's settings of each model of a pipeline as diffusers' loaders want them.
 
-    They refuse them next to tensors of alpha.
+    They refuse them in a file with tensors of alpha.
     """
     if spelling.is_flat:
         return {}
@@ -359,7 +359,7 @@ def _alpha_setting(settings: Collection[str], prefix: str = "") -> str:
 
 
 def _update_of(found: LoadedLayer, tensors: Mapping[str, torch.Tensor]) -> LayerUpdate:
-    """What a pipeline does to a layer with tensors of a file, and what stands next to them for ComfyUI."""
+    """The update of a layer by tensors of a file, with the tensor for ComfyUI that is with them."""
     given = {ending: tensors[name] for ending, name in found.parts.items()}
     if ".lora_A.weight" not in given:
         return replace(lokr_updates(given)[""], scale=found.scale)

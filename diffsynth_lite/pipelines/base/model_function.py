@@ -113,6 +113,6 @@ def stack_inputs(conditioning: Sequence[Conditioning]) -> list[torch.Tensor]:
         [sample[f"{INPUT}{place}"] for place in range(sum(name.startswith(INPUT) for name in sample))]
         for sample in conditioning
     ]
-    # The model lays all samples of a batch out as the first one, and says nothing.
+    # The model lays all samples of a batch out as the first one, without an error.
     assert len({tuple(latents.shape for latents in row) for row in rows}) == 1
     return [torch.stack(column) for column in zip(*rows, strict=True)]

@@ -1,7 +1,7 @@
-"""This file reads the settings in a model folder, which anybody may have written, and says what is wrong.
+"""This file reads the settings in a model folder, which anybody may have written, and reports what is wrong.
 
-What a file may say is known by the classes that are built from it: diffusers' signatures give the kind of
-each setting, transformers checks its own. Sizes that no model has are refused before anything is built.
+The classes that are built from a file define what it may hold: diffusers' signatures give the kind of each
+setting, transformers checks its own. Sizes that no model has are refused before anything is built.
 """
 
 import inspect
@@ -67,14 +67,14 @@ def require_readable(path: Path) -> None:
     if path.is_file():
         if path.stat().st_size > _MAX_BYTES:
             raise UserError(
-                f"model.path: {path} has {path.stat().st_size} bytes; no file of settings has so many"
+                f"model.path: {path} has {path.stat().st_size} bytes; that is too many for a file of settings"
             )
     elif path.exists() or path.is_symlink():
         raise UserError(f"model.path: {path} is not a file that can be read; get the folder again")
 
 
 def read_settings(path: Path) -> ModelSettings:
-    """What a json file of a model folder says.
+    """The settings in a json file of a model folder.
 
     Raises:
         UserError: it holds no object that can be read.
@@ -256,6 +256,6 @@ def require_possible(model: nn.Module) -> None:
 
 
 def shortened(text: object) -> str:
-    """What is said of a file, in one line and not too long a one: values in it may be of any length."""
+    """A message about a file in one line, cut where it is too long: values in files may have any length."""
     line = " ".join(str(text).split())
     return line if len(line) <= _MAX_SHOWN else f"{line[:_MAX_SHOWN]}..."

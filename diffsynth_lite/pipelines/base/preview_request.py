@@ -1,4 +1,4 @@
-"""This file says what is drawn as a preview, and what a sample is conditioned on."""
+"""This file describes a preview to generate, and the conditioning of a sample."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,17 +29,18 @@ class PreviewRequest:
     Attributes:
         conditioning: the encoded prompt.
         negative: the encoded negative prompt, for classifier-free guidance.
-        inputs: RGB images to edit, the one to take apart, or the one to start a clip from and, where there
-            is one, the one to lead it to; most families have none.
+        inputs: RGB images to edit, the one to split into layers, or the one to start a clip from and, where
+            there is one, the one to lead it to; most families have none.
         control: RGB of the preview's size, one a frame: what guides each; empty in most families.
         inpaint_mask: mode "L" of the preview's size, one a frame, too: 255 where it is regenerated, 0
             where the input stays.
         width: pixels, a multiple of the family's ``size_divisor``, as is ``height``.
         num_frames: of a clip, as ``check_frames`` wants it; 1 is an image.
         fps: frames per second at which a clip is shown; None of families that make images.
-        num_layers: that an image is split into; 0 in families that take none apart.
+        num_layers: that an image is split into; 0 in families that split none.
         num_inference_steps: denoising steps.
-        guidance_scale: told to a model that knows one; classifier-free guidance for others, off at 1 or less.
+        guidance_scale: an input of a model that takes one; classifier-free guidance for others, off at 1 or
+            less.
         seed: of the starting noise.
     """
 

@@ -167,7 +167,7 @@ def require_finite_weights(folder: PipelineFolder, component: str, model: torch.
 
 
 def lacking_by(loading: Mapping[str, Any]) -> list[str]:
-    """Names of tensors that ``from_pretrained`` says are missing, or of another shape.
+    """Names of tensors that ``from_pretrained`` reports missing, or of another shape.
 
     It makes them up: transformers fills them with random numbers, and logs a table.
     """

@@ -1,4 +1,4 @@
-"""This file writes a release out as a folder without weights, and tells which model a folder is.
+"""This file writes a release out as a folder without weights, and identifies the model in a folder.
 
 A family bound to such a folder answers what it answers of a downloaded one, but for what needs weights or a
 tokenizer: shapes, tokens, noise levels, and the model that is trained, on the meta device.
@@ -26,7 +26,7 @@ Differences = dict[str, tuple[Any, Any]]
 """What is found and what was expected, by component and setting."""
 
 _NOT_TELLING = ("scheduler.", "text_encoder")
-"""What a release is not known by: schedulers are changed, and text encoders are those of many."""
+"""Parts that do not identify a release: schedulers are changed, and text encoders are shared by many."""
 
 _OFF = (None, False)
 
@@ -130,7 +130,7 @@ def count_parameters(model_class: Any, config: str) -> int:
 
     Args:
         model_class: of diffusers or transformers.
-        config: what its ``config.json`` says.
+        config: the text of its ``config.json``.
 
     Raises:
         ValueError: no such model can be.
@@ -157,7 +157,7 @@ def weight_bytes(component: ReleaseComponent, dtype: torch.dtype | None = None) 
 
 
 def differences(release: Release, folder: PipelineFolder) -> Differences:
-    """What a folder's files say otherwise than a release.
+    """The settings in which a folder's files differ from a release.
 
     Of a model of transformers only the settings that the release gives are compared.
 
@@ -185,14 +185,14 @@ def differences(release: Release, folder: PipelineFolder) -> Differences:
 
 
 def _pipeline_settings(release: Release) -> dict[str, Any]:
-    """Those of the index that distinguishes releases, and their defaults."""
+    """The settings of the index that distinguish releases, and their defaults."""
     parameters = inspect.signature(getattr(diffusers, release.pipeline_class)).parameters.values()
     switches = {entry.name: entry.default for entry in parameters if isinstance(entry.default, bool)}
     return dict.fromkeys(release.settings) | switches
 
 
 def _given(settings: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of these names, in parts likewise."""
+    """The settings of these names, also within settings that are mappings."""
     return {
         name: _given(settings[name], value) if isinstance(value, Mapping) else settings[name]
         for name, value in names.items()
@@ -208,7 +208,7 @@ def _differing(
         other = found.get(name)
         if isinstance(value, dict) and isinstance(other, dict):
             yield from _differing(other, value, f"{prefix}{name}.")
-        # Of SDXL's switches some stand as null in its file: off, as the class's default False.
+        # Some boolean settings of SDXL are null in its file: off, as the class's default False.
         elif value != other and not (value in _OFF and other in _OFF):
             yield f"{prefix}{name}", (other, value)
 
@@ -216,7 +216,7 @@ def _differing(
 def find_releases(
     releases: Sequence[Release], location: str, folder: PipelineFolder
 ) -> list[tuple[Release, Differences]]:
-    """The releases that a folder may be, and what its files say otherwise.
+    """The releases that a folder may be, and the differences of its files.
 
     Args:
         releases: of its family.
@@ -225,7 +225,7 @@ def find_releases(
 
     Returns:
         The release of that hub id. Else those with the folder's models and pipeline, and of these the ones
-        that its files say least otherwise of: several, where files do not distinguishes them; or none.
+        with the fewest differences: several, where files do not distinguish them; or none.
     """
     if named := [release for release in releases if release.hub_id.lower() == location.lower()]:
         return [(release, differences(release, folder)) for release in named]
@@ -236,7 +236,7 @@ def find_releases(
 
 
 def find_base_model(releases: Sequence[Release], location: str, folder: PipelineFolder) -> BaseModel:
-    """What may be told in public of the model in a folder, and no more than its files and its name tell.
+    """What may be published of the model in a folder, as far as its files and its name show it.
 
     A local folder is taken for a repository where it is a commit of it in the hub's cache, and for a release
     where it has the settings and the name of the release's repository. Where weights come from files of their

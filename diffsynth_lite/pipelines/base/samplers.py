@@ -1,4 +1,4 @@
-"""This file tells what diffusers' samplers do: whether they match flows, and how they shift noise levels."""
+"""This file knows what diffusers' samplers do: whether they match flows, and how they shift noise levels."""
 
 import inspect
 import math
@@ -27,8 +27,8 @@ def exponential_shift(mu: float) -> float:
 def matches_flows(scheduler: Any) -> bool:
     """Whether a scheduler of diffusers takes what a model predicts for a velocity, at noise levels in [0, 1].
 
-    Classes that take ``prediction_type`` do where they are told to. Of the others, those without a table of
-    a diffusion's noise do; a setting that a class does not take may be in its file all the same.
+    Classes that take ``prediction_type`` do where it is set so. Of the others, those without a table of a
+    diffusion's noise do; a setting that a class does not take may be in its file all the same.
     """
     if "prediction_type" not in inspect.signature(type(scheduler)).parameters:
         return not hasattr(scheduler, "alphas_cumprod")
@@ -37,6 +37,6 @@ def matches_flows(scheduler: Any) -> bool:
 
 
 def described(scheduler: Any) -> str:
-    """Class of a scheduler, with the settings that say what it samples."""
+    """Class of a scheduler, with the settings that define what it samples."""
     settings = [f"{name} {scheduler.config[name]}" for name in _TELLING if name in scheduler.config]
     return " with ".join(filter(None, [type(scheduler).__name__, " and ".join(settings)]))

@@ -83,7 +83,7 @@ def component_files(given: Mapping[str, str | None], components: Sequence[str]) 
         components: a family's ``denoisers``.
 
     Raises:
-        UserError: a file is given that there is no component for.
+        UserError: a file is given without a component for it.
     """
     files = {}
     for place, (key, path) in enumerate(given.items()):
@@ -246,7 +246,7 @@ _CONVERTERS: Mapping[str, _Converter] = MappingProxyType(
 
 
 class _PartsInPlace(TorchFunctionMode):
-    """Scope in which one tensor joined to nothing is itself: some converters copy so what they cut apart."""
+    """Scope in which one tensor joined to nothing is itself: some converters copy parts so."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -263,7 +263,7 @@ def _stored_in(file: ComponentFile) -> StoredTensors:
     elif not path.is_file():
         problem = "is not there; give a file on this machine, as none is downloaded"
     elif path.suffix not in _SUFFIXES:
-        problem = "is no .safetensors, .sft or .gguf file, and no other kind is read; get the model as one"
+        problem = "is not a .safetensors, .sft or .gguf file, and no other kind is read; get the model as one"
     if problem is not None:
         raise UserError(f"{file.key}: {path} {problem}")
     try:

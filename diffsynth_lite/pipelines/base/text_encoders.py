@@ -73,7 +73,7 @@ def encoder_quantizations(
 
 
 class TextEncoderMemory:
-    """How the text encoders of a pipeline are kept: unless said otherwise plain, and on the device.
+    """How the text encoders of a pipeline are kept: by default plain, and on the device.
 
     Args:
         quantizations: of linear layers in their transformer layers, by component.
@@ -152,7 +152,7 @@ class TextEncoderMemory:
         self._placed = QuantizationReport.of(everything), stream
 
     def watched(self, load: Callable[[], Callable[[_Prompts], _Encoded]]) -> Callable[[_Prompts], _Encoded]:
-        """What ``load`` gives, which after the first prompts says what was quantised and streamed.
+        """The encoder that ``load`` gives; after the first prompts it logs what was quantised and streamed.
 
         Args:
             load: loads the text encoders, and hands them to ``place``.

@@ -1,4 +1,4 @@
-"""This file loads a tokenizer from files of any kind, and says what is wrong with them."""
+"""This file loads a tokenizer from files of any kind, and reports what is wrong with them."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def load_tokenizer(folder: Path, class_name: str | None = None) -> Any:
     if tokenizer_class is not AutoTokenizer:
         _require_files(folder, tokenizer_class)
     try:
-        # Not said to be False, transformers asks whoever sits at the terminal.
+        # Unless it is False, transformers asks for consent at the terminal.
         tokenizer = tokenizer_class.from_pretrained(folder, trust_remote_code=False)
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer("a")  # some of its settings are first read then
@@ -55,11 +55,11 @@ def _class_of(folder: Path, class_name: str | None) -> Any:
 
 
 def is_misread(folder: Path, class_name: str | None) -> bool:
-    """Whether the class that ``model_index.json`` names gives other tokens than ``tokenizer.json`` says.
+    """Whether the class that ``model_index.json`` names gives other tokens than ``tokenizer.json``.
 
     transformers 5.23 builds ``LlamaTokenizer`` again, which splits words as Llama 2 did
-    (huggingface/transformers pull 45345 mended ``AutoTokenizer`` alone). HunyuanVideo has Llama 3's by that
-    name, which takes words apart into bytes.
+    (huggingface/transformers pull 45345 mended only ``AutoTokenizer``). HunyuanVideo has Llama 3's by that
+    name, which splits words into bytes.
     """
     file = folder / _WHOLE
     if getattr(transformers, class_name or "", None) is not LlamaTokenizer or not file.is_file():
@@ -67,7 +67,7 @@ def is_misread(folder: Path, class_name: str | None) -> bool:
     try:
         return "ByteLevel" in json.dumps(json.loads(file.read_bytes())["pre_tokenizer"])
     except (ValueError, KeyError, TypeError):
-        return False  # loading it says what is wrong
+        return False  # loading it reports the error
 
 
 def _settings(folder: Path) -> str:
@@ -94,7 +94,7 @@ def _require_files(folder: Path, tokenizer_class: type[PreTrainedTokenizerBase])
 
 
 def _what_is_wrong(folder: Path, tokenizer_class: Any) -> str:
-    """What transformers does not say of a folder without ``tokenizer.json``; empty where it says it.
+    """What is wrong with a folder without ``tokenizer.json``; empty where transformers reports it.
 
     It tries one format after another, and asks for the package of the last.
 
@@ -105,7 +105,7 @@ def _what_is_wrong(folder: Path, tokenizer_class: Any) -> str:
         return ""
     for model in sorted(folder.glob("*.model")):
         if not _is_sentencepiece(model):
-            return f"{model.name} ({model.stat().st_size} bytes) is no SentencePiece model"
+            return f"{model.name} ({model.stat().st_size} bytes) is not a SentencePiece model"
     if tokenizer_class is AutoTokenizer and "tokenizer_class" not in _settings(folder):
         return "neither model_index.json nor tokenizer_config.json names its class"
     return ""

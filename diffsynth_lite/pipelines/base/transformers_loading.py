@@ -1,9 +1,9 @@
 """This file loads frozen models of transformers: each tensor in its format, to where it is going to be.
 
 Files of one model differ in the names of their tensors with the version that wrote them, weights are tied,
-some are kept in float32, and tables are computed: transformers knows. So its own loader is run on stand-ins
-for the tensors in the files, which have their shapes and no numbers, and remember which they are. What it put
-where, and in which dtype, is then filled with the numbers.
+some are kept in float32, and tables are computed; only transformers knows how. So its own loader is run on
+stand-ins for the tensors in the files, which have their shapes and no numbers, and remember which they are.
+The places that it gave them, in the dtypes that it chose, are then filled with the numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +89,7 @@ def _stored_tensors(model_class: Any, folder: PipelineFolder, component: str) ->
 
 
 def _emptied(model: nn.Module) -> dict[str, str]:
-    """Put empty parameters in the place of stand-ins; what each stood for, by names in the model."""
+    """Put empty parameters in the place of stand-ins; the names of their tensors, by names in the model."""
     sources: dict[str, str] = {}
     empty: dict[Tensor, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -109,7 +109,7 @@ def _emptied(model: nn.Module) -> dict[str, str]:
 
 
 class _StandIn(Tensor):
-    """Has the shape of a stored tensor and no numbers, and says which it is, wherever it is moved or cast.
+    """Has the shape of a stored tensor and no numbers, and keeps its name wherever it is moved or cast.
 
     Attributes:
         source: the tensor's name; None where something was computed from it.

@@ -25,8 +25,8 @@ def guidance_arguments(scale: float, *, perturbs: bool) -> dict[str, float]:
 
     Args:
         scale: of guidance by a negative prompt; at 1 or less the other kinds are off, too.
-        perturbs: whether the transformer has blocks that can do without attention. Without them the run that
-            is to be worse for it would tell nothing new.
+        perturbs: whether the transformer has blocks that can do without attention. Without them the run
+            without attention would equal the plain one.
     """
     if scale <= 1:
         return _WITHOUT_GUIDANCE

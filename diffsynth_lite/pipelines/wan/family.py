@@ -252,8 +252,7 @@ class Wan(ExpertFamily):
 
         Args:
             latents_bcfhw: as :func:`model_fn_wan` takes them, in the dtype of its first layer, as are the
-                prompts.
-            timestep: likewise.
+                prompts and ``timestep``.
         """
         image_embeds_bld = self._image_embeds(conditioning)
         return model_fn_wan(

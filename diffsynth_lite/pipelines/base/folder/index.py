@@ -23,13 +23,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class IndexEntry:
-    """What an index says of a component.
+    """A component as an index describes it.
 
     Attributes:
         library: that its class is of; empty where none is named.
         class_name: empty where none is named.
-        location: what the index names as its place, a hub id or a folder on some machine; None where it does
-            not say.
+        location: what the index names as its place, a hub id or a folder on some machine; None where it names
+            none.
         subfolder: of that place; empty where the files lie in no folder there.
         variant: of its weights; None for the plain files.
         revision: of the repository; None is its main branch.
@@ -44,7 +44,7 @@ class IndexEntry:
 
     @property
     def repository(self) -> str | None:
-        """The hub id of its place; None where that is a folder, or not said."""
+        """The hub id of its place; None where that is a folder, or not named."""
         return self.location if _HUB_ID.fullmatch(self.location or "") else None
 
 

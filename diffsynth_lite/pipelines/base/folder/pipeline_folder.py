@@ -1,4 +1,4 @@
-"""This file is a pipeline in diffusers' layout: what its index says, and the files of its components."""
+"""This file is a pipeline in diffusers' layout: its index, and the files of its components."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -160,7 +160,7 @@ class PipelineFolder:
     def require_weights(self, components: Sequence[str]) -> None:
         """Check that each component without a file of its own has safetensors files of the wanted variant.
 
-        All of them are loaded in one variant; none stands in for another, as it does in diffusers.
+        All of them are loaded in one variant; none replaces another, as it does in diffusers.
 
         Raises:
             UserError: naming the component without weights and the variants there are.
@@ -208,7 +208,7 @@ class PipelineFolder:
         Raises:
             UserError: a file is not a safetensors file, or ends before the tensors that its header lists; or
                 it holds scales that the component's library knows nothing of, and would leave out, or weights
-                that are no floating-point numbers, which it would take for such.
+                that are not floating-point numbers, which it would take for such.
         """
         for component in self._without_files(components):
             tensors = self._stored(component)
@@ -323,8 +323,8 @@ class PipelineFolder:
         for name in files.values():
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(WEIGHT_SUFFIX):
                 raise UserError(
-                    f"model.path: {index} lists {shortened(name)}, which is no {WEIGHT_SUFFIX} file next to "
-                    "it; get the folder again"
+                    f"model.path: {index} lists {shortened(name)}, which is not a {WEIGHT_SUFFIX} file next "
+                    "to it; get the folder again"
                 )
         return set(files.values())
 
@@ -351,7 +351,7 @@ class PipelineFolder:
             )
 
     def place_of(self, component: str, tensor: str) -> str:
-        """The setting and the file that a tensor of a component is read from, or its folder if no name tells.
+        """The setting and the file that a tensor of a component is read from, or else its folder.
 
         Args:
             tensor: its name in the model; in a file it may have another.
@@ -363,7 +363,7 @@ class PipelineFolder:
         return f"model.path: {found[0] if found else self.place(component)}"
 
     def fingerprint(self, component: str) -> str:
-        """Hash that tells one component from another: its configuration and its weights.
+        """Hash of a component: of its configuration and its weights.
 
         Covers the small files in full, and of each weight file its size, its header and evenly spaced
         blocks: a few milliseconds a file, also at 40 GB. Other weights of the same model differ everywhere; a

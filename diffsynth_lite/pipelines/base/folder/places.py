@@ -1,4 +1,4 @@
-"""This file says where the files of a component are: in the pipeline's folder, or in another repository."""
+"""This file knows where the files of a component are: in the pipeline's folder, or in another repository."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from diffsynth_lite.pipelines.base.folder.index import IndexEntry
 from diffsynth_lite.pipelines.base.hub import SMALL_SUFFIXES, HubCommit
 
 _OF_A_MODEL = "config.json"
-"""It stands next to weights: by itself it is not a component."""
+"""It comes with weights: by itself it is not a component."""
 
 
 @dataclass(frozen=True, kw_only=True)

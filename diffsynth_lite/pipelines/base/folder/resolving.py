@@ -12,7 +12,7 @@ def resolve_folder(
 ) -> PipelineFolder:
     """The pipeline at a local folder, or in the hub's cache, with all of its components but their weights.
 
-    What a modular index says to be in other repositories is looked for when it is asked for.
+    Components that a modular index places in other repositories are looked for when they are used.
 
     Args:
         location: a local folder, or a hub id such as ``Qwen/Qwen-Image``. A folder that exists wins.

@@ -1,4 +1,4 @@
-"""This file knows files of weights by their names and their headers, and tells one from another."""
+"""This file knows files of weights by their names and their headers, and distinguishes them by hashes."""
 
 import hashlib
 import math
@@ -57,7 +57,7 @@ def which_variant(files: Mapping[str, Iterable[str]]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """What the header of a file says of a tensor."""
+    """A tensor as the header of its file describes it."""
 
     dtype: str
     shape: tuple[int, ...]
