@@ -51,6 +51,9 @@ def test_a_recipe_for_a_card_is_a_few_settings_on_top_of_another(path):
 
 SQUARES = {"data.resolutions": [1024], "data.given_sizes": []}
 BFLOAT16 = {"model.dtype": "bfloat16"}
+MIXED = BFLOAT16 | {"train.mixed_precision": "bf16"}
+FLUX2 = SQUARES | MIXED | {"model.family": "flux2", "train.micro_batch_size": 1, "objective.shift": "family"}
+EXPERTS = {"lora.components": None, "objective.timestep_density": "uniform"}
 WAN = BFLOAT16 | {
     "train.use_gradient_checkpointing_offload": True,
     "lora.rank": 32,
@@ -67,15 +70,17 @@ EDITS = SQUARES | {"data.crop": "center", "train.micro_batch_size": 1}
 CPU = {f"model.{name}": "float32" for name in ("dtype", "text_encoder_dtype", "vae_dtype")}
 # What the models were released for, and what the comments of the recipes count with.
 SETTINGS = {
-    "qwen_lora": SQUARES | BFLOAT16 | {"model.path": "Qwen/Qwen-Image"},
+    "qwen_lora": SQUARES | MIXED | {"model.path": "Qwen/Qwen-Image"},
     "wan_t2v_lora": WAN | {"data.frame_counts": [81], "data.fps": 16, "model.family": "wan"},
     "wan_t2v_14b_offload": WAN | {"data.frame_counts": [81], "data.fps": 16, "model.family": "wan"},
     "wan22_t2v_a14b_lora": WAN
-    | {"data.frame_counts": [81], "data.fps": 16, "lora.components": None, "objective.shift_value": 3},
+    | EXPERTS
+    | {"model.family": "wan", "data.frame_counts": [81], "data.fps": 16, "objective.shift_value": 3},
     "wan22_ti2v_5b_lora": WAN | {"data.frame_counts": [121], "data.fps": 24, "model.family": "wan"},
     "wan_i2v_14b_lora": WAN | {"data.frame_counts": [81], "data.fps": 16, "model.family": "wan_i2v"},
     "wan22_i2v_a14b_lora": WAN
-    | {"data.frame_counts": [81], "data.fps": 16, "lora.components": None, "objective.shift_value": 5},
+    | EXPERTS
+    | {"model.family": "wan_i2v", "data.frame_counts": [81], "data.fps": 16, "objective.shift_value": 5},
     "ltx_video_lora": LTX | {"train.micro_batch_size": 1},
     "ltx_video_0_9_5_lora": LTX | {"train.micro_batch_size": 1},
     # The steps and guidance are those of Sana's own pipeline; Gemma 2 overflows in float16.
@@ -91,11 +96,9 @@ SETTINGS = {
     "flux_fill_lora": {"data.random_masks": 4, "validation.guidance_scale": 30},
     "flux_lora": SQUARES | BFLOAT16 | {"model.family": "flux"},
     "chroma_lora": SQUARES | BFLOAT16 | {"model.family": "chroma"},
-    "flux2_lora": SQUARES
-    | BFLOAT16
-    | {"model.path": "black-forest-labs/FLUX.2-dev", "objective.shift": "family"},
-    "flux2_klein_lora": SQUARES | BFLOAT16 | {"model.path": "black-forest-labs/FLUX.2-klein-base-4B"},
-    "z_image_lora": SQUARES | BFLOAT16 | {"model.path": "Tongyi-MAI/Z-Image"},
+    "flux2_lora": FLUX2 | {"model.path": "black-forest-labs/FLUX.2-dev"},
+    "flux2_klein_lora": FLUX2 | {"model.path": "black-forest-labs/FLUX.2-klein-base-4B"},
+    "z_image_lora": SQUARES | MIXED | {"model.path": "Tongyi-MAI/Z-Image"},
     "sdxl_lora": SDXL | {"lora.components": None},
     "sdxl_text_encoders_lora": SDXL | {"lora.components": ["unet", "text_encoder", "text_encoder_2"]},
     "quickstart": CPU | {"train.mixed_precision": "no"},
