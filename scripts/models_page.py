@@ -24,7 +24,7 @@ from diffsynth_lite.releases import UNTRAINED
 _REPOSITORY = Path(__file__).parents[1]
 
 RECORDS = {
-    "image": "pictures",
+    "image": "images",
     "video": "clips",
     "edit": "edit pairs",
     "image_to_video": "clips with a first frame",

@@ -36,14 +36,14 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
     assert "my images: 3 images; 120 x 90 to 120 x 92 pixels" in printed
     assert "for qwen_image, as the folder holds images" in printed
     for command in ("diffsynth-lite doctor", "diffsynth-lite plan", "accelerate launch train.py"):
-        assert f"  {command} --config 'my pictures_lora.yaml'\n" in printed
-    out = Path("my pictures_lora.yaml")
+        assert f"  {command} --config 'my images_lora.yaml'\n" in printed
+    out = Path("my images_lora.yaml")
     loaded = load_config(out)
     config, recipe = loaded.config, load_config("qwen_lora.yaml").config
     assert loaded.warnings == ()
     assert (config.data.path, config.data.trigger, config.data.resolutions) == ("my images", "ohwx", [64])
     assert config.validation.prompts == ["ohwx: a circle, no. 0 # red", recipe.validation.prompts[-1]]
-    assert (config.output.dir, config.logging.run_name) == ("runs/my pictures_lora", "my images")
+    assert (config.output.dir, config.logging.run_name) == ("runs/my images_lora", "my images")
     assert (config.lora.rank, config.lora.dropout, config.train.steps) == (8, 0.1, 500)
     assert (config.model, config.objective, config.memory) == (recipe.model, recipe.objective, recipe.memory)
     assert main(["doctor", "--config", str(out), f"model.path={tiny_model}"]) == 0
