@@ -21,7 +21,7 @@ TESTS = (
     "run_folder/test_metrics.py::test_of_a_run_that_diverges_the_last_steps_have_rows_whatever_the_interval",
     "runs/test_run.py::test_too_many_skipped_steps_in_a_row_stop_the_run",
     "runs/test_run_requests.py::test_a_best_lora_of_a_run_that_goes_on_from_before_any_best_is_set_aside",
-    "runs/test_run_initial_lora.py::test_a_lora_with_a_number_that_is_not_finite_is_refused_by_name",
+    "runs/test_run_adapters.py::test_a_lora_with_a_number_that_is_not_finite_is_refused_by_name",
     "data/test_cache.py",
     "training/test_previews.py::test_a_picture_that_is_not_finite_is_told_in_one_line",
     "runs/test_run_sampling.py::test_a_picture_whose_numbers_overflow_is_not_drawn",

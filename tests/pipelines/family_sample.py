@@ -189,8 +189,10 @@ def longest_prompts(sample: Sample) -> dict[str, int]:
     """The limit of prompts that the call of the pipeline gets where its default is another."""
     if sample.name == "ideogram4":
         return {"max_sequence_length": 128}  # of 2048, which takes long
+    if sample.name != "flux":
+        return {}
     is_schnell = not sample.family.folder.component_config("transformer").get("guidance_embeds", True)
-    return {"max_sequence_length": 256} if sample.name == "flux" and is_schnell else {}
+    return {"max_sequence_length": 256} if is_schnell else {}
 
 
 def encode_texts(family: ModelFamily, *texts: str) -> list[Conditioning]:
