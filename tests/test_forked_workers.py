@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -100,6 +101,8 @@ def start(folder: Path, files: str, *options: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         errors="replace",
         text=True,
+        # A shell has its background jobs ignore Ctrl+C, and what they start inherits that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
