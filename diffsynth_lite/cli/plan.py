@@ -116,8 +116,7 @@ def run(parsed: argparse.Namespace) -> None:
             _print_time(console, config, timer.seconds(settings), gpu, parsed.processes, preserved)
         if device_gib is None:
             return
-        # What is given is the host's, which all processes share.
-        host_bytes = parsed.host_gib * _GIB / parsed.processes
+        host_bytes = parsed.host_gib * _GIB / parsed.processes  # all processes share the host's
         room = MemoryBudget(device=device_gib * _GIB, host=host_bytes, num_sharing=parsed.processes)
         formats = settings.quantize, *SMALLER_FORMATS
         found = choices_of_first_format(counter, timer.seconds, [settings], room, formats)

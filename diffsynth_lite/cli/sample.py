@@ -36,6 +36,15 @@ _MAX_SEED = 2**63 - 1
 """torch takes some more."""
 
 
+_FILES = {
+    "input": "image to start from, for each prompt",
+    "last-frame": "image that a clip ends with, for each prompt",
+    "control": "control image or video, for each prompt",
+    "mask": "inpainting mask, white is regenerated, for each prompt",
+}
+"""Files that a preview may need, by the name of their argument."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite sample``."""
     add_config_arguments(
@@ -78,30 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=_size, metavar="WxH", help="in pixels, such as 1024x768")
     parser.add_argument("--frames", metavar="N", help="of a clip")
     parser.add_argument("--layers", metavar="N", help="that an image is decomposed into")
-    parser.add_argument(
-        "--input",
-        action="append",
-        metavar="FILE",
-        help="image to start from: one for each prompt, or for all",
-    )
-    parser.add_argument(
-        "--last-frame",
-        action="append",
-        metavar="FILE",
-        help="image that a clip ends with: one for each prompt, or for all",
-    )
-    parser.add_argument(
-        "--control",
-        action="append",
-        metavar="FILE",
-        help="control image or video: one for each prompt, or for all",
-    )
-    parser.add_argument(
-        "--mask",
-        action="append",
-        metavar="FILE",
-        help="inpainting mask, white is regenerated: one for each prompt, or for all",
-    )
+    for name, content in _FILES.items():
+        parser.add_argument(f"--{name}", action="append", metavar="FILE", help=f"{content}, or one for all")
     parser.add_argument("--out", metavar="FOLDER", help="new or empty; default: a new one in samples/")
 
 

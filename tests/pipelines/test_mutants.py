@@ -157,7 +157,7 @@ def reals(tmp_path_factory: pytest.TempPathFactory) -> dict[type[ModelFamily], R
 
 def cases(check: Check) -> Iterator[dict[str, Any]]:
     """What a test is parametrised with, which has one such mark or none."""
-    marks = getattr(check, "pytestmark", ())
+    marks = [mark for mark in getattr(check, "pytestmark", ()) if mark.name == "parametrize"]
     if not marks:
         yield {}
     for names, values in (mark.args for mark in marks):

@@ -48,7 +48,7 @@ def generated(
     if pipeline is not None:
         code = _LOADING.sub("", code)
     elif sees_images:
-        code = code.replace("drawn = ", f"{_SEES_IMAGES}drawn = ")
+        code = code.replace("result = ", f"{_SEES_IMAGES}result = ")
     names = {"TextAndImages": TextAndImages, "pipeline": pipeline}
     with _saved_clips() as clips, without_torchvision():
         exec(code, names)

@@ -1,6 +1,6 @@
 """A tiny pipeline with encoded images, and a config in which no two settings are the same."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import TrainingObjects, build_run, build_transformer
 from diffsynth_lite.training.checks import CheckedRun, check_run
-from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
+from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_previews, encode_run
 from diffsynth_lite.training.layer_groups import layer_groups
 from diffsynth_lite.training.optimization.optimizers import build_optimizer
 
@@ -89,11 +89,14 @@ class Prepared:
         return load_config_of(self.root, changes)
 
     def build(self, changes: dict[str, str] | None = None, **objects: Any) -> TrainingObjects:
-        config = self.config(changes)
+        config, encoded = self.config(changes), self.encoded
+        if any(name.startswith("validation.") for name in changes or {}):
+            requests = encode_previews(config, self.checked.preview_family, PROCESS)
+            encoded = replace(encoded, previews=requests)
         groups = layer_groups(config, self.checked.family, self.checked.target_layers)
         given = {
             "checked": self.checked,
-            "encoded": self.encoded,
+            "encoded": encoded,
             "accelerator": PROCESS,
             "transformer": self.transformer,
             "weights": WeightStream([], CPU),
