@@ -273,7 +273,7 @@ def test_one_process_of_a_machine_downloads_at_a_time(hub: Hub, monkeypatch: pyt
 
     with lock:
         lock_of_another = folder.hub.lock()
-        monkeypatch.setattr(type(folder.hub), "alone", lambda _: locked())
+        monkeypatch.setattr(type(folder.hub), "lock", lambda _: locked())
         other = Thread(target=folder.download_weights, args=[COMPONENTS])
         hub.requests = []
         other.start()
