@@ -307,7 +307,7 @@ class _Reader:
         if bad:
             self.unread |= {f"{self._prefix}{name}": reason for name, reason in bad.items()}
             problems = [f"{name}: {reason}" for name, reason in bad.items()]
-            hint = "; with captions: optional the trigger, if set, is the caption where there is none"
+            hint = "; or set captions: optional and a trigger, which is then their caption"
             self.problems.append(
                 f"{where}: {len(problems)} of {len(keys)} items cannot be used: {join_names(problems)}"
                 f"{hint if self._lacks_captions else ''}"
@@ -332,7 +332,7 @@ def _log_ignored_files(folder: Folder, pairs: PairFolders) -> None:
         if (media := sorted(set(others).intersection(suffixes.split())))
     ]
     level = logging.WARNING if remedies else logging.INFO
-    logger.log(level, "%s: not read are %s%s", folder.path, counts, "".join(remedies))
+    logger.log(level, "%s: skipped files: %s%s", folder.path, counts, "".join(remedies))
 
 
 def _row_label(table: Table) -> Callable[[int], str]:

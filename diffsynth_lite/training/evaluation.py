@@ -317,8 +317,7 @@ class ItemLosses:
         named = sorted(zip(losses, self.items, strict=True), key=lambda pair: -pair[0])[:_NUM_NAMED]
         pairs = zip(losses, first["losses"], strict=True)
         logger.info(
-            "After step %d: losses of %d single items: %.4f in the median, the highest %s; above those of "
-            "step %d: %d.",
+            "After step %d: loss of %d single items: median %.4f, highest %s; above those of step %d: %d.",
             *(step, len(losses), median(losses)),
             join_names([f"{item.row.name} ({loss:.4f})" for loss, item in named]),
             first["step"],
@@ -403,8 +402,7 @@ class LayerUpdates:
         by_ratio = sorted(sizes.items(), key=lambda named: named[1].ratio)
         (_, median), (name, largest) = by_ratio[len(by_ratio) // 2], by_ratio[-1]
         logger.info(
-            "The LoRA's updates of %d layers have %.2g of the norm of their weights in the median, at most "
-            "%.2g (%s).",
+            "LoRA update relative to the base weights over %d layers: median %.2g, at most %.2g (%s).",
             *(len(sizes), median.ratio, largest.ratio, name),
         )
         if all(size.is_lost_in_rounding for size in sizes.values()):

@@ -85,7 +85,7 @@ class StopRequest:
         name = signal.Signals(number).name
         if not self._steps_finish:
             raise RunInterrupted(f"{name} before the first step; the same command starts again, and faster")
-        logger.warning("%s: finishing this step, then saving. Once more quits at once.", name)
+        logger.warning("%s: finishing this step, then saving. Again to quit immediately.", name)
 
 
 def remove_old_requests(folder: Path) -> None:

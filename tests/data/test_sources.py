@@ -113,7 +113,7 @@ def test_files_that_are_not_read_are_counted_by_kind(folder, write_image, caplog
     metadata.write_text("file_name,text\na.png,kept\n")
     with caplog.at_level(logging.INFO):
         assert names_and_captions(folder, metadata) == [("a.png", "kept")]
-    told = "not read are 2 heic; 1 md; 1 without suffix; save heic as png or jpg to train on them"
+    told = "skipped files: 2 heic; 1 md; 1 without suffix; save heic as png or jpg to train on them"
     assert f"{folder}: {told}" in caplog.messages
     (folder / "list.csv").unlink()
     assert names_and_captions(folder) == [(name, "kept") for name in ("a.png", "c.GIF", "deep/b.tiff")]

@@ -225,7 +225,7 @@ def test_a_resumed_run_goes_on_with_its_losses_and_makes_no_picture_anew(
     assert [row["step"] for row in rows(tmp_path)] == [0, 3]
     assert RunFolder(tmp_path).items_file.read_bytes() == described
     told = (
-        "After step 3: losses of 2 single items: 1.0000 in the median, the highest 0.png (1.0000); "
+        "After step 3: loss of 2 single items: median 1.0000, highest 0.png (1.0000); "
         "1.png (1.0000); above those of step 0: 2."
     )
     assert told in caplog.text
