@@ -275,7 +275,7 @@ def test_updates_are_written_once_a_step_and_told_at_the_end(
         (2, {"first": 0.0, "second": 0.0}),
         (6, {"first": 0.5, "second": 0.25}),
     ]
-    assert "updates of 2 layers have 0.5 of" in caplog.text
+    assert "over 2 layers: median 0.5" in caplog.text
     assert "practically nothing" not in caplog.text
 
 
