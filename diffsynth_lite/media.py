@@ -160,21 +160,21 @@ def frame_strip(frames: Sequence[Image]) -> Image:
     return strip
 
 
-def opaque(picture: Image) -> Image:
+def opaque(image: Image) -> Image:
     """An image as RGB; what shows through it is a checkerboard."""
-    if picture.mode != "RGBA":
-        return picture.convert("RGB")
-    width, height = picture.size
-    board = PIL.Image.new("RGBA", picture.size, _LIGHT_SQUARES)
+    if image.mode != "RGBA":
+        return image.convert("RGB")
+    width, height = image.size
+    board = PIL.Image.new("RGBA", image.size, _LIGHT_SQUARES)
     dark = PIL.Image.new("RGBA", (_SQUARE_PX, _SQUARE_PX), _DARK_SQUARES)
     for top in range(0, height, _SQUARE_PX):
         for left in range(top % (2 * _SQUARE_PX), width, 2 * _SQUARE_PX):
             board.paste(dark, (left, top))
-    return PIL.Image.alpha_composite(board, picture).convert("RGB")
+    return PIL.Image.alpha_composite(board, image).convert("RGB")
 
 
-def jpeg_url(picture: Image) -> str:
+def jpeg_url(image: Image) -> str:
     """An image as a JPEG in a data URL: the same text for the same image."""
     file = io.BytesIO()
-    opaque(picture).save(file, "JPEG", quality=80)
+    opaque(image).save(file, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

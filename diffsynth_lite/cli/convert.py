@@ -12,14 +12,14 @@ from diffsynth_lite.cli.arguments import positive_number
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.run_folder.folder import RunFolder
 
-if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which takes seconds.
+if TYPE_CHECKING:  # Wrong arguments are reported before torch is imported, which takes seconds.
     from diffsynth_lite.lora.conversion import FamilyNames, Target
     from diffsynth_lite.lora.reading import LoraContents
 
 _EXPLANATION = (
     "Every tensor of IN is accounted for: what is not known, and what is not a plain LoRA, is an error. The "
     "update of each layer stays the same, whatever its names, alpha and dtype; how far it came through is "
-    "measured and said. No model is loaded."
+    "measured and printed. No model is loaded."
 )
 
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the matrices in OUT (default: keep)",
     )
     parser.add_argument(
-        "--family", metavar="NAME", help="model family, where metadata and layers of IN do not tell it"
+        "--family", metavar="NAME", help="model family, where metadata and layers of IN do not show it"
     )
     parser.add_argument(
         "--without-text-encoders", action="store_true", help="leave out what IN has for text encoders"
@@ -152,9 +152,9 @@ def _described(contents: "LoraContents") -> str:
     pairs = contents.pairs
     ranks = _most_frequent_first(pair.rank for pair in pairs.values())
     alphas = _most_frequent_first(pair.alpha for pair in pairs.values())
-    said = "" if contents.has_alpha else " (it says none: that is the rank)"
+    note = "" if contents.has_alpha else " (it says none: that is the rank)"
     return (
-        f"{len(pairs)} layers such as {min(pairs)}; rank {ranks}, alpha {alphas}{said}, "
+        f"{len(pairs)} layers such as {min(pairs)}; rank {ranks}, alpha {alphas}{note}, "
         f"{str(contents.dtype).removeprefix('torch.')}"
     )
 

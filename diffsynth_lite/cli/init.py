@@ -67,7 +67,7 @@ def run(parsed: argparse.Namespace) -> None:
     )
     found = look_at(parsed.folder, start, input_dirs=inputs, layer_dirs=layers, mask_dir=masks)
     text = starting_config(found, start, out=out, presets=presets)
-    picture = write_start(found, start, out)
+    image = write_start(found, start, out)
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -77,7 +77,7 @@ def run(parsed: argparse.Namespace) -> None:
     lines = [
         f"{found.path}: {found.summary}",
         *(f"> {problem}" for problem in found.problems),
-        f"Wrote {out}{f' and {picture}' if picture else ''}, for {start.family}{reason}. Look at it, then:",
+        f"Wrote {out}{f' and {image}' if image else ''}, for {start.family}{reason}. Look at it, then:",
         *(f"  {command}" for command in next_commands(out)),
     ]
     for line in lines:

@@ -165,7 +165,7 @@ class SheetEntry:
     name: str
     bucket: str
     captions: Sequence[str]
-    pictures: Mapping[str, Image]
+    images: Mapping[str, Image]
     remarks: Sequence[str] = ()
 
 

@@ -18,7 +18,7 @@ _GAP_PX = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Picture:
+class _InlineImage:
     """An image as text that is in the page, and its size there in pixels."""
 
     kind: str
@@ -34,14 +34,14 @@ class _Figure:
     name: str
     bucket: str
     captions: Sequence[str]
-    pictures: Sequence[_Picture]
+    images: Sequence[_InlineImage]
     remarks: Sequence[str]
 
     @property
     def width(self) -> int:
         """Pixels that its images take side by side; captions are broken there."""
-        gaps = _GAP_PX * (len(self.pictures) - 1)
-        return max(_THUMBNAIL_PX, gaps + sum(picture.width for picture in self.pictures))
+        gaps = _GAP_PX * (len(self.images) - 1)
+        return max(_THUMBNAIL_PX, gaps + sum(image.width for image in self.images))
 
     @property
     def is_wide(self) -> bool:
@@ -76,14 +76,14 @@ def _figure(entry: SheetEntry) -> _Figure:
         name=entry.name,
         bucket=entry.bucket,
         captions=entry.captions,
-        pictures=[_inline(kind, picture) for kind, picture in entry.pictures.items()],
+        images=[_inline(kind, image) for kind, image in entry.images.items()],
         remarks=entry.remarks,
     )
 
 
-def _inline(kind: str, picture: Image.Image) -> _Picture:
+def _inline(kind: str, image: Image.Image) -> _InlineImage:
     """A small JPEG of an image as a data URL; a strip of frames is wider."""
-    small = opaque(picture)
+    small = opaque(image)
     is_strip = small.width > _STRIP_ASPECT * small.height
     small.thumbnail((_STRIP_PX if is_strip else _THUMBNAIL_PX, _THUMBNAIL_PX))
-    return _Picture(kind=kind, source=jpeg_url(small), width=small.width, height=small.height)
+    return _InlineImage(kind=kind, source=jpeg_url(small), width=small.width, height=small.height)

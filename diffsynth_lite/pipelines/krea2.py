@@ -161,7 +161,7 @@ _RAW = Release(
         "pipeline": f"{_PIPELINE}, and its defaults",
         "size": _README,
         "parameters": "diffusers, examples/dreambooth/README_krea2.md",
-        "licence": f"{_README}; gated as WebbDuck, a public interface, tells those without access",
+        "licence": f"{_README}; gated as WebbDuck, a public interface, informs those without access",
         "architecture": f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py",
     },
     unconfirmed=("dtype of the transformer and of the autoencoder", "files of the tokenizer"),

@@ -97,7 +97,6 @@ class BaseModel:
         revision: commit of the repository, 40 hexadecimal digits; None where that is not known.
         release: the release that it is; None of any other model, also of one made from a release.
         architecture: as of a release; None where its settings are those of none.
-        version: likewise.
     """
 
     hub_id: str | None = None

@@ -282,7 +282,7 @@ def test_a_trigger_alone_is_the_caption_where_that_is_asked_for(folder, write_im
     bare.write_text("file_name\na.png\nb.png\n")
     for metadata in (None, rows):
         for lacking in ({"trigger": "sks"}, {"captions": "optional"}):
-            with pytest.raises(UserError, match=r"1 of 2 .*; with captions: optional the trigger, if set"):
+            with pytest.raises(UserError, match=r"1 of 2 .*; or set captions: optional and a trigger"):
                 names_and_captions(folder, metadata, **lacking)
         optional = names_and_captions(folder, metadata, trigger="sks", captions="optional")
         assert optional == [("a.png", "sks, a cat"), ("b.png", "sks")]

@@ -5,7 +5,7 @@ import io
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from diffsynth_lite.doctor.pictures import equal_files, near_duplicates, perceptual_hash
+from diffsynth_lite.doctor.images import equal_files, near_duplicates, perceptual_hash
 
 
 def scene(seed: int) -> Image.Image:

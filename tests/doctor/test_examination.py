@@ -242,7 +242,7 @@ def test_edit_pairs_show_input_and_target_and_are_counted_by_the_sizes_of_both(w
     given = (f"data.path={after}", f"data.input_dirs=[{before}]")
     found = findings(workplace.config(*given, family="qwen_image_edit"))
     assert found.sources[0].contents == "3 edit pairs"
-    shown = found.sheet[2].pictures
+    shown = found.sheet[2].images
     assert {kind: picture.size for kind, picture in shown.items()} == {"input": (128, 64), "target": (64, 64)}
     # An input of any size is encoded at about a megapixel, of which 16 x 16 pixels are a token.
     assert [(row.name, row.num_items, row.num_tokens) for row in found.buckets] == [
@@ -267,4 +267,4 @@ def test_clips_are_told_with_length_and_rate_and_shown_as_strips(workplace: Work
     assert found.facts["frames per second"] == "10 to 20, median 20"
     assert [(row.name, row.num_items) for row in found.buckets] == [("48x48x9", 2)]
     assert "5 frames are too few: the least is 9" in found.dropped["1.mp4"]
-    assert [entry.pictures["target"].size for entry in found.sheet] == [(5 * 48, 48)] * 2
+    assert [entry.images["target"].size for entry in found.sheet] == [(5 * 48, 48)] * 2

@@ -67,12 +67,12 @@ def findings(**changes: object) -> Findings:
         ],
         "captions": CaptionFindings(tokens=Spread.of([3, 5]), limit=512),
         "sheet": [
-            SheetEntry(name=ATTACK, bucket="832x480x81", captions=[ATTACK], pictures={"frames": strip}),
+            SheetEntry(name=ATTACK, bucket="832x480x81", captions=[ATTACK], images={"frames": strip}),
             SheetEntry(
                 name="pair",
                 bucket="64x64",
                 captions=["make it red"],
-                pictures={"input": strip, "target": Image.new("L", (64, 64), 9)},
+                images={"input": strip, "target": Image.new("L", (64, 64), 9)},
                 remarks=["enlarged"],
             ),
         ],
@@ -109,7 +109,7 @@ def test_the_pictures_are_in_the_page_as_the_model_sees_them(tmp_path: Path) -> 
 def test_what_is_seen_through_a_layer_is_a_checkerboard(tmp_path: Path) -> None:
     layer = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
     layer.paste((0, 128, 128, 255), (0, 0, 32, 64))
-    entry = SheetEntry(name="a", bucket="64x64 in 1 layer", captions=[], pictures={"layer": layer})
+    entry = SheetEntry(name="a", bucket="64x64 in 1 layer", captions=[], images={"layer": layer})
     _, parsed = page(tmp_path, sheet=[entry])
     data = base64.b64decode(parsed.images[0]["src"].partition(",")[2])
     with Image.open(io.BytesIO(data)) as image:

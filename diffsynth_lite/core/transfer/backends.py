@@ -181,6 +181,6 @@ def _pinned(
 
 
 def _forget_error(device: torch.device) -> None:
-    """Clear the error that a failed CUDA call left behind; the next kernel would report it as its own."""
+    """Clear the error that a failed CUDA call left; the next kernel would report it as its own."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)

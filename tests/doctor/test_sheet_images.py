@@ -18,9 +18,9 @@ from diffsynth_lite.data import (
     TrainingItem,
     plan_items,
 )
-from diffsynth_lite.doctor import pictures
+from diffsynth_lite.doctor import images
 from diffsynth_lite.doctor.findings import SourceFindings
-from diffsynth_lite.doctor.pictures import Decoded, decode, evenly_spaced, perceptual_hash
+from diffsynth_lite.doctor.images import Decoded, decode, evenly_spaced, perceptual_hash
 from diffsynth_lite.media import RecordKind
 
 RULES = PlanRules(buckets=BucketRule(divisor=16, step=16, resolutions=(64,)))
@@ -57,8 +57,8 @@ def test_an_item_is_shown_exactly_as_it_is_encoded(workplace: Workplace, memory:
     media = item.load()
     assert entry.captions == ("one", "two")
     assert entry.bucket == item.bucket.name == "80x48"
-    assert list(entry.pictures) == ["target", "mask"]
-    for shown, used in zip(entry.pictures.values(), (media.frames[0], media.mask), strict=True):
+    assert list(entry.images) == ["target", "mask"]
+    for shown, used in zip(entry.images.values(), (media.frames[0], media.mask), strict=True):
         assert np.array_equal(np.asarray(shown), np.asarray(used))
 
 
@@ -69,9 +69,9 @@ def test_what_guides_an_item_and_what_is_painted_anew_are_shown_beside_it(
     [item] = planned(workplace, memory, 1, control=guide, random_masks=1)
     [entry] = looked(workplace, memory, [item], 1).entries
     media = item.load()
-    assert list(entry.pictures) == ["target", "control", "inpaint mask"]
+    assert list(entry.images) == ["target", "control", "inpaint mask"]
     used = (media.frames[0], media.control[0], media.inpaint_mask[0])
-    for shown, picture in zip(entry.pictures.values(), used, strict=True):
+    for shown, picture in zip(entry.images.values(), used, strict=True):
         assert np.array_equal(np.asarray(shown), np.asarray(picture))
 
 
@@ -107,12 +107,12 @@ def test_of_too_many_only_some_are_decoded_evenly_spread(
     workplace: Workplace, memory: FileMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = planned(workplace, memory, 6)
-    monkeypatch.setattr(pictures, "_MAX_PICTURES", 2)
+    monkeypatch.setattr(images, "_MAX_PICTURES", 2)
     decoded = looked(workplace, memory, items, 6)
     assert list(decoded.hashes) == ["0.png", "3.png"]
     assert (decoded.num_seen, decoded.num_items) == (2, 6)
-    monkeypatch.setattr(pictures, "_MAX_PICTURES", 9)
-    monkeypatch.setattr(pictures, "_MAX_FRAMES", 3)
+    monkeypatch.setattr(images, "_MAX_PICTURES", 9)
+    monkeypatch.setattr(images, "_MAX_FRAMES", 3)
     assert list(looked(workplace, memory, items, 6).hashes) == ["0.png", "2.png", "4.png"]
 
 

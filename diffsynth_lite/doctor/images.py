@@ -49,12 +49,12 @@ class PerceptualHash:
     thumbnail: npt.NDArray[np.uint8]
 
 
-def perceptual_hash(picture: Image) -> PerceptualHash:
+def perceptual_hash(image: Image) -> PerceptualHash:
     """The hash of an RGB image of any size."""
-    grey = picture.convert("L").resize((_GRID + 1, _GRID), PIL.Image.Resampling.BOX)
+    grey = image.convert("L").resize((_GRID + 1, _GRID), PIL.Image.Resampling.BOX)
     rises = np.diff(np.asarray(grey, dtype=np.int16), axis=1) > 0
     bits = int.from_bytes(np.packbits(rises).tobytes(), "big")
-    thumbnail = picture.resize((_GRID, _GRID), PIL.Image.Resampling.BOX)
+    thumbnail = image.resize((_GRID, _GRID), PIL.Image.Resampling.BOX)
     return PerceptualHash(bits=bits, thumbnail=np.asarray(thumbnail))
 
 
@@ -92,9 +92,9 @@ def equal_files(contents: Mapping[str, str]) -> list[list[str]]:
 def _pairs(hashes: Mapping[str, PerceptualHash]) -> Iterator[tuple[str, str]]:
     """Pairs of names that share a band of 16 bits of their hash."""
     bands: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for name, picture in hashes.items():
+    for name, image in hashes.items():
         for shift in range(0, _GRID * _GRID, _BAND_BITS):
-            bands[shift, picture.bits >> shift & (1 << _BAND_BITS) - 1].append(name)
+            bands[shift, image.bits >> shift & (1 << _BAND_BITS) - 1].append(name)
     for names in bands.values():
         for place, name in enumerate(names):
             yield from ((name, other) for other in names[max(0, place - _MAX_COMPARED) : place])
@@ -187,13 +187,13 @@ def _parsed(text: str | None) -> PerceptualHash | None:
 def _entry(item: TrainingItem, media: Media) -> SheetEntry:
     before = (role for role in ROLES if not role.follows_crop)
     like_it = (role for role in ROLES if role.follows_crop)
-    pictures = {**_companions(media, before), "target": frame_strip(media.frames)}
-    pictures |= _companions(media, like_it)
+    images = {**_companions(media, before), "target": frame_strip(media.frames)}
+    images |= _companions(media, like_it)
     return SheetEntry(
         name=item.name,
         bucket=item.bucket.name,
         captions=item.record.captions,
-        pictures=pictures,
+        images=images,
         remarks=["no audio"] if item.audio is not None and media.audio is None else [],
     )
 
