@@ -34,6 +34,14 @@ BOUNDARIES = (
 """A failing preview, card or page must not end a run, nor one run take the page from others: the places where
 any exception is caught, once each."""
 
+REPLACED_WORDS = {
+    "told": "logged, given, known",
+    "beside": "next to, with, in addition to",
+    "likewise": "also",
+    "anew": "again",
+}
+"""Words that a reader in this field stops at, and what to write."""
+
 MACHINE_PATH = re.compile(r"(?<![\w.:/-])(/(home|mnt|root|scratch|tmp|work|workspace|Users)/|[A-Z]:\\)\w")
 
 Offences = Iterator[tuple[int, str]]
@@ -221,6 +229,19 @@ def test_nothing_names_a_path_of_the_machine_it_was_written_on() -> None:
         if MACHINE_PATH.search(line)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("word", REPLACED_WORDS)
+def test_a_word_that_was_replaced_does_not_return(word: str) -> None:
+    texts = files("diffsynth_lite/**/*.py", "configs/**/*.yaml", "docs/*.md", "*.md", "train.py")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in texts
+        if path.name != "changelog.md"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if re.search(rf"\b{word}\b", line, re.IGNORECASE)
+    ]
+    assert found == [], f"write {REPLACED_WORDS[word]}"
 
 
 def in_function(*lines: str) -> str:

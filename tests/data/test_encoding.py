@@ -237,7 +237,7 @@ def test_captions_are_not_decoded_but_the_images_beside_them_are(cache, memory, 
     with caplog.at_level(logging.INFO):
         bad = find_undecodable(prompts, memory=memory, shard=Shard())
     assert [prompts[key].text for key in bad] == ["make it red"]
-    assert "decoding 2 items" in caplog.text
+    assert "decoding 2 new items" in caplog.text
     remembered = [memory.recall(f"decodes {key}", FileState(0, 0)) is not None for key in prompts]
     assert remembered == [False, True, False]
 
