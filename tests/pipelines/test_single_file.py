@@ -252,7 +252,7 @@ def test_what_cannot_be_read_is_refused(wan: nn.Module, tmp_path: Path) -> None:
     for name, problem in (
         ("none.safetensors", "is not there; give a file on this machine"),
         (".", "is a folder"),
-        ("model.ckpt", r"is no \.safetensors, \.sft or \.gguf file"),
+        ("model.ckpt", r"is not a \.safetensors, \.sft or \.gguf file"),
         ("cut.safetensors", "cannot be read .* get that file again"),
     ):
         with pytest.raises(UserError, match=problem):
