@@ -284,7 +284,7 @@ def test_a_folder_that_cannot_be_made_stops_the_run_with_its_reason(tmp_path: Pa
         save(CheckpointStore(tmp_path / "file" / "checkpoints", keep=1), 1)
 
 
-@pytest.mark.parametrize("reason", ["pinned", "sound"])
+@pytest.mark.parametrize("reason", ["pinned", "known_good"])
 def test_a_pinned_step_and_those_of_every_so_many_stay_besides_the_newest(
     tmp_path: Path, reason: str
 ) -> None:
