@@ -83,7 +83,7 @@ def test_what_a_run_saves_was_counted(whole_run: TinyRun) -> None:
         (("train.steps=7",), 3, 1),
         (("train.steps=5", "output.keep_every_steps=2"), 0, 3),
         (("train.steps=1000000000", "output.checkpoint_every_steps=1"), 0, 3),
-        (("output.keep_checkpoints=1",), 0, 3),  # the newest that is known to be audio stays
+        (("output.keep_checkpoints=1",), 0, 3),  # the newest that is known to be good stays
         (("train.steps=20", "output.keep_every_steps=4"), 0, 6),  # 4, 8, 12, and 16, 18, 20
         (("validation.data=data",), 0, 4),
     ],

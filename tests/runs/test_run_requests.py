@@ -266,9 +266,9 @@ def test_a_best_that_was_measured_otherwise_is_compared_with_nothing(
     assert caplog.text.count("cannot be compared") == bool(named)
     assert named is None or named in caplog.text
     source = "adapter" if named and "use_ema" in named else "ema"
-    # A finite loss of the average does not tell that the weights of step 6 are audio: 4 stays, too.
-    sound = [4] if source == "ema" else []
-    expected = ([*sound, 6], 6) if named else ([2, *sound, 6], 2)
+    # A finite loss of the average does not tell that the weights of step 6 are good: 4 stays, too.
+    known_good = [4] if source == "ema" else []
+    expected = ([*known_good, 6], 6) if named else ([2, *known_good, 6], 2)
     assert (steps_kept(run), best_of(run, 6)["step"]) == expected
     assert differing(best_lora(run), lora_of_step(run, best_of(run, 6)["step"], source)) == []
     assert (run.folder / ".left-lora_best-1").exists() is bool(named)

@@ -37,13 +37,6 @@ def test_the_poison_works_and_is_seen(poison: bytes, marker: Path, watch: AuditW
     assert names == [("posix", "mkdir")]
 
 
-def test_a_resumed_run_unpickles_nothing(tiny_run: TinyRun, watch: AuditWatch) -> None:
-    assert tiny_run.train("train.steps=1") == 0
-    with watch.on() as names:
-        assert tiny_run.train("train.steps=2", "data.num_workers=0") == 0
-    assert names == []
-
-
 def test_what_workers_send_is_all_that_is_unpickled_with_workers(
     tiny_run: TinyRun, watch: AuditWatch
 ) -> None:
@@ -54,10 +47,13 @@ def test_what_workers_send_is_all_that_is_unpickled_with_workers(
     assert [name for name in names if not f"{name[0]}.".startswith(kinds)] == []
 
 
-def test_pickles_in_checkpoint_cache_and_lora_are_set_aside(
+def test_a_resume_unpickles_nothing_and_sets_pickles_in_checkpoint_cache_and_lora_aside(
     tiny_run: TinyRun, poison: bytes, marker: Path, watch: AuditWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert tiny_run.train("train.steps=4") == 0
+    assert tiny_run.train("train.steps=2") == 0
+    with watch.on() as names:
+        assert tiny_run.train("train.steps=4", "data.num_workers=0") == 0
+    assert names == []  # of a resume
     newest = tiny_run.folder / "checkpoints" / "step-00000004"
     places = (newest, tiny_run.folder / "lora", tiny_run.root / "cache")
     files = [path for place in places for path in place.rglob("*") if path.is_file()]
@@ -69,6 +65,12 @@ def test_pickles_in_checkpoint_cache_and_lora_are_set_aside(
     assert (names, marker.exists()) == ([], False)
     assert "looking for an earlier checkpoint" in caplog.text
     assert poison not in {path.read_bytes() for path in (tiny_run.folder / "lora").glob("*.safetensors")}
+    # Under all names of a run folder they end it.
+    for path in filter(Path.is_file, list(tiny_run.folder.rglob("*"))):
+        path.write_bytes(poison)
+    with watch.on() as names:
+        assert tiny_run.train("train.steps=6") == 2
+    assert (names, marker.exists()) == ([], False)
 
 
 def test_pickles_under_a_manifest_that_lists_them_are_refused(
@@ -87,18 +89,6 @@ def test_pickles_under_a_manifest_that_lists_them_are_refused(
         with watch.on() as unpickled, pytest.raises(CheckpointError, match=name):
             read_checkpoint(folder).tensors(name.removesuffix(".safetensors"))
         assert (unpickled, marker.exists()) == ([], False)
-
-
-def test_pickles_under_all_names_of_a_run_folder_end_in_an_error(
-    tiny_run: TinyRun, poison: bytes, marker: Path, watch: AuditWatch
-) -> None:
-    assert tiny_run.train("train.steps=1") == 0
-    for path in tiny_run.folder.rglob("*"):
-        if path.is_file():
-            path.write_bytes(poison)
-    with watch.on() as names:
-        assert tiny_run.train("train.steps=2") == 2
-    assert (names, marker.exists()) == ([], False)
 
 
 def plant_module(model: Path, marker: Path, poison: bytes) -> None:
@@ -129,37 +119,30 @@ def test_pickles_and_modules_beside_the_weights_are_ignored(
     assert (names, marker.exists()) == ([], False)
 
 
-def no_safetensors(model: Path, poison: bytes) -> None:
-    for path in model.rglob("*.safetensors"):
-        path.rename(path.with_suffix(".bin")).write_bytes(poison)
-
-
-def pickles_as_safetensors(model: Path, poison: bytes) -> None:
-    for path in model.rglob("*.safetensors"):
-        path.write_bytes(poison)
-
-
-def pickled_settings(model: Path, poison: bytes) -> None:
-    (model / "model_index.json").write_bytes(poison)
-
-
 def tokenizer_with_code(model: Path, _poison: bytes) -> None:
     settings = model / "tokenizer" / "tokenizer_config.json"
     change_json(settings, tokenizer_class="P", auto_map={"AutoTokenizer": ["planted.P", None]})
 
 
-def pipeline_with_code(model: Path, _poison: bytes) -> None:
-    change_json(model / "model_index.json", _class_name=["planted", "P"])
+def no_safetensors(model: Path, poison: bytes) -> None:
+    for path in model.rglob("*.safetensors"):
+        path.rename(path.with_suffix(".bin")).write_bytes(poison)
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (no_safetensors, "holds no safetensors weights"),
-        (pickles_as_safetensors, "cannot be read"),
-        (pickled_settings, "cannot be read"),
+        (
+            lambda model, poison: [path.write_bytes(poison) for path in model.rglob("*.safetensors")],
+            "cannot be read",
+        ),
+        (lambda model, poison: (model / "model_index.json").write_bytes(poison), "cannot be read"),
         (tokenizer_with_code, "contains custom code"),
-        (pipeline_with_code, "names no pipeline class"),
+        (
+            lambda model, _: change_json(model / "model_index.json", _class_name=["planted", "P"]),
+            "names no pipeline class",
+        ),
     ],
 )
 def test_a_model_that_needs_code_or_pickles_is_refused(
@@ -168,7 +151,7 @@ def test_a_model_that_needs_code_or_pickles_is_refused(
     marker: Path,
     watch: AuditWatch,
     caplog: pytest.LogCaptureFixture,
-    spoil: Callable[[Path, bytes], None],
+    spoil: Callable[[Path, bytes], object],
     message: str,
 ) -> None:
     model = copied_model(tiny_run)

@@ -133,25 +133,36 @@ def expected_errors(
     return video, audio
 
 
+HEARD = torch.tensor([1.0, 0.0, 1.0])
+"""Which of the clips have audio."""
+
+
+def of_both(video: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
+    return video + WEIGHT * HEARD * audio
+
+
+def by_kind_of(tried: DenoisingObjective, loss: torch.Tensor) -> MeanLosses:
+    assert tried.losses_by_kind is not None
+    return mean_losses(loss.item(), tried.losses_by_kind.take(torch.device("cpu")).tolist())
+
+
 def test_the_loss_is_that_of_the_pictures_and_weighted_that_of_the_sound_where_there_is_some() -> None:
     given, model = batch(), TwoHeads()
     tried = objective(losses_by_kind=LossBreakdown())
     loss = tried.loss(model, given)
     assert model.calls == [("both", 3)]
     video, audio = expected_errors(given, model)
-    heard = torch.tensor([1.0, 0.0, 1.0])
-    torch.testing.assert_close(loss, (video + WEIGHT * heard * audio).mean())
+    torch.testing.assert_close(loss, of_both(video, audio).mean())
 
     # Each part of the step is told by itself, that of the audio over the samples that have some.
-    assert tried.losses_by_kind is not None
-    by_kind = mean_losses(loss.item(), tried.losses_by_kind.take(given.latents.device).tolist())
+    by_kind = by_kind_of(tried, loss)
     assert by_kind.preserved is None
     for value, of in ((by_kind.learned, loss), (by_kind.video, video), (by_kind.audio, audio[[0, 2]])):
         assert value == pytest.approx(of.mean().item(), rel=1e-5)
     assert mean_losses(1.0, []) == MeanLosses(learned=1.0)
     # By sample, and by noise level, the whole of it counts.
     assert [loss for _, _, loss in tried.sample_losses.take()] == pytest.approx(
-        (video + WEIGHT * heard * audio).tolist()
+        of_both(video, audio).tolist()
     )
 
 
@@ -171,8 +182,7 @@ def test_pictures_of_a_family_that_makes_sound_have_the_loss_of_pictures() -> No
     loss = tried.loss(model, given)
     assert model.calls == [("video", 3)]
     torch.testing.assert_close(loss, expected_errors(batch(), model)[0].mean())
-    assert tried.losses_by_kind is not None
-    by_kind = mean_losses(loss.item(), tried.losses_by_kind.take(given.latents.device).tolist())
+    by_kind = by_kind_of(tried, loss)
     assert (by_kind.video, by_kind.audio) == (None, None)
 
 
@@ -183,8 +193,7 @@ def test_masks_are_of_the_pictures_and_weightings_and_huber_of_both() -> None:
     masked = dataclasses.replace(given, loss_mask=mask)
     (noisy, target), _ = noisy_and_target(given)
     of_mask = (estimate(model, noisy, given.uniform, given.conditioning) - target).square()[..., :2]
-    heard = torch.tensor([1.0, 0.0, 1.0])
-    expected = of_mask.flatten(1).mean(1) + WEIGHT * heard * expected_errors(given, model)[1]
+    expected = of_both(of_mask.flatten(1).mean(1), expected_errors(given, model)[1])
     found = objective(weighting="sigma_sqrt").loss(model, masked)
     torch.testing.assert_close(found, (expected / given.uniform.square()).mean())
 
@@ -193,7 +202,7 @@ def test_masks_are_of_the_pictures_and_weightings_and_huber_of_both() -> None:
         error = (factor * estimate(model, noisy, given.uniform, given.conditioning) - target).abs()
         parts.append(torch.where(error < 0.5, error.square(), error - 0.25).flatten(1).mean(1))
     found = objective(huber_delta=0.5).loss(model, given)
-    torch.testing.assert_close(found, (parts[0] + WEIGHT * heard * parts[1]).mean())
+    torch.testing.assert_close(found, of_both(*parts).mean())
 
 
 def test_a_guided_target_guides_both() -> None:
@@ -206,8 +215,7 @@ def test_a_guided_target_guides_both() -> None:
         guided = own + 3 * (target - own)
         found = factor * estimate(model, noisy, given.uniform, given.conditioning)
         errors.append((found - guided).square().flatten(1).mean(1))
-    heard = torch.tensor([1.0, 0.0, 1.0])
-    torch.testing.assert_close(loss, (errors[0] + WEIGHT * heard * errors[1]).mean())
+    torch.testing.assert_close(loss, of_both(*errors).mean())
 
 
 def test_what_is_preserved_keeps_its_sound_too_and_is_counted_apart() -> None:
@@ -224,10 +232,9 @@ def test_what_is_preserved_keeps_its_sound_too_and_is_counted_apart() -> None:
         found = factor * estimate(model, noisy, given.uniform, given.conditioning)
         errors.append((found - target).square().flatten(1).mean(1))
     video, audio = errors
-    totals = video + WEIGHT * torch.tensor([1.0, 0.0, 1.0]) * audio
+    totals = of_both(video, audio)
     torch.testing.assert_close(loss, totals.mean())
-    assert tried.losses_by_kind is not None
-    by_kind = mean_losses(loss.item(), tried.losses_by_kind.take(given.latents.device).tolist())
+    by_kind = by_kind_of(tried, loss)
     expected = (totals[:2].mean(), totals[2], video[:2].mean(), audio[0])
     found_by_kind = (by_kind.learned, by_kind.preserved, by_kind.video, by_kind.audio)
     for value, of in zip(found_by_kind, expected, strict=True):
@@ -254,9 +261,8 @@ def test_audio_with_levels_of_its_own_has_them_from_its_own_draws_tokens_and_wei
     sigma, audio_sigma = moved(given.uniform, 4), moved(given.audio.uniform, 2)
     video, audio = expected_errors(dataclasses.replace(given, uniform=sigma), model, audio_sigma)
     video, audio = video / sigma.square(), audio / audio_sigma.square()
-    torch.testing.assert_close(loss, (video + WEIGHT * torch.tensor([1.0, 0.0, 1.0]) * audio).mean())
-    assert tried.losses_by_kind is not None
-    by_kind = mean_losses(loss.item(), tried.losses_by_kind.take(given.latents.device).tolist())
+    torch.testing.assert_close(loss, of_both(video, audio).mean())
+    by_kind = by_kind_of(tried, loss)
     assert by_kind.learned == pytest.approx(loss.item(), rel=1e-5)
     assert by_kind.video == pytest.approx(video.mean().item(), rel=1e-5)
     assert by_kind.audio == pytest.approx(audio[[0, 2]].mean().item(), rel=1e-5)
@@ -282,7 +288,7 @@ def test_with_levels_of_its_own_what_guides_and_what_is_preserved_are_at_them_to
         guided[2] = factor * estimate(plain, noisy, level, given.conditioning)[2]
         found = factor * estimate(model, noisy, level, given.conditioning)
         errors.append((found - guided).square().flatten(1).mean(1))
-    torch.testing.assert_close(loss, (errors[0] + WEIGHT * torch.tensor([1.0, 0.0, 1.0]) * errors[1]).mean())
+    torch.testing.assert_close(loss, of_both(*errors).mean())
 
 
 def test_pictures_have_no_audio_to_have_a_level_of_its_own() -> None:
@@ -320,9 +326,8 @@ def test_the_loss_on_fixed_noise_tells_its_parts_and_has_noise_of_its_own_for_th
     )
     # Of its own a third further on the way from data to noise, whatever the tokens and draws.
     video, audio = expected_errors(drawn, model, torch.tensor([1 / 2, 5 / 6, 1 / 6]) if own else None)
-    heard = torch.tensor([1.0, 0.0, 1.0])
     expected = {
-        "validation_loss": (video + WEIGHT * heard * audio).mean().item(),
+        "validation_loss": of_both(video, audio).mean().item(),
         "validation_loss/video": video.mean().item(),
         "validation_loss/audio": audio[[0, 2]].mean().item(),
     }

@@ -54,28 +54,29 @@ def test_what_is_on_already_is_not_advised() -> None:
     assert not any("dtype" in text for text in texts())
 
 
-def test_without_checkpointing_that_is_what_helps_most() -> None:
-    first, *others = texts(num_checkpointed=0)
-    assert first == "--use_gradient_checkpointing (about 55.3 GiB less)"
-    assert not any("offload" in text for text in others)
+@pytest.mark.parametrize(
+    ("changes", "first", "never"),
+    [
+        ({"num_checkpointed": 0}, "--use_gradient_checkpointing (about 55.3 GiB less)", "offload"),
+        ({"streamable_bytes": 30_000 * MIB}, "memory.stream_blocks: all (about 29.3 GiB less)", None),
+        (
+            {"quantizable_bytes": 10_240 * MIB},
+            "model.quantize: int8, in a new run (about 10.0 GiB less)",
+            None,
+        ),
+        ({"float32_bytes": 40_000 * MIB}, "model.dtype: bfloat16 (about 19.5 GiB less)", None),
+    ],
+)
+def test_what_helps_most_comes_first(changes: dict[str, int], first: str, never: str | None) -> None:
+    found, *others = texts(**changes)
+    assert found == first
+    assert never is None or not any(never in text for text in others)
+    assert first not in texts()
+    assert not any("stream" in text or "quantize" in text for text in texts())
 
 
-def test_blocks_that_a_policy_keeps_and_weights_in_float32_are_counted() -> None:
-    found = texts(num_checkpointed=50, float32_bytes=40_000 * MIB)
-    assert "memory.policy: all (about 8.4 GiB less)" in found
-    assert found[0] == "model.dtype: bfloat16 (about 19.5 GiB less)"
-
-
-def test_weights_that_could_be_streamed_are_counted() -> None:
-    assert texts(streamable_bytes=30_000 * MIB)[0] == "memory.stream_blocks: all (about 29.3 GiB less)"
-    assert not any("stream" in text for text in texts())
-
-
-def test_weights_that_could_be_quantised_are_counted() -> None:
-    assert (
-        texts(quantizable_bytes=10_240 * MIB)[0] == "model.quantize: int8, in a new run (about 10.0 GiB less)"
-    )
-    assert not any("quantize" in text for text in texts())
+def test_blocks_that_a_policy_keeps_are_counted() -> None:
+    assert "memory.policy: all (about 8.4 GiB less)" in texts(num_checkpointed=50)
 
 
 def test_what_would_save_nothing_is_not_advised() -> None:
@@ -126,55 +127,65 @@ def test_the_error_says_what_the_memory_was_used_for() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 
 
-def test_a_full_disk_and_a_full_device_are_explained() -> None:
-    with pytest.raises(RunStoppedError, match="no space left on the disk"), shortages_explained():
-        raise OSError(errno.ENOSPC, "No space left on device")
-    with (
-        pytest.raises(RunStoppedError, match=r"may open no more than \d+ \(ulimit -n\)"),
-        shortages_explained(),
-    ):
-        raise OSError(errno.EMFILE, "Too many open files")
-    with pytest.raises(RunStoppedError, match=r"a disk fails .*Input/output error"), shortages_explained():
-        raise OSError(errno.EIO, "Input/output error", "run/metrics.jsonl")
-    with pytest.raises(RunStoppedError, match="a disk fails"), shortages_explained(Path("run")):
-        raise OSError(errno.EROFS, "Read-only file system", "run/metrics.jsonl")
-    with (
-        pytest.raises(RunStoppedError, match=r"before training.*vae_tiling: true.*vae_dtype"),
-        shortages_explained(),
-    ):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
-    with (
-        pytest.raises(RunStoppedError, match=r"before training.*vae_tiling: true.*vae_dtype"),
-        shortages_explained(),
-    ):
-        raise torch.OutOfMemoryError
-    with pytest.raises(UserError, match="cache/ab: Read-only file system"), shortages_explained():
-        raise OSError(errno.EROFS, "Read-only file system", "cache/ab")
-    with pytest.raises(UserError, match=r"run/lora: Is a directory; .*move it aside"), shortages_explained():
-        raise OSError(errno.EISDIR, "Is a directory", "run/.tmp-lora", None, "run/lora")
-    gone = Path("no such run")
-    with pytest.raises(RunStoppedError, match="no such run was renamed"), shortages_explained(gone):
-        (gone / "metrics.jsonl").open("a")
-    with pytest.raises(FileNotFoundError), shortages_explained(Path.cwd()):
-        (gone / "metrics.jsonl").open("a")
-    with pytest.raises(TimeoutError), shortages_explained():
-        raise TimeoutError(errno.ETIMEDOUT, "timed out")
+NO_MEMORY = "CUDA out of memory. Tried to allocate 2 GiB.\nmore"
+WORKER = "DataLoader worker (pid 7) is killed by signal: Killed."
 
 
-def test_a_lost_data_worker_is_explained_and_a_bug_in_one_is_not() -> None:
-    for message in (
-        "DataLoader timed out after 300 seconds",
-        "DataLoader worker (pid 7) is killed by signal: Killed.",
-    ):
-        with (
-            pytest.raises(RunStoppedError, match=r"a data worker died or hangs \(DataLoader"),
-            shortages_explained(),
-        ):
-            raise RuntimeError(message)
-    with pytest.raises(RuntimeError, match="Caught KeyError"), shortages_explained():
-        raise RuntimeError("Caught KeyError in DataLoader worker process 0.")
-    with pytest.raises(RunStoppedError, match="not finite"), shortages_explained():
-        raise RunStoppedError("not finite")
+@pytest.mark.parametrize(
+    ("error", "folder", "expected", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space"), None, RunStoppedError, "no space left on the disk"),
+        (
+            OSError(errno.EMFILE, "Too many"),
+            None,
+            RunStoppedError,
+            r"may open no more than \d+ \(ulimit -n\)",
+        ),
+        (
+            OSError(errno.EIO, "Input/output error", "a"),
+            None,
+            RunStoppedError,
+            "a disk fails .*Input/output error",
+        ),
+        (OSError(errno.EROFS, "Read-only", "run/a"), Path("run"), RunStoppedError, "a disk fails"),
+        (
+            torch.OutOfMemoryError(NO_MEMORY),
+            None,
+            RunStoppedError,
+            r"before training.*vae_tiling: true.*vae_dtype",
+        ),
+        (torch.OutOfMemoryError(), None, RunStoppedError, r"before training.*vae_tiling: true.*vae_dtype"),
+        (OSError(errno.EROFS, "Read-only", "cache/ab"), None, UserError, "cache/ab: Read-only"),
+        (
+            OSError(errno.EISDIR, "Is a directory", "run/.tmp-lora", None, "run/lora"),
+            *(None, UserError, r"run/lora: Is a directory; .*move it aside"),
+        ),
+        (FileNotFoundError(errno.ENOENT, "No file"), Path("no run"), RunStoppedError, "no run was renamed"),
+        (FileNotFoundError(errno.ENOENT, "No file"), Path.cwd(), FileNotFoundError, "No file"),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), None, TimeoutError, "timed out"),
+        (
+            RuntimeError("DataLoader timed out after 300 seconds"),
+            None,
+            RunStoppedError,
+            r"worker died or hangs \(Da",
+        ),
+        (RuntimeError(WORKER), None, RunStoppedError, r"a data worker died or hangs \(DataLoader"),
+        (
+            RuntimeError("Caught KeyError in DataLoader worker process 0."),
+            None,
+            RuntimeError,
+            "Caught KeyError",
+        ),
+        (RunStoppedError("not finite"), None, RunStoppedError, "not finite"),
+    ],
+)
+def test_a_shortage_is_explained_and_a_bug_is_not(
+    error: Exception, folder: Path | None, expected: type[Exception], message: str
+) -> None:
+    given = () if folder is None else (folder,)
+    with pytest.raises(expected, match=message) as caught, shortages_explained(*given):
+        raise error
+    assert type(caught.value) is expected
 
 
 @pytest.mark.parametrize(
