@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from tiny_run import REPOSITORY, TinyRun, checkpoint_tensors, differing, tiny_picture
+from tiny_run import REPOSITORY, TinyRun, checkpoint_tensors, differing, tiny_image
 
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from faults.bench import (
@@ -64,7 +64,7 @@ def with_held_out(run: TinyRun, *settings: str) -> TinyRun:
     folder = run.root / "held out"
     folder.mkdir()
     for place in range(2):
-        tiny_picture(80, 48, 200 + place).save(folder / f"{place}.png")
+        tiny_image(80, 48, 200 + place).save(folder / f"{place}.png")
         (folder / f"{place}.txt").write_text("a blue square")
     return run.having(
         *(f"validation.data={folder}", "validation.loss_items=2", "validation.num_inference_steps=2"),

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiny_run import TinyRun, tiny_picture
+from tiny_run import TinyRun, tiny_image
 
 from faults.bench import PLAIN, Bench, assert_same, fault, losses, recorded, stopped_after, train
 
-NUM_PICTURES, NUM_CLIPS = 60, 60
+NUM_IMAGES, NUM_CLIPS = 60, 60
 STEPS = 8
 SETTINGS = (
     *PLAIN,
@@ -76,8 +76,8 @@ def train_on_bad_data(bench: Bench) -> str:
 def _pictures(bench: Bench, name: str, way: tuple[str, ...]) -> SpoiltRun:
     run = bench.images(name)
     data = run.root / "data"
-    for place in range(5, NUM_PICTURES):
-        tiny_picture(80, 48, 10 + place).save(data / f"{place}.png")
+    for place in range(5, NUM_IMAGES):
+        tiny_image(80, 48, 10 + place).save(data / f"{place}.png")
         (data / f"{place}.txt").write_text("a red circle")
     return SpoiltRun(run.having(*SETTINGS, *way), tuple(sorted(data.glob("*.png"))))
 

@@ -19,7 +19,7 @@ from damages import RANDOM
 from PIL import Image
 from test_bad_input import copied_model
 from test_run_cache import entries
-from tiny_run import TinyRun, garble_media, tiny_picture
+from tiny_run import TinyRun, garble_media, tiny_image
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.data.cache import TensorCache
@@ -67,16 +67,16 @@ def _with_other_weight(path: Path) -> None:
 
 
 def _with_other_frames(path: Path) -> None:
-    write_video(path, [tiny_picture(32, 48, 40 + frame) for frame in range(12)], fps=16)
+    write_video(path, [tiny_image(32, 48, 40 + frame) for frame in range(12)], fps=16)
 
 
-NUM_PICTURES, NUM_CAPTIONS, NUM_CLIPS = 5, 2, 3
-_ALL_ITEMS = {"items": NUM_PICTURES}
+NUM_IMAGES, NUM_CAPTIONS, NUM_CLIPS = 5, 2, 3
+_ALL_ITEMS = {"items": NUM_IMAGES}
 _ALL_CAPTIONS = {"captions": NUM_CAPTIONS}
 _ALL_CLIPS = {"items": NUM_CLIPS}
 
 PICTURES = {
-    "an image": Change(items=1, file="data/1.png", edit=lambda path: tiny_picture(80, 48, 77).save(path)),
+    "an image": Change(items=1, file="data/1.png", edit=lambda path: tiny_image(80, 48, 77).save(path)),
     "a caption": Change(captions=1, file="data/1.txt", edit=lambda path: path.write_text("a green square")),
     "a mask": Change(
         items=1, file="masks/1.png", edit=lambda path: Image.linear_gradient("L").resize((81, 48)).save(path)
@@ -133,7 +133,7 @@ def changing_pictures(bench: Bench) -> TinyRun:
     """Five images with masks and two captions, and a copy of the pipeline."""
     run = bench.images("changing")
     (run.root / "masks").mkdir()
-    for place in range(NUM_PICTURES):
+    for place in range(NUM_IMAGES):
         Image.radial_gradient("L").resize((80 + place, 48)).save(run.root / "masks" / f"{place}.png")
     copied_model(run)
     return _short(run, f"data.mask_dir={run.root / 'masks'}")
@@ -298,7 +298,7 @@ def _filled_run(bench: Bench, name: str) -> tuple[TinyRun, Path]:
 
 def _draw(run: TinyRun) -> None:
     for place in range(40):
-        tiny_picture(64, 40, 10 + place).save(run.root / "data" / f"{place}.png")
+        tiny_image(64, 40, 10 + place).save(run.root / "data" / f"{place}.png")
         (run.root / "data" / f"{place}.txt").write_text(f"number {place}")
 
 

@@ -23,8 +23,8 @@ TESTS = (
     "runs/test_run_requests.py::test_a_best_lora_of_a_run_that_goes_on_from_before_any_best_is_set_aside",
     "runs/test_run_adapters.py::test_a_lora_with_a_number_that_is_not_finite_is_refused_by_name",
     "data/test_cache.py",
-    "training/test_previews.py::test_a_picture_that_is_not_finite_is_told_in_one_line",
-    "runs/test_run_sampling.py::test_a_picture_whose_numbers_overflow_is_not_drawn",
+    "training/test_previews.py::test_an_image_that_is_not_finite_is_logged_in_one_line",
+    "runs/test_run_sampling.py::test_an_image_whose_numbers_overflow_is_not_drawn",
 )
 """The other places of numbers that are not finite."""
 

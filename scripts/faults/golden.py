@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import REPOSITORY, TinyRun, tiny_picture
+from tiny_run import REPOSITORY, TinyRun, tiny_image
 
 from diffsynth_lite.lora import adapter_tensors, add_adapter
 from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
@@ -106,7 +106,7 @@ def _in(root: Path) -> Iterator[None]:
             tiny().save_pretrained("model")
             Path("data").mkdir()
             for place in range(4):
-                tiny_picture(40 + place, 40, 10 + place).save(f"data/{place}.png")
+                tiny_image(40 + place, 40, 10 + place).save(f"data/{place}.png")
                 Path(f"data/{place}.txt").write_text("a red circle")
             Path("tiny.yaml").write_text(CONFIG)
         patch.setattr(QwenImage, "fingerprint", lambda _: WEIGHTS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from processes import free_port
-from tiny_run import LOG_LINE, REPOSITORY, TinyRun, tiny_picture
+from tiny_run import LOG_LINE, REPOSITORY, TinyRun, tiny_image
 
 import diffsynth_lite
 from faults.bench import PLAIN, PROVOKED, Bench, environment, fault, launched, torchrun
@@ -146,7 +146,7 @@ def _differences(run: TinyRun) -> Iterator[tuple[str, tuple[str, dict[str, list[
     yield "base", ("vae of model.path is", of(f"model.path={base}"))
     images = run.root / "other images"
     shutil.copytree(run.root / "data", images)
-    tiny_picture(80, 48, 99).save(images / "0.png")
+    tiny_image(80, 48, 99).save(images / "0.png")
     yield "picture", ("images and clips of data is", of(f"data.path={images}"))
     fewer = run.root / "fewer images"
     shutil.copytree(run.root / "data", fewer)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tiny_run import TinyRun, tiny_picture
+from tiny_run import TinyRun, tiny_image
 
 from faults.bench import PROVOKED, Bench, environment, fault, launched
 
@@ -53,7 +53,7 @@ def _with_everything(run: TinyRun) -> tuple[str, ...]:
     held_out = run.root / "held out"
     held_out.mkdir()
     for place in range(2):
-        tiny_picture(80, 48, 200 + place).save(held_out / f"{place}.png")
+        tiny_image(80, 48, 200 + place).save(held_out / f"{place}.png")
         (held_out / f"{place}.txt").write_text("a blue square")
     return (
         *(f"validation.data={held_out}", "validation.loss_items=2", "validation.every_steps=100"),

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from tiny_run import TinyRun, checkpoint_tensors, differing, garble_media, tiny_picture
+from tiny_run import TinyRun, checkpoint_tensors, differing, garble_media, tiny_image
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.data.media_index import MediaIndex
@@ -30,7 +30,7 @@ def names_in(part: Part, number: int) -> list[str]:
 
 def add_picture(run: TinyRun, name: str) -> Path:
     path = run.root / "data" / name
-    tiny_picture(80, 48, 10 + int(path.stem)).save(path)
+    tiny_image(80, 48, 10 + int(path.stem)).save(path)
     path.with_suffix(".txt").write_text("a red circle")
     return path
 
@@ -55,7 +55,7 @@ def test_a_run_on_a_cache_filled_by_parts_is_the_run_on_its_own_bit_for_bit(
 ) -> None:
     held_out = tiny_run.root / "held out"
     held_out.mkdir()
-    tiny_picture(80, 48, 60).save(held_out / "0.png")
+    tiny_image(80, 48, 60).save(held_out / "0.png")
     (held_out / "0.txt").write_text("never trained on")
     settings = ("train.steps=1", f"validation.data={held_out}", "data.caption_dropout=0.2")
     assert tiny_run.train(*settings) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tiny_run import tiny_picture
+from tiny_run import tiny_image
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
@@ -23,7 +23,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path("my images")
     folder.mkdir()
     for number in range(3):
-        tiny_picture(120, 90 + number, 10 + number).save(folder / f"{number}.png")
+        tiny_image(120, 90 + number, 10 + number).save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text(f"ohwx: a circle, no. {number} # red")
     return folder
 
@@ -71,7 +71,7 @@ def test_clips_that_are_short_and_small_get_sizes_that_they_fill(
     monkeypatch.chdir(tmp_path)
     Path("clips").mkdir()
     for name, num_frames in (("short", 20), ("long", 100)):
-        write_video(Path("clips", f"{name}.mp4"), [tiny_picture(96, 64, 10)] * num_frames, fps=16)
+        write_video(Path("clips", f"{name}.mp4"), [tiny_image(96, 64, 10)] * num_frames, fps=16)
     Path("clips", "short.txt").write_text("a circle")
     assert main(["init", "clips", "--out", "mine.yaml", "--preset", "motion"]) == 0
     printed = capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_pictures_that_come_from_others_get_an_edit_model(
     before = pictures / "before" if has_table else Path("before")
     before.mkdir()
     for number in range(3):
-        tiny_picture(96, 64, 40 + number).save(before / f"{number}.png")
+        tiny_image(96, 64, 40 + number).save(before / f"{number}.png")
     if has_table:
         rows = [{"file_name": f"{n}.png", "input": f"before/{n}.png", "text": "redder"} for n in range(3)]
         (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -124,7 +124,7 @@ def test_pictures_with_layers_get_a_model_that_takes_pictures_apart(
     for folder in folders:
         folder.mkdir()
         for number in range(3):
-            tiny_picture(120, 90 + number, 40 + number).save(folder / f"{number}.png")
+            tiny_image(120, 90 + number, 40 + number).save(folder / f"{number}.png")
     named = [argument for folder in folders for argument in ("--layers", str(folder))]
     assert main(["init", str(pictures), "--out", "mine.yaml", *named]) == 0
     assert "for qwen_image_layered, as its images have layers" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import generate_docs
 import pytest
 from accelerate.state import AcceleratorState
 from models_page import render_models_page, render_readme
-from tiny_run import tiny_picture
+from tiny_run import tiny_image
 
 from diffsynth_lite import pipelines
 from diffsynth_lite.cli.main import main
@@ -60,7 +60,7 @@ def test_every_command_finds_a_family_by_its_dotted_name(
     importlib.import_module(NAME).tiny().save_pretrained("tiny")
     Path("images").mkdir()
     for number in range(2):
-        tiny_picture(96, 80, 10 + number).save(f"images/{number}.png")
+        tiny_image(96, 80, 10 + number).save(f"images/{number}.png")
         Path(f"images/{number}.txt").write_text(f"a circle, no. {number}")
 
     assert main(["init", "images", "--family", NAME, "--out", "mine.yaml"]) == 0

@@ -17,7 +17,7 @@ from diffsynth_lite.report.run_report import RunReport, read_run
 from diffsynth_lite.report.server import LOOPBACK, ReportServer, RunPages
 from diffsynth_lite.run_folder.folder import RunFolder
 
-PICTURE = "previews/step-00000000-prompt-00-aa0.png"
+PREVIEW_IMAGE = "previews/step-00000000-prompt-00-aa0.png"
 SECRET = "swordfish-4711"
 
 
@@ -77,9 +77,9 @@ def test_the_runs_their_pages_and_their_previews_are_shown(server: ReportServer,
     assert f'href="{name}"'.encode() in page
     for run in ("/runs/first/", name):
         assert ask(server, run)[0].status == 200
-    picture = f"{name}{PICTURE}"
-    assert f'src="{picture}"'.encode() in ask(server, name)[1]
-    assert ask(server, picture)[1] == (runs / "first" / PICTURE).read_bytes()
+    image = f"{name}{PREVIEW_IMAGE}"
+    assert f'src="{image}"'.encode() in ask(server, name)[1]
+    assert ask(server, image)[1] == (runs / "first" / PREVIEW_IMAGE).read_bytes()
 
 
 def test_secrets_are_masked_in_what_is_served(server: ReportServer) -> None:
@@ -102,7 +102,11 @@ def test_secrets_are_masked_in_what_is_served(server: ReportServer) -> None:
         *("/runs/../secret.txt", "/../secret.txt", "/runs/first/../../secret.txt", "/runs/%2e%2e/secret.txt"),
         *("/runs/first%2f..%2fsecret.txt/", "/runs/first/previews/../status.json", "/runs/first//etc/passwd"),
         *("/runs/first/previews/", "/runs/first/previews/%2e%2e/status.json", "/runs/first\\..\\secret.txt"),
-        *("/runs/first/./" + PICTURE, "/runs/first/" + PICTURE + "%00", "/runs/first/" + PICTURE + "/"),
+        *(
+            "/runs/first/./" + PREVIEW_IMAGE,
+            "/runs/first/" + PREVIEW_IMAGE + "%00",
+            "/runs/first/" + PREVIEW_IMAGE + "/",
+        ),
         "/runs/first/previews/step-00000300-prompt-00-aa0.png",
     ],
 )

@@ -180,7 +180,7 @@ def test_a_page_holds_so_many_bytes_of_previews_and_links_to_the_others(
     assert "12 of 20 steps are shown" in page.text
 
 
-def test_large_pictures_are_made_smaller_and_broken_ones_left_out(tmp_path: Path) -> None:
+def test_large_images_are_made_smaller_and_broken_ones_left_out(tmp_path: Path) -> None:
     folder = full_folder(tmp_path / "mine", steps=(0, 100))
     noise = Image.effect_noise((1200, 900), 60)
     noise.save(folder / "previews" / "step-00000100-prompt-00-aa0.png")

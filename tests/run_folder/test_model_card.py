@@ -74,7 +74,7 @@ def shown(text: str) -> str:
     return MarkdownIt("gfm-like", {"linkify": False}).render(HubCard(text).text)
 
 
-def test_a_card_has_a_header_for_the_hub_its_pictures_beside_it_and_the_same_text_each_time(
+def test_a_card_has_a_header_for_the_hub_its_images_beside_it_and_the_same_text_each_time(
     lora: Path, tmp_path: Path
 ) -> None:
     write_model_card(lora, card(tmp_path))
@@ -156,7 +156,7 @@ def test_texts_of_others_are_shown_as_text_and_secrets_are_masked(lora: Path, tm
     assert HubCard(text).data["widget"][0]["text"] == f"{HOSTILE} REDACTED REDACTED"
 
 
-def test_a_card_that_was_edited_stays_with_its_pictures_and_one_that_was_not_is_renewed(
+def test_a_card_that_was_edited_stays_with_its_images_and_one_that_was_not_is_renewed(
     lora: Path, tmp_path: Path
 ) -> None:
     write_model_card(lora, card(tmp_path))

@@ -11,7 +11,7 @@ from typing import Any
 import release_layouts
 import torch
 from PIL import Image
-from tiny_run import TinyRun, tiny_picture, write_config
+from tiny_run import TinyRun, tiny_image, write_config
 
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.media import Audio, RecordKind
@@ -145,16 +145,16 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
     if case.trained:
         settings.append(f"lora.components=[{', '.join(case.trained)}]")
     if kind in ("image", "edit", "layers", "inpaint"):
-        add_pictures(root / "data", detail=10)
+        add_images(root / "data", detail=10)
     else:
         add_clips(root / "data", family, has_sound=case.has_sound)
         settings.append(f"data.frame_counts=[{shortest_clip(family)}]")
     settings += add_others(kind, root, family)
     if case.has_last_frames:
-        settings.append(f"data.last_frame_dir={add_pictures(root / 'lasts', detail=30)}")
+        settings.append(f"data.last_frame_dir={add_images(root / 'lasts', detail=30)}")
         settings.append(f"validation.last_frames=[{root / 'lasts' / '0.png'}]")
     if kind in ("edit", "image_to_video") or family.needs_inputs:
-        settings.append(f"validation.inputs=[{add_pictures(root / 'starts', detail=40) / '0.png'}]")
+        settings.append(f"validation.inputs=[{add_images(root / 'starts', detail=40) / '0.png'}]")
     for place in range(len(SIZES)):
         (root / "data" / f"{place}.txt").write_text("a red circle" + " on a white background" * place)
     config = write_config(root, root / "model", root / "data")
@@ -164,13 +164,13 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
 def add_others(kind: RecordKind, root: Path, family: ModelFamily) -> list[str]:
     """What an item of a kind has next to its target, and the settings that name it."""
     if kind == "edit":
-        return [f"data.input_dirs=[{add_pictures(root / 'inputs', detail=20)}]"]
+        return [f"data.input_dirs=[{add_images(root / 'inputs', detail=20)}]"]
     if kind == "layers":
-        behind, above = add_pictures(root / "behind", detail=20), add_pictures(root / "above", detail=30)
+        behind, above = add_images(root / "behind", detail=20), add_images(root / "above", detail=30)
         make_transparent(above)
         return [f"data.layer_dirs=[{behind}, {above}]"]
     if kind == "image_to_video":
-        return [f"data.first_frame_dir={add_pictures(root / 'firsts', detail=20)}"]
+        return [f"data.first_frame_dir={add_images(root / 'firsts', detail=20)}"]
     if kind == "control":
         controls = root / "controls"
         controls.mkdir()
@@ -188,11 +188,11 @@ def shortest_clip(family: ModelFamily) -> int:
     return family.frame_step + 1
 
 
-def add_pictures(folder: Path, *, detail: int) -> Path:
+def add_images(folder: Path, *, detail: int) -> Path:
     """One image for each item."""
     folder.mkdir()
     for place, size in enumerate(SIZES):
-        tiny_picture(*size, detail + place).save(folder / f"{place}.png")
+        tiny_image(*size, detail + place).save(folder / f"{place}.png")
     return folder
 
 
@@ -200,9 +200,9 @@ def make_transparent(folder: Path) -> None:
     """What is bright in its images is seen, and what is dark is seen through."""
     for path in folder.iterdir():
         with Image.open(path) as opened:
-            picture = opened.convert("RGBA")
-        picture.putalpha(picture.convert("L"))
-        picture.save(path)
+            image = opened.convert("RGBA")
+        image.putalpha(image.convert("L"))
+        image.save(path)
 
 
 def add_masks(folder: Path) -> Path:
@@ -219,7 +219,7 @@ def add_clips(folder: Path, family: ModelFamily, *, detail: int = 10, has_sound:
     """One clip for each item, at the speed that the model was trained on; the first with a tone."""
     assert family.default_fps is not None
     for place, size in enumerate(SIZES):
-        frames = [tiny_picture(*size, detail + place + frame) for frame in range(shortest_clip(family) + 2)]
+        frames = [tiny_image(*size, detail + place + frame) for frame in range(shortest_clip(family) + 2)]
         samples = torch.arange(round(len(frames) / family.default_fps * 48000))
         tone = Audio(waveform=torch.sin(samples * 0.06)[None] / 2, sample_rate=48000)
         sound = tone if has_sound and place == 0 else None

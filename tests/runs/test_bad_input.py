@@ -180,11 +180,11 @@ def test_several_mistakes_are_all_reported_at_once(
     assert any("3.png" in error for error in errors)
 
 
-def test_bad_pictures_are_left_out_and_listed_when_asked_to(tiny_run: TinyRun) -> None:
-    picture = tiny_run.root / "data" / "2.png"
-    picture.write_bytes(picture.read_bytes()[:-400])
+def test_bad_images_are_left_out_and_listed_when_asked_to(tiny_run: TinyRun) -> None:
+    image = tiny_run.root / "data" / "2.png"
+    image.write_bytes(image.read_bytes()[:-400])
     assert tiny_run.train("data.on_bad_item=skip", "data.max_bad_ratio=0.5", "train.steps=2") == 0
     rows = [json.loads(line) for line in (tiny_run.folder / "quarantine.jsonl").read_text().splitlines()]
     assert [row["item"] for row in rows] == ["2.png"]
-    Image.effect_mandelbrot((64, 64), (-2, -1, 1, 1), 9).convert("RGB").save(picture)
+    Image.effect_mandelbrot((64, 64), (-2, -1, 1, 1), 9).convert("RGB").save(image)
     assert tiny_run.train("data.on_bad_item=skip") == 2  # an image more is a different run

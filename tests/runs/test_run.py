@@ -78,8 +78,8 @@ def assert_card(run: TinyRun) -> None:
         {"text": prompt, "output": {"url": f"pictures/prompt-{place}.png"}} for prompt, place in widget
     ]
     for place, preview in enumerate(sorted(run.folder.glob("previews/step-00000006-*.png"))):
-        picture = run.folder / "lora" / "pictures" / f"prompt-{place:02d}.png"
-        assert picture.read_bytes() == preview.read_bytes()
+        image = run.folder / "lora" / "pictures" / f"prompt-{place:02d}.png"
+        assert image.read_bytes() == preview.read_bytes()
     losses = [row["train_fixed_noise_loss"] for row in run.metrics() if "train_fixed_noise_loss" in row]
     for step, loss in zip((0, 6), losses, strict=True):
         assert f"training items, step {step} | {loss:.4f} |" in text
@@ -108,8 +108,8 @@ def assert_told(metadata: dict[str, str]) -> None:
     assert json.loads(metadata["ss_bucket_info"])["buckets"] == {"0": {"resolution": [64, 32], "count": 5}}
     assert metadata.keys().isdisjoint(("ss_output_name", "ss_sd_model_name", "modelspec.license"))
     thumbnail = base64.b64decode(metadata["modelspec.thumbnail"].removeprefix("data:image/jpeg;base64,"))
-    with Image.open(io.BytesIO(thumbnail)) as picture:
-        assert picture.size == (64, 32)
+    with Image.open(io.BytesIO(thumbnail)) as image:
+        assert image.size == (64, 32)
 
 
 def test_the_loss_on_fixed_noise_falls(tiny_run: TinyRun) -> None:
@@ -332,7 +332,7 @@ def test_a_run_whose_last_export_failed_is_finished_by_the_same_command(
     assert tiny_run.status()["state"] == "finished"
 
 
-def test_prompts_changed_on_resume_get_pictures_of_their_own(watched_run: TinyRun) -> None:
+def test_prompts_changed_on_resume_get_images_of_their_own(watched_run: TinyRun) -> None:
     assert watched_run.train("train.steps=2") == 0
     assert watched_run.train("train.steps=4", "validation.prompts=[a green star]") == 0
     with Image.open(watched_run.folder / "previews" / "grid.png") as grid:

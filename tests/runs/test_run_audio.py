@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from clip_makers import write_audio_clip
 from my_families.singing import Singing, tiny
-from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_picture, write_config
+from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_image, write_config
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
@@ -236,7 +236,7 @@ def test_a_sealed_cache_has_the_sound(run: TinyRun) -> None:
     sealed = f"data.sealed={run.root / 'sealed'}"
     # Images next to the clips have no audio, and are learned as images.
     for place in range(4):
-        tiny_picture(32, 32, 30 + place).save(run.root / "clips" / f"{place}.png")
+        tiny_image(32, 32, 30 + place).save(run.root / "clips" / f"{place}.png")
         (run.root / "clips" / f"{place}.txt").write_text("a blue square")
     assert run.train(*UNWATCHED, f"output.dir={run.root / 'plain'}") == 0
     steps = [row for row in run.metrics(run.root / "plain") if "grad_norm" in row]

@@ -14,12 +14,12 @@ from tiny_run import (
     forked,
     garble_media,
     make_mixed_run,
-    tiny_picture,
+    tiny_image,
 )
 
 from diffsynth_lite.cli.main import main
 
-NUM_PICTURES = 200
+NUM_IMAGES = 200
 
 
 def entries(run: TinyRun) -> dict[Path, int]:
@@ -30,17 +30,17 @@ def entries(run: TinyRun) -> dict[Path, int]:
 def test_a_caching_pass_that_was_killed_goes_on_where_it_was(
     tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for place in range(5, NUM_PICTURES):
-        tiny_picture(64, 40, 10 + place).save(tiny_run.root / "data" / f"{place}.png")
+    for place in range(5, NUM_IMAGES):
+        tiny_image(64, 40, 10 + place).save(tiny_run.root / "data" / f"{place}.png")
         (tiny_run.root / "data" / f"{place}.txt").write_text("a red circle")
     program = forked(tiny_run, "train.steps=1")
     wait_for(lambda: len(entries(tiny_run)) >= 5)
     program.kill()
     kept = entries(tiny_run)
-    assert 5 <= len(kept) < NUM_PICTURES
+    assert 5 <= len(kept) < NUM_IMAGES
 
     assert tiny_run.train("train.steps=1") == 0
-    assert f"encoding {NUM_PICTURES - len(kept)} items that the cache does not hold" in caplog.text
+    assert f"encoding {NUM_IMAGES - len(kept)} items that the cache does not hold" in caplog.text
     filled = entries(tiny_run)
     assert {path: filled[path] for path in kept} == kept
 
@@ -50,7 +50,7 @@ def test_a_caching_pass_that_was_killed_goes_on_where_it_was(
     assert entries(tiny_run) == filled
 
 
-def test_a_second_start_on_cached_pictures_reads_none_of_them(tiny_run: TinyRun) -> None:
+def test_a_second_start_on_cached_images_reads_none_of_them(tiny_run: TinyRun) -> None:
     assert tiny_run.train("train.steps=2") == 0
     garble_media(tiny_run.root / "data")
     again = tiny_run.root / "again"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_picture
+from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_image
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -98,8 +98,8 @@ def test_starts_that_saved_nothing_stay_in_the_lineage(
     assert policy.earlier_starts(None) == []
 
 
-def other_picture(data: Path) -> None:
-    tiny_picture(80, 48, 77).save(data / "0.png")
+def other_image(data: Path) -> None:
+    tiny_image(80, 48, 77).save(data / "0.png")
 
 
 def other_order(data: Path) -> None:
@@ -107,7 +107,7 @@ def other_order(data: Path) -> None:
     (data / "0.txt").rename(data / "9.txt")
 
 
-@pytest.mark.parametrize("change", [other_picture, other_order])
+@pytest.mark.parametrize("change", [other_image, other_order])
 def test_changed_data_are_another_run(
     begun_run: TinyRun, caplog: pytest.LogCaptureFixture, change: Callable[[Path], None]
 ) -> None:

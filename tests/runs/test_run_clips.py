@@ -16,7 +16,7 @@ from tiny_run import (
     differing,
     garble_media,
     make_clip_run,
-    tiny_picture,
+    tiny_image,
     write_config,
 )
 
@@ -72,9 +72,9 @@ def test_a_resumed_run_on_clips_is_the_same_run_bit_for_bit(clip_run: TinyRun) -
     assert differing(checkpoint_tensors(whole, 4), checkpoint_tensors(parts, 4)) == []
 
 
-def test_clips_and_pictures_are_learned_together(clip_run: TinyRun) -> None:
+def test_clips_and_images_are_learned_together(clip_run: TinyRun) -> None:
     for place in range(2):
-        tiny_picture(48, 32, 30 + place).save(clip_run.root / "clips" / f"{place}.png")
+        tiny_image(48, 32, 30 + place).save(clip_run.root / "clips" / f"{place}.png")
         (clip_run.root / "clips" / f"{place}.txt").write_text("a blue square")
     assert clip_run.train(*UNWATCHED, "train.steps=6") == 0
     losses = [row["loss"] for row in clip_run.metrics() if "loss" in row]
@@ -124,8 +124,8 @@ def edit_run(tmp_path: Path, tiny_edit: Path) -> TinyRun:
         (tmp_path / "pairs" / folder).mkdir(parents=True)
     for place, size in enumerate(PAIRS):
         before, after = f"before/{place}.png", f"after/{place}.png"
-        tiny_picture(*size, 10 + place).save(tmp_path / "pairs" / before)
-        tiny_picture(64, 32, 20 + place).save(tmp_path / "pairs" / after)
+        tiny_image(*size, 10 + place).save(tmp_path / "pairs" / before)
+        tiny_image(64, 32, 20 + place).save(tmp_path / "pairs" / after)
         rows.append({"file_name": after, "input": before, "text": "make it a circle" + " of red" * place})
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "pairs" / "metadata.jsonl").write_text(lines)

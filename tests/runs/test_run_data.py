@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from recorded_train import read_records, recorded_step
-from tiny_run import LOG_LINE, TinyRun, checkpoint_tensors, differing, forked, make_mixed_run, tiny_picture
+from tiny_run import LOG_LINE, TinyRun, checkpoint_tensors, differing, forked, make_mixed_run, tiny_image
 
 from diffsynth_lite.data import Record
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -23,10 +23,10 @@ SETTINGS = (
 )
 
 
-def add_upright_pictures(run: TinyRun) -> None:
+def add_upright_images(run: TinyRun) -> None:
     for place in range(3):
-        picture = Image.effect_mandelbrot((48, 80 + place), (-2, -1, 1, 1), 30 + place).convert("RGB")
-        picture.save(run.root / "data" / f"upright {place}.png")
+        image = Image.effect_mandelbrot((48, 80 + place), (-2, -1, 1, 1), 30 + place).convert("RGB")
+        image.save(run.root / "data" / f"upright {place}.png")
         (run.root / "data" / f"upright {place}.txt").write_text("a blue square")
 
 
@@ -35,7 +35,7 @@ def test_a_token_budget_puts_more_of_the_small_ones_into_a_forward(
 ) -> None:
     sizes = ("data.width=null", "data.height=null", "data.sizes=[64x32, 32x32]")
     for place in range(4):
-        tiny_picture(40, 36, 30 + place).save(tiny_run.root / "data" / f"small {place}.png")
+        tiny_image(40, 36, 30 + place).save(tiny_run.root / "data" / f"small {place}.png")
         (tiny_run.root / "data" / f"small {place}.txt").write_text("a blue square")
     budget = (*sizes, "train.micro_batch_tokens=8", "lora.dropout=0")  # of 16 x 16 pixels
     monkeypatch.setattr(trainer, "train_step", recorded_step(tiny_run.root / "records"))
@@ -63,7 +63,7 @@ def test_the_micro_batch_may_change_where_there_is_one_bucket_and_not_where_ther
     assert tiny_run.train(*settings, "train.steps=2") == 0
     assert tiny_run.train(*settings, "train.micro_batch_size=4") == 0
 
-    add_upright_pictures(tiny_run)
+    add_upright_images(tiny_run)
     several = (*settings, "data.width=null", "data.height=null", "data.resolutions=[48]")
     several = (*several, f"output.dir={tiny_run.root / 'several'}")
     assert tiny_run.train(*several, "train.steps=2") == 0
@@ -73,7 +73,7 @@ def test_the_micro_batch_may_change_where_there_is_one_bucket_and_not_where_ther
 
 
 def test_mixed_shapes_train_the_same_with_and_without_cache_and_in_two_processes(tiny_run: TinyRun) -> None:
-    add_upright_pictures(tiny_run)
+    add_upright_images(tiny_run)
     assert tiny_run.train(*SETTINGS) == 0
     cached = checkpoint_tensors(tiny_run.folder, 4)
 

@@ -17,7 +17,7 @@ from tiny_run import (
     differing,
     forked,
     lora_metadata_of,
-    tiny_picture,
+    tiny_image,
     write_config,
 )
 
@@ -55,7 +55,7 @@ def from_files(experts: Path) -> tuple[str, ...]:
 @pytest.fixture
 def expert_run(tmp_path: Path, experts: Path) -> TinyRun:
     for place in range(2):
-        frames = [tiny_picture(32, 32, 5 + place + frame) for frame in range(5)]
+        frames = [tiny_image(32, 32, 5 + place + frame) for frame in range(5)]
         write_video(tmp_path / "clips" / f"{place}.mp4", frames, fps=16)
         (tmp_path / "clips" / f"{place}.txt").write_text("a red circle" + " that moves" * place)
     return TinyRun(

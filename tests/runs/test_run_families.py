@@ -80,7 +80,7 @@ def test_a_family_trains_goes_on_as_if_it_had_not_ended_and_leaves_a_lora_that_d
     assert run.train(f"output.dir={whole}", "output.checkpoint_every_steps=1") == 0
     check_conditioning(run, case)
     if case.has_last_frames:
-        assert [picture.size for picture in asked.requests[0].inputs] == [SIZES[0]] * 2
+        assert [image.size for image in asked.requests[0].inputs] == [SIZES[0]] * 2
 
     monkeypatch.undo()
     first = whole / "checkpoints" / "step-00000001"
@@ -220,5 +220,5 @@ def check_card(
 
 
 def pixels(path: Path) -> bytes:
-    with Image.open(path) as picture:
-        return picture.convert("RGB").tobytes()
+    with Image.open(path) as image:
+        return image.convert("RGB").tobytes()

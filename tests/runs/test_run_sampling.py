@@ -16,8 +16,8 @@ from diffsynth_lite.sampling.request import find_lora
 
 
 def pixels(path: Path) -> npt.NDArray[np.int16]:
-    with Image.open(path) as picture:
-        return np.asarray(picture, dtype=np.int16)
+    with Image.open(path) as image:
+        return np.asarray(image, dtype=np.int16)
 
 
 def sample(*arguments: object) -> int:
@@ -46,9 +46,9 @@ def test_prompts_seeds_scales_and_several_loras_of_a_run_that_has_moved(
         for place, seed, scale in product((0, 1), (3, 4), (0, 1))
     ]
     assert sorted(path.name for path in first.iterdir()) == ["grid.png", *sorted(names)]
-    with Image.open(first / names[-1]) as picture:
-        assert picture.size == (32, 48)
-        assert picture.info["parameters"] == (
+    with Image.open(first / names[-1]) as image:
+        assert image.size == (32, 48)
+        assert image.info["parameters"] == (
             "ein Hündchen, REDACTED <lora:mine:1> <lora:kohya:-1>\nNegative prompt: blurry\n"
             "Steps: 2, Sampler: FlowMatchEulerDiscreteScheduler, CFG scale: 3, Seed: 4, Size: 32x48, "
             f"Model: {tiny_model.name}, Version: diffsynth_lite 0.1.0"
@@ -123,7 +123,7 @@ def test_what_cannot_be_drawn_is_said_before_weights_load(
     assert not (root / "run" / "samples").exists()
 
 
-def test_a_picture_whose_numbers_overflow_is_not_drawn(
+def test_an_image_whose_numbers_overflow_is_not_drawn(
     finished_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     drawn = ("--prompt", "a red circle", "--size", "32x32", "--steps", 2, "--guidance", 1)

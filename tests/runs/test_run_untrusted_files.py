@@ -163,7 +163,7 @@ def test_a_model_that_needs_code_or_pickles_is_refused(
     assert (names, marker.exists()) == ([], False)
 
 
-def test_a_pickle_in_place_of_a_picture_is_a_bad_item(
+def test_a_pickle_in_place_of_an_image_is_a_bad_item(
     tiny_run: TinyRun, poison: bytes, marker: Path, watch: AuditWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for path in (tiny_run.root / "data").glob("2.*"):

@@ -173,7 +173,7 @@ def make_run(root: Path, model: Path) -> TinyRun:
     data = root / "data"
     data.mkdir(parents=True)
     for place in range(5):
-        tiny_picture(80 + place, 48, 10 + place).save(data / f"{place}.png")
+        tiny_image(80 + place, 48, 10 + place).save(data / f"{place}.png")
         (data / f"{place}.txt").write_text("a red circle" + " on a white background" * (place % 2))
     return TinyRun(root=root, config=write_config(root, model, data))
 
@@ -193,7 +193,7 @@ def make_mixed_run(root: Path, model: Path) -> TinyRun:
     for number, folder in enumerate(roots):
         folder.mkdir(parents=True)
         for place, size in enumerate(SIZES[: 5 - number]):
-            tiny_picture(*size, 5 + 10 * number + place).save(folder / f"{place}.png")
+            tiny_image(*size, 5 + 10 * number + place).save(folder / f"{place}.png")
             (folder / f"{place}.txt").write_text("a red circle, large, on white, alone"[: 12 + 9 * place])
     (root / "masks").mkdir()
     for place, size in enumerate(SIZES[:3]):
@@ -220,7 +220,7 @@ def make_clip_run(root: Path, model: Path) -> TinyRun:
     """Clips of several lengths, shapes and speeds, for a pipeline of the family wan."""
     data = root / "clips"
     for place, (name, (width, height, num_frames, fps)) in enumerate(CLIPS.items()):
-        frames = [tiny_picture(width, height, 5 + place + frame) for frame in range(num_frames)]
+        frames = [tiny_image(width, height, 5 + place + frame) for frame in range(num_frames)]
         write_video(data / f"{name}.mp4", frames, fps=fps)
         (data / f"{name}.txt").write_text("a red circle" + " that moves" * (place % 2))
     return TinyRun(
@@ -241,7 +241,7 @@ def write_config(root: Path, model: Path, data: Path) -> Path:
     return config
 
 
-def tiny_picture(width: int, height: int, detail: int) -> Image.Image:
+def tiny_image(width: int, height: int, detail: int) -> Image.Image:
     """An image that differs with ``detail``."""
     return Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), detail).convert("RGB")
 

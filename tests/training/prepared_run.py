@@ -19,7 +19,7 @@ from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_p
 from diffsynth_lite.training.layer_groups import layer_groups
 from diffsynth_lite.training.optimization.optimizers import build_optimizer
 
-NUM_PICTURES = 5
+NUM_IMAGES = 5
 CPU = torch.device("cpu")
 PROCESS = SimpleNamespace(
     device=CPU,
@@ -118,9 +118,9 @@ def prepare(root: Path) -> Prepared:
     """Save a tiny pipeline and a few images, and encode them."""
     tiny().save_pretrained(root / "model")
     (root / "data").mkdir()
-    for place in range(NUM_PICTURES):
-        picture = Image.effect_mandelbrot((80 + place, 48), (-2, -1, 1, 1), 10 + place).convert("RGB")
-        picture.save(root / "data" / f"{place}.png")
+    for place in range(NUM_IMAGES):
+        image = Image.effect_mandelbrot((80 + place, 48), (-2, -1, 1, 1), 10 + place).convert("RGB")
+        image.save(root / "data" / f"{place}.png")
         (root / "data" / f"{place}.txt").write_text("a red circle")
     (root / "run.yaml").write_text(
         f"model: {{family: qwen_image, path: {root}/model}}\n"

@@ -146,7 +146,7 @@ def by_kind_of(tried: DenoisingObjective, loss: torch.Tensor) -> MeanLosses:
     return mean_losses(loss.item(), tried.losses_by_kind.take(torch.device("cpu")).tolist())
 
 
-def test_the_loss_is_that_of_the_pictures_and_weighted_that_of_the_sound_where_there_is_some() -> None:
+def test_the_loss_is_that_of_the_images_and_weighted_that_of_the_sound_where_there_is_some() -> None:
     given, model = batch(), TwoHeads()
     tried = objective(losses_by_kind=LossBreakdown())
     loss = tried.loss(model, given)
@@ -176,7 +176,7 @@ def test_silence_is_learned_where_that_is_asked_for_and_a_weight_of_0_hears_with
     assert model.calls == [("both", 3)] * 2
 
 
-def test_pictures_of_a_family_that_makes_sound_have_the_loss_of_pictures() -> None:
+def test_images_of_a_family_that_makes_sound_have_the_loss_of_images() -> None:
     given, model = batch(audio=None), TwoHeads()
     tried = objective(losses_by_kind=LossBreakdown())
     loss = tried.loss(model, given)
@@ -186,7 +186,7 @@ def test_pictures_of_a_family_that_makes_sound_have_the_loss_of_pictures() -> No
     assert (by_kind.video, by_kind.audio) == (None, None)
 
 
-def test_masks_are_of_the_pictures_and_weightings_and_huber_of_both() -> None:
+def test_masks_are_of_the_images_and_weightings_and_huber_of_both() -> None:
     given, model = batch(), TwoHeads()
     mask = torch.zeros(3, 1, 1, 4, 6)
     mask[..., :2] = 1
@@ -291,7 +291,7 @@ def test_with_levels_of_its_own_what_guides_and_what_is_preserved_are_at_them_to
     torch.testing.assert_close(loss, of_both(*errors).mean())
 
 
-def test_pictures_have_no_audio_to_have_a_level_of_its_own() -> None:
+def test_images_have_no_audio_to_have_a_level_of_its_own() -> None:
     given, model = batch(audio=None), TwoHeads()
     losses = [objective(own_audio_levels=own).loss(model, given) for own in (False, True)]
     assert torch.equal(*losses)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
-from prepared_run import CPU, NUM_PICTURES, PROCESS, SETTINGS, Prepared, prepare
+from prepared_run import CPU, NUM_IMAGES, PROCESS, SETTINGS, Prepared, prepare
 
 from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.core.randomness import normal
@@ -255,7 +255,7 @@ def test_the_losses_of_single_items_are_those_of_the_plain_model_on_their_noise(
     model.train()
 
 
-def test_held_out_pictures_give_the_fixed_noise_loss_its_name(prepared: Prepared) -> None:
+def test_held_out_images_give_the_fixed_noise_loss_its_name(prepared: Prepared) -> None:
     assert prepared.build().validation_loss.name == "train_fixed_noise_loss"
     assert prepared.build({"validation.data": "elsewhere"}).validation_loss.name == "validation_loss"
 
@@ -264,13 +264,13 @@ def _samples(built: TrainingObjects, num_steps: int) -> list[Batch]:
     return [batch for _ in range(num_steps) for batch in next(built.batches)]
 
 
-def test_a_pass_shows_each_picture_as_often_as_it_is_repeated(prepared: Prepared) -> None:
+def test_a_pass_shows_each_image_as_often_as_it_is_repeated(prepared: Prepared) -> None:
     changes = {"train.global_batch_size": "5", "train.micro_batch_size": "5"}
     thrice = [name for batch in _samples(prepared.build(changes), 3) for name in batch.names]
     assert set(Counter(thrice).values()) == {3}
-    assert len(set(thrice[:NUM_PICTURES])) < NUM_PICTURES  # one pass of 15, not three of 5
+    assert len(set(thrice[:NUM_IMAGES])) < NUM_IMAGES  # one pass of 15, not three of 5
     once = _samples(prepared.build(changes | {"data.repeats": "1"}), 2)
-    assert [len(set(batch.names)) for batch in once] == [NUM_PICTURES] * 2
+    assert [len(set(batch.names)) for batch in once] == [NUM_IMAGES] * 2
 
 
 def test_noise_and_order_follow_the_seed_of_the_training(prepared: Prepared) -> None:
@@ -281,7 +281,7 @@ def test_noise_and_order_follow_the_seed_of_the_training(prepared: Prepared) -> 
     assert first != second
 
 
-def test_pictures_have_the_width_and_the_height_of_the_data(prepared: Prepared) -> None:
+def test_images_have_the_width_and_the_height_of_the_data(prepared: Prepared) -> None:
     (first, *_) = _samples(prepared.build(), 1)
     assert first.latents.shape == (2, 16, 1, 32 // 8, 64 // 8)
 

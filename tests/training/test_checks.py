@@ -75,7 +75,7 @@ def test_the_results_of_edits_are_not_cropped_at_random(root: Path) -> None:
     assert "data.crop: " in refusal(root, **changes, **{"data.crop": "random"})
 
 
-def test_pictures_of_a_family_that_can_edit_too_are_cropped_at_random(root: Path) -> None:
+def test_images_of_a_family_that_can_edit_too_are_cropped_at_random(root: Path) -> None:
     flux2.tiny().save_pretrained(root / "model")
     changes = {"model.family": "flux2", "data.crop": "random"}
     check_run(load_config_of(root, changes), PROCESS)
@@ -86,23 +86,23 @@ def test_pictures_of_a_family_that_can_edit_too_are_cropped_at_random(root: Path
 
 def test_a_preview_input_that_the_family_cannot_encode_is_named(root: Path) -> None:
     flux2.tiny().save_pretrained(root / "model")
-    picture = root / "thin.png"
-    Image.new("RGB", (700, 70)).save(picture)
+    image = root / "thin.png"
+    Image.new("RGB", (700, 70)).save(image)
     changes = {"model.family": "flux2", "validation.prompts": "[a circle]"}
-    message = f"validation.inputs: {picture}: 700x70 pixels: an input image of this family has"
-    assert message in refusal(root, **changes, **{"validation.inputs": f"[{picture}]"})
+    message = f"validation.inputs: {image}: 700x70 pixels: an input image of this family has"
+    assert message in refusal(root, **changes, **{"validation.inputs": f"[{image}]"})
 
 
 def test_a_preview_input_that_is_cut_off_or_not_there_is_named(root: Path) -> None:
     changes = edit_pairs(root) | {"validation.prompts": "[make it blue]"}
-    picture = root / "street.jpg"
-    Image.effect_noise((64, 64), 50).save(picture)
-    changes["validation.inputs"] = f"[{picture}]"
+    image = root / "street.jpg"
+    Image.effect_noise((64, 64), 50).save(image)
+    changes["validation.inputs"] = f"[{image}]"
     check_run(load_config_of(root, changes), PROCESS)
-    picture.write_bytes(picture.read_bytes()[:-400])
-    assert str(picture) in refusal(root, **changes)
-    picture.unlink()
-    assert f"validation.inputs: there is no file {picture}" in refusal(root, **changes)
+    image.write_bytes(image.read_bytes()[:-400])
+    assert str(image) in refusal(root, **changes)
+    image.unlink()
+    assert f"validation.inputs: there is no file {image}" in refusal(root, **changes)
 
 
 def test_a_distilled_model_is_warned_of_once(
@@ -209,7 +209,7 @@ def test_an_autoencoder_that_float16_is_too_narrow_for_is_refused(root: Path) ->
 
 
 @pytest.mark.parametrize("family", [wan_i2v, ltx_video])
-def test_clips_that_end_with_a_picture_are_refused_where_the_model_leads_to_none(
+def test_clips_that_end_with_an_image_are_refused_where_the_model_leads_to_none(
     root: Path, family: ModuleType
 ) -> None:
     family.tiny().save_pretrained(root / "model")
@@ -234,9 +234,9 @@ def test_clips_that_end_with_a_picture_are_refused_where_the_model_leads_to_none
 
 def test_last_frames_of_previews_are_refused_where_the_model_leads_to_none(root: Path) -> None:
     flux2.tiny().save_pretrained(root / "model")
-    picture = f"[{root}/data/a.png]"
+    image = f"[{root}/data/a.png]"
     changes = {"model.family": "flux2", "validation.prompts": "[a circle]"}
-    changes |= {"validation.inputs": picture, "validation.last_frames": picture}
+    changes |= {"validation.inputs": image, "validation.last_frames": image}
     assert "validation.last_frames: has no effect" in refusal(root, **changes)
 
 

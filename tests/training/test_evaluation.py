@@ -107,7 +107,7 @@ def test_items_of_another_size_or_with_a_mask_are_measured_in_batches_of_their_o
     ]
 
 
-def test_items_that_start_from_pictures_of_another_size_are_measured_in_batches_of_their_own() -> None:
+def test_items_that_start_from_images_of_another_size_are_measured_in_batches_of_their_own() -> None:
     recorder = Recorder()
     items = [
         ValidationItem(
@@ -194,7 +194,7 @@ def test_each_item_is_measured_at_the_same_levels_with_noise_of_its_place_in_the
     ]
 
 
-def test_what_is_measured_is_described_with_a_small_picture(
+def test_what_is_measured_is_described_with_a_small_image(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     item_losses(tmp_path, tracked(0), tracked(9, bucket=LARGE))[0].record(torch.nn.Identity(), 0)
@@ -212,7 +212,7 @@ def test_what_is_measured_is_described_with_a_small_picture(
     assert (red[0] > 200, red[2] < 50, blue[0] < 50, blue[2] > 200) == (True,) * 4
 
 
-def test_a_resumed_run_goes_on_with_its_losses_and_makes_no_picture_anew(
+def test_a_resumed_run_goes_on_with_its_losses_and_makes_no_image_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -128,7 +128,7 @@ def test_a_mask_and_what_it_is_of_are_given_together(config, tmp_path, monkeypat
     check_previews(config(*alone, "validation.inputs=[a.png]", "validation.inpaint_masks=[a.png]"), family)
 
 
-def test_a_picture_that_is_taken_apart_needs_no_mask(config, tmp_path):
+def test_an_image_that_is_taken_apart_needs_no_mask(config, tmp_path):
     Image.new("RGB", (64, 32)).save(tmp_path / "a.png")
     given = config(
         "validation.prompts=[a]", f"validation.inputs=[{tmp_path}/a.png]", "data.frame_counts=null"
@@ -152,7 +152,7 @@ def test_a_mask_lies_on_the_preview_as_in_training(config, filled, tmp_path):
     assert len(media.inputs) == 1
 
 
-def test_pictures_need_a_mask_that_is_one(config, filled, tmp_path, monkeypatch):
+def test_images_need_a_mask_that_is_one(config, filled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (64, 32)).save("a.png")
     clip(tmp_path / "m.mp4", 9)

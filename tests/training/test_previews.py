@@ -190,7 +190,7 @@ def test_an_error_without_a_message_is_logged_too(tmp_path: Path, caplog: pytest
     assert "Previews at step 3 failed, out of memory" in caplog.text
 
 
-def test_a_picture_that_is_not_finite_is_told_in_one_line(
+def test_an_image_that_is_not_finite_is_logged_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def overflow(*_args):
@@ -207,14 +207,14 @@ def test_without_prompts_nothing_is_drawn(tmp_path: Path) -> None:
     assert not (tmp_path / "previews").exists()
 
 
-def test_long_prompts_and_tall_pictures_fit() -> None:
+def test_long_prompts_and_tall_images_fit() -> None:
     tall = Image.new("RGB", (512, 2048), "green")
     grid = preview_grid([[tall, tall]], ["a very long prompt " * 40], ["step 0", "step 1000"])
     assert grid.height < 450
     assert grid.width < 190 + 2 * 110 + 8
 
 
-def test_a_strip_has_the_first_and_the_last_frame_and_a_picture_is_its_own_strip() -> None:
+def test_a_strip_has_the_first_and_the_last_frame_and_an_image_is_its_own_strip() -> None:
     frames = [Image.new("RGB", (4, 2), (shade, 0, 0)) for shade in range(9)]
     strip = frame_strip(frames)
     assert [strip.getpixel((4 * place, 0))[0] for place in range(5)] == [0, 2, 4, 6, 8]
@@ -244,7 +244,7 @@ def test_a_clip_is_kept_as_a_video_beside_its_strip_and_the_grid_shows_the_strip
     assert {(0, 0, 0), (200, 0, 0)} <= pixel_counts(grid).keys()
 
 
-def test_what_stands_in_a_picture_is_read_back_by_the_rules_of_the_program_that_it_is_for() -> None:
+def test_what_stands_in_an_image_is_read_back_by_the_rules_of_the_program_that_it_is_for() -> None:
     (request,) = previews(Path(), draw_colours, prompts=["red"]).requests
     request = dataclasses.replace(
         request, prompt="ein Hündchen,\n\U0001f436", negative_prompt="blurry", guidance_scale=4.5
@@ -272,12 +272,12 @@ def test_what_stands_in_a_picture_is_read_back_by_the_rules_of_the_program_that_
     assert "FPS" not in unguided
 
 
-def test_a_picture_has_no_video(tmp_path: Path) -> None:
+def test_an_image_has_no_video(tmp_path: Path) -> None:
     previews(tmp_path, draw_colours).draw(torch.nn.Linear(1, 1), 0)
     assert list(tmp_path.glob("*.mp4")) == []
 
 
-def test_another_input_picture_is_another_preview(tmp_path: Path) -> None:
+def test_another_input_image_is_another_preview(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     for colour in ("green", "yellow"):
         previews(tmp_path, draw_colours, inputs=(Image.new("RGB", (8, 8), colour),)).draw(model, 0)
@@ -295,7 +295,7 @@ def test_another_negative_prompt_makes_other_files_only_where_it_is_used(tmp_pat
     assert not set(marks(guidance_scale=4.0)) & set(marks(guidance_scale=4.0, negative_prompt="blurry"))
 
 
-def test_layers_are_kept_as_pictures_with_transparency_and_the_grid_shows_them_over_a_board(
+def test_layers_are_kept_as_images_with_transparency_and_the_grid_shows_them_over_a_board(
     tmp_path: Path,
 ) -> None:
     def draw_layers(_transformer, _dtype, requests) -> list[list[Image.Image]]:

@@ -45,8 +45,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     prepared = prepare(tmp_path_factory.mktemp("caching"))
     data = prepared.root / "data"
     for place, size in enumerate([(96, 48), (48, 96), (64, 64)]):
-        picture = Image.effect_mandelbrot(size, (-2, -1, 1, 1), 20 + place).convert("RGB")
-        picture.save(data / f"more {place}.png")
+        image = Image.effect_mandelbrot(size, (-2, -1, 1, 1), 20 + place).convert("RGB")
+        image.save(data / f"more {place}.png")
         (data / f"more {place}.txt").write_text(f"number {place}, a square, blue, large")
         mask = Image.new("L", size, 0)
         mask.paste(255, (0, 0, size[0] // 2 + 5, size[1]))
@@ -217,8 +217,8 @@ def test_more_bad_items_than_are_named_are_all_in_the_file_that_the_error_names(
     for folder, count in ((trained, 24), (held_out, 2)):
         folder.mkdir()
         for place in range(count):
-            picture = Image.effect_noise((32, 32), 9 + place)
-            picture.save(folder / f"{folder.name} {place:02}.png")
+            image = Image.effect_noise((32, 32), 9 + place)
+            image.save(folder / f"{folder.name} {place:02}.png")
             (folder / f"{folder.name} {place:02}.txt").write_text("noise")
     bad = sorted([*trained.iterdir(), *held_out.iterdir()])
     bad = [path for path in bad if path.suffix == ".png"]
