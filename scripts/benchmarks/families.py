@@ -9,44 +9,26 @@ All blocks are treated alike: kept (none), recomputed (every), or recomputed wit
 (offload); also, the outputs of their attention are kept on the device (save att.) or offloaded
 (offload att.).
 
-    python scripts/benchmarks/families.py [--family NAME ...]
+The first release of each family is counted, or those that are named; of block lists whose blocks have weights
+of the same shapes, the first.
+
+    python scripts/benchmarks/families.py [--family NAME ...] [--release NAME ...]
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from family_inputs import COUNTED, CountedRelease
-from family_subject import FamilySubject, family_of
-from meters import (
-    STRATEGIES,
-    EngineMethod,
-    Meter,
-    mebibytes,
-    meter_for,
-    print_table,
-    take_step,
-)
+from family_subject import FamilySubject, counted_families, subject_of
+from meters import STRATEGIES, EngineMethod, Meter, mebibytes, meter_for, print_table, take_step
 from torch import Tensor
 
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, gradient_engine
+from diffsynth_lite.pipelines import releases_of
+from diffsynth_lite.releases import Release
 
-HEADINGS = dict(
-    zip(
-        STRATEGIES,
-        (
-            "none",
-            "every",
-            "offload",
-            "every, save att.",
-            "every, offload att.",
-            "offload, save att.",
-            "offload both",
-        ),
-        strict=True,
-    )
-)
+_HEADINGS = ("none", "every", "offload", "every, save att.", "every, offload att.", "offload, save att.")
+HEADINGS = dict(zip(STRATEGIES, (*_HEADINGS, "offload both"), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +62,14 @@ def method_of(name: str, strategy: BlockStrategy, subject: FamilySubject, meter:
 
 
 def count_bytes(
-    subject: FamilySubject, strategies: Mapping[str, BlockStrategy] = STRATEGIES
+    subject: FamilySubject,
+    block_lists: Sequence[str],
+    strategies: Mapping[str, BlockStrategy] = STRATEGIES,
 ) -> dict[str, dict[str, Kept]]:
     """What one block more keeps, by block list and strategy; the other block lists have one block."""
     meter = meter_for(subject.device)
     counted: dict[str, dict[str, Kept]] = {}
-    for block_list in subject.counted:
+    for block_list in block_lists:
         counted[block_list] = {}
         for name, strategy in strategies.items():
             counts = []
@@ -108,14 +92,12 @@ def count_kept(subject: FamilySubject, method: FamilyMethod, meter: Meter) -> Ke
     return kept
 
 
-def bytes_rows(release: CountedRelease, *, is_small: bool = False) -> list[dict[str, str]]:
+def bytes_rows(family: str, release: Release) -> list[dict[str, str]]:
     """The rows of a release in the table of bytes, one for each kind of its blocks."""
-    pixels = release.small_pixels if is_small else release.pixels
-    with family_of(release, release.small if is_small else {}) as family:
-        subject = FamilySubject(family, release, pixels, torch.device("meta"), torch.bfloat16)
-        counted = count_bytes(subject)
+    with subject_of(family, release) as subject:
+        counted = count_bytes(subject, subject.kinds)
     return [
-        {"family": release.family, "model": release.name}
+        {"family": family, "model": release.name}
         | {"block of": block_list, "tokens": f"{subject.num_tokens:,}"}
         | {
             HEADINGS[strategy]: mebibytes(kept.device) + (f" ({mebibytes(kept.host)})" if kept.host else "")
@@ -130,16 +112,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    families = sorted({release.family for release in COUNTED})
-    parser.add_argument("--family", action="append", choices=families, help="default: all (repeatable)")
-    parser.add_argument("--small", action="store_true", help="count narrower models")
+    released = {name: releases_of(name) for name in counted_families()}
+    parser.add_argument("--family", action="append", choices=released, help="default: all (repeatable)")
+    parser.add_argument("--release", action="append", help="such as 'FLUX.2 klein 4B' (repeatable)")
     options = parser.parse_args(arguments)
-    releases = [release for release in COUNTED if release.family in (options.family or families)]
-    rows = [row for release in releases for row in bytes_rows(release, is_small=options.small)]
+    chosen = [
+        (family, release)
+        for family in options.family or released
+        for release in released[family]
+        if (release.name in options.release if options.release else release is released[family][0])
+    ]
+    if not chosen:
+        parser.error(
+            f"--release: none of {', '.join(one.name for all_of in released.values() for one in all_of)}"
+        )
+    rows = [row for family, release in chosen for row in bytes_rows(family, release)]
     print_table("MiB that one block more keeps on the device, and in brackets in host memory.", rows)
-    for release in releases:
+    for _, release in chosen:
         # What is trained stands first.
-        trained, *_ = release.release.components.values()
+        trained, *_ = release.components.values()
         print(f"{release.name}: {trained.source}.")
 
 

@@ -1,70 +1,80 @@
 """A released model of a family with a few blocks and a batch of one, ready for training steps."""
 
-import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from family_inputs import CountedRelease
 from peft import LoraConfig
 from subjects import TrainedModel
 from torch import Tensor, nn
 
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.lora.layers import use_lora_linear
-from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines import ModelFamily, family_names, load_family, releases_of
 from diffsynth_lite.pipelines.base.model_function import INPUT
-from diffsynth_lite.pipelines.base.release_folder import full_config, write_release
-from diffsynth_lite.releases.release import Pixels
+from diffsynth_lite.pipelines.base.release_folder import write_release
+from diffsynth_lite.releases import Release
 
+META = torch.device("meta")
 NUM_BLOCKS = 4
 """Of each block list. Three of them are counted, and two: the last one has layers without an adapter."""
 
 
 class FamilySubject(TrainedModel):
-    """What is trained of a family, with a LoRA on its default target modules, and a batch of one.
+    """What a family trains, on the meta device, with a LoRA on its default target modules and a batch of one.
 
     Args:
-        family: in a folder that holds the config of the model to build.
-        release: whose inputs it gets.
-        pixels: of what it makes.
-        device: cpu, cuda or meta.
-        dtype: of the weights; the LoRA is in float32.
+        family: in a folder that holds the settings of the model to build.
+        release: at whose size it generates.
+
+    Attributes:
+        kinds: block lists, and blocks outside of a list, that stand for all.
+        left_out: see ``use_blocks``.
     """
 
-    def __init__(
-        self,
-        family: DiffusersFamily,
-        release: CountedRelease,
-        pixels: Pixels,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        torch.manual_seed(0)
-        (component,) = family.trained
-        with device:
-            model = family.component_class(component).from_config(family.folder.component_config(component))
+    def __init__(self, family: ModelFamily, release: Release) -> None:
+        (component,) = family.trained[:1]
+        model = family.parts_of(family.empty_transformer())[component]
+        self._blocks = {name: model.get_submodule(name) for name in family.block_lists}
+        self._keep_few(model)
         layers = find_target_layers(
-            model,
-            family.default_target_modules,
-            unused_modules=family.unused_modules(model),
+            model, family.default_target_modules, unused_modules=family.unused_modules(model)
         )
         lora = LoraConfig(r=16, lora_alpha=16, target_modules=layers)
         use_lora_linear(lora)
-        super().__init__(model, device, dtype, lora)
-        self._family = family
-        self._blocks = {name: model.get_submodule(name) for name in family.block_lists}
-        self.counted = release.counted or tuple(self._blocks)
+        super().__init__(model, META, torch.bfloat16, lora)
+        self._family = type(family)(family.folder, trained=[component])
         self.left_out: tuple[int, ...] = ()
-        shape = family.latents_shape(*pixels)
-        self._noisy = torch.randn(1, *shape, device=device)
-        self._sigma = torch.full((1,), 0.5, device=device)
-        self._conditioning = conditioning_of(family, release, pixels)
+        width, height, _ = release.size
+        shape = family.latents_shape(*release.size)
+        self._noisy = torch.randn(1, *shape, device=META)
+        self._sigma = torch.full((1,), 0.5, device=META)
+        given = family.example_conditioning(shape)
+        assert given is not None, f"{type(family).__name__} has no example of its conditioning"
+        if family.record_kinds == ("edit",):
+            given |= {f"{INPUT}0": torch.ones(family.latents_shape(width, height, 1))}
+        self._conditioning = given
         self.num_tokens = family.num_tokens(shape)
+
+    def _keep_few(self, model: nn.Module) -> None:
+        """Leave so few blocks in each list."""
+        first: dict[tuple[Any, ...], str] = {}
+        for name, blocks in self._blocks.items():
+            one = blocks
+            if isinstance(blocks, nn.ModuleList):
+                one, last = blocks[0], len(blocks) - 1
+                alike = [blocks[i] if i < last else deepcopy(one) for i in range(NUM_BLOCKS - 1)]
+                self._blocks[name] = nn.ModuleList([*alike, blocks[-1]])
+            model.set_submodule(name, self._blocks[name])
+            # Of the many numbered lists of a UNet one stands for those that are alike.
+            shapes = tuple(weight.shape for weight in one.parameters())
+            first.setdefault((re.sub(r"\d+", "", name), shapes), name)
+        self.kinds = tuple(first.values())
 
     def fewer_and_more(self, block_list: str) -> tuple[int, int]:
         """Two numbers of blocks, of which the second has one more."""
@@ -95,12 +105,7 @@ class FamilySubject(TrainedModel):
     def loss(self) -> Tensor:
         """A forward pass through the family, by the switches of the engine in scope."""
         with self.attention():
-            velocity = self._family.predict(
-                self.model,
-                self._noisy,
-                self._sigma,
-                [self._conditioning],
-            )
+            velocity = self._family.predict(self.model, self._noisy, self._sigma, [self._conditioning])
         return velocity.float().square().mean()
 
 
@@ -115,27 +120,14 @@ class _NoBlock(nn.Module):
         return hidden_bchw[:, : self._num_channels].clone()
 
 
-def conditioning_of(family: ModelFamily, release: CountedRelease, pixels: Pixels) -> Conditioning:
-    """What the family's encoders would give for one sample, of ones."""
-    width, height, _ = pixels
-    given = family.example_conditioning(family.latents_shape(*pixels))
-    assert given is not None, f"{release.family} does not say it"
-    image = torch.ones(family.latents_shape(width, height, 1))
-    return given | {f"{INPUT}{place}": image for place in range(release.num_inputs)}
+def counted_families() -> list[str]:
+    """The families with a release whose blocks can be counted by a few of them."""
+    names = [name for name in family_names() if releases_of(name)]
+    return [name for name in names if load_family(name).is_counted_by_few_blocks]
 
 
 @contextmanager
-def family_of(release: CountedRelease, changes: Mapping[str, Any]) -> Iterator[ModelFamily]:
-    """The family of a release, in a folder with its config, and a few blocks.
-
-    Args:
-        release: whose config it is.
-        changes: to that config.
-    """
-    depths = dict.fromkeys(release.depths, NUM_BLOCKS)
+def subject_of(family: str, release: Release) -> Iterator[FamilySubject]:
+    """The model of a release, whose settings are in a folder meanwhile."""
     with TemporaryDirectory() as path:
-        family = load_family(release.family)(write_release(release.release, Path(path)))
-        (name,) = family.trained
-        config = {**full_config(release.release.components[name]), **depths, **release.with_few, **changes}
-        (Path(path) / name / "config.json").write_text(json.dumps(config))
-        yield family
+        yield FamilySubject(load_family(family)(write_release(release, Path(path))), release)
