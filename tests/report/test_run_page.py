@@ -299,23 +299,17 @@ class Pages:
             raise self._error
 
 
-def test_a_page_takes_a_hundredth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = Pages(monkeypatch, seconds=0.5, error=None)
+@pytest.mark.parametrize(("cost", "first"), [(0.5, [20.0, 70.5, 121.0]), (0.0, [20.0, 40.0, 60.0])])
+def test_a_page_is_renewed_every_20_seconds_and_takes_a_hundredth_of_the_time_at_most(
+    monkeypatch: pytest.MonkeyPatch, cost: float, first: list[float]
+) -> None:
+    pages = Pages(monkeypatch, seconds=cost, error=None)
     writer, began = pages.writer(), pages.now
     for _ in range(1000):
         pages.now += 1.0
         writer.refresh()
-    assert [at - began for at in pages.written_at[:3]] == [20.0, 70.5, 121.0]
-    assert 0.5 * len(pages.written_at) <= 0.01 * (pages.now - began)
-
-
-def test_a_page_that_costs_nothing_is_renewed_every_20_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = Pages(monkeypatch, seconds=0.0, error=None)
-    writer = pages.writer()
-    for _ in range(61):
-        writer.refresh()
-        pages.now += 1.0
-    assert pages.written_at == [1020.0, 1040.0, 1060.0]
+    assert [at - began for at in pages.written_at[:3]] == first
+    assert cost * len(pages.written_at) <= 0.01 * (pages.now - began)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), TypeError("a bug")])
@@ -334,9 +328,7 @@ def test_a_page_that_cannot_be_written_is_one_warning(
     assert bool(caplog.records[0].exc_info) == isinstance(error, TypeError)
 
 
-def test_a_run_that_fails_has_a_page_and_keeps_its_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_fails_has_a_page_and_keeps_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages(monkeypatch, seconds=0.0, error=OSError("no page either"))
     with pytest.raises(RunInterrupted, match="asked to"), pages.writer().concluded():
         raise RunInterrupted("asked to")

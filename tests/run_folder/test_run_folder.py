@@ -157,21 +157,13 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(folder: RunFold
     assert list(folder.path.iterdir()) == [foreign]
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(folder: RunFolder) -> None:
-    folder.path.parent.mkdir()
-    folder.path.write_text("precious")
-    with pytest.raises(UserError, match="is a file"), folder.lock():
+@pytest.mark.parametrize(("below", "message"), [("", "is a file"), ("a", "cannot be made: Not a directory")])
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, below: str, message: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(UserError, match=message), RunFolder(file / below).lock():
         pytest.fail("the lock was given")
-    assert folder.path.read_text() == "precious"
-
-
-def test_a_folder_that_cannot_be_made_is_refused_with_its_reason(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(UserError, match="cannot be made: Not a directory"),
-        RunFolder(tmp_path / "file" / "a").lock(),
-    ):
-        pytest.fail("the lock was given")
+    assert file.read_text() == "precious"
 
 
 HOLD_THE_LOCK = """

@@ -174,15 +174,15 @@ def test_a_pickle_in_place_of_an_image_is_a_bad_item(
     assert (names, marker.exists()) == ([], False)
 
 
-@pytest.mark.parametrize("form", ["pickle", "torch.save", "numpy objects"])
 @pytest.mark.parametrize("name", ["pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin", "lora.pt"])
 def test_a_pickle_in_place_of_a_lora_to_start_from_is_refused(
-    tiny_run: TinyRun, marker: Path, watch: AuditWatch, name: str, form: str
+    tiny_run: TinyRun, marker: Path, watch: AuditWatch, name: str
 ) -> None:
     folder = tiny_run.root / "theirs"
     folder.mkdir()
-    (folder / name).write_bytes(poisons(marker)[form])
-    with watch.on() as names:
-        for place in (folder, folder / name):
-            assert tiny_run.train("train.steps=1", f"lora.init_from={place}") == 2
-    assert (names, marker.exists()) == ([], False)
+    for content in poisons(marker).values():
+        (folder / name).write_bytes(content)
+        with watch.on() as names:
+            for place in (folder, folder / name):
+                assert tiny_run.train("train.steps=1", f"lora.init_from={place}") == 2
+        assert (names, marker.exists()) == ([], False)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.loaders import PeftAdapterMixin
+from test_objective import noise_levels
 
 from diffsynth_lite.core.noise import FlowMatchingPath, LossBreakdown, MeanLosses, mean_losses
 from diffsynth_lite.core.randomness import normal
@@ -62,18 +63,9 @@ class Family:
 
 
 def objective(**changes: Any) -> DenoisingObjective:
-    levels = NoiseLevels(
-        density="uniform",
-        logit_mean=0.0,
-        logit_std=1.0,
-        mode_scale=1.29,
-        shift=lambda _shape: 1.0,
-        sigma_min=0.0,
-        sigma_max=1.0,
-    )
     settings: dict[str, Any] = {
         "family": Family(),
-        "noise_levels": levels,
+        "noise_levels": noise_levels(),
         "weighting": "none",
         "min_snr_gamma": 5.0,
         "device": torch.device("cpu"),

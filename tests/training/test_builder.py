@@ -230,6 +230,8 @@ def test_training_and_the_fixed_noise_loss_have_one_objective(prepared: Prepared
     assert built.validation_loss.errors.objective.family is prepared.checked.family
     assert built.validation_loss.items is prepared.encoded.validation_items
     assert len(built.validation_loss.items) == int(SETTINGS["validation.loss_items"])
+    assert built.validation_loss.name == "train_fixed_noise_loss"
+    assert prepared.build({"validation.data": "elsewhere"}).validation_loss.name == "validation_loss"
     assert built.item_losses.errors.objective is built.validation_loss.errors.objective
     assert [item.position for item in built.item_losses.items] == [0, 2, 4]  # evenly spread, of five
 
@@ -255,11 +257,6 @@ def test_the_losses_of_single_items_are_those_of_the_plain_model_on_their_noise(
     model.train()
 
 
-def test_held_out_images_give_the_fixed_noise_loss_its_name(prepared: Prepared) -> None:
-    assert prepared.build().validation_loss.name == "train_fixed_noise_loss"
-    assert prepared.build({"validation.data": "elsewhere"}).validation_loss.name == "validation_loss"
-
-
 def _samples(built: TrainingObjects, num_steps: int) -> list[Batch]:
     return [batch for _ in range(num_steps) for batch in next(built.batches)]
 
@@ -281,14 +278,10 @@ def test_noise_and_order_follow_the_seed_of_the_training(prepared: Prepared) -> 
     assert first != second
 
 
-def test_images_have_the_width_and_the_height_of_the_data(prepared: Prepared) -> None:
-    (first, *_) = _samples(prepared.build(), 1)
-    assert first.latents.shape == (2, 16, 1, 32 // 8, 64 // 8)
-
-
-def test_the_data_goes_on_at_the_step_that_the_run_starts_with(prepared: Prepared) -> None:
+def test_the_data_have_their_size_and_go_on_at_the_step_that_the_run_starts_with(prepared: Prepared) -> None:
     batches = _samples(prepared.build(start_step=4), 1)
     assert [batch.positions for batch in batches] == [[24, 25], [26, 27], [28, 29]]
+    assert batches[0].latents.shape == (2, 16, 1, 32 // 8, 64 // 8)
 
 
 def test_each_process_takes_its_own_share(prepared: Prepared) -> None:
@@ -301,8 +294,13 @@ def test_each_process_takes_its_own_share(prepared: Prepared) -> None:
     assert [positions(index) for index in range(3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
 
 
-def test_previews_are_conditioned_on_their_prompt_and_the_negative_one(prepared: Prepared) -> None:
-    built, config = prepared.build(), prepared.config().validation
+def test_previews_are_conditioned_on_their_prompt_and_the_negative_one(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    built, config = prepared.build(folder=folder), prepared.config().validation
+    assert built.previews.folder == folder.previews_folder
+    assert built.previews.family is prepared.checked.family
     encode = prepared.checked.family.load_prompt_encoder(torch.float32, CPU)
     *prompts, negative = (
         encode([Prompt(text=text)])[0]["prompt_embeds"] for text in (*config.prompts, config.negative_prompt)
@@ -312,13 +310,6 @@ def test_previews_are_conditioned_on_their_prompt_and_the_negative_one(prepared:
         # Encoded in a batch: other sums of fp32 numbers.
         torch.testing.assert_close(request.conditioning["prompt_embeds"], embeds)
         torch.testing.assert_close(request.negative["prompt_embeds"], negative)
-
-
-def test_previews_go_to_their_folder_from_the_same_family(prepared: Prepared, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    previews = prepared.build(folder=folder).previews
-    assert previews.folder == folder.previews_folder
-    assert previews.family is prepared.checked.family
 
 
 def test_the_run_trains_the_model_and_the_optimizer_that_it_was_given(prepared: Prepared) -> None:

@@ -55,6 +55,10 @@ def objective(predict: Any, **changes: Any) -> DenoisingObjective:
     return DenoisingObjective(**(settings | changes))
 
 
+def zeros(_transformer: Any, noisy: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return torch.zeros_like(noisy)
+
+
 def test_the_exact_velocity_has_no_loss() -> None:
     given = batch()
 
@@ -68,19 +72,10 @@ def test_the_exact_velocity_has_no_loss() -> None:
     assert objective(predict).loss(torch.nn.Identity(), given).item() < 1e-10
 
 
-def test_the_loss_is_the_mean_squared_error_to_noise_minus_latents() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_is_the_mean_squared_error_to_noise_minus_latents_in_fp32(dtype: torch.dtype) -> None:
     given = batch()
-    loss = objective(lambda _t, noisy, *_args, **_kwargs: torch.zeros_like(noisy)).loss(
-        torch.nn.Identity(), given
-    )
-    torch.testing.assert_close(loss, (given.noise - given.latents).square().mean())
-
-
-def test_a_prediction_in_bf16_is_compared_in_fp32() -> None:
-    given = batch()
-    loss = objective(lambda _t, noisy, *_args, **_kwargs: torch.zeros_like(noisy).bfloat16()).loss(
-        torch.nn.Identity(), given
-    )
+    loss = objective(lambda *given: zeros(*given).to(dtype)).loss(torch.nn.Identity(), given)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, (given.noise - given.latents).square().mean())
 
@@ -118,14 +113,13 @@ def test_a_guided_target_has_the_gradient_of_its_formula_and_no_other() -> None:
 
 def test_weights_multiply_each_samples_error() -> None:
     given = batch()
-
-    def zeros(_transformer: Any, noisy: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return torch.zeros_like(noisy)
-
     errors = (given.noise - given.latents).square().flatten(1).mean(1)
     weighted = objective(zeros, weighting="sigma_sqrt")
     losses = errors / given.uniform.square()
     torch.testing.assert_close(weighted.loss(torch.nn.Identity(), given), losses.mean())
+    min_snr = objective(zeros, weighting="min_snr", min_snr_gamma=2.0)  # by the family's own path
+    by_snr = errors * torch.tensor([2 * 0.25**2, 0.25**2])
+    torch.testing.assert_close(min_snr.loss(torch.nn.Identity(), given), by_snr.mean())
     # By tenth of the noise, what adds up to it.
     sums, counts = weighted.loss_by_tenth.take(given.latents.device)
     torch.testing.assert_close(sums[[2, 7]], losses)
@@ -151,10 +145,6 @@ def test_levels_stay_in_the_range_asked_for() -> None:
         assert sigma.min() >= 0.875
         assert sigma.max() <= 0.95
         assert sigma.max() - sigma.min() > 0.05
-
-
-def zeros(_transformer: Any, noisy: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    return torch.zeros_like(noisy)
 
 
 def test_a_mask_of_ones_is_no_mask_bit_for_bit() -> None:
@@ -278,13 +268,6 @@ def test_the_step_of_a_batch_chooses_its_expert() -> None:
         given = dataclasses.replace(batch(), step_uniform=step_uniform)
         objective(predict, noise_levels=levels).loss(torch.nn.Identity(), given)
     assert min(seen[:2]) >= 0.875 > max(seen[2:])
-
-
-def test_min_snr_weights_each_sample_by_the_familys_own_path() -> None:
-    given = batch()
-    errors = (given.noise - given.latents).square().flatten(1).mean(1)
-    loss = objective(zeros, weighting="min_snr", min_snr_gamma=2.0).loss(torch.nn.Identity(), given)
-    torch.testing.assert_close(loss, (errors * torch.tensor([2 * 0.25**2, 0.25**2])).mean())
 
 
 class Adapted(torch.nn.Module, PeftAdapterMixin):  # type: ignore[misc]

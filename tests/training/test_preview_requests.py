@@ -9,52 +9,25 @@ from PIL import Image
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import PipelineFolder
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.pipelines.ltx_video import LTXVideo
 from diffsynth_lite.training.preview_requests import build_preview, check_previews
 
 
-class Guided(LTXVideo):
-    """Clips that are guided."""
-
-    record_kinds = ("control",)
-    min_inference_steps = 1
+def own(base: type[ModelFamily], **facts: object) -> type[ModelFamily]:
+    """A family that differs from another one in what it takes, and whose sampler needs one step only."""
+    return type("Own", (base,), {"min_inference_steps": 1, **facts})
 
 
-class GuidedOrFilled(LTXVideo):
-    """Clips that are guided or regenerated in part, or neither."""
-
-    record_kinds = ("control", "inpaint", "video")
-    min_inference_steps = 1
-
-
-class Filled(Flux):
-    """Images of which a part is regenerated."""
-
-    record_kinds = ("inpaint",)
-    min_inference_steps = 1
-
-
-class Reading(Flux):
-    """Images from texts that its pipeline counts the places of images in."""
-
-    refused_in_prompts = ("<|image_pad|>",)
-    min_inference_steps = 1
-
-
-class TakenApart(Flux):
-    """Images that are split into layers."""
-
-    record_kinds = ("layers",)
-    min_inference_steps = 1
-
-
-class Painted(Flux):
-    """Images that are made, or regenerated in part."""
-
-    record_kinds = ("inpaint", "image")
-    min_inference_steps = 1
+Guided = own(LTXVideo, record_kinds=("control",))
+GuidedOrFilled = own(LTXVideo, record_kinds=("control", "inpaint", "video"))
+Filled = own(Flux, record_kinds=("inpaint",))
+Painted = own(Flux, record_kinds=("inpaint", "image"))
+TakenApart = own(Flux, record_kinds=("layers",))
+Reading = own(Flux, refused_in_prompts=("<|image_pad|>",))
+"""Its pipeline counts the places of images in its texts."""
 
 
 @pytest.fixture
@@ -70,12 +43,12 @@ def config(tmp_path: Path):
 
 
 @pytest.fixture
-def guided(tmp_path: Path) -> Guided:
+def guided(tmp_path: Path) -> ModelFamily:
     return Guided(PipelineFolder(path=tmp_path))
 
 
 @pytest.fixture
-def filled(tmp_path: Path) -> Filled:
+def filled(tmp_path: Path) -> ModelFamily:
     return Filled(PipelineFolder(path=tmp_path))
 
 

@@ -202,29 +202,23 @@ def take(shutdown: ShutdownBudget, *seconds: float) -> None:
         shutdown.after_step(each)
 
 
-def test_it_says_what_is_needed_and_what_to_set_as_soon_as_three_steps_tell(
-    warnings: Callable[[], list[str]],
+def test_it_logs_once_what_is_needed_and_what_to_set_as_soon_as_three_steps_show_it(
+    warnings: Callable[[], list[str]], clock: Clock
 ) -> None:
     shutdown = ShutdownBudget(GRACE, save_bytes=600 * MIB)
     take(shutdown, 41.0, 41.0)
     assert warnings() == []
-    shutdown.after_step(41.0)
+    take(shutdown, *[41.0] * 7)
+    clock.pass_in(shutdown, "save", 50.0)
+    clock.pass_in(shutdown, "evaluation", 50.0)
     assert warnings() == [
         "30 s grace < 47.0 s that a stop signal may wait for (step 41.0 s, save 6.0 s): the launcher would "
         "kill the run before it has saved. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 where it is launched."
     ]
 
 
-def test_it_is_said_once(warnings: Callable[[], list[str]], clock: Clock) -> None:
-    shutdown = ShutdownBudget(GRACE, save_bytes=0)
-    take(shutdown, *[41.0] * 9)
-    clock.pass_in(shutdown, "save", 50.0)
-    clock.pass_in(shutdown, "evaluation", 50.0)
-    assert len(warnings()) == 1
-
-
 @pytest.mark.parametrize("grace", [None, GracePeriod(seconds=47.0, setting="a")])
-def test_nothing_is_said_where_it_fits_or_no_limit_is_known(
+def test_nothing_is_logged_where_it_fits_or_no_limit_is_known(
     warnings: Callable[[], list[str]], grace: GracePeriod | None
 ) -> None:
     take(ShutdownBudget(grace, save_bytes=600 * MIB), *[41.0] * 9)

@@ -286,14 +286,12 @@ def test_machines_are_told_apart_where_their_processes_are_numbered_one_after_th
     places: list[int], local: list[int], machines: list[range] | None
 ) -> None:
     places += local
+    process, key = SimpleNamespace(local_process_index=0), "memory.shard_base: node"
     if machines is None:
         with pytest.raises(UserError, match=r"memory\.shard_base: node needs processes that are numbered"):
-            ranks_by_machine(SimpleNamespace(local_process_index=0), key="memory.shard_base: node")
+            ranks_by_machine(process, key=key)
     else:
-        assert (
-            ranks_by_machine(SimpleNamespace(local_process_index=0), key="memory.shard_base: node")
-            == machines
-        )
+        assert ranks_by_machine(process, key=key) == machines
 
 
 def test_what_sharding_could_not_do_is_refused_with_what_would_do(

@@ -149,21 +149,14 @@ def started(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_settings_stay_those_of_the_optimizer_that_loads() -> None:
+def test_loaded_state_is_a_copy_and_settings_stay_those_of_the_optimizer_that_loads() -> None:
     tensors, document = state_after(2)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
     named = parameters()
     optimizer = torch.optim.AdamW(trained(named), lr=0.5, weight_decay=0.25)
     load_optimizer(optimizer, named, tensors, document)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.param_groups[0]["weight_decay"] == 0.25
-
-
-def test_loaded_state_is_a_copy() -> None:
-    tensors, document = state_after(2)
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    named = parameters()
-    optimizer = adamw(trained(named))
-    load_optimizer(optimizer, named, tensors, document)
     train(optimizer, named, first=2, last=4)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
