@@ -28,7 +28,7 @@ def names_in(part: Part, number: int) -> list[str]:
     return [next(names) for _ in range(number)]
 
 
-def add_picture(run: TinyRun, name: str) -> Path:
+def add_image(run: TinyRun, name: str) -> Path:
     path = run.root / "data" / name
     tiny_image(80, 48, 10 + int(path.stem)).save(path)
     path.with_suffix(".txt").write_text("a red circle")
@@ -104,7 +104,7 @@ def test_bad_items_stop_their_own_part_alone_and_are_left_out_where_the_run_does
 ) -> None:
     good, bad = Part(0, 2), Part(1, 2)
     for name in names_in(bad, 3):
-        add_picture(tiny_run, name).write_bytes(b"no image")
+        add_image(tiny_run, name).write_bytes(b"no image")
     assert fill(tiny_run, "--part", str(good)) == 0
     assert fill(tiny_run, "--part", str(bad)) == 2
     assert f"part 1/2: 3 of 3 items cannot be used: {names_in(bad, 1)[0]}: " in caplog.text
@@ -116,33 +116,6 @@ def test_bad_items_stop_their_own_part_alone_and_are_left_out_where_the_run_does
     assert len(listed.read_text().splitlines()) == 3
     assert fill(tiny_run, "data.on_bad_item=skip", "data.max_bad_ratio=0.01") == 2
     assert "Too many to skip: data.max_bad_ratio is 0.01" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("part", "told"),
-    [
-        ("3/3", "3/3: parts are 0/3 to 2/3"),
-        ("-1/3", "expected one argument"),
-        ("0/0", "0/0: parts are 0/64 to 63/64"),
-        ("1", "1: parts are 0/64 to 63/64"),
-        ("1/2/3", "1/2/3: parts are 0/64 to 63/64"),
-        ("a/3", "a/3: parts are 0/3 to 2/3"),
-    ],
-)
-def test_parts_that_there_are_not_are_refused_by_name(
-    part: str, told: str, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        fill(tiny_run, "--part", part)
-    assert caught.value.code == 2
-    assert f"diffsynth-lite cache fill: error: argument --part: {told}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("task", ["verify", "prune"])
-def test_only_filling_has_parts(task: str, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["cache", task, "--config", str(tiny_run.config), "--part", "0/2"])
-    assert f"cache {task}: error: unrecognized arguments: --part" in capsys.readouterr().err
 
 
 def test_a_part_is_no_process_of_a_launcher_but_may_be_a_task_of_srun(

@@ -30,24 +30,6 @@ def test_overrides_and_flags_come_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--conf", "a.yaml"],
-        ["--config", "a.yaml", "--use_gradient"],
-        ["--config", "a.yaml", "--use_gradient_checkpointing", "--no-use_gradient_checkpointing"],
-        [],
-    ],
-)
-def test_abbreviated_contradicting_and_missing_flags_exit_with_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        build_parser().parse_intermixed_args(arguments)
-    assert caught.value.code == 2
-    assert "error:" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["sample", "--lora", "one", "--preset", "style"], "--preset style: lies on top of a --config; "),

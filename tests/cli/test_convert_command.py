@@ -179,9 +179,3 @@ def test_a_file_that_is_there_is_not_replaced(flux_file: Path, caplog: pytest.Lo
     assert main(["convert", str(flux_file), str(flux_file.with_name("x.pt")), "--to", "diffusers"]) == 2
     assert "name one that ends in .safetensors" in caplog.text
     assert flux_file.read_bytes() == before
-
-
-@pytest.mark.parametrize("arguments", [("--alpha", "0"), ("--alpha", "x"), ("lora.rank=4",)])
-def test_wrong_arguments_are_refused(flux_file: Path, arguments: tuple[str, ...]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["convert", str(flux_file), "out.safetensors", "--to", "kohya", *arguments])

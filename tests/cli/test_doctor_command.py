@@ -1,7 +1,5 @@
 """The doctor as a command: what it prints, its page, and its exit codes."""
 
-from pathlib import Path
-
 import pytest
 from tiny_run import TinyRun
 
@@ -109,14 +107,3 @@ def test_wrong_settings_exit_with_2_and_one_line(
 def test_a_page_that_cannot_be_written_is_said(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     assert doctor(tiny_run, "--page", str(tiny_run.root)) == 2
     assert f"--page {tiny_run.root}: cannot be written" in caplog.text
-
-
-@pytest.mark.parametrize("arguments", [["--pages", "x"], ["--sheets=3"], ["--pag", "x"]])
-def test_unknown_flags_and_stray_words_exit_with_2(
-    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        doctor(tiny_run, *arguments)
-    assert caught.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-    assert not Path(tiny_run.root / "page.html").exists()

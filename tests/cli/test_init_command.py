@@ -17,7 +17,7 @@ from diffsynth_lite.training.data_settings import find_training_records
 
 
 @pytest.fixture
-def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder below the working folder, with three images and their captions."""
     monkeypatch.chdir(tmp_path)
     folder = Path("my images")
@@ -29,9 +29,9 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_it_writes_passes_the_doctor_as_it_is(
-    pictures: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    images: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert main(["init", str(pictures), "--preset", "likeness", "--preset", "few_pictures"]) == 0
+    assert main(["init", str(images), "--preset", "likeness", "--preset", "few_pictures"]) == 0
     printed = capsys.readouterr().out
     assert "my images: 3 images; 120 x 90 to 120 x 92 pixels" in printed
     assert "for qwen_image, as the folder holds images" in printed
@@ -50,14 +50,14 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
     assert "3 images" in capsys.readouterr().out
     # It never overwrites.
     text = out.read_text()
-    assert main(["init", str(pictures)]) == 2
+    assert main(["init", str(images)]) == 2
     assert caplog.messages[-1] == f"--out {out}: already exists and was not changed; choose another name"
     assert out.read_text() == text
 
 
-def test_a_folder_without_a_name_gets_one(pictures: Path, caplog: pytest.LogCaptureFixture) -> None:
-    start = starting_point(pictures, None)
-    found = replace(look_at(pictures, start), path=Path("/"))
+def test_a_folder_without_a_name_gets_one(images: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start = starting_point(images, None)
+    found = replace(look_at(images, start), path=Path("/"))
     out = Path("lora.yaml")
     out.write_text(starting_config(found, start, out=out, presets=[]))
     assert load_config(out).config.logging.run_name == "lora"
@@ -90,22 +90,22 @@ def test_clips_that_are_short_and_small_get_sizes_that_they_fill(
 
 
 @pytest.mark.parametrize("has_table", [False, True])
-def test_pictures_that_come_from_others_get_an_edit_model(
-    has_table: bool, pictures: Path, capsys: pytest.CaptureFixture[str]
+def test_images_that_come_from_others_get_an_edit_model(
+    has_table: bool, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = pictures / "before" if has_table else Path("before")
+    before = images / "before" if has_table else Path("before")
     before.mkdir()
     for number in range(3):
         tiny_image(96, 64, 40 + number).save(before / f"{number}.png")
     if has_table:
         rows = [{"file_name": f"{n}.png", "input": f"before/{n}.png", "text": "redder"} for n in range(3)]
-        (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
         for number in range(3):
-            (pictures / f"{number}.txt").unlink()
+            (images / f"{number}.txt").unlink()
         arguments, family = ["--family", "flux_kontext"], "flux_kontext"
     else:
         arguments, family = ["--inputs", "before"], "qwen_image_edit"
-    assert main(["init", str(pictures), "--out", "mine.yaml", *arguments]) == 0
+    assert main(["init", str(images), "--out", "mine.yaml", *arguments]) == 0
     assert "my images: 3 images; 120 x 90 to 120 x 92 pixels" in capsys.readouterr().out
     loaded = load_config("mine.yaml")
     config = loaded.config
@@ -117,8 +117,8 @@ def test_pictures_that_come_from_others_get_an_edit_model(
     assert [record.inputs for record in found.records] == [(before / f"{n}.png",) for n in range(3)]
 
 
-def test_pictures_with_layers_get_a_model_that_takes_pictures_apart(
-    pictures: Path, capsys: pytest.CaptureFixture[str]
+def test_images_with_layers_get_a_model_that_generates_layers(
+    images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [Path("behind"), Path("above")]
     for folder in folders:
@@ -126,11 +126,11 @@ def test_pictures_with_layers_get_a_model_that_takes_pictures_apart(
         for number in range(3):
             tiny_image(120, 90 + number, 40 + number).save(folder / f"{number}.png")
     named = [argument for folder in folders for argument in ("--layers", str(folder))]
-    assert main(["init", str(pictures), "--out", "mine.yaml", *named]) == 0
+    assert main(["init", str(images), "--out", "mine.yaml", *named]) == 0
     assert "for qwen_image_layered, as its images have layers" in capsys.readouterr().out
     loaded = load_config("mine.yaml")
     assert loaded.warnings == ()
-    assert loaded.config.validation.inputs == [f"{pictures}/0.png"] * 2
+    assert loaded.config.validation.inputs == [f"{images}/0.png"] * 2
     found = find_training_records(loaded.config)
     assert found.problems == []
     assert [record.layers for record in found.records] == [
@@ -139,8 +139,8 @@ def test_pictures_with_layers_get_a_model_that_takes_pictures_apart(
 
 
 @pytest.mark.parametrize("has_files", [False, True])
-def test_pictures_of_which_parts_are_painted_anew_get_masks(
-    has_files: bool, pictures: Path, capsys: pytest.CaptureFixture[str]
+def test_images_of_which_parts_are_painted_anew_get_masks(
+    has_files: bool, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--family", "flux_fill"]
     if has_files:
@@ -148,7 +148,7 @@ def test_pictures_of_which_parts_are_painted_anew_get_masks(
         for number in range(3):
             Image.new("L", (120, 90), 255).save(f"holes/{number}.png")
         arguments = ["--masks", "holes"]
-    assert main(["init", str(pictures), "--out", "mine.yaml", *arguments]) == 0
+    assert main(["init", str(images), "--out", "mine.yaml", *arguments]) == 0
     assert ("and mine_mask.png, for flux_fill" in capsys.readouterr().out) == (not has_files)
     loaded = load_config("mine.yaml")
     config, found = loaded.config, find_training_records(loaded.config)
@@ -158,9 +158,9 @@ def test_pictures_of_which_parts_are_painted_anew_get_masks(
     assert config.validation.inputs == [str(found.records[0].target)] * 2
     mask = str(found.records[0].inpaint_mask) if has_files else "mine_mask.png"
     assert config.validation.inpaint_masks == [mask] * 2
-    with Image.open(mask) as drawn, Image.open(found.records[0].target) as picture:
+    with Image.open(mask) as drawn, Image.open(found.records[0].target) as image:
         assert (drawn.mode, drawn.getextrema()[1]) == ("L", 255)
-        assert has_files or drawn.size == picture.size
+        assert has_files or drawn.size == image.size
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_pictures_of_which_parts_are_painted_anew_get_masks(
     ],
 )
 def test_what_it_cannot_do_is_told_in_a_line_and_nothing_is_written(
-    arguments: list[str], reason: str, pictures: Path, caplog: pytest.LogCaptureFixture
+    arguments: list[str], reason: str, images: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("empty").mkdir()
     assert main(["init", *arguments]) == 2

@@ -8,6 +8,8 @@ import pytest
 from diffsynth_lite.cli.main import main
 
 _CACHE = "diffsynth-lite cache"
+_PART = f"{_CACHE} fill: error: argument --part"
+_GIB, _NO_SIZES = "diffsynth-lite plan: error: argument --device-gib", ("0", "-1", "nan", "inf", "much")
 _COMMANDS = ("init", "doctor", "plan", "cache", "cache prune", "report", "sample", "convert", "publish")
 _EACH_HELP = """
 import sys
@@ -44,6 +46,11 @@ for line in sys.argv[1:]:
             "convert a b --to kohya --rank 8",
             "diffsynth-lite convert: error: unrecognized arguments: --rank 8;",
         ),
+        ("doctor --config a --pag x", "diffsynth-lite doctor: error: unrecognized arguments: --pag"),
+        ("report a --serve train.steps=3", "diffsynth-lite report: error: unrecognized arguments: train.s"),
+        ("convert a b --to kohya lora.rank=4", "diffsynth-lite convert: error: unrecognized arguments: lora"),
+        ("convert a b --to kohya --alpha 0", "diffsynth-lite convert: error: argument --alpha: "),
+        ("convert a b --to kohya --alpha x", "diffsynth-lite convert: error: argument --alpha: "),
         ("publish runs/a --to a/b --qq", "diffsynth-lite publish: error: unrecognized arguments: --qq;"),
         ("publish runs/a --to a/b x=1", "diffsynth-lite publish: error: unrecognized arguments: x=1;"),
         ("cache", "diffsynth-lite cache: error: the following arguments are required: TASK"),
@@ -54,6 +61,15 @@ for line in sys.argv[1:]:
             "cache prune --config a --yse",
             f"{_CACHE} prune: error: unrecognized arguments: --yse; did you mean --yes?",
         ),
+        ("cache verify --config a --part 0/2", f"{_CACHE} verify: error: unrecognized arguments: --part"),
+        ("cache prune --config a --part 0/2", f"{_CACHE} prune: error: unrecognized arguments: --part"),
+        ("cache fill --config a --part 3/3", f"{_PART}: 3/3: parts are 0/3 to 2/3"),
+        ("cache fill --config a --part -1/3", f"{_PART}: expected one argument"),
+        ("cache fill --config a --part 0/0", f"{_PART}: 0/0: parts are 0/64 to 63/64"),
+        ("cache fill --config a --part 1", f"{_PART}: 1: parts are 0/64 to 63/64"),
+        ("cache fill --config a --part 1/2/3", f"{_PART}: 1/2/3: parts are 0/64 to 63/64"),
+        ("cache fill --config a --part a/3", f"{_PART}: a/3: parts are 0/3 to 2/3"),
+        *((f"plan --config a --device-gib={gib}", f"{_GIB}: {gib}: a number above 0") for gib in _NO_SIZES),
         ("sample --size 64", "diffsynth-lite sample: error: argument --size: 64: width and height"),
     ],
 )

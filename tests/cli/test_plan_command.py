@@ -137,17 +137,3 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
 def test_what_no_run_could_do_is_refused(setting: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
     assert plan("--config", "qwen_lora.yaml", setting, *ANY) == 2
     assert words in caplog.text
-
-
-@pytest.mark.parametrize("gib", ["-1", "inf", "much"])
-def test_a_device_has_some_memory(gib: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        plan("--config", "qwen_lora.yaml", "--device-gib", gib)
-    assert "--device-gib" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("given", ["0", "-1", "nan", "much"])
-def test_an_amount_of_memory_is_a_number_above_0(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        plan("--config", "sana_lora.yaml", f"--device-gib={given}", *ANY)
-    assert f"--device-gib: {given}: a number above 0" in capsys.readouterr().err

@@ -70,13 +70,6 @@ def test_what_cannot_be_is_said_in_one_line(
     assert message in line
 
 
-def test_settings_are_for_other_commands(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["report", str(runs), "--serve", "train.steps=3"])
-    assert caught.value.code == 2
-    assert "unrecognized arguments: train.steps=3" in capsys.readouterr().err
-
-
 def test_it_says_where_it_serves_until_ctrl_c(
     runs: Path,
     monkeypatch: pytest.MonkeyPatch,

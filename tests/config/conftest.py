@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from diffsynth_lite.config import load_config
+from diffsynth_lite.errors import UserError
 
 MINIMAL = """\
 model:
@@ -19,6 +23,18 @@ output:
 @pytest.fixture
 def minimal() -> str:
     return MINIMAL
+
+
+@pytest.fixture
+def refusal() -> Callable[..., list[str]]:
+    """Loads a config that must be refused, and gives the lines of the error."""
+
+    def lines_of(path: str | Path, *given: Any, **named: Any) -> list[str]:
+        with pytest.raises(UserError) as caught:
+            load_config(path, *given, **named)
+        return str(caught.value).splitlines()
+
+    return lines_of
 
 
 @pytest.fixture

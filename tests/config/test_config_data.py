@@ -304,7 +304,7 @@ def test_previews_have_one_input_for_each_prompt(write):
     load_data(write, text, "validation.inputs=[a.png, a.png]")
 
 
-def test_previews_lead_to_one_last_frame_for_each_prompt_and_start_from_a_picture_then(write):
+def test_previews_lead_to_one_last_frame_for_each_prompt_and_start_from_an_image_then(write):
     text = "data: {path: a}\nvalidation:\n  prompts: [a, b]\n  last_frames: [z.png]\n"
     count, start = error_lines(write, text)
     assert ":4 validation.last_frames: 1 for 2 validation.prompts; give one for each prompt" in count

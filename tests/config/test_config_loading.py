@@ -97,10 +97,11 @@ def test_a_flag_is_a_python_value(write, minimal, value):
     assert config.resume.source == "must"
 
 
-def test_windows_line_ends_and_a_byte_order_mark_make_no_difference(write, minimal):
+@pytest.mark.parametrize("line_break", ["\r\n", "\r", "\x85"])
+def test_line_breaks_of_other_systems_and_a_byte_order_mark_make_no_difference(write, minimal, line_break):
     text = minimal + "train:\n  steps: 5\n"
     plain = load_config(write(text)).config
-    assert load_config(write(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())).config == plain
+    assert load_config(write("\ufeff" + text.replace("\n", line_break))).config == plain
 
 
 def test_references_are_resolved_by_the_type_of_their_setting(write, minimal, monkeypatch):

@@ -154,14 +154,12 @@ WRONG_REFERENCES = [
 
 
 @pytest.mark.parametrize(("section", "key", "value", "reason"), WRONG_VALUES + WRONG_REFERENCES)
-def test_a_wrong_setting_is_reported_with_file_line_and_key(write, minimal, section, key, value, reason):
+def test_a_wrong_setting_is_reported_with_file_and_key(refusal, write, minimal, section, key, value, reason):
     path = write(f"{section}:\n  {key}: {value}\n{minimal}")
     if reason is None:
         load_config(path)
         return
-    with pytest.raises(UserError) as caught:
-        load_config(path)
-    (line,) = str(caught.value).splitlines()
+    (line,) = refusal(path)
     assert line.startswith(f"{path}:2 {section}.{key.strip(chr(39))}: ")
     assert reason in line
 
@@ -208,20 +206,17 @@ def test_a_wrong_setting_is_reported_with_file_line_and_key(write, minimal, sect
         ("output.dir=./images", "is data.path"),
     ],
 )
-def test_a_wrong_override_is_reported_as_typed(write, minimal, override, reason):
-    with pytest.raises(UserError) as caught:
-        load_config(write(minimal), [override])
-    (line,) = str(caught.value).splitlines()
+def test_a_wrong_override_is_reported_as_typed(refusal, write, minimal, override, reason):
+    (line,) = refusal(write(minimal), [override])
     shown = override.encode("ascii", "backslashreplace").decode()
     assert line.startswith(f"{shown} (command line): ")
     assert reason in line
 
 
-def test_a_conflict_with_the_file_is_placed_at_the_first_of_the_two_that_was_set(write, minimal):
+def test_a_conflict_with_the_file_is_placed_at_the_first_of_the_two_that_was_set(refusal, write, minimal):
     path = write(f"train:\n  micro_batch_size: 3\n{minimal}")
-    with pytest.raises(UserError) as caught:
-        load_config(path, ["train.global_batch_size=4"])
-    assert str(caught.value).startswith(f"{path}:2 train.micro_batch_size: 3 must divide")
+    (line,) = refusal(path, ["train.global_batch_size=4"])
+    assert line.startswith(f"{path}:2 train.micro_batch_size: 3 must divide")
 
 
 @pytest.mark.parametrize(
@@ -267,34 +262,29 @@ def test_a_conflict_with_the_file_is_placed_at_the_first_of_the_two_that_was_set
         ),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(write, minimal, overrides, message):
-    with pytest.raises(UserError) as caught:
-        load_config(write(minimal), overrides)
-    (line,) = str(caught.value).splitlines()
+def test_settings_that_do_not_go_together_are_refused(refusal, write, minimal, overrides, message):
+    (line,) = refusal(write(minimal), overrides)
     assert message in line
 
 
-def test_a_wrong_value_is_reported_though_a_later_one_replaces_it(write, minimal):
+def test_a_wrong_value_is_reported_though_a_later_one_replaces_it(refusal, write, minimal):
     path = write(f"train:\n  steps: wide\n  warmup_steps: ${{train.steps}}\n{minimal}")
-    with pytest.raises(UserError) as caught:
-        load_config(path, ["train.steps=5", "train.warmup_steps=1", "train.seed=a", "train.seed=1"])
-    assert [line.split(";")[0] for line in str(caught.value).splitlines()] == [
+    overrides = ["train.steps=5", "train.warmup_steps=1", "train.seed=a", "train.seed=1"]
+    assert [line.split(";")[0] for line in refusal(path, overrides)] == [
         f"{path}:2 train.steps: got 'wide'",
         "train.seed=a (command line): got 'a'",
     ]
 
 
-def test_very_many_problems_are_counted_and_the_first_ones_told(write, minimal):
+def test_very_many_problems_are_counted_and_the_first_ones_told(refusal, write, minimal):
     path = write(minimal + "train:\n" + "".join(f"  key{number}: 1\n" for number in range(20_000)))
-    with pytest.raises(UserError) as caught:
-        load_config(path)
-    *told, rest = str(caught.value).splitlines()
+    *told, rest = refusal(path)
     assert len(told) == MAX_LINES
     assert told[0].startswith(f"{path}:9 train.key0: ")
     assert rest == f"and {20_000 - MAX_LINES} more like these"
 
 
-def test_every_problem_is_reported_at_once_what_was_written_in_its_order_and_then_what_is_missing(write):
+def test_every_problem_is_reported_at_once_what_was_written_in_its_order_then_what_is_missing(refusal, write):
     path = write("""\
 modle:
   family: x
@@ -309,9 +299,7 @@ objective:
   shift: static
 output: {}
 """)
-    with pytest.raises(UserError) as caught:
-        load_config(path, ["train.seed=a", "rank=3"])
-    assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == [
+    assert [line.split(": ")[0] for line in refusal(path, ["train.seed=a", "rank=3"])] == [
         f"{path}:1 modle",
         f"{path}:5 data.width",
         f"{path}:7 train.steps",
@@ -330,12 +318,10 @@ output: {}
     "secret", ["swordfish", "swordfish${data.path}", "swordfish${", "${oc.env:swordfish}"]
 )
 @pytest.mark.parametrize("setting", ["train:\n  steps:", "logging:\n  wandb_mode:"])
-def test_what_a_setting_refers_to_is_not_shown(write, minimal, monkeypatch, setting, secret):
+def test_what_a_setting_refers_to_is_not_shown(refusal, write, minimal, monkeypatch, setting, secret):
     monkeypatch.setenv("DIFFSYNTH_LITE_SECRET", secret)
     path = write(f"{setting} ${{oc.env:DIFFSYNTH_LITE_SECRET}}\n{minimal}")
-    with pytest.raises(UserError) as caught:
-        load_config(path)
-    assert "swordfish" not in str(caught.value)
+    assert "swordfish" not in " ".join(refusal(path))
 
 
 def test_a_file_that_cannot_be_read_says_why(write, minimal, monkeypatch):

@@ -182,7 +182,7 @@ def written_out(text: str, root: Path) -> str:
 
 
 Read = Callable[[Path, str], list[Record]]
-_PICTURE, _CLIP = {"file_name": "b.png"}, {"file_name": "c.mp4"}
+_IMAGE, _CLIP = {"file_name": "b.png"}, {"file_name": "c.mp4"}
 
 
 def escapes(read: Read, root: Path, text: str, *, may_be_inside: bool) -> bool:
@@ -270,11 +270,11 @@ ROWS: dict[str, Read] = {
     "file_name in the folder's own metadata": _in_the_folders_own_rows,
     "file_name in csv": _in_csv,
     "file_name in parquet": _in_parquet,
-    "input": _in_jsonl(_PICTURE, "input", input_columns=["input"]),
-    "list of inputs": _in_jsonl(_PICTURE, "input", in_list=True, input_columns=["input"]),
-    "mask": _in_jsonl(_PICTURE, "mask", mask_column="mask"),
+    "input": _in_jsonl(_IMAGE, "input", input_columns=["input"]),
+    "list of inputs": _in_jsonl(_IMAGE, "input", in_list=True, input_columns=["input"]),
+    "mask": _in_jsonl(_IMAGE, "mask", mask_column="mask"),
     "control clip": _in_jsonl(_CLIP, "guide", control_column="guide"),
-    "inpaint mask": _in_jsonl(_PICTURE, "hole", inpaint_mask_column="hole"),
+    "inpaint mask": _in_jsonl(_IMAGE, "hole", inpaint_mask_column="hole"),
     "first frame": _in_jsonl(_CLIP, "frame", first_frame_column="frame"),
     "last frame": _in_jsonl(_CLIP, "frame", last_frame_column="frame"),
 }

@@ -5,7 +5,7 @@ import socket
 import datasets
 import pytest
 from datasets import Dataset, DatasetDict, Features, Image, List, Value, Video
-from PIL import Image as Picture
+from PIL import Image as PilImage
 
 from diffsynth_lite.data.images import ImageFacts, check_image
 from diffsynth_lite.data.records import Part, Source
@@ -47,7 +47,7 @@ def read(store):
 
 def image(color, kind="PNG"):
     content = io.BytesIO()
-    Picture.new("RGB", (8, 6), color).save(content, kind)
+    PilImage.new("RGB", (8, 6), color).save(content, kind)
     return {"bytes": content.getvalue(), "path": None}
 
 

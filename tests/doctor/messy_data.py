@@ -24,11 +24,11 @@ class Workplace:
     root: Path
     models: Path
 
-    def add(self, name: str, picture: Image.Image, caption: str | None = "a caption") -> Path:
+    def add(self, name: str, image: Image.Image, caption: str | None = "a caption") -> Path:
         """An image ``folder/file.png`` with its caption file."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
+        image.save(path)
         if caption is not None:
             path.with_suffix(".txt").write_text(caption)
         return path
@@ -45,7 +45,7 @@ class Workplace:
         return load_config(file, list(overrides)).config
 
 
-def add_pictures(workplace: Workplace, folder: str, count: int, size: tuple[int, int] = (96, 64)) -> str:
+def add_images(workplace: Workplace, folder: str, count: int, size: tuple[int, int] = (96, 64)) -> str:
     """Images of one folder with captions; returns its path."""
     for number in range(count):
         workplace.add(f"{folder}/{number}.png", scene(len(folder) * 100 + number, size), f"{folder} {number}")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from messy_data import Workplace, add_pictures, advice_with, findings, scene
+from messy_data import Workplace, add_images, advice_with, findings, scene
 
 from diffsynth_lite.cli.cache import caching_accelerator, fill_cache
 from diffsynth_lite.config import Config
@@ -13,16 +13,16 @@ from diffsynth_lite.data.video import write_video
 @pytest.mark.parametrize("family", ["krea2", "qwen_image", "qwen_image_edit"])
 def test_the_estimate_of_the_cache_is_what_a_run_then_writes(workplace: Workplace, family: str) -> None:
     count = 1 if family == "qwen_image_edit" else 4  # its inputs are of a million pixels, which takes time
-    path = add_pictures(workplace, "data", count, (96, 80))
+    path = add_images(workplace, "data", count, (96, 80))
     for file in Path(path).glob("*.txt"):  # of which some families keep more than their latents
         file.write_text("a caption " * 20)
     overrides = [f"data.path={path}", "validation.prompts=[]", "data.bucket_step=16"]
     if family == "qwen_image_edit":
-        overrides.append(f"data.input_dirs=[{add_pictures(workplace, 'before', count, (80, 80))}]")
+        overrides.append(f"data.input_dirs=[{add_images(workplace, 'before', count, (80, 80))}]")
     _compare_with_a_run(workplace, workplace.config(*overrides, family=family))
 
 
-def test_the_pictures_that_clips_go_on_from_are_part_of_the_estimate(workplace: Workplace) -> None:
+def test_the_images_that_clips_go_on_from_are_part_of_the_estimate(workplace: Workplace) -> None:
     (workplace.root / "clips").mkdir()
     write_video(workplace.root / "clips/0.mp4", [scene(place, (64, 64)) for place in range(5)], fps=16)
     (workplace.root / "clips/0.txt").write_text("a clip")
@@ -47,7 +47,7 @@ def _compare_with_a_run(workplace: Workplace, config: Config) -> None:
 def test_a_disk_too_small_for_the_cache_is_told(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = add_pictures(workplace, "data", 2)
+    path = add_images(workplace, "data", 2)
     monkeypatch.setattr("diffsynth_lite.doctor.examination.free_disk_bytes", lambda _: 1024)
     assert "1.0 KiB are free" in advice_with(
         findings(workplace.config(f"data.path={path}")), "The cache needs"

@@ -2,34 +2,28 @@
 
 import io
 
-import numpy as np
+from messy_data import scene
 from PIL import Image, ImageEnhance
 
 from diffsynth_lite.doctor.images import equal_files, near_duplicates, perceptual_hash
 
 
-def scene(seed: int) -> Image.Image:
-    """Soft random shades, as different from each other as photos are."""
-    shades = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    return Image.fromarray(shades).resize((120, 90), Image.Resampling.BICUBIC)
-
-
-def as_jpeg(picture: Image.Image) -> Image.Image:
+def as_jpeg(image: Image.Image) -> Image.Image:
     file = io.BytesIO()
-    picture.save(file, "JPEG", quality=60)
+    image.save(file, "JPEG", quality=60)
     return Image.open(file).convert("RGB")
 
 
 def test_copies_that_were_scaled_compressed_or_brightened_are_alike() -> None:
-    original = scene(0)
-    pictures = {
+    original = scene(0, (120, 90))
+    images = {
         "original": original,
         "other": scene(1),
         "smaller": original.resize((60, 45), Image.Resampling.LANCZOS),
         "jpeg": as_jpeg(original),
         "brighter": ImageEnhance.Brightness(original).enhance(1.02),
     }
-    looks = {name: perceptual_hash(picture) for name, picture in pictures.items()}
+    looks = {name: perceptual_hash(image) for name, image in images.items()}
     assert near_duplicates(looks) == [["original", "smaller", "jpeg", "brighter"]]
 
 
@@ -39,14 +33,14 @@ def test_of_two_hundred_scenes_no_two_are_alike() -> None:
 
 def test_drawings_that_differ_only_in_colour_are_not_alike() -> None:
     shapes = {colour: Image.new("RGB", (64, 64), "black") for colour in ("red", "blue", "maroon")}
-    for colour, picture in shapes.items():
-        picture.paste(Image.new("RGB", (32, 32), colour), (16, 16))
-    looks = {colour: perceptual_hash(picture) for colour, picture in shapes.items()}
+    for colour, image in shapes.items():
+        image.paste(Image.new("RGB", (32, 32), colour), (16, 16))
+    looks = {colour: perceptual_hash(image) for colour, image in shapes.items()}
     assert looks["red"].bits == looks["maroon"].bits
     assert near_duplicates(looks) == []
 
 
-def test_many_copies_of_one_picture_are_one_group() -> None:
+def test_many_copies_of_one_image_are_one_group() -> None:
     look = perceptual_hash(scene(3))
     assert near_duplicates({str(number): look for number in range(1000)}) == [[str(n) for n in range(1000)]]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from messy_data import Workplace, add_pictures, advice_with, findings, scene
+from messy_data import Workplace, add_images, advice_with, findings, scene
 from PIL import Image
 
 from diffsynth_lite.data.items import TrainingItem
@@ -27,8 +27,8 @@ def names_on_sheet(found: Findings) -> Sequence[str]:
 
 
 def test_buckets_samples_and_steps_follow_repeats_and_weights(workplace: Workplace) -> None:
-    wide = add_pictures(workplace, "wide", 3, (160, 80))
-    square = add_pictures(workplace, "square", 4, (64, 64))
+    wide = add_images(workplace, "wide", 3, (160, 80))
+    square = add_images(workplace, "square", 4, (64, 64))
     # The same files and one caption for all, which is as it should be of what is preserved.
     preserved = f"{{path: {square}, weight: 0.5, preserve: true, captions: none}}"
     learned = f"{{path: {wide}, repeats: 2}}, {{path: {square}, weight: 0.5}}"
@@ -50,14 +50,14 @@ def test_buckets_samples_and_steps_follow_repeats_and_weights(workplace: Workpla
 
 
 def test_a_token_budget_makes_batches_of_several_sizes(workplace: Workplace) -> None:
-    path = add_pictures(workplace, "square", 4, (64, 64))
-    add_pictures(workplace, "square/small", 2, (32, 32))
+    path = add_images(workplace, "square", 4, (64, 64))
+    add_images(workplace, "square/small", 2, (32, 32))
     found = findings(workplace.config(f"data.path={path}", "train.micro_batch_tokens=32"))
     assert {row.name: row.micro_batch_size for row in found.buckets} == {"64x64": 2, "32x32": 8}
 
 
 def test_bad_files_are_named_with_their_reason_and_the_others_are_shown(workplace: Workplace) -> None:
-    path = add_pictures(workplace, "data", 3)
+    path = add_images(workplace, "data", 3)
     torn = workplace.add("data/torn.png", scene(9))
     torn.write_bytes(torn.read_bytes()[:-200])
     workplace.add("data/page.png", scene(8)).write_text("<!doctype html>")
@@ -76,7 +76,7 @@ def test_bad_files_are_named_with_their_reason_and_the_others_are_shown(workplac
 
 
 def test_bad_files_that_are_skipped_stop_nothing_until_they_are_too_many(workplace: Workplace) -> None:
-    path = add_pictures(workplace, "data", 3)
+    path = add_images(workplace, "data", 3)
     workplace.add("data/page.png", scene(8)).write_text("<!doctype html>")
     workplace.add("data/bare.png", scene(5), caption=None)
     skip = (f"data.path={path}", "data.on_bad_item=skip")
@@ -90,8 +90,8 @@ def test_bad_files_that_are_skipped_stop_nothing_until_they_are_too_many(workpla
 
 
 def test_what_is_wrong_in_one_source_does_not_hide_the_others(workplace: Workplace) -> None:
-    good = add_pictures(workplace, "good", 2)
-    add_pictures(workplace, "some", 2)
+    good = add_images(workplace, "good", 2)
+    add_images(workplace, "some", 2)
     workplace.add("some/bare.png", scene(5), caption=None)
     sources = (
         f"data.sources=[{{path: {good}}}, {{path: {workplace.root}/some}}, {{path: {workplace.root}/none}}]"
@@ -126,7 +126,7 @@ def test_an_empty_folder_and_one_of_only_bad_files_are_findings_too(
 
 
 def test_records_that_the_family_cannot_learn_are_a_problem(workplace: Workplace) -> None:
-    path = add_pictures(workplace, "data", 2)
+    path = add_images(workplace, "data", 2)
     examination = examine(workplace.config(f"data.path={path}", family="qwen_image_edit"), sheet_size=5)
     assert "2 of kind image" in examination.findings.problems[0]
     with pytest.raises(UserError, match="2 of kind image"):
@@ -134,14 +134,14 @@ def test_records_that_the_family_cannot_learn_are_a_problem(workplace: Workplace
 
 
 def test_a_distilled_model_is_advised_against(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = add_pictures(workplace, "data", 4)
+    path = add_images(workplace, "data", 4)
     monkeypatch.setattr(QwenImage, "distilled", "its files say so; better train the base")
     (advice,) = findings(workplace.config(f"data.path={path}")).advice
     assert "is distilled to few steps: its files say so; better train the base. Training knows" in advice
 
 
 def test_captions_too_long_shared_or_without_trigger_are_named(workplace: Workplace) -> None:
-    path = add_pictures(workplace, "data", 1)
+    path = add_images(workplace, "data", 1)
     workplace.add("data/long.png", scene(3), LONG + "ohwx")
     for number in range(3):
         workplace.add(f"data/same {number}.png", scene(20 + number), "an ohwx dog")
@@ -157,8 +157,8 @@ def test_captions_too_long_shared_or_without_trigger_are_named(workplace: Workpl
     assert next(entry for entry in found.sheet if entry.name == "0.png").captions == ("ohwx, data 0",)
 
 
-def test_copies_and_pictures_that_look_alike_are_grouped_once(workplace: Workplace) -> None:
-    path = add_pictures(workplace, "data", 3)
+def test_copies_and_images_that_look_alike_are_grouped_once(workplace: Workplace) -> None:
+    path = add_images(workplace, "data", 3)
     shutil.copy(workplace.root / "data/0.png", workplace.root / "data/copy.png")
     (workplace.root / "data/copy.txt").write_text("another caption")
     workplace.add("data/again.jpg", Image.open(workplace.root / "data/1.png"), "one more")
@@ -168,7 +168,7 @@ def test_copies_and_pictures_that_look_alike_are_grouped_once(workplace: Workpla
 
 
 def test_cropped_enlarged_and_small_items_are_remarked_where_they_are_shown(workplace: Workplace) -> None:
-    path = add_pictures(workplace, "data", 1)
+    path = add_images(workplace, "data", 1)
     workplace.add("data/flat.png", scene(2, (300, 60)), "flat")
     workplace.add("data/small.png", scene(3, (32, 32)), "small")
     found = findings(workplace.config(f"data.path={path}"))
@@ -188,7 +188,7 @@ def test_cropped_enlarged_and_small_items_are_remarked_where_they_are_shown(work
 
 
 def test_an_item_at_several_sizes_and_crops_counts_as_often_and_is_named_once(workplace: Workplace) -> None:
-    path = add_pictures(workplace, "data", 2, (300, 60))
+    path = add_images(workplace, "data", 2, (300, 60))
     crops = ("data.crop=random", "data.crops_per_item=2", "data.resolutions=[32,64]", "data.tag_shuffles=1")
     found = findings(workplace.config(f"data.path={path}", *crops))
     assert found.num_items == 8
@@ -197,7 +197,7 @@ def test_an_item_at_several_sizes_and_crops_counts_as_often_and_is_named_once(wo
 
 
 def test_it_needs_no_weights_and_writes_nothing_but_the_index(workplace: Workplace) -> None:
-    path = add_pictures(workplace, "data", 2)
+    path = add_images(workplace, "data", 2)
     bare = Workplace(root=workplace.root, models=workplace.root / "bare")
     shutil.copytree(
         workplace.models / "qwen_image",
@@ -215,7 +215,7 @@ def test_it_needs_no_weights_and_writes_nothing_but_the_index(workplace: Workpla
 def test_a_second_look_decodes_only_what_it_shows(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = add_pictures(workplace, "data", 5)
+    path = add_images(workplace, "data", 5)
     workplace.add("data/again.jpg", Image.open(workplace.root / "data/1.png"), "one more")
     config = workplace.config(f"data.path={path}")
     first = findings(config, 2)
@@ -236,14 +236,14 @@ def test_a_second_look_decodes_only_what_it_shows(
 
 
 def test_edit_pairs_show_input_and_target_and_are_counted_by_the_sizes_of_both(workplace: Workplace) -> None:
-    after = add_pictures(workplace, "after", 3, (64, 64))
-    before = add_pictures(workplace, "before", 2, (96, 96))
+    after = add_images(workplace, "after", 3, (64, 64))
+    before = add_images(workplace, "before", 2, (96, 96))
     workplace.add("before/2.png", scene(6, (128, 64)), caption=None)
     given = (f"data.path={after}", f"data.input_dirs=[{before}]")
     found = findings(workplace.config(*given, family="qwen_image_edit"))
     assert found.sources[0].contents == "3 edit pairs"
     shown = found.sheet[2].images
-    assert {kind: picture.size for kind, picture in shown.items()} == {"input": (128, 64), "target": (64, 64)}
+    assert {kind: image.size for kind, image in shown.items()} == {"input": (128, 64), "target": (64, 64)}
     # An input of any size is encoded at about a megapixel, of which 16 x 16 pixels are a token.
     assert [(row.name, row.num_items, row.num_tokens) for row in found.buckets] == [
         ("64x64 from 1024x1024", 2, 4 * 4 + 64 * 64),

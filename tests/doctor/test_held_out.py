@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from messy_data import Workplace, add_pictures, findings, scene
+from messy_data import Workplace, add_images, findings, scene
 from PIL import Image
 from rich.console import Console
 
@@ -18,8 +18,8 @@ from diffsynth_lite.errors import UserError
 def apart(workplace: Workplace, count: int = 2) -> tuple[str, str]:
     """Settings of images to train on, and of others that are held out."""
     return (
-        f"data.path={add_pictures(workplace, 'trained', 3)}",
-        f"validation.data={add_pictures(workplace, 'apart', count)}",
+        f"data.path={add_images(workplace, 'trained', 3)}",
+        f"validation.data={add_images(workplace, 'apart', count)}",
     )
 
 

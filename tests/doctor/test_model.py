@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from messy_data import Workplace, add_pictures, findings
+from messy_data import Workplace, add_images, findings
 
 from diffsynth_lite.doctor.examination import examine
 from diffsynth_lite.doctor.model import model_table
@@ -65,7 +65,7 @@ def test_a_hub_id_with_other_files_than_the_release_is_said(workplace: Workplace
 def test_a_model_that_is_no_release_is_counted_too_as_it_is_streamed_on_this_machine(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = add_pictures(workplace, "square", 2, (64, 64))
+    path = add_images(workplace, "square", 2, (64, 64))
     # Its layers are too small to be moved on an accelerator.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     streamed = ("memory.stream_text_encoder=true", "memory.stream_slots=1")
@@ -95,7 +95,7 @@ def test_a_component_that_is_built_only_with_its_weights_is_not_counted(
 
 
 def test_layers_that_are_not_there_are_a_problem_among_the_others(workplace: Workplace) -> None:
-    path = add_pictures(workplace, "square", 2, (64, 64))
+    path = add_images(workplace, "square", 2, (64, 64))
     config = workplace.config(f"data.path={path}", "lora.target_modules=[to_query]")
     examination = examine(config, sheet_size=0)
     assert examination.findings.model == {}

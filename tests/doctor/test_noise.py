@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from messy_data import Workplace, add_pictures, findings
+from messy_data import Workplace, add_images, findings
 from release_layouts import BOUNDARY, two_experts
 
 from diffsynth_lite.core.noise import LevelShares
@@ -30,8 +30,8 @@ def rows(found: Findings) -> dict[str, NoiseFindings]:
 
 
 def test_sizes_weigh_as_often_as_they_are_seen_and_each_has_its_shift(workplace: Workplace) -> None:
-    wide = add_pictures(workplace, "wide", 3, (160, 80))
-    square = add_pictures(workplace, "square", 4, (64, 64))
+    wide = add_images(workplace, "wide", 3, (160, 80))
+    square = add_images(workplace, "square", 4, (64, 64))
     config = workplace.config(f"data.sources=[{{path: {wide}, repeats: 2}}, {{path: {square}, weight: 0.5}}]")
     found = findings(config)
     assert found.noise_level == "the part of noise in what the model sees"
@@ -54,15 +54,15 @@ def test_sizes_weigh_as_often_as_they_are_seen_and_each_has_its_shift(workplace:
 
 
 def test_one_shift_for_all_sizes_is_one_row(workplace: Workplace) -> None:
-    add_pictures(workplace, "data", 2, (160, 80))
-    add_pictures(workplace, "data/square", 2, (64, 64))
+    add_images(workplace, "data", 2, (160, 80))
+    add_images(workplace, "data/square", 2, (64, 64))
     (row,) = findings(workplace.config(f"data.path={workplace.root}/data", "objective.shift=none")).noise
     assert row.cells == ["100", "1", "0.50", "50", *["10"] * 10]
 
 
 def test_each_of_two_experts_has_its_part_of_the_steps(workplace: Workplace) -> None:
     two_experts().save_pretrained(workplace.root / "experts")
-    path = add_pictures(workplace, "data", 2, (64, 64))
+    path = add_images(workplace, "data", 2, (64, 64))
     shift = ("objective.shift=static", "objective.shift_value=5")
     both = (f"data.path={path}", f"model.path={workplace.root}/experts", *shift)
     config = workplace.config(*both, family="wan")
@@ -89,7 +89,7 @@ def test_each_of_two_experts_has_its_part_of_the_steps(workplace: Workplace) -> 
 
 def test_levels_that_leave_an_expert_nothing_stop_the_run(workplace: Workplace) -> None:
     two_experts().save_pretrained(workplace.root / "experts")
-    path = add_pictures(workplace, "data", 1, (64, 64))
+    path = add_images(workplace, "data", 1, (64, 64))
     overrides = (f"data.path={path}", f"model.path={workplace.root}/experts", "objective.sigma_max=0.5")
     found = findings(workplace.config(*overrides, family="wan"))
     assert found.noise == []
@@ -98,7 +98,7 @@ def test_levels_that_leave_an_expert_nothing_stop_the_run(workplace: Workplace) 
 
 
 def test_inputs_of_an_edit_do_not_split_a_size(workplace: Workplace) -> None:
-    add_pictures(workplace, "data", 1)
+    add_images(workplace, "data", 1)
     config = workplace.config(f"data.path={workplace.root}/data")
     family = bind_family(config)
     samples = {
@@ -111,7 +111,7 @@ def test_inputs_of_an_edit_do_not_split_a_size(workplace: Workplace) -> None:
 
 
 def test_audio_with_levels_of_its_own_has_a_row_of_the_clips_that_have_some(workplace: Workplace) -> None:
-    add_pictures(workplace, "data", 1)
+    add_images(workplace, "data", 1)
     config = workplace.config(f"data.path={workplace.root}/data")
     family = bind_family(config)
     levels = build_noise_levels(config, family)

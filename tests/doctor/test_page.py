@@ -96,7 +96,7 @@ def test_the_page_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:
     assert parsed.text.count(ATTACK) >= 4
 
 
-def test_the_pictures_are_in_the_page_as_the_model_sees_them(tmp_path: Path) -> None:
+def test_the_images_are_in_the_page_as_the_model_sees_them(tmp_path: Path) -> None:
     _, parsed = page(tmp_path)
     assert [image["alt"] for image in parsed.images][1:] == ["input of pair", "target of pair"]
     data = base64.b64decode(parsed.images[0]["src"].partition(",")[2])

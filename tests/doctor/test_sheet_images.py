@@ -71,8 +71,8 @@ def test_what_guides_an_item_and_what_is_painted_anew_are_shown_beside_it(
     media = item.load()
     assert list(entry.images) == ["target", "control", "inpaint mask"]
     used = (media.frames[0], media.control[0], media.inpaint_mask[0])
-    for shown, picture in zip(entry.images.values(), used, strict=True):
-        assert np.array_equal(np.asarray(shown), np.asarray(picture))
+    for shown, image in zip(entry.images.values(), used, strict=True):
+        assert np.array_equal(np.asarray(shown), np.asarray(image))
 
 
 def test_items_of_each_kind_are_counted_by_a_name_of_their_own() -> None:

@@ -139,9 +139,9 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.empty(4, 4, 1, 1))
         self.num_runs = 0
 
-    def forward(self, picture_bchw: Tensor, kept: list[Tensor | None]) -> Tensor:
+    def forward(self, image_bchw: Tensor, kept: list[Tensor | None]) -> Tensor:
         self.num_runs += 1
-        output = nn.functional.conv2d(picture_bchw, self.weight).relu()
+        output = nn.functional.conv2d(image_bchw, self.weight).relu()
         kept[0] = output[:, :, :8].clone()
         return output
 
@@ -154,12 +154,12 @@ class Parts(nn.Module):
         self.layer = Layer()
         self.scale = nn.Buffer(torch.ones(()))
 
-    def forward(self, picture_bchw: Tensor, tokens_bl: Tensor, times: int) -> tuple[Tensor, Tensor]:
+    def forward(self, image_bchw: Tensor, tokens_bl: Tensor, times: int) -> tuple[Tensor, Tensor]:
         kept: list[Tensor | None] = [None]
         if not tokens_bl.bool().all():
             raise ValueError("a token is hidden")
-        rows = [self.layer(half, kept) for half in picture_bchw.chunk(2, dim=2) for _ in range(times)]
-        chosen = picture_bchw.flatten(2)[:, :, tokens_bl[0] > 1]
+        rows = [self.layer(half, kept) for half in image_bchw.chunk(2, dim=2) for _ in range(times)]
+        chosen = image_bchw.flatten(2)[:, :, tokens_bl[0] > 1]
         return torch.cat(rows, dim=2) * self.scale, chosen
 
 
