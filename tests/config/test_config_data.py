@@ -24,10 +24,9 @@ def load_data(write, text, *overrides):
     return load_config(write(text + REST), overrides).config.data
 
 
-def error_lines(write, text, *overrides):
-    with pytest.raises(UserError) as caught:
-        load_data(write, text, *overrides)
-    return str(caught.value).splitlines()
+@pytest.fixture
+def error_lines(refusal, write):
+    return lambda text, *overrides: refusal(write(text + REST), overrides)
 
 
 def test_a_list_of_sources_is_typed_and_each_has_the_defaults(write):
@@ -184,9 +183,9 @@ WRONG_SOURCES = {
 
 
 @pytest.mark.parametrize("case", WRONG_SOURCES)
-def test_wrong_data_are_reported_with_file_line_and_key(write, case):
+def test_wrong_data_are_reported_with_file_line_and_key(error_lines, write, case):
     lines, expected = WRONG_SOURCES[case]
-    found = error_lines(write, "data:\n" + "".join(f"  {line}\n" for line in lines))
+    found = error_lines("data:\n" + "".join(f"  {line}\n" for line in lines))
     path = write("")
     assert len(found) == len(expected)
     for line, start in zip(found, expected, strict=True):
@@ -222,8 +221,8 @@ def test_an_override_replaces_the_whole_list(write):
         ("data.path=photos", ": has no effect with data.sources"),
     ],
 )
-def test_a_wrong_override_of_a_list_of_sources_is_reported_as_typed(write, override, reason):
-    (line,) = error_lines(write, TWO_SOURCES, override)
+def test_a_wrong_override_of_a_list_of_sources_is_reported_as_typed(error_lines, override, reason):
+    (line,) = error_lines(TWO_SOURCES, override)
     assert line.startswith(f"{override} (command line){reason}")
 
 
@@ -245,17 +244,15 @@ data:
     assert load_config(write(dump_config(loaded.config))).config == loaded.config
 
 
-def test_a_value_that_a_source_refers_to_is_checked_and_not_shown(write, monkeypatch):
+def test_a_value_that_a_source_refers_to_is_checked_and_not_shown(error_lines, monkeypatch):
     monkeypatch.setenv("DIFFSYNTH_LITE_SECRET", "swordfish")
-    (line,) = error_lines(
-        write, "data:\n  sources:\n  - path: a\n    repeats: ${oc.env:DIFFSYNTH_LITE_SECRET}\n"
-    )
+    (line,) = error_lines("data:\n  sources:\n  - path: a\n    repeats: ${oc.env:DIFFSYNTH_LITE_SECRET}\n")
     assert ":4 data.sources[0].repeats: got the value of ${oc.env:DIFFSYNTH_LITE_SECRET}; must be" in line
     assert "swordfish" not in line
 
 
-def test_a_reference_to_a_list_of_sections_is_refused(write):
-    (line,) = error_lines(write, f"{TWO_SOURCES}validation:\n  prompts: ${{data.sources}}\n")
+def test_a_reference_to_a_list_of_sections_is_refused(error_lines):
+    (line,) = error_lines(f"{TWO_SOURCES}validation:\n  prompts: ${{data.sources}}\n")
     assert ":10 validation.prompts: ${data.sources}: is a list of sections; refer to" in line
 
 
@@ -297,16 +294,16 @@ def test_a_setting_of_the_data_without_effect_is_warned_of(write, text, settings
     ]
 
 
-def test_previews_have_one_input_for_each_prompt(write):
+def test_previews_have_one_input_for_each_prompt(error_lines, write):
     text = "data: {path: a}\nvalidation:\n  prompts: [a, b]\n  inputs: [a.png]\n"
-    (line,) = error_lines(write, text)
+    (line,) = error_lines(text)
     assert ":4 validation.inputs: 1 for 2 validation.prompts; give one for each prompt" in line
     load_data(write, text, "validation.inputs=[a.png, a.png]")
 
 
-def test_previews_lead_to_one_last_frame_for_each_prompt_and_start_from_an_image_then(write):
+def test_previews_lead_to_one_last_frame_for_each_prompt_and_start_from_an_image_then(error_lines, write):
     text = "data: {path: a}\nvalidation:\n  prompts: [a, b]\n  last_frames: [z.png]\n"
-    count, start = error_lines(write, text)
+    count, start = error_lines(text)
     assert ":4 validation.last_frames: 1 for 2 validation.prompts; give one for each prompt" in count
     assert ":4 validation.last_frames: needs inputs" in start
     given = ("validation.inputs=[a.png, a.png]", "validation.last_frames=[z.png, z.png]")

@@ -53,19 +53,17 @@ def test_an_installed_package_has_its_recipes_inside(tmp_path, monkeypatch):
     assert find_config_file("installed.yaml") == tmp_path / "diffsynth_lite" / "configs" / "installed.yaml"
 
 
-def test_a_missing_path_is_not_looked_for_among_the_recipes(tmp_path):
-    with pytest.raises(UserError, match="there is no such file"):
-        find_config_file(tmp_path / "qwen_lora.yaml")
-
-
-def test_a_name_that_no_file_can_have_says_so():
-    with pytest.raises(UserError, match="cannot be read: File name too long"):
-        find_config_file("x" * 300)
-
-
-def test_a_folder_is_not_a_config(tmp_path):
-    with pytest.raises(UserError, match="is a folder"):
-        find_config_file(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("{}/qwen_lora.yaml", "there is no such file"),  # a path is not looked for among the recipes
+        ("x" * 300, "cannot be read: File name too long"),
+        ("{}", "is a folder"),
+    ],
+)
+def test_a_path_without_a_file_is_refused(tmp_path, name, reason):
+    with pytest.raises(UserError, match=reason):
+        find_config_file(name.format(tmp_path))
 
 
 @pytest.fixture

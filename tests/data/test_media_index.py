@@ -6,7 +6,7 @@ import os
 import resource
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -58,22 +58,14 @@ def test_the_state_of_a_file_changes_with_its_size_and_its_time(tmp_path):
     assert FileState.of(file) == FileState(2, 1)
 
 
-@pytest.mark.parametrize("content", [b"", b"no database at all" * 100])
-def test_a_file_that_is_no_index_is_replaced(path, content):
+@pytest.mark.parametrize("content", [b"", b"no database at all" * 100, None])
+def test_a_file_that_is_no_index_or_one_of_another_layout_is_replaced(path, content):
     path.parent.mkdir()
-    path.write_bytes(content)
-    with FileMemory(path) as memory:
-        memory.remember("a", STATE, "value")
-    with FileMemory(path) as memory:
-        assert memory.recall("a", STATE) == "value"
-
-
-def test_an_index_of_another_layout_is_replaced(path):
-    path.parent.mkdir()
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE memory (other TEXT)")
-    connection.commit()
-    connection.close()
+    if content is None:
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("CREATE TABLE memory (other TEXT)")
+    else:
+        path.write_bytes(content)
     with FileMemory(path) as memory:
         memory.remember("a", STATE, "value")
     with FileMemory(path) as memory:

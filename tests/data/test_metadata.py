@@ -48,33 +48,17 @@ def lines(*rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-@pytest.mark.parametrize(
-    "caption",
-    [
-        "NA",
-        "null",
-        "123",
-        "001",
-        "1e5",
-        "True",
-        "2024-01-01",
-        "a, b",
-        'say "hi"',
-        "one\ntwo",
-        "é 日本",
-        "nan",
-    ],
+CAPTIONS = (
+    *("NA", "null", "123", "001", "1e5", "True", "2024-01-01", "a, b", 'say "hi"', "one\ntwo", "é 日本"),
+    *("nan", "a\u2028b"),
 )
-def test_captions_come_back_letter_for_letter_from_csv(read, caption):
+
+
+@pytest.mark.parametrize("caption", CAPTIONS)
+def test_captions_come_back_letter_for_letter(read, caption):
     quoted = caption.replace('"', '""')
     content = f'file_name,score,text\na.png,1,"{quoted}"\nb.png,x,"{quoted}"\n'
     assert read("metadata.csv", content) == {"a.png": caption, "b.png": caption}
-
-
-@pytest.mark.parametrize(
-    "caption", ["NA", "null", "123", "001", 'say "hi"', "one\ntwo", "é 日本", "a\u2028b"]
-)
-def test_captions_come_back_letter_for_letter_from_jsonl(read, caption):
     content = lines({"file_name": "a.png", "text": caption, "score": 1}, {"file_name": "b.png", "text": "y"})
     assert read("metadata.jsonl", content) == {"a.png": caption, "b.png": "y"}
 

@@ -166,19 +166,21 @@ def test_metadata_elsewhere_names_images_relative_to_the_data_folder(folder, wri
     assert names_and_captions(folder, metadata) == [("sub/a.png", "found")]
 
 
-@pytest.mark.parametrize("linked", ["a.png", "a.txt"])
-def test_links_that_leave_the_folder_are_refused(folder, write_image, tmp_path, linked):
-    write_image("a.png").with_suffix(".txt").write_text("x")
-    outside = (folder / linked).rename(tmp_path / linked)
-    (folder / linked).symlink_to(outside)
+@pytest.mark.parametrize(
+    ("linked", "text", "place"),
+    [
+        ("a.png", "a.txt", "."),
+        ("a.txt", "a.txt", "."),
+        ("a.png", "metadata.csv", "."),
+        ("a.png", "a.txt", "data-private"),  # whose name begins as that of the folder does
+    ],
+)
+def test_links_that_leave_the_folder_are_refused(folder, write_image, tmp_path, linked, text, place):
+    write_image("a.png")
+    (folder / text).write_text("file_name,text\na.png,x\n")
+    (tmp_path / place).mkdir(exist_ok=True)
+    (folder / linked).symlink_to((folder / linked).rename(tmp_path / place / linked))
     with pytest.raises(UserError, match=rf"{linked}:? is a link that leaves the folder"):
-        read(folder)
-
-
-def test_a_row_cannot_reach_outside_through_a_link(folder, write_image, tmp_path):
-    (folder / "a.png").symlink_to(write_image("a.png.png").rename(tmp_path / "secret.png"))
-    (folder / "metadata.csv").write_text("file_name,text\na.png,x\n")
-    with pytest.raises(UserError, match=r"a\.png is a link that leaves the folder"):
         read(folder)
 
 
@@ -192,15 +194,6 @@ def test_links_within_the_folder_are_followed_and_linked_folders_warned_of(
     with caplog.at_level(logging.WARNING):
         assert names_and_captions(folder) == [("a.png", "x"), ("b.png", "x")]
     assert "1 linked folders are not read, set allow_outside to read them: more" in caplog.text
-
-
-def test_a_folder_beside_whose_name_begins_alike_is_outside(folder, write_image, tmp_path):
-    write_image("a.png").with_suffix(".txt").write_text("x")
-    (tmp_path / "data-private").mkdir()
-    (folder / "a.png").rename(tmp_path / "data-private/a.png")
-    (folder / "a.png").symlink_to(tmp_path / "data-private/a.png")
-    with pytest.raises(UserError, match="is a link that leaves the folder"):
-        read(folder)
 
 
 def test_links_out_are_followed_where_that_is_allowed(folder, write_image, tmp_path):

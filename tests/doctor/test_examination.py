@@ -4,14 +4,18 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import diffusers
 import pytest
+import torch
 from messy_data import Workplace, add_images, advice_with, findings, scene
 from PIL import Image
 
+from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.data.items import TrainingItem
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.doctor.examination import examine
 from diffsynth_lite.doctor.findings import Findings
+from diffsynth_lite.doctor.tables import machine_table
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
@@ -268,3 +272,13 @@ def test_clips_are_told_with_length_and_rate_and_shown_as_strips(workplace: Work
     assert [(row.name, row.num_items) for row in found.buckets] == [("48x48x9", 2)]
     assert "5 frames are too few: the least is 9" in found.dropped["1.mp4"]
     assert [entry.images["target"].size for entry in found.sheet] == [(5 * 48, 48)] * 2
+
+
+def test_versions_memory_devices_and_disk_are_told(tmp_path: Path) -> None:
+    missing = tmp_path / "not" / "there"
+    facts = machine_table([missing])
+    assert f"torch {torch.__version__}" in facts["packages"]
+    assert f"diffusers {diffusers.__version__}" in facts["packages"]
+    assert facts["free memory"].endswith("GiB")
+    assert any(name.startswith("GPU") for name in facts)
+    assert facts["free disk"] == f"{format_bytes(shutil.disk_usage(tmp_path).free)} at {missing}"

@@ -1,12 +1,13 @@
-"""What is decoded, what is shown of it, and what is remembered for the next time."""
+"""What is decoded, shown and remembered for the next time; which images count as alike."""
 
+import io
 from collections.abc import Iterator
 from typing import get_args
 
 import numpy as np
 import pytest
 from messy_data import Workplace, scene
-from PIL import Image
+from PIL import Image, ImageEnhance
 
 from diffsynth_lite.data import (
     BucketRule,
@@ -20,7 +21,14 @@ from diffsynth_lite.data import (
 )
 from diffsynth_lite.doctor import images
 from diffsynth_lite.doctor.findings import SourceFindings
-from diffsynth_lite.doctor.images import Decoded, decode, evenly_spaced, perceptual_hash
+from diffsynth_lite.doctor.images import (
+    Decoded,
+    decode,
+    equal_files,
+    evenly_spaced,
+    near_duplicates,
+    perceptual_hash,
+)
 from diffsynth_lite.media import RecordKind
 
 RULES = PlanRules(buckets=BucketRule(divisor=16, step=16, resolutions=(64,)))
@@ -81,6 +89,7 @@ def test_items_of_each_kind_are_counted_by_a_name_of_their_own() -> None:
         place="data", num_records=dict.fromkeys(kinds, 2), num_captions=0, num_dropped=0, passes=1.0
     ).contents
     assert len(set(told.split(", "))) == len(kinds)
+    assert all(name.startswith("2 ") for name in told.split(", "))
 
 
 def test_all_are_looked_at_and_the_sheet_is_spread_over_them(
@@ -130,3 +139,44 @@ def test_evenly_keeps_the_order_and_never_repeats() -> None:
     assert evenly_spaced("abcdefghij", 4) == ["a", "c", "f", "h"]
     assert evenly_spaced("abc", 5) == "abc"
     assert evenly_spaced("abc", 0) == []
+
+
+def as_jpeg(image: Image.Image) -> Image.Image:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=60)
+    return Image.open(file).convert("RGB")
+
+
+def test_copies_that_were_scaled_compressed_or_brightened_are_alike() -> None:
+    original = scene(0, (120, 90))
+    images = {
+        "original": original,
+        "other": scene(1),
+        "smaller": original.resize((60, 45), Image.Resampling.LANCZOS),
+        "jpeg": as_jpeg(original),
+        "brighter": ImageEnhance.Brightness(original).enhance(1.02),
+    }
+    looks = {name: perceptual_hash(image) for name, image in images.items()}
+    assert near_duplicates(looks) == [["original", "smaller", "jpeg", "brighter"]]
+
+
+def test_of_two_hundred_scenes_no_two_are_alike() -> None:
+    assert near_duplicates({str(seed): perceptual_hash(scene(seed)) for seed in range(200)}) == []
+
+
+def test_drawings_that_differ_only_in_colour_are_not_alike() -> None:
+    shapes = {colour: Image.new("RGB", (64, 64), "black") for colour in ("red", "blue", "maroon")}
+    for colour, image in shapes.items():
+        image.paste(Image.new("RGB", (32, 32), colour), (16, 16))
+    looks = {colour: perceptual_hash(image) for colour, image in shapes.items()}
+    assert looks["red"].bits == looks["maroon"].bits
+    assert near_duplicates(looks) == []
+
+
+def test_many_copies_of_one_image_are_one_group() -> None:
+    look = perceptual_hash(scene(3))
+    assert near_duplicates({str(number): look for number in range(1000)}) == [[str(n) for n in range(1000)]]
+
+
+def test_equal_files_are_grouped_by_their_content() -> None:
+    assert equal_files({"a": "1", "b": "2", "c": "1", "d": "3"}) == [["a", "c"]]

@@ -195,50 +195,39 @@ def test_more_calls_than_blocks_are_an_error() -> None:
         training_step(case, intercept_blocks(case.model, block_runner(1, True, False)))
 
 
+def run_of_three(**settings: Any) -> None:
+    block_runner(3, True, True, policy=BlockPolicy(**settings))
+
+
+NOTHING = r"nothing to offload|of your own"
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("make", "settings", "message"),
     [
-        ({"select": "every_n"}, "n is None"),
-        ({"select": "every_n", "n": 0}, "at least 1"),
-        ({"select": "all", "n": 2}, "only they"),
-        ({"select": "only"}, r"blocks is \(\)"),
-        ({"select": "first_k", "n": 1, "blocks": (1,)}, "only they"),
-        ({"select": "skip", "blocks": (1, 1)}, "named once"),
-        ({"select": "skip", "blocks": (-1,)}, "count from 0"),
+        (BlockPolicy, {"select": "every_n"}, "n is None"),
+        (BlockPolicy, {"select": "every_n", "n": 0}, "at least 1"),
+        (BlockPolicy, {"select": "all", "n": 2}, "only they"),
+        (BlockPolicy, {"select": "only"}, r"blocks is \(\)"),
+        (BlockPolicy, {"select": "first_k", "n": 1, "blocks": (1,)}, "only they"),
+        (BlockPolicy, {"select": "skip", "blocks": (1, 1)}, "named once"),
+        (BlockPolicy, {"select": "skip", "blocks": (-1,)}, "count from 0"),
+        (run_of_three, {"select": "only", "blocks": (1, 3)}, r"blocks \[3\]; the model has blocks 0 to 2"),
+        (run_of_three, {"select": "skip", "blocks": (0, 1, 2)}, "selects none of 3 blocks"),
+        (run_of_three, {"select": "first_k", "n": 4}, "first_k of 4 blocks; the model has 3"),
+        (run_of_three, {"select": "every_n", "n": 4}, "every_n of 4 blocks; the model has 3"),
+        (BlockStrategy, {"recompute": False, "offload": True}, NOTHING),
+        (BlockStrategy, {"recompute": False, "save_attention": "keep"}, NOTHING),
+        (BlockStrategy, {"recompute": False, "checkpoint": checkpoint}, NOTHING),
+        (BlockStrategy, {"offload": True, "checkpoint": checkpoint}, NOTHING),
+        (BlockStrategy, {"save_attention": "park", "checkpoint": checkpoint}, NOTHING),
     ],
 )
-def test_a_policy_that_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_what_contradicts_itself_or_does_not_fit_the_model_is_refused(
+    make: Callable[..., object], settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        BlockPolicy(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"select": "only", "blocks": (1, 3)}, r"only names blocks \[3\]; the model has blocks 0 to 2"),
-        ({"select": "skip", "blocks": (0, 1, 2)}, "selects none of 3 blocks"),
-        ({"select": "first_k", "n": 4}, "first_k of 4 blocks; the model has 3"),
-        ({"select": "every_n", "n": 4}, "every_n of 4 blocks; the model has 3"),
-    ],
-)
-def test_a_policy_that_does_not_fit_the_model_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        block_runner(3, True, True, policy=BlockPolicy(**settings))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"recompute": False, "offload": True},
-        {"recompute": False, "save_attention": "keep"},
-        {"recompute": False, "checkpoint": checkpoint},
-        {"offload": True, "checkpoint": checkpoint},
-        {"save_attention": "park", "checkpoint": checkpoint},
-    ],
-)
-def test_a_strategy_that_contradicts_itself_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"nothing to offload|of your own"):
-        BlockStrategy(**settings)
+        make(**settings)
 
 
 def test_policies_are_values() -> None:
