@@ -8,7 +8,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from tiny_run import TinyRun, make_run
 
-from diffsynth_lite.pipelines.qwen_image import tiny
+from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_run(tmp_path: Path, tiny_model: Path) -> TinyRun:
     return make_run(tmp_path, tiny_model)
+
+
+@pytest.fixture
+def refuse_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it an error to load an encoder."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an encoder was loaded")
+
+    monkeypatch.setattr(QwenImage, "load_prompt_encoder", refuse)
+    monkeypatch.setattr(QwenImage, "load_media_encoder", refuse)
 
 
 @pytest.fixture(autouse=True)

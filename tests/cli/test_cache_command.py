@@ -8,7 +8,6 @@ import pytest
 from tiny_run import TinyRun
 
 from diffsynth_lite.cli.main import main
-from diffsynth_lite.pipelines.qwen_image import QwenImage
 
 
 def cache(run: TinyRun, task: str, *arguments: str) -> int:
@@ -28,15 +27,6 @@ def other_config(run: TinyRun, **changes: str) -> Path:
     path = run.root / "other.yaml"
     path.write_text(text)
     return path
-
-
-@pytest.fixture
-def refuse_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("an encoder was loaded")
-
-    monkeypatch.setattr(QwenImage, "load_prompt_encoder", refuse)
-    monkeypatch.setattr(QwenImage, "load_media_encoder", refuse)
 
 
 def test_a_run_after_filling_encodes_nothing(tiny_run: TinyRun, request: pytest.FixtureRequest) -> None:

@@ -11,7 +11,6 @@ from tiny_run import TinyRun, checkpoint_tensors, differing, garble_media, tiny_
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.data.media_index import MediaIndex
 from diffsynth_lite.data.records import Part, part_index
-from diffsynth_lite.pipelines.qwen_image import QwenImage
 
 
 def fill(run: TinyRun, *arguments: str) -> int:
@@ -51,7 +50,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_run_on_a_cache_filled_by_parts_is_the_run_on_its_own_bit_for_bit(
-    tiny_run: TinyRun, looked_at: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tiny_run: TinyRun, looked_at: list[str], caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     held_out = tiny_run.root / "held out"
     held_out.mkdir()
@@ -71,11 +70,7 @@ def test_a_run_on_a_cache_filled_by_parts_is_the_run_on_its_own_bit_for_bit(
     assert entries(folder) == entries(tiny_run.root / "cache")
     assert not (folder / "index.sqlite").exists()
 
-    def refuse(*_: object) -> None:
-        raise AssertionError("an encoder was loaded")
-
-    monkeypatch.setattr(QwenImage, "load_prompt_encoder", refuse)
-    monkeypatch.setattr(QwenImage, "load_media_encoder", refuse)
+    request.getfixturevalue("refuse_encoders")
     garble_media(tiny_run.root / "data")
     garble_media(held_out)
     caplog.set_level(logging.INFO)

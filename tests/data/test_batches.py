@@ -87,6 +87,11 @@ def assert_equal(left, right):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def assert_all_equal(left, right):
+    for ours, theirs in zip(left, right, strict=True):
+        assert_equal(ours, theirs)
+
+
 def test_a_step_consumes_its_positions_in_micro_batches(items, cache):
     steps = first_steps(3, items, cache)
     assert [[batch.positions for batch in step] for step in steps] == [
@@ -121,17 +126,14 @@ def test_more_processes_share_out_the_very_same_batches(items, cache, num_proces
     together = [
         batch for step in zip(*ranks, strict=True) for row in zip(*step, strict=True) for batch in row
     ]
-    assert len(together) == len(alone)
-    for ours, theirs in zip(together, alone, strict=True):
-        assert_equal(ours, theirs)
+    assert_all_equal(together, alone)
 
 
 @pytest.mark.parametrize("start_step", [1, 2, 4])
 def test_resuming_gives_the_rest_of_the_uninterrupted_stream(items, cache, start_step):
     whole = first_batches(5, items, cache)
     resumed = first_batches(5 - start_step, items, cache, start_step=start_step)
-    for ours, theirs in zip(resumed, whole[4 * start_step :], strict=True):
-        assert_equal(ours, theirs)
+    assert_all_equal(resumed, whole[4 * start_step :])
 
 
 def test_another_size_of_micro_batch_gives_the_same_samples_and_draws(items, cache):
@@ -155,8 +157,7 @@ def test_workers_give_the_same_batches_bit_for_bit_and_survive_the_signals_that_
         os.kill(worker.pid, signal.SIGINT)
         os.kill(worker.pid, signal.SIGUSR1)
     taken += [batch for step in islice(steps, 5) for batch in step]
-    for ours, theirs in zip(taken, expected, strict=True):
-        assert_equal(ours, theirs)
+    assert_all_equal(taken, expected)
 
 
 def test_no_two_batches_share_memory(items, cache):
@@ -200,8 +201,7 @@ def test_entries_are_kept_in_memory_only_while_there_is_room(items, cache, monke
     monkeypatch.setattr(
         batches_module, "KEPT_BYTES", 100
     )  # one image of 36 bytes and its caption fit, or two
-    for ours, theirs in zip(first_batches(4, items, cache), expected, strict=True):
-        assert_equal(ours, theirs)
+    assert_all_equal(first_batches(4, items, cache), expected)
     counts = Counter(read[14:])
     assert 1 in counts.values()
     assert sum(counts.values()) > 14

@@ -77,19 +77,31 @@ def test_a_turned_item_keeps_as_much_in_its_bucket(rule, width, height):
     )
 
 
+MEGAPIXEL = {"step": 64, "resolutions": (1024,)}
+NEAR = {"step": 16, "sizes": ((512, 512), (1024, 1008), (1024, 512), (512, 256), (1024, 976))}
+
+
 @pytest.mark.parametrize(
-    ("item", "expected"),
+    ("options", "item", "expected"),
     [
-        ((4000, 4000), (1024, 1024)),
-        ((1920, 1080), (1344, 768)),
-        ((1080, 1920), (768, 1344)),
-        ((640, 480), (640, 448)),  # smaller than the budget: its own size, rounded down
-        ((10000, 1000), (1408, 704)),
+        (MEGAPIXEL, (4000, 4000), (1024, 1024)),
+        (MEGAPIXEL, (1920, 1080), (1344, 768)),
+        (MEGAPIXEL, (1080, 1920), (768, 1344)),
+        (MEGAPIXEL, (640, 480), (640, 448)),  # smaller than the budget: its own size, rounded down
+        (MEGAPIXEL, (10000, 1000), (1408, 704)),
+        # Explicit sizes of nearly one shape count as equals, so that the largest is taken.
+        (NEAR, (1024, 1024), (1024, 1008)),  # keeps 98 %
+        (NEAR, (2000, 2000), (1024, 1008)),
+        (NEAR, (1023, 1023), (512, 512)),  # the larger one does not fit
+        (NEAR, (2048, 1024), (1024, 512)),
+        (NEAR, (1100, 1000), (1024, 1008 - 32)),  # keeps more than the others
+        # One that crops more than a little more is not taken for being larger: 95.3 % of a square.
+        ({"step": 16, "sizes": ((512, 512), (1024, 976))}, (2000, 2000), (512, 512)),
     ],
 )
-def test_sizes_of_a_megapixel_are_pinned(item, expected):
-    rule = BucketRule(divisor=16, step=64, resolutions=(1024,))
-    assert rule.bucket(0, *item, None) == Bucket(width=expected[0], height=expected[1])
+def test_sizes_are_pinned(options, item, expected):
+    bucket = BucketRule(divisor=16, **options).bucket(0, *item, None)
+    assert bucket == Bucket(width=expected[0], height=expected[1])
 
 
 def test_each_resolution_has_a_bucket_of_its_own():
@@ -106,28 +118,6 @@ def test_of_explicit_sizes_the_one_that_crops_least_is_taken_and_the_larger_of_e
     assert rule.bucket(0, 1920, 1080, None) == Bucket(width=832, height=480)
     with pytest.raises(UserError, match="100x600 pixels are too few: the least is 512x512 or 832x480"):
         rule.bucket(0, 100, 600, None)
-
-
-@pytest.mark.parametrize(
-    ("item", "expected"),
-    [
-        ((1024, 1024), (1024, 1008)),  # keeps 98 %
-        ((2000, 2000), (1024, 1008)),
-        ((1023, 1023), (512, 512)),  # the larger one does not fit
-        ((2048, 1024), (1024, 512)),
-        ((1100, 1000), (1024, 1008 - 32)),  # keeps more than the others
-    ],
-)
-def test_explicit_sizes_of_nearly_one_shape_count_as_equals_so_that_the_largest_is_taken(item, expected):
-    rule = BucketRule(
-        divisor=16, step=16, sizes=((512, 512), (1024, 1008), (1024, 512), (512, 256), (1024, 976))
-    )
-    assert rule.bucket(0, *item, None) == Bucket(width=expected[0], height=expected[1])
-
-
-def test_an_explicit_size_that_crops_more_than_a_little_more_is_not_taken_for_being_larger():
-    rule = BucketRule(divisor=16, step=16, sizes=((512, 512), (1024, 976)))  # 95.3 % of a square
-    assert rule.bucket(0, 2000, 2000, None) == Bucket(width=512, height=512)
 
 
 def test_a_clip_gets_the_longest_frame_count_that_it_covers_and_an_image_one():

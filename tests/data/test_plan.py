@@ -142,7 +142,7 @@ def test_a_clip_is_read_at_its_times_from_its_start(index, clip):
     assert len(set(expected)) == 3
 
 
-def test_a_clip_of_one_frame_is_too_short_and_not_taken_for_a_image(index, clip, gradient):
+def test_a_clip_of_one_frame_is_too_short_and_not_taken_for_an_image(index, clip, gradient):
     rule = BucketRule(divisor=8, step=8, resolutions=(16,), frame_counts=(5,))
     planned = plan([record(clip(num_frames=1)), record(gradient())], index, buckets=rule)
     assert list(planned.bad) == ["a.mp4"]

@@ -175,7 +175,7 @@ def test_images_and_clips_mix_only_where_nothing_is_paired(read_pairs, tmp_path)
         read_pairs(*names, first_frame_dir=tmp_path / "in")
 
 
-def test_a_control_is_a_clip_beside_a_clip_and_an_image_beside_a_image(read_pairs, tmp_path):
+def test_a_control_is_a_clip_beside_a_clip_and_an_image_beside_an_image(read_pairs, tmp_path):
     names = ["data/a.png", "data/b.mp4", "in/a.png", "in/a.mp4", "in/b.png", "in/b.mov"]
     image, clip = read_pairs(*names, control_dir=tmp_path / "in")
     assert (image.control, clip.control) == (tmp_path / "in/a.png", tmp_path / "in/b.mov")
