@@ -10,8 +10,11 @@ import av
 import numpy as np
 import pytest
 import torch
+from diffusers import QwenImagePipeline
+from family_sample import pairs_on
 from PIL import Image
 
+from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.media import Audio, ClipWithAudio, Drawn, frames_of
 from diffsynth_lite.pipelines.anima import without_torchvision
 from diffsynth_lite.pipelines.qwen_image_edit import TextAndImages
@@ -92,6 +95,15 @@ def _opened(file: Path) -> Image.Image:
         image.load()
     file.unlink()
     return image
+
+
+def assert_diffusers_loads(lora: Path, tensors: dict[str, torch.Tensor], model: Path) -> None:
+    """The LoRA does to diffusers' pipeline what an adapter with an alpha of 8 does."""
+    pipeline = QwenImagePipeline.from_pretrained(model, dtype=torch.float32)
+    pipeline.load_lora_weights(lora)
+    expected, loaded = pairs_of(tensors, {"lora_alpha": 8}), pairs_on(pipeline.transformer)
+    assert loaded.keys() == expected.keys() != set()
+    assert all(pair.distance(loaded[layer]) == 0 for layer, pair in expected.items())
 
 
 def difference(one: Drawn, other: Drawn) -> int:

@@ -8,7 +8,7 @@ import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from family_sample import pairs_on
 from safetensors.torch import load_file, save_file
-from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, lora_metadata_of
+from tiny_run import UNWATCHED, TinyRun, checkpoint_part, checkpoint_tensors, differing, lora_metadata_of
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.lora import add_finished_lora
@@ -48,7 +48,7 @@ def test_a_run_with_groups_goes_on_exactly_and_its_file_does_the_same(
     assert "learning_rate/to_q.lora_B" in (whole / "report.html").read_text()
     assert "rank 2, alpha 6" in (whole / "lora" / "README.md").read_text()
 
-    adapter = {name.removeprefix("adapter/"): value for name, value in tensors.items() if "adapter/" in name}
+    adapter = checkpoint_part(whole, 3)
     alphas = {
         name.rpartition(".lora_")[0]: 6.0 for name in adapter if name.startswith("transformer_blocks.0.")
     }
@@ -86,11 +86,7 @@ def test_a_new_run_takes_a_lora_with_ranks_of_layers(
         "train.weight_decay=0",
     )
     assert tiny_run.train(*one, *again) == 0
-    adapters = [
-        {name: value for name, value in checkpoint_tensors(folder, 1).items() if name.startswith("adapter/")}
-        for folder in (first, second)
-    ]
-    assert differing(*adapters) == []
+    assert differing(checkpoint_part(first, 1), checkpoint_part(second, 1)) == []
     assert tiny_run.train("train.steps=1", *again[:1], f"output.dir={tiny_run.root / 'third'}") == 2
     assert "has rank 2, 4; set lora.rank to it" in caplog.text
 
@@ -171,9 +167,9 @@ def test_a_run_goes_on_exactly_and_its_file_is_drawn_with_and_started_from(
     start += [f"lora.init_from={whole}", "train.steps=1", f"output.dir={begun}", "train.ema_decay=null"]
     start += ["train.learning_rate=1e-30", "train.optimizer=adamw", "train.weight_decay=0"]
     assert tiny_run.train(*start) == 0
-    for name, tensor in checkpoint_tensors(whole, 2).items():
-        if name.startswith("adapter/"):
-            torch.testing.assert_close(checkpoint_tensors(begun, 1)[name], tensor, rtol=1e-5, atol=0)
+    begun_at = checkpoint_part(begun, 1)
+    for name, tensor in checkpoint_part(whole, 2).items():
+        torch.testing.assert_close(begun_at[name], tensor, rtol=1e-5, atol=0)
     plain = [one for one in start if not one.startswith(("lora.kind", "lora.lokr", "output.dir"))]
     assert tiny_run.train(*plain, f"output.dir={tiny_run.root / 'refused'}") == 2
     assert f"is a {'DoRA' if kind == 'dora' else 'LoKr'}, and this run trains a LoRA" in caplog.text
@@ -205,11 +201,6 @@ def first(begun_run: TinyRun) -> Path:
     return begun_run.folder.rename(begun_run.root / "first")
 
 
-def adapter_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    tensors = checkpoint_tensors(folder, step)
-    return {name: value for name, value in tensors.items() if name.startswith("adapter/")}
-
-
 @pytest.mark.parametrize("form", ["", "lora/pytorch_lora_weights.safetensors"])
 def test_a_new_run_starts_at_the_values_of_the_lora_and_with_a_new_optimizer(
     begun_run: TinyRun, first: Path, form: str
@@ -217,10 +208,10 @@ def test_a_new_run_starts_at_the_values_of_the_lora_and_with_a_new_optimizer(
     # The learning rate is so low that fp32 cannot hold what the one step changes.
     settings = ("train.steps=1", "train.learning_rate=1e-30", "train.weight_decay=0")
     assert begun_run.train(f"lora.init_from={first / form}", *settings) == 0
-    assert differing(adapter_of(first, 2), adapter_of(begun_run.folder, 1)) == []
+    assert differing(checkpoint_part(first, 2), checkpoint_part(begun_run.folder, 1)) == []
     new = begun_run.root / "new"
     assert begun_run.train(f"output.dir={new}", *settings) == 0
-    assert differing(adapter_of(first, 2), adapter_of(new, 1)) != []
+    assert differing(checkpoint_part(first, 2), checkpoint_part(new, 1)) != []
     steps = [
         value for name, value in checkpoint_tensors(begun_run.folder, 1).items() if name.endswith("::step")
     ]
@@ -247,7 +238,7 @@ def test_a_lora_of_another_trainer_does_the_same_in_a_run_of_another_alpha(
     theirs = first.with_name("theirs")
     as_kohya_writes_it(first / "lora/pytorch_lora_weights.safetensors", theirs / "a.safetensors", alpha=16)
     assert begun_run.train(f"lora.init_from={theirs}", *settings) == 0
-    before, after = adapter_of(first, 2), adapter_of(begun_run.folder, 1)
+    before, after = checkpoint_part(first, 2), checkpoint_part(begun_run.folder, 1)
     for name, value in before.items():
         assert torch.equal(value * 4 if ".lora_B." in name else value, after[name]), name
 

@@ -5,21 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline
-from family_sample import pairs_on
-from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, forked
+from card_code import assert_diffusers_loads
+from tiny_run import UNWATCHED, TinyRun, checkpoint_part, checkpoint_tensors, differing, forked
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.training.checks import bind_family
 from diffsynth_lite.training.planning.subject import counter_of, step_settings
 
 INT8 = "model.quantize=int8"
-
-
-def adapter(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    tensors = checkpoint_tensors(folder, step)
-    return {name: value for name, value in tensors.items() if name.startswith("adapter/")}
 
 
 @pytest.fixture(params=["int8", "nf4"])
@@ -49,19 +42,14 @@ def test_a_run_says_what_it_quantised_goes_on_exactly_and_leaves_a_lora_for_the_
 
     assert watched_run.train(*settings, f"output.dir={plain}") == 0
     assert not any("layers_quantised" in row for row in watched_run.metrics(plain))
-    assert differing(adapter(whole, 2), adapter(plain, 2)) != []
+    assert differing(checkpoint_part(whole, 2), checkpoint_part(plain, 2)) != []
     # Drawn with the quantised base, also before training.
     names = [path.name for path in sorted((plain / "previews").glob("step-00000000-*"))]
     drawn, of_plain = ([(one / "previews" / name).read_bytes() for name in names] for one in (whole, plain))
     assert len(names) == 2
     assert drawn != of_plain
 
-    pipeline = QwenImagePipeline.from_pretrained(tiny_model)
-    pipeline.load_lora_weights(watched_run.folder / "lora")
-    tensors = {name.removeprefix("adapter/"): value for name, value in adapter(whole, 2).items()}
-    expected, loaded = pairs_of(tensors, {"lora_alpha": 8}), pairs_on(pipeline.transformer)
-    assert loaded.keys() == expected.keys() != set()
-    assert all(pair.distance(loaded[layer]) == 0 for layer, pair in expected.items())
+    assert_diffusers_loads(watched_run.folder / "lora", checkpoint_part(whole, 2), tiny_model)
 
 
 def test_two_processes_train_on_a_quantised_base_as_one_does_and_share_what_they_stream(

@@ -141,14 +141,19 @@ def edit_run(tmp_path: Path, tiny_edit: Path) -> TinyRun:
     )
 
 
-def test_pairs_in_two_folders_are_those_of_the_metadata(edit_run: TinyRun) -> None:
-    short = ("train.steps=1", "validation.prompts=[]", "validation.inputs=[]")
-    assert edit_run.train(*short) == 0
-    pairs = edit_run.root / "pairs"
+def captions_from_metadata(pairs: Path) -> None:
+    """Files of text in its place."""
     for line in (pairs / "metadata.jsonl").read_text().splitlines():
         row = json.loads(line)
         (pairs / row["file_name"]).with_suffix(".txt").write_text(row["text"])
     (pairs / "metadata.jsonl").unlink()
+
+
+def test_pairs_in_two_folders_are_those_of_the_metadata(edit_run: TinyRun) -> None:
+    short = ("train.steps=1", "validation.prompts=[]", "validation.inputs=[]")
+    assert edit_run.train(*short) == 0
+    pairs = edit_run.root / "pairs"
+    captions_from_metadata(pairs)
     entries = sorted((edit_run.root / "cache").rglob("*.safetensors"))
     folders = (f"data.path={pairs / 'after'}", f"data.input_dirs=[{pairs / 'before'}]")
     garble_media(pairs)  # known from the first run, by their names
@@ -159,10 +164,7 @@ def test_pairs_in_two_folders_are_those_of_the_metadata(edit_run: TinyRun) -> No
 
 def test_held_out_pairs_have_inputs_of_their_own(edit_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     pairs, held_out = edit_run.root / "pairs", edit_run.root / "apart"
-    for line in (pairs / "metadata.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        (pairs / row["file_name"]).with_suffix(".txt").write_text(row["text"])
-    (pairs / "metadata.jsonl").unlink()
+    captions_from_metadata(pairs)
     shutil.copytree(pairs, held_out)
     short = ("train.steps=1", "validation.prompts=[]", "validation.inputs=[]", "data.input_columns=[]")
     targets = f"data.path={pairs / 'after'}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from processes import few_files
-from tiny_run import TinyRun, checkpoint_tensors, differing
+from tiny_run import TinyRun, checkpoint_part, checkpoint_tensors, differing
 
 from diffsynth_lite.config import load_config
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -56,11 +56,7 @@ def test_a_disk_without_room_for_checkpoints_is_refused_before_weights_load(
 
 
 def test_what_a_run_saves_was_counted(whole_run: TinyRun) -> None:
-    num_weights = sum(
-        tensor.numel()
-        for name, tensor in checkpoint_tensors(whole_run.folder, 6).items()
-        if name.startswith("adapter/")
-    )
+    num_weights = sum(tensor.numel() for tensor in checkpoint_part(whole_run.folder, 6).values())
     saved = SavedBytes.of(
         num_weights,
         optimizer_bytes=2 * 4 * num_weights,

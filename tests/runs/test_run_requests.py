@@ -10,7 +10,16 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, copy_run, differing, dropping, make_run
+from tiny_run import (
+    UNWATCHED,
+    TinyRun,
+    checkpoint_part,
+    checkpoint_tensors,
+    copy_run,
+    differing,
+    dropping,
+    make_run,
+)
 
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.checkpoint import saver
@@ -46,11 +55,8 @@ def best_lora(run: TinyRun) -> dict[str, torch.Tensor]:
 def lora_of_step(run: TinyRun, step: int, source: str = "adapter") -> dict[str, torch.Tensor]:
     """Adapter or average of a checkpoint as the LoRA file has it: alpha, twice the rank, is in lora_B."""
     return {
-        f"transformer.{name.removeprefix(f'{source}/')}".replace(".default.", "."): (
-            2 * tensor if ".lora_B." in name else tensor
-        )
-        for name, tensor in checkpoint_tensors(run.folder, step).items()
-        if name.startswith(f"{source}/")
+        f"transformer.{name}".replace(".default.", "."): 2 * tensor if ".lora_B." in name else tensor
+        for name, tensor in checkpoint_part(run.folder, step, source).items()
     }
 
 

@@ -59,48 +59,39 @@ def test_prompts_seeds_scales_and_several_loras_of_a_run_that_has_moved(
         assert grid.size == (190 + 2 * (85 + 8) + 8, 28 + 4 * (128 + 8) + 8)
 
 
+REFUSED = {
+    "": "--lora, --config: name the folder of a run, or a yaml file",
+    "--lora {root}/nowhere": "nowhere: there is no such file or folder",
+    "--lora {root}/data": "data: there is no LoRA in",
+    "--lora {root}/tiny.yaml": "tiny.yaml: is not a .safetensors file",
+    "--lora {root}/run:inf": "inf is not a weight; give a finite number",
+    "--lora {root}/lone.safetensors": "--config: is missing, and no run says which base model",
+    "--config {root}/tiny.yaml output.dir={root}/none": "holds no run; name a LoRA, or draw",
+    "--lora {root}/run": "--prompt: is missing, and validation.prompts of the config is empty",
+    "--lora {root}/run --prompt @{root}/nowhere": "nowhere: cannot be read: No such file",
+    "--lora {root}/run --prompt @{root}/empty": "empty: has no line with a prompt",
+    "--lora {root}/run --prompt @{root}/bytes": "bytes: is not UTF-8 text",
+    "--lora {root}/broken --prompt a --config {root}/tiny.yaml": "is not a readable safetensors",
+}
+REFUSED_OF_A_RUN = {
+    "--size 33x32": "33x32 is not divisible by 16",
+    "--frames 5": "5 frames; this family makes images",
+    "--steps 0": "got '0'; must be a whole number, at least 1",
+    "--input {root}/data/0.png": "validation.inputs: has no effect",
+    "--seed 1,2 --num 2": "--seed lists 2 seeds; give the first only",
+    "--out {root}/tiny.yaml": "tiny.yaml: exists",
+    "--out {root}/data": "data: exists, and nothing is overwritten",
+    "memory.stream_blocks=9": "9; the model has 2 blocks",
+    "model.path={root}/data": "model_index.json",
+}
+"""What `--lora RUN --prompt a` cannot be given with, and words of the error."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "--lora, --config: name the folder of a run, or a yaml file"),
-        ("--lora {root}/nowhere", "nowhere: there is no such file or folder"),
-        ("--lora {root}/data", "data: there is no LoRA in"),
-        ("--lora {root}/tiny.yaml", "tiny.yaml: is not a .safetensors file"),
-        ("--lora {root}/run:inf", "inf is not a weight; give a finite number"),
-        ("--lora {root}/lone.safetensors", "--config: is missing, and no run says which base model"),
-        (
-            "--config {root}/tiny.yaml output.dir={root}/none",
-            "holds no run; name a LoRA, or draw",
-        ),
-        ("--lora {root}/run", "--prompt: is missing, and validation.prompts of the config is empty"),
-        ("--lora {root}/run --prompt @{root}/nowhere", "nowhere: cannot be read: No such file"),
-        ("--lora {root}/run --prompt @{root}/empty", "empty: has no line with a prompt"),
-        ("--lora {root}/run --prompt @{root}/bytes", "bytes: is not UTF-8 text"),
-        (
-            "--lora {root}/run --prompt a --size 33x32",
-            "33x32 is not divisible by 16",
-        ),
-        (
-            "--lora {root}/run --prompt a --frames 5",
-            "5 frames; this family makes images",
-        ),
-        ("--lora {root}/run --prompt a --steps 0", "got '0'; must be a whole number, at least 1"),
-        ("--lora {root}/run --prompt a --input {root}/data/0.png", "validation.inputs: has no effect"),
-        ("--lora {root}/run --prompt a --seed 1,2 --num 2", "--seed lists 2 seeds; give the first only"),
-        (
-            "--lora {root}/run --prompt a --out {root}/tiny.yaml",
-            "tiny.yaml: exists",
-        ),
-        ("--lora {root}/run --prompt a --out {root}/data", "data: exists, and nothing is overwritten"),
-        (
-            "--lora {root}/run --prompt a memory.stream_blocks=9",
-            "9; the model has 2 blocks",
-        ),
-        (
-            "--lora {root}/broken --prompt a --config {root}/tiny.yaml",
-            "is not a readable safetensors",
-        ),
-        ("--lora {root}/run --prompt a model.path={root}/data", "model_index.json"),
+        *REFUSED.items(),
+        *((f"--lora {{root}}/run --prompt a {more}", message) for more, message in REFUSED_OF_A_RUN.items()),
     ],
 )
 def test_what_cannot_be_drawn_is_said_before_weights_load(

@@ -266,6 +266,12 @@ def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
+def checkpoint_part(folder: Path, step: int, part: str = "adapter") -> dict[str, torch.Tensor]:
+    """The tensors of one file of a checkpoint."""
+    tensors = checkpoint_tensors(folder, step).items()
+    return {name.removeprefix(f"{part}/"): tensor for name, tensor in tensors if name.startswith(f"{part}/")}
+
+
 def lora_metadata_of(folder: Path, file: str = "pytorch_lora_weights.safetensors") -> dict[str, str]:
     """What the header of a LoRA file says."""
     with safetensors.safe_open(folder / file, framework="pt") as opened:
