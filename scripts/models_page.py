@@ -171,7 +171,7 @@ def read_recipes(configs: Path) -> list[Recipe]:
 
 def facts(family: type[ModelFamily]) -> dict[str, str]:
     """What there is to say of a family, by its name in the table of its section; in Markdown."""
-    said = {
+    texts = {
         "trains on": _records(family),
         "folders of": _said(family, "pipeline_classes", lambda names: _names(names, " or ")),
         "model": _class_name(family, "transformer_class"),
@@ -188,7 +188,7 @@ def facts(family: type[ModelFamily]) -> dict[str, str]:
         "left out in the last block": _said(family, "unused_in_last_block", _names),
         "LoRA file": _docstring_of(family, "save_lora", above=DiffusersFamily) or _lora_file(family),
     }
-    return {name: text for name, text in said.items() if text}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _row(name: str, family: type[ModelFamily], recipes: Sequence[Recipe]) -> str:
@@ -232,13 +232,13 @@ def _names(names: Sequence[str], between: str = ", ") -> str:
 def _sets(sets: TargetSets) -> str:
     """The first set, and what each other one has beyond it."""
     first = next(iter(sets.values()), ())
-    said = [
+    texts = [
         f"`{name}`: {_names(targets)}"
         if targets is first
         else f"`{name}` adds {_names([target for target in targets if target not in first]) or 'nothing'}"
         for name, targets in sets.items()
     ]
-    return "; ".join(said)
+    return "; ".join(texts)
 
 
 def _class_name(family: type[ModelFamily], attribute: str) -> str:

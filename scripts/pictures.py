@@ -59,8 +59,8 @@ def take(browser: Browser, page: Path, name: str, *, until: str) -> None:
         height = shown.evaluate(f"document.querySelector('{until}').getBoundingClientRect().bottom")
         whole = page.with_suffix(".png")
         shown.screenshot(whole)
-    with Image.open(whole) as picture:
-        top = picture.convert("RGB").crop((0, 0, picture.width, round(height) + MARGIN_PX))
+    with Image.open(whole) as image:
+        top = image.convert("RGB").crop((0, 0, image.width, round(height) + MARGIN_PX))
     top.save(IMAGES / name, quality=QUALITY, method=6)
     print(f"{name}: {top.width} x {top.height}, {(IMAGES / name).stat().st_size // 1000} kB")
 

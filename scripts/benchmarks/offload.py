@@ -3,7 +3,7 @@
 Memory is measured between forward and backward for two or more numbers of blocks: with offloading that on the
 device does not grow. Time is measured in turns; the stall is what a block takes longer than with plain
 checkpointing. On CUDA torch's profiler shows how much of the copying ran next to kernels. On cpu and meta
-every tensor is counted by its size, and the host copies apart; meta computes nothing and has no times.
+every tensor is counted by its size, and the host copies separately; meta computes nothing and has no times.
 """
 
 import argparse

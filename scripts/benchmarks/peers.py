@@ -143,13 +143,13 @@ def measure(
     settings = settings_of(folder, mode, options.batch)
     equal = SimpleNamespace(config="quickstart.yaml", overrides=settings)
     _, config, checked, (run,) = equal_runs(equal, folder, num_runs=1)
-    num_pictures = len(list((folder / "images").glob("*.png")))
+    num_images = len(list((folder / "images").glob("*.png")))
     checkpointing, offload = MODES[mode]
     work = Work(
         base=checked.family.folder.path,
         layers=checked.target_layers,
         rank=RANK,
-        batches=[next(run.batches)[0] for _ in range(num_pictures // options.batch)],
+        batches=[next(run.batches)[0] for _ in range(num_images // options.batch)],
         checkpointing=checkpointing,
         offload=offload,
     )

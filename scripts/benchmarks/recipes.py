@@ -1,6 +1,6 @@
 """Which recipe is for which graphics card, by what `diffsynth-lite plan` counts of each phase of a run.
 
-A recipe is said to fit where no phase takes more than nine tenths of the card's memory, and of the machine's:
+A recipe fits where no phase takes more than nine tenths of the card's memory, and of the machine's:
 the rest is for what is not counted (CUDA itself, the workspace of kernels, what the allocator cannot use, a
 display; the system and its file cache). Two tables: for larger models the recipe for each card, with GiB of
 the card and in brackets of host memory; and what each phase takes of each recipe that is for no card by name,
@@ -203,7 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--recipe", action="append", help="print what each phase of these takes, alone")
+    parser.add_argument(
+        "--recipe", action="append", help="print what each phase of these takes, and nothing else"
+    )
     parser.add_argument("--choices", action="store_true", help="print what plan proposes for each card")
     parser.add_argument("--check", action="store_true", help="fail where a recipe does not fit its card")
     options = parser.parse_args(arguments)

@@ -58,7 +58,7 @@ class SpoiltRun:
 def train_on_bad_data(bench: Bench) -> str:
     """Runs with 5 % of bad items and two bad captions, and with 30 %."""
     resumed = 0
-    makers = bench.pick((_pictures,), (_pictures, _clips), (_pictures, _clips))
+    makers = bench.pick((_images,), (_images, _clips), (_images, _clips))
     for make in makers:
         for name, way in WAYS.items():
             spoilt = make(bench, f"{make.__name__} {name}", way)
@@ -73,7 +73,7 @@ def train_on_bad_data(bench: Bench) -> str:
     return f"{resumed} runs with 5 % and two captions bad, {len(makers)} with 30 %"
 
 
-def _pictures(bench: Bench, name: str, way: tuple[str, ...]) -> SpoiltRun:
+def _images(bench: Bench, name: str, way: tuple[str, ...]) -> SpoiltRun:
     run = bench.images(name)
     data = run.root / "data"
     for place in range(5, NUM_IMAGES):

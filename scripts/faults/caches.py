@@ -75,7 +75,7 @@ _ALL_ITEMS = {"items": NUM_IMAGES}
 _ALL_CAPTIONS = {"captions": NUM_CAPTIONS}
 _ALL_CLIPS = {"items": NUM_CLIPS}
 
-PICTURES = {
+IMAGES = {
     "an image": Change(items=1, file="data/1.png", edit=lambda path: tiny_image(80, 48, 77).save(path)),
     "a caption": Change(captions=1, file="data/1.txt", edit=lambda path: path.write_text("a green square")),
     "a mask": Change(
@@ -129,7 +129,7 @@ NOTHING = {
 """What no entry depends on."""
 
 
-def changing_pictures(bench: Bench) -> TinyRun:
+def changing_images(bench: Bench) -> TinyRun:
     """Five images with masks and two captions, and a copy of the pipeline."""
     run = bench.images("changing")
     (run.root / "masks").mkdir()
@@ -168,7 +168,7 @@ def distrust_the_cache(bench: Bench) -> str:
     """Each input of a cached tensor changed by itself; kill -9 while caching, also by parts; rot."""
     num_passed(*KEYS)
     stride = bench.pick(4, 1, 1)
-    num_changes = change_each_input(changing_pictures(bench), PICTURES | NOTHING, stride)
+    num_changes = change_each_input(changing_images(bench), IMAGES | NOTHING, stride)
     num_changes += change_each_input(changing_clips(bench), CLIPS, stride)
     kills = kill_while_caching(bench, wanted=bench.pick(2, 20, 200))
     num_killed_parts = kill_parts(bench, wanted=bench.pick(2, 10, 100))

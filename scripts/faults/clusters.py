@@ -13,7 +13,7 @@ from faults.nodes import NAMES, NEEDS, Node, two_nodes
 
 SLURM_NEEDS = (*NEEDS, "munged", "sbatch", "scancel", "scontrol", "slurmctld", "slurmd", "srun")
 GPUS_PER_NODE = 2
-"""That SLURM is told of; there are none."""
+"""That SLURM is configured with; there are none."""
 _CONFIG = """
 ClusterName=simulated
 SlurmctldHost={first}
@@ -53,23 +53,23 @@ class Cluster:
     root: Path
     nodes: tuple[Node, Node]
 
-    def said(self, *command: str) -> str:
-        """What a command of SLURM prints; it must not fail."""
+    def output_of(self, *command: str) -> str:
+        """The output of a SLURM command, which must not fail."""
         done = self._called(*command)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
     def submit(self, *arguments: str) -> str:
         """Put a script into the queue; the number of the job."""
-        return self.said("sbatch", "--parsable", *arguments).strip()
+        return self.output_of("sbatch", "--parsable", *arguments).strip()
 
     def wait_until(self, job: str, state: str, *, limit_s: float) -> None:
         """Wait until a job is in a state, such as RUNNING or COMPLETED."""
         wait_until(lambda: self.shown(job, "JobState") == state, f"job {job} {state}", limit_s)
 
     def shown(self, job: str, field: str) -> str:
-        """One of the things that SLURM says of a job."""
-        fields = self.said("scontrol", "--oneliner", "show", "job", job).split()
+        """A field of what SLURM reports of a job."""
+        fields = self.output_of("scontrol", "--oneliner", "show", "job", job).split()
         return dict(part.split("=", 1) for part in fields if "=" in part)[field]
 
     def start_slurmd(self, node: Node) -> "subprocess.Popen[bytes]":

@@ -95,7 +95,7 @@ def damage_checkpoints(bench: Bench) -> str:
     names = sorted(path.name for path in good.iterdir())
     damaged, dice = names[:: bench.pick(len(names), 3, 1)], bench.new_dice()
     for name in damaged:
-        continue_beside_a_damaged_one(run, whole, name, dice)
+        continue_after_a_damaged_one(run, whole, name, dice)
     return f"{num_altered} alterations, {len(damaged)} continued runs"
 
 
@@ -115,7 +115,7 @@ def alter_each_file(good: Path, bench: Bench, wanted: int) -> int:
     return len(files) * len(ways)
 
 
-def continue_beside_a_damaged_one(run: TinyRun, whole: Path, name: str, dice: random.Random) -> None:
+def continue_after_a_damaged_one(run: TinyRun, whole: Path, name: str, dice: random.Random) -> None:
     """A newest checkpoint with one damaged file is set aside, and the run continues from the one before."""
     folder = run.root / "damaged"
     stopped_after(run, 3, folder)

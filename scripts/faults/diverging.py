@@ -52,7 +52,7 @@ def diverge(bench: Bench) -> str:
             assert train(run, folder, "output.keep_checkpoints=1") == 3
         named = _named_in_message(folder)
         assert_same(whole, folder, LAST_GOOD)  # No save after it took it away.
-        _continue_as_told(run, whole, folder, named)
+        _continue_as_named(run, whole, folder, named)
     return f"{len(WAYS)} runs, {num_tests} tests"
 
 
@@ -71,7 +71,7 @@ def _named_in_message(folder: Path) -> Path:
     return folder / named[1]
 
 
-def _continue_as_told(run: TinyRun, whole: Path, folder: Path, named: Path) -> None:
+def _continue_as_named(run: TinyRun, whole: Path, folder: Path, named: Path) -> None:
     """Go on from the checkpoint that the message names, and from that of the undisturbed run."""
     other = folder.with_name(f"{folder.name}, undisturbed")
     assert train(run, folder, "--resume", str(named), *SLOWER) == 0

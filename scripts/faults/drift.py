@@ -6,7 +6,7 @@ from pathlib import Path
 from tiny_run import TinyRun
 
 from faults.bench import Bench, assert_same, fault, stopped_after, train
-from faults.settings import BASE, DATA, FREE, NAMED, NEVER, NOT_OF_PICTURES, Change
+from faults.settings import BASE, DATA, FREE, NAMED, NEVER, NOT_OF_IMAGES, Change
 
 
 @fault("C2", "refused, refused without resume.allow, or free and then exact")
@@ -26,7 +26,7 @@ def change_each_setting(bench: Bench) -> str:
         tried = _copied(stopped)
         assert train(run, tried, *change) == 2, key
         _assert_untouched(stopped, tried, key)
-        if key not in NOT_OF_PICTURES:
+        if key not in NOT_OF_IMAGES:
             code = train(run, tried, *change, f"resume.allow=[{permission}]")
             assert code == 0, f"{key}: exit code {code}"
     for key, change in FREE.items():

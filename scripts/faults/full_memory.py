@@ -166,9 +166,9 @@ def _skip_a_preview(run: TinyRun) -> None:
     run = run.having("validation.every_steps=2")
     whole, folder = run.root / "whole", run.root / "preview"
     assert train(run, whole) == 0
-    told: list[str] = []
+    warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("diffsynth_lite.training.previews")
     logger.addHandler(handler)
     try:
@@ -177,9 +177,9 @@ def _skip_a_preview(run: TinyRun) -> None:
     finally:
         logger.removeHandler(handler)
     assert_same(whole, folder, 4)
-    assert len(told) == 1, told
-    assert "step 2 failed, out of memory: CUDA out of memory" in told[0]
-    assert "validation.width" in told[0]
+    assert len(warned) == 1, warned
+    assert "step 2 failed, out of memory: CUDA out of memory" in warned[0]
+    assert "validation.width" in warned[0]
     drawn = [sorted(path.name for path in Path(place / "previews").iterdir()) for place in (whole, folder)]
     assert set(drawn[0]) - set(drawn[1]) == {name for name in drawn[0] if name.startswith("step-00000002")}
 

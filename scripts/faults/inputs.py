@@ -60,7 +60,7 @@ class WrongCommand:
 @fault("C1", "exit 2, names the place, before a model is loaded; no traceback")
 def refuse_wrong_configs(bench: Bench) -> str:
     """Wrong configs, overrides, flags and paths."""
-    tested = num_passed("config/test_bad_config_corpus.py", "config/test_config_bad_files.py")
+    tested = num_passed("config/test_bad_config_corpus.py", "config/test_config_refusals.py")
     commands = [command for command in wrong_commands(bench.root) if command.is_possible]
     seconds = [_refused(command, bench.root) for command in commands[:: bench.pick(20, 2, 1)]]
     assert max(seconds) < LIMIT_S, max(seconds)
@@ -74,8 +74,8 @@ def wrong_commands(folder: Path) -> Iterator[WrongCommand]:
     for override in OVERRIDES:
         shown = override if override.isprintable() else repr(override)[1:-1]
         yield WrongCommand(("--config", str(good), override), (f"{shown} (command line)",))
-    for flags, told in FLAGS:
-        yield WrongCommand(("--config", str(good), *flags), (f"train.py: error: {told}",))
+    for flags, words in FLAGS:
+        yield WrongCommand(("--config", str(good), *flags), (f"train.py: error: {words}",))
     for number, (text, place) in enumerate(_texts()):
         path = folder / f"{number}.yaml"
         path.write_bytes(text)

@@ -115,16 +115,16 @@ def start_different_runs(bench: Bench) -> str:
         folder = run.root / name
         command = (*torchrun(2, *DIFFERING), json.dumps(other))
         done = launched(run, command, *TWO, f"output.dir={folder}")
-        _assert_says(says, done.stderr)
+        assert_logged(says, done.stderr)
         assert "Loading" not in done.stderr, done.stderr
         assert not (folder / "checkpoints").exists()
     ended = launched_on(run, [run.root] * 2, *TWO, script=(*DIFFERING, SEED), num_processes=1)
     for log in ended.logs:
-        _assert_says("train.seed is 0 on process 0", log)
+        assert_logged("train.seed is 0 on process 0", log)
     return f"{len(cases)} differences; one of them on 2 machines"
 
 
-def _assert_says(words: str, log: str) -> None:
+def assert_logged(words: str, log: str) -> None:
     """One line of a launcher's log says what differs, and its processes ended with exit code 2."""
     (line,) = [line for line in log.splitlines() if DIFFER in line and LOG_LINE.match(line)]
     assert words in line, line
@@ -147,7 +147,7 @@ def _differences(run: TinyRun) -> Iterator[tuple[str, tuple[str, dict[str, list[
     images = run.root / "other images"
     shutil.copytree(run.root / "data", images)
     tiny_image(80, 48, 99).save(images / "0.png")
-    yield "picture", ("images and clips of data is", of(f"data.path={images}"))
+    yield "image", ("images and clips of data is", of(f"data.path={images}"))
     fewer = run.root / "fewer images"
     shutil.copytree(run.root / "data", fewer)
     (fewer / "4.png").unlink()

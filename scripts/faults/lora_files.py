@@ -17,7 +17,7 @@ from diffsynth_lite.cli.main import main
 from faults.bench import Bench, fault, train
 from faults.model_folders import DEPTH, NAN, SETTINGS, VALUES, Attack, Outcome, answer, on_any_file, on_header
 
-_FILE, _BESIDE = "adapter_model.safetensors", "adapter_config.json"
+_FILE, _CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _KEY = "lora_adapter_metadata"
 _CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["to_q"]}
 """Next to a file: where it is there, the file's own settings are left out."""
@@ -78,9 +78,9 @@ def read_by(reader: Reader, run: TinyRun, attack: Attack) -> tuple[Outcome, str]
     folder.mkdir()
     (run.root / "converted.safetensors").unlink(missing_ok=True)
     shutil.copy(run.root / "whole" / "lora" / "pytorch_lora_weights.safetensors", folder / _FILE)
-    if attack.file == _BESIDE:
+    if attack.file == _CONFIG_FILE:
         save_file(load_file(folder / _FILE), folder / _FILE)
-        (folder / _BESIDE).write_text(json.dumps(_CONFIG))
+        (folder / _CONFIG_FILE).write_text(json.dumps(_CONFIG))
     attack.spoil(folder / attack.file)
     return answer(partial(reader, run, folder), run.root / "log")
 
@@ -103,15 +103,15 @@ def attacks_on(marker: Path) -> Iterator[Attack]:
     deep = "[" * DEPTH + "]" * DEPTH
     for text in ("", "x", "[]", "1", "null", deep, '{"transformer": 1}', '{"transformer.r": [}'):
         is_harmless = text in ("null", '{"transformer": 1}')
-        yield Attack(_FILE, f"metadata: {text[:20]}", partial(_say, text=text), is_harmless)
-    for attack in on_any_file(_BESIDE, marker):
-        yield Attack(_BESIDE, attack.what, attack.spoil, is_harmless=attack.what == "missing")
-    yield Attack(_BESIDE, "nested deep", lambda path: path.write_text(f'{{"a": {deep}}}'))
+        yield Attack(_FILE, f"metadata: {text[:20]}", partial(_set_metadata, text=text), is_harmless)
+    for attack in on_any_file(_CONFIG_FILE, marker):
+        yield Attack(_CONFIG_FILE, attack.what, attack.spoil, is_harmless=attack.what == "missing")
+    yield Attack(_CONFIG_FILE, "nested deep", lambda path: path.write_text(f'{{"a": {deep}}}'))
     for name, value in _settings():
         is_harmless = name in _IDLE or name not in _HOSTILE
         shown = f"{name}: {json.dumps(value)[:20]}"
         yield Attack(_FILE, shown, partial(_set_in_file, name=name, value=value), is_harmless)
-        yield Attack(_BESIDE, shown, partial(_set_beside, name=name, value=value), is_harmless)
+        yield Attack(_CONFIG_FILE, shown, partial(_set_next_to, name=name, value=value), is_harmless)
 
 
 def _settings() -> Iterator[tuple[str, Any]]:
@@ -129,17 +129,17 @@ def _rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
     save_file(change(load_file(path)), path, metadata=metadata)
 
 
-def _say(path: Path, text: str) -> None:
+def _set_metadata(path: Path, text: str) -> None:
     save_file(load_file(path), path, metadata={_KEY: text})
 
 
 def _set_in_file(path: Path, name: str, value: Any) -> None:
     with safe_open(path, "np") as opened:
-        said = json.loads(opened.metadata()[_KEY])
-    _say(path, json.dumps({**said, f"transformer.{name}": value}))
+        known = json.loads(opened.metadata()[_KEY])
+    _set_metadata(path, json.dumps({**known, f"transformer.{name}": value}))
 
 
-def _set_beside(path: Path, name: str, value: Any) -> None:
+def _set_next_to(path: Path, name: str, value: Any) -> None:
     path.write_text(json.dumps({**_CONFIG, name: value}))
 
 
@@ -151,7 +151,7 @@ def _of_first(change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[s
     return changed
 
 
-def _beside_first(ending: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _next_to_first(ending: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """One more tensor of the first layer."""
     return lambda tensors: {**tensors, min(tensors).replace(".lora_A.weight", ending): value}
 
@@ -168,14 +168,14 @@ _TENSORS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "rank 0": _of_first(lambda tensor: tensor[:0]),
     "other ranks": _of_first(lambda tensor: tensor[:2]),
     "another width": _of_first(lambda tensor: tensor[:, :2]),
-    "alpha of NaN": _beside_first(".alpha", numpy.float32(NAN).reshape(())),
-    "alpha of 0": _beside_first(".alpha", numpy.zeros((), "float32")),
-    "alpha with an axis": _beside_first(".alpha", numpy.ones(3, "float32")),
+    "alpha of NaN": _next_to_first(".alpha", numpy.float32(NAN).reshape(())),
+    "alpha of 0": _next_to_first(".alpha", numpy.zeros((), "float32")),
+    "alpha with an axis": _next_to_first(".alpha", numpy.ones(3, "float32")),
     "alpha of another layer": lambda tensors: {**tensors, "x.alpha": numpy.ones((), "float32")},
-    "alpha that is complex": _beside_first(".alpha", numpy.ones((), "complex64")),
-    "a DoRA's scale": _beside_first(".dora_scale", numpy.ones(4, "float32")),
-    "a DoRA's magnitude": _beside_first(".lora_magnitude_vector", numpy.ones(4, "float32")),
-    "a bias": _beside_first(".lora_B.bias", numpy.ones(4, "float32")),
+    "alpha that is complex": _next_to_first(".alpha", numpy.ones((), "complex64")),
+    "a DoRA's scale": _next_to_first(".dora_scale", numpy.ones(4, "float32")),
+    "a DoRA's magnitude": _next_to_first(".lora_magnitude_vector", numpy.ones(4, "float32")),
+    "a bias": _next_to_first(".lora_B.bias", numpy.ones(4, "float32")),
     "a layer of no model": lambda tensors: {
         **tensors,
         "transformer.x.lora_A.weight": numpy.ones((4, 4), "float32"),

@@ -43,7 +43,7 @@ class Cost:
 
 @fault("M1", "each as its table says, in 5 s and 1 GiB; the run leaves out exactly what is bad")
 def read_odd_media(bench: Bench) -> str:
-    """Odd and bad images and clips, alone and in a run."""
+    """Odd and bad images and clips, one at a time and in a run."""
     files = bench.root / "files"
     images, clips = files / "images", files / "clips"
     _in_child(bench, "make", lambda: _make_corpora(images, clips))

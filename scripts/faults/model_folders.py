@@ -33,11 +33,11 @@ DEPTH = 100_000
 NAN = float("nan")
 VALUES: tuple[Any, ...] = (None, "x", [], {}, -1, 0, 10**12, NAN, "x" * 100_000)
 """That each field has in turn."""
-_ERROR = "told as an error: "
+_ERROR = "logged as an error: "
 _COPIED = ("tokenizer.json",)
 """Files whose fields are vocabularies: these are damaged as a whole only."""
 _COMPUTES = re.compile(r"encoding \d+ |Loading the transformer")
-"""Told before the first caption and the first step: some settings make a model that its files fit and that
+"""Logged before the first caption and the first step: some settings make a model that its files fit and that
 cannot compute, which these then show."""
 _OPTIONAL = ("generation_config.json", "tokenizer_config.json")
 """Files that transformers does without: nothing is generated, and the vocabulary's file holds all of it."""
@@ -117,8 +117,8 @@ def answer(command: Callable[[], int], log: Path) -> tuple[Outcome, str]:
         return "no answer", text
     if code == 0:
         return "accepted", text
-    is_told = code == 2 and "Traceback" not in text and 0 < text.count(_ERROR) <= MAX_LINES
-    return ("refused" if is_told else "traceback"), text
+    is_one_line = code == 2 and "Traceback" not in text and 0 < text.count(_ERROR) <= MAX_LINES
+    return ("refused" if is_one_line else "traceback"), text
 
 
 def _limited(command: Callable[[], int]) -> int:

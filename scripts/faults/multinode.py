@@ -45,7 +45,7 @@ class _Launch:
         wait_until(lambda: not any(node.processes() for node in self.nodes), "the end of all", within_s)
         return [launcher.returncode for launcher in self.launchers]
 
-    def assert_says(self, words: str) -> None:
+    def assert_logged(self, words: str) -> None:
         """It is in the log of each node."""
         for printed in self.printed():
             assert words in printed, printed
@@ -119,8 +119,8 @@ def run_on_two_nodes(bench: Bench) -> str:
     late_s = bench.pick(5.0, 30.0, 30.0)
     with two_nodes(bench.root) as nodes:
         shared = _set_up(bench, nodes, "shared")
-        shared.finish().assert_says(f"Finished after {STEPS} steps")
-        shared.finish().assert_says(f"This run is finished (step {STEPS})")
+        shared.finish().assert_logged(f"Finished after {STEPS} steps")
+        shared.finish().assert_logged(f"This run is finished (step {STEPS})")
 
         own = _set_up(bench, nodes, "own")
         disks = [own.run.root / node.name for node in nodes]
@@ -133,14 +133,14 @@ def run_on_two_nodes(bench: Bench) -> str:
         for node in nodes:
             node.signal(signal.SIGTERM, TORCHRUN)
         assert launch.codes() == [1, 1]
-        launch.assert_says("saved; the same command continues it")
+        launch.assert_logged("saved; the same command continues it")
         status = json.loads((first.folder / "status.json").read_text())
         assert status["state"] == "interrupted", status
         assert 5 <= status["step"] < STEPS, status
         launch = own.finish(late_s=late_s)
         assert f"step-{status['step']:08d}" in launch.printed()[0], str(launch)
-        launch.assert_says(f"Finished after {STEPS} steps")
-        own.finish().assert_says(f"This run is finished (step {STEPS})")
+        launch.assert_logged(f"Finished after {STEPS} steps")
+        own.finish().assert_logged(f"This run is finished (step {STEPS})")
         assert_same(shared.folder, first.folder, STEPS)
         assert not (disks[1] / "run").exists()
 
@@ -153,13 +153,13 @@ def _refuse_on_both(own: _Setup, nodes: tuple[Node, Node], disks: Sequence[Path]
     one, other = (own.start("train.seed=1", nodes=nodes[:1]), own.start("train.seed=2", nodes=nodes[1:]))
     both = _Launch(nodes=nodes, launchers=[*one.launchers, *other.launchers], logs=[*one.logs, *other.logs])
     assert both.codes() == [1, 1]
-    both.assert_says("train.seed is 1 on process 0, 1 (node-a), 2 on process 2, 3 (node-b)")
+    both.assert_logged("train.seed is 1 on process 0, 1 (node-a), 2 on process 2, 3 (node-b)")
     for node, words in ((nodes[1], "node-b: "), (nodes[0], "")):
         disk = disks[nodes.index(node)]
         node.mount(disk, own.disk, read_only=True)
         launch = own.start("data.width=48", "output.dir=" + str(own.disk / "another"))
         assert launch.codes() == [1, 1]
-        launch.assert_says("Read-only file system")
+        launch.assert_logged("Read-only file system")
         assert words in launch.printed()[0]
         node.unmount(own.disk)
     for printed in both.printed():
@@ -185,7 +185,7 @@ def fail_on_two_nodes(bench: Bench) -> str:
             started_at = time.monotonic()
             launch = failing.start(nodes=[node], rendezvous=rendezvous)
             assert launch.codes() == [1], str(launch)
-            launch.assert_says(error)
+            launch.assert_logged(error)
             seconds[name] = time.monotonic() - started_at
             assert not failing.folder.exists()
         for name, killed, left in (("the second killed", 1, 0), ("the first killed", 0, 1)):

@@ -86,7 +86,7 @@ class Node:
         self.run("umount", str(at))
 
     def cut(self) -> None:
-        """Take the network away: what was sent arrives nowhere, and nobody is told."""
+        """Take the network away: what was sent arrives nowhere, and nobody is notified."""
         self.run("ip", "link", "set", _CABLE, "down")
 
     def join(self) -> None:
@@ -133,9 +133,9 @@ def two_nodes(root: Path) -> Iterator[tuple[Node, Node]]:
 
 def _held(name: str) -> Node:
     """A node whose first process sleeps, and which ends with this process."""
-    alone = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+    separate = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
     holder = subprocess.Popen(
-        ("setpriv", "--pdeathsig", "KILL", "unshare", *alone, "sleep", "infinity"),
+        ("setpriv", "--pdeathsig", "KILL", "unshare", *separate, "sleep", "infinity"),
         stdin=subprocess.DEVNULL,
     )
     children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")

@@ -129,7 +129,7 @@ NEEDED: Mapping[str, Change] = {
 }
 """What the run that is continued has next to ``BASE``, where a change is refused without."""
 
-NOT_OF_PICTURES = frozenset(
+NOT_OF_IMAGES = frozenset(
     [
         *("model.family", "lora.components", "data.loss_weight", "data.preserve"),
         *(

@@ -61,7 +61,7 @@ class _Jobs:
 
     def start_now(self, job: str) -> None:
         """Start a job that is queued again: SLURM would wait for two minutes."""
-        self.cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.cluster.output_of("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def ended(self, job: str, state: str) -> str:
         """Wait until a job has ended so; its log, in which each of its nodes says how the run ended."""
@@ -160,10 +160,10 @@ def _end_early(jobs: _Jobs, folder: Path) -> float:
     ):
         job = jobs.train(*settings)
         jobs.wait_for_steps(job, 2)
-        jobs.cluster.said("scancel", *(word.format(job) for word in words))
+        jobs.cluster.output_of("scancel", *(word.format(job) for word in words))
         log = jobs.ended(job, state)
-        said = {line[0] for line in log.splitlines() if "stopped after step" in line}
-        assert said == ({"0", "1"} if is_saved else set()), log
+        status = {line[0] for line in log.splitlines() if "stopped after step" in line}
+        assert status == ({"0", "1"} if is_saved else set()), log
 
     job = jobs.train(*settings)
     jobs.wait_for_steps(job, 2)
@@ -189,4 +189,4 @@ def _lose_a_node(jobs: _Jobs, folder: Path) -> None:
     jobs.wait_for_steps(job, num_steps + 1)
     assert "DUE TO NODE FAILURE" in jobs.log(job), jobs.log(job)
     assert "step-00000004" in jobs.log(job), jobs.log(job)
-    jobs.cluster.said("scancel", job)
+    jobs.cluster.output_of("scancel", job)

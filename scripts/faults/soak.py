@@ -33,7 +33,7 @@ def soak(bench: Bench) -> str:
     runs = {"one shape": _of_one_shape(bench)}
     if bench.scale != "ci":
         runs["many shapes"] = _of_many_shapes(bench)
-    found = [Soaked.train(run, steps).told(name) for name, run in runs.items()]
+    found = [Soaked.train(run, steps).report(name) for name, run in runs.items()]
     return f"{len(runs)} runs of {steps} steps; {'; '.join(found)}"
 
 
@@ -98,7 +98,7 @@ class Soaked:
             saves=saves,
         )
 
-    def told(self, name: str) -> str:
+    def report(self, name: str) -> str:
         """The figures, which must hold."""
         self._check_folders()
         by_time = self._num_saves_by_time()

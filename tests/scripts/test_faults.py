@@ -87,6 +87,9 @@ def test_the_tests_that_faults_name_are_there() -> None:
             named += [
                 text for text in texts if isinstance(text, str) and re.fullmatch(r"[\w/]+\.py::\w+", text)
             ]
+        source = Path(str(sys.modules[name].__file__)).read_text()
+        for file in re.findall(r'"((?:\w+/)*test_\w+\.py)"', source):
+            assert (REPOSITORY / "tests" / file).is_file(), file
     assert named
     for file, _, test in (text.partition("::") for text in named):
         assert f"def {test}(" in (REPOSITORY / "tests" / file).read_text(), f"{file}::{test}"
