@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from family_inputs import COUNTED, CountedRelease
 from family_sample import clip
-from family_subject import conditioning_of, family_of
 from held_step import CPU, assert_same_cost, step_on_cpu
 from measured_calls import MeasuredCalls
+from narrow_releases import NARROW, NarrowRelease, conditioning_of, narrow_family
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
@@ -50,15 +49,15 @@ OFFLOADED = StepSettings(use_gradient_checkpointing_offload=True, min_bytes=0)
 
 
 @contextmanager
-def narrow(family: str, num_blocks: int) -> Iterator[tuple[ModelFamily, CountedRelease]]:
+def narrow(family: str, num_blocks: int) -> Iterator[tuple[ModelFamily, NarrowRelease]]:
     """A release of a family with a few heads and blocks."""
-    release = next(release for release in COUNTED if release.family == family)
-    with family_of(release, {**dict.fromkeys(release.depths, num_blocks), **release.small}) as found:
+    release = next(release for release in NARROW if release.family == family)
+    with narrow_family(release, num_blocks) as found:
         yield found, release
 
 
 def release_counter(
-    family: ModelFamily, release: CountedRelease, training_adapter: LoraFile | None = None
+    family: ModelFamily, release: NarrowRelease, training_adapter: LoraFile | None = None
 ) -> MemoryCounter:
     pixels = release.small_pixels
     return MemoryCounter(
@@ -66,7 +65,7 @@ def release_counter(
         targets(family, family.empty_transformer()),
         rank=RANK,
         latents_shape=family.latents_shape(*pixels),
-        conditioning=conditioning_of(family, release, pixels),
+        conditioning=conditioning_of(family, pixels),
         training_adapter=training_adapter,
     )
 
@@ -171,7 +170,7 @@ def test_a_step_on_the_cpu_under_autocast_holds_what_is_counted() -> None:
             in_int8(family, adapter),
             settings,
             latents_shape=family.latents_shape(*pixels),
-            conditioning=conditioning_of(family, release, pixels),
+            conditioning=conditioning_of(family, pixels),
         )
     # Of the norm before the last layer: mean and deviation of 256 tokens, which only the CPU keeps in bf16.
     means = 2 * 2 * 256 * torch.bfloat16.itemsize

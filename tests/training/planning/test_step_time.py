@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from family_inputs import COUNTED, CountedRelease
-from family_subject import conditioning_of, family_of
+from narrow_releases import FLUX, QWEN_IMAGE, WAN, conditioning_of, narrow_family
 
 from diffsynth_lite.core.gradient import OFFLOAD, RECOMPUTE, BlockPolicy, BlockStrategy
 from diffsynth_lite.core.planning import Work
@@ -102,7 +101,7 @@ SETTINGS = {
 }
 
 
-def counter_of(family: ModelFamily, release: CountedRelease, pixels: Pixels) -> MemoryCounter:
+def counter_of(family: ModelFamily, pixels: Pixels) -> MemoryCounter:
     model = family.empty_transformer()
     layers = find_target_layers(
         model, family.default_target_modules, unused_modules=family.unused_modules(model)
@@ -112,27 +111,24 @@ def counter_of(family: ModelFamily, release: CountedRelease, pixels: Pixels) -> 
         layers,
         rank=16,
         latents_shape=family.latents_shape(*pixels),
-        conditioning=conditioning_of(family, release, pixels),
+        conditioning=conditioning_of(family, pixels),
     )
 
 
 @pytest.fixture(scope="module", params=MEASURED)
 def measured(request: pytest.FixtureRequest) -> Iterator[tuple[str, MemoryCounter]]:
     """The model of a measurement: 8 blocks of 256 channels, in the class of a release."""
-    release = next(one for one in COUNTED if one.name == request.param)
-    pixels = (256, 256, 1) if release.family == "qwen_image" else (224, 128, 17)
-    changes = {**dict.fromkeys(release.depths, NUM_BLOCKS), "num_attention_heads": 2}
-    changes |= {"ffn_dim": 13824 * 2 // 40} if release.family == "wan" else {}
-    with family_of(release, changes) as family:
-        yield release.name, counter_of(family, release, pixels)
+    release = next(one for one in (QWEN_IMAGE, WAN) if one.name == request.param)
+    pixels = (256, 256, 1) if release is QWEN_IMAGE else (224, 128, 17)
+    with narrow_family(release, NUM_BLOCKS) as family:
+        yield release.name, counter_of(family, pixels)
 
 
 @pytest.fixture(scope="module")
 def counter() -> Iterator[MemoryCounter]:
     """Of a narrow FLUX.1 on a GPU."""
-    release = next(one for one in COUNTED if one.family == "flux")
-    with family_of(release, {**dict.fromkeys(release.depths, 2), **release.small}) as family:
-        yield counter_of(family, release, release.small_pixels)
+    with narrow_family(FLUX, 2) as family:
+        yield counter_of(family, FLUX.small_pixels)
 
 
 def test_between_settings_ratios_are_within_8_percent_of_those_measured(
