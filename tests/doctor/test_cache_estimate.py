@@ -19,7 +19,7 @@ def test_the_estimate_of_the_cache_is_what_a_run_then_writes(workplace: Workplac
     overrides = [f"data.path={path}", "validation.prompts=[]", "data.bucket_step=16"]
     if family == "qwen_image_edit":
         overrides.append(f"data.input_dirs=[{add_images(workplace, 'before', count, (80, 80))}]")
-    _compare_with_a_run(workplace, workplace.config(*overrides, family=family))
+    _assert_a_run_writes_it(workplace, workplace.config(*overrides, family=family))
 
 
 def test_the_images_that_clips_go_on_from_are_part_of_the_estimate(workplace: Workplace) -> None:
@@ -27,10 +27,10 @@ def test_the_images_that_clips_go_on_from_are_part_of_the_estimate(workplace: Wo
     write_video(workplace.root / "clips/0.mp4", [scene(place, (64, 64)) for place in range(5)], fps=16)
     (workplace.root / "clips/0.txt").write_text("a clip")
     overrides = [f"data.path={workplace.root}/clips", "validation.prompts=[]", "data.frame_counts=[5]"]
-    _compare_with_a_run(workplace, workplace.config(*overrides, family="wan_i2v"))
+    _assert_a_run_writes_it(workplace, workplace.config(*overrides, family="wan_i2v"))
 
 
-def _compare_with_a_run(workplace: Workplace, config: Config) -> None:
+def _assert_a_run_writes_it(workplace: Workplace, config: Config) -> None:
     estimated = findings(config, 0).facts["cache"]
     fill_cache(config, caching_accelerator(config))
     sizes = [path.stat().st_size for path in (workplace.root / "cache").rglob("*.safetensors")]
@@ -44,7 +44,7 @@ def _compare_with_a_run(workplace: Workplace, config: Config) -> None:
     assert findings(config, 0).facts["cache"].startswith("1 entry to make")
 
 
-def test_a_disk_too_small_for_the_cache_is_told(
+def test_a_disk_too_small_for_the_cache_is_reported(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = add_images(workplace, "data", 2)

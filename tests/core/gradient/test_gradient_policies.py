@@ -67,7 +67,7 @@ STRATEGIES = {
     "plain checkpoint": BlockStrategy(checkpoint=lambda run, *x: checkpoint(run, *x, use_reentrant=False)),
 }
 
-# Where blocks are and what is done to them are decided apart: each with two of the others, of 36 pairs.
+# Selection and strategy are independent: each selection with two strategies and the reverse, 12 of 36 pairs.
 SELECTION_WITH_STRATEGY = [
     (name, list(STRATEGIES)[(place + shift) % len(STRATEGIES)])
     for shift in (0, 3)
