@@ -3,9 +3,10 @@
 import errno
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 _Result = TypeVar("_Result")
+_Given = ParamSpec("_Given")
 
 
 class UserError(ValueError):
@@ -44,10 +45,12 @@ class RunInterrupted(BaseException):
 class Problems(list[str]):
     """Problems, one a line, collected so that a user reads all of them at once."""
 
-    def attempt(self, work: Callable[[], _Result]) -> _Result | None:
-        """The result of ``work``; None where it raised a UserError, whose text then is a problem."""
+    def attempt(
+        self, work: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
+    ) -> _Result | None:
+        """The result of a call; None where it raised a UserError, whose text then is a problem."""
         try:
-            return work()
+            return work(*args, **kwargs)
         except UserError as error:
             self.append(str(error))
             return None

@@ -28,11 +28,11 @@ from diffsynth_lite.training.builder import (
     load_frozen_transformer,
 )
 from diffsynth_lite.training.checkpoint.resume import choices_in
-from diffsynth_lite.training.checks import bind_family, check_loading, find_blocks
+from diffsynth_lite.training.checks import bind_family, check_loading, find_blocks, with_placeholders
 from diffsynth_lite.training.encoding.run_encoding import encode_previews
 from diffsynth_lite.training.frozen_weights import place_weights, share_host_memory
 from diffsynth_lite.training.lora_file import read_lora
-from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory, with_placeholders
+from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory
 from diffsynth_lite.training.preview_requests import check_previews
 from diffsynth_lite.training.previews import (
     OUT_OF_MEMORY_ADVICE,
@@ -157,13 +157,13 @@ def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, Mo
     config, problems = with_placeholders(request.config), Problems()
     if not config.validation.prompts:
         problems.append("--prompt: is missing, and validation.prompts of the config is empty; give a prompt")
-    problems.attempt(partial(_require_one_process, accelerator))
+    problems.attempt(_require_one_process, accelerator)
     family = bind_family(config)
-    problems.attempt(lambda: check_previews(config, family))
+    problems.attempt(check_previews, config, family)
     read = partial(_read, family, family.empty_transformer())
-    found = [problems.attempt(partial(read, *numbered)) for numbered in enumerate(request.loras)]
+    found = [problems.attempt(read, *numbered) for numbered in enumerate(request.loras)]
     loras = [lora for lora in found if lora is not None]
-    problems.attempt(lambda: _require_single(loras))
+    problems.attempt(_require_single, loras)
     _check_loading(problems, family, config, accelerator.device)
     problems.require_none()
     if needs_auto_memory(request.config):
@@ -191,7 +191,7 @@ def _require_one_process(accelerator: Accelerator) -> None:
 
 def _check_loading(problems: Problems, family: ModelFamily, config: Config, device: torch.device) -> None:
     transformer = family.empty_transformer().requires_grad_(False)
-    blocks = problems.attempt(lambda: find_blocks(family, transformer)) or []
+    blocks = problems.attempt(find_blocks, family, transformer) or []
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks))
 
 

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -102,24 +101,24 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
         part: whose training records are read; the held-out ones are all there.
     """
     require_same_settings(accelerator, config)
-    on_all_processes(accelerator, lambda: _require_cache_folder(config))
+    on_all_processes(accelerator, _require_cache_folder, config)
     problems = Problems()
-    problems.attempt(lambda: _check_batch_size(config, accelerator.num_processes))
-    problems.attempt(lambda: build_learning_rate(config))
-    problems.attempt(lambda: _check_output_is_outside_data(config))
-    problems.attempt(lambda: _check_compiler(config, accelerator.device))
-    problems.attempt(lambda: require_trackers(config.logging.trackers))
+    problems.attempt(_check_batch_size, config, accelerator.num_processes)
+    problems.attempt(build_learning_rate, config)
+    problems.attempt(_check_output_is_outside_data, config)
+    problems.attempt(_check_compiler, config, accelerator.device)
+    problems.attempt(require_trackers, config.logging.trackers)
     training, held_out = read_records(config, accelerator, problems, part)
     family, checked = None, None
     if not problems or Path(config.model.path).expanduser().is_dir():  # No download for nothing.
-        family = problems.attempt(lambda: bind_family(config))
+        family = problems.attempt(bind_family, config)
     if family is not None:
         checked = _check_model(
             problems, family, config, accelerator.device, training=training, held_out=held_out
         )
         for found in (training, held_out):
-            problems.attempt(partial(check_records, found.records, family))
-    problems.attempt(lambda: check_held_out(training.records, held_out.records))
+            problems.attempt(check_records, found.records, family)
+    problems.attempt(check_held_out, training.records, held_out.records)
     # The same on all processes, whichever found them.
     problems_of_all(accelerator, problems).require_none()
     assert family is not None
@@ -127,11 +126,18 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
     for warning in (warning_of_distilled(config, family), rates_without_effect(config, checked.groups)):
         if warning is not None:
             logger.warning("%s", warning)
-    adapter = from_main_process(accelerator, lambda: training_adapter_digest(config, family))
+    adapter = from_main_process(accelerator, training_adapter_digest, config, family)
     for each in (family, checked.preview_family):
-        on_all_processes(accelerator, partial(each.folder.download_weights, each.components))
+        on_all_processes(accelerator, each.folder.download_weights, each.components)
     require_same_model(accelerator, family)
     return replace(checked, training_adapter=adapter)
+
+
+def with_placeholders(config: Config) -> Config:
+    """A config that can be checked before ``memory.auto`` chooses: its number of streamed blocks may not be
+    valid."""
+    memory = config.memory.model_copy(update={"stream_blocks": "auto"})
+    return config.model_copy(update={"memory": memory}) if config.memory.auto else config
 
 
 def recheck_model(checked: CheckedRun, config: Config, accelerator: Accelerator) -> CheckedRun:
@@ -233,29 +239,29 @@ def _check_model(
     held_out: ReadRecords,
 ) -> CheckedRun | None:
     """The facts about the model before its weights load; None where a problem was found."""
-    problems.attempt(lambda: plan_rules(config, family))
-    problems.attempt(lambda: _check_weighting(config, family))
-    problems.attempt(lambda: _check_shift(config, family))
+    problems.attempt(plan_rules, config, family)
+    problems.attempt(_check_weighting, config, family)
+    problems.attempt(_check_shift, config, family)
     # Frozen as in a run: the adapter is not a part of it yet.
     transformer = family.empty_transformer().requires_grad_(False)
-    blocks = problems.attempt(lambda: find_blocks(family, transformer))
-    problems.attempt(lambda: check_split(config, family, transformer))
-    problems.attempt(lambda: check_tokens_of_previews(config, family, *preview_size(config, family)))
-    layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
+    blocks = problems.attempt(find_blocks, family, transformer)
+    problems.attempt(check_split, config, family, transformer)
+    problems.attempt(check_tokens_of_previews, config, family, *preview_size(config, family))
+    layers = problems.attempt(find_targets, family, transformer, config) if blocks else []
     # Before layers get the formats of the run, whose shapes are others.
-    groups = problems.attempt(lambda: layer_groups(config, family, layers)) if layers else []
-    preview_family = problems.attempt(lambda: find_preview_family(config, family, layers or []))
-    problems.attempt(lambda: check_previews(config, preview_family or family))
+    groups = problems.attempt(layer_groups, config, family, layers) if layers else []
+    preview_family = problems.attempt(find_preview_family, config, family, layers or [])
+    problems.attempt(check_previews, config, preview_family or family)
     groups = groups or [default_group(config)]  # the optimizer is tried, whatever is wrong with the layers
-    problems.attempt(lambda: build_group_rates(config, groups))
+    problems.attempt(build_group_rates, config, groups)
     rank, own, kind = config.lora.rank, rank_overrides(groups), adapter_kind(config)
     shapes = adapter_shapes(transformer, layers or [], rank=rank, own=own, kind=kind)
-    problems.attempt(lambda: require_kind(config))
-    optimizer = problems.attempt(lambda: examine_optimizer(config, groups, shapes, device))
-    problems.attempt(lambda: _check_averaging(config, family, optimizer))
+    problems.attempt(require_kind, config)
+    optimizer = problems.attempt(examine_optimizer, config, groups, shapes, device)
+    problems.attempt(_check_averaging, config, family, optimizer)
     if layers:
-        problems.attempt(lambda: family.settle_lora_spelling(transformer, layers, rank=rank, kind=kind))
-    selected = problems.attempt(lambda: select_blocks(config, len(blocks))) if blocks else []
+        problems.attempt(family.settle_lora_spelling, transformer, layers, rank=rank, kind=kind)
+    selected = problems.attempt(select_blocks, config, len(blocks)) if blocks else []
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
     if preview_family is not None and preview_family is not family:
         preview_family.text_encoder_memory, preview_family.quantization = (
@@ -294,13 +300,13 @@ def check_loading(
         transformer: on the meta device, frozen; it has the formats of the run afterwards.
         num_blocks: of one model; 0 where they were not found, which is a problem already.
     """
-    memory = problems.attempt(lambda: text_encoder_memory(config, family, device))
+    memory = problems.attempt(text_encoder_memory, config, family, device)
     family.text_encoder_memory = memory or family.text_encoder_memory
     if num_blocks:
         family.quantization = problems.attempt(
             lambda: transformer_quantization(family, transformer, config, device)
         )
-        problems.attempt(lambda: check_stream(config, family, transformer, num_blocks, device))
+        problems.attempt(check_stream, config, family, transformer, num_blocks, device)
 
 
 def find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:

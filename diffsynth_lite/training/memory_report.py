@@ -1,50 +1,32 @@
 """This file logs the effects of the memory and speed settings, and stops a run in which one has none."""
 
 import logging
-from typing import Protocol
 
-import torch
-from accelerate import Accelerator
-
-from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine, IneffectiveSwitchError
-from diffsynth_lite.core.weights import QuantizationReport, ShardReport, WeightStream
+from diffsynth_lite.core.weights import QuantizationReport, ShardReport
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.metrics import MetricsLog
-from diffsynth_lite.training.checks import CheckedRun
+from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.distributed.devices import batch_layout
+from diffsynth_lite.training.session import Run
 
 logger = logging.getLogger(__name__)
 
 
-class Trained(Protocol):
-    """The trained model, and the objects that its settings act on."""
-
-    accelerator: Accelerator
-    transformer: torch.nn.Module
-    weights: WeightStream
-    compiler: BlockCompiler
-
-
 def report_memory(
-    config: Config,
-    checked: CheckedRun,
-    built: Trained,
-    engine: GradientEngine,
-    metrics: MetricsLog,
-    step: int,
+    run: Run, built: TrainingObjects, engine: GradientEngine, metrics: MetricsLog, step: int
 ) -> None:
     """Log which weights are quantised, sharded and split, and the effects of the other settings on a step."""
-    context = checked.family.context
+    context = run.family.context
     report, streamed = engine.report(), built.weights.report()
-    num_micro_batches = batch_layout(config, built.accelerator.num_processes).num_micro_steps
+    num_micro_batches = batch_layout(run.config, run.accelerator.num_processes).num_micro_steps
     split = None if context is None else context.report()
     try:
         report.require_effect(
             **engine.flags,
-            save_attention=config.memory.save_attention != "no",
-            expected_blocks=checked.num_blocks * num_micro_batches,
-            expected_checkpointed=checked.num_selected_blocks * num_micro_batches,
+            save_attention=run.config.memory.save_attention != "no",
+            expected_blocks=run.checked.num_blocks * num_micro_batches,
+            expected_checkpointed=run.checked.num_selected_blocks * num_micro_batches,
         )
         streamed.require_effect()
         built.compiler.require_effect()

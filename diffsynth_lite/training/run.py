@@ -9,15 +9,16 @@ from diffsynth_lite.errors import ON_EACH_MACHINE, RunInterrupted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.distributed.agreement import on_main_process
-from diffsynth_lite.training.session import Run, Start, StartupClock, open_run, with_chosen_memory
+from diffsynth_lite.training.saver import Saver
+from diffsynth_lite.training.session import Run, Start, StartupClock, open_run
 from diffsynth_lite.training.stages import (
     begin_run_folder,
     build,
-    build_saver,
     encode,
     find_start,
     initial_lora,
     memory_explained,
+    with_chosen_memory,
 )
 from diffsynth_lite.training.stopping import GracePeriod
 from diffsynth_lite.training.trainer import train
@@ -40,7 +41,7 @@ def run_training(
             data = encode(run, start)
             start = begin_run_folder(run, start, data)
             built = build(run, start, data, initial)
-            saver = build_saver(run, start, data, built)
+            saver = Saver(run, start, data, built)
             with memory_explained(run, data, built):
                 step = train(run, built, saver, start.step)
             _conclude(run, built, step, remarks)
@@ -49,7 +50,7 @@ def run_training(
 def _conclude(run: Run, built: TrainingObjects, step: int, remarks: list[str]) -> None:
     """Log where the results are, unless the run was stopped or ended with numbers that are not finite."""
     steps = run.config.train.steps
-    on_main_process(run.accelerator, lambda: built.divergence.require_none(step, steps))
+    on_main_process(run.accelerator, built.divergence.require_none, step, steps)
     if step < steps:
         raise RunInterrupted(f"stopped after step {step} of {steps}, saved; the same command continues it")
     remarks += built.divergence.remarks()

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,10 @@ from diffsynth_lite.training.checkpoint.resume import (
     settings_fingerprint,
 )
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.checks import CheckedRun, check_run, recheck_model
+from diffsynth_lite.training.checks import CheckedRun, check_run, with_placeholders
 from diffsynth_lite.training.data_settings import shifts_by_size
-from diffsynth_lite.training.distributed.agreement import from_main_process, on_main_process
+from diffsynth_lite.training.distributed.agreement import on_main_process
 from diffsynth_lite.training.distributed.context import check_context, context_of
-from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.distributed.sharding import (
     check_sharding,
     require_as_many_passes,
@@ -38,8 +37,6 @@ from diffsynth_lite.training.distributed.sharding import (
     shards_of,
 )
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
-from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory, with_placeholders
-from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.shortages import shortages_explained
 from diffsynth_lite.training.stopping import GracePeriod, StopRequest, remove_old_requests
 
@@ -98,7 +95,7 @@ class Run:
         clock: counts the start-up time.
         grace: how long the launcher waits for a run that it stops; None where that is not known.
         stop: whether a signal has asked the run to stop.
-        predicted: estimated memory of a step; None where ``memory`` left nothing open.
+        predicted_bytes: estimated memory of a step on the device; None where ``memory`` left nothing open.
         chosen: what ``memory.auto`` chose and the run keeps when it resumes, by dotted key.
     """
 
@@ -112,7 +109,7 @@ class Run:
     clock: StartupClock
     grace: GracePeriod | None
     stop: StopRequest = field(default_factory=StopRequest)
-    predicted: MemoryCount | None = None
+    predicted_bytes: int | None = None
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -173,7 +170,7 @@ class Run:
         kernels = deterministic_kernels() if self.config.train.deterministic else nullcontext()
         # Errors are explained here, too, so that the status has the message of the screen.
         with self.page.concluded(), ExitStack() as held, shortages_explained(self.folder.path), kernels:
-            remarks = on_main_process(self.accelerator, lambda: held.enter_context(outcome))
+            remarks = on_main_process(self.accelerator, held.enter_context, outcome)
             try:
                 yield [] if remarks is None else remarks
             finally:
@@ -229,7 +226,11 @@ def open_run(
     folder = RunFolder(Path(output.dir).expanduser())
     with clock.stage("checks"), shortages_explained():
         accelerator = build_accelerator(config, folder.path / "trackers")
-        checked = _check(config, accelerator)
+        check_sharding(config, accelerator)
+        check_context(config, accelerator)
+        checked = check_run(with_placeholders(config), accelerator)
+        checked.family.shards = shards_of(config, checked.family, accelerator)
+        checked.family.context = context_of(config, checked.family, accelerator)
     run = Run(
         loaded=loaded,
         accelerator=accelerator,
@@ -244,8 +245,8 @@ def open_run(
         grace=grace,
     )
     with ExitStack() as held, run.stop.listening(), shortages_explained(folder.path):
-        on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
-        on_main_process(accelerator, lambda: remove_old_requests(folder.path))
+        on_main_process(accelerator, held.enter_context, folder.lock())
+        on_main_process(accelerator, remove_old_requests, folder.path)
         yield run
 
 
@@ -266,33 +267,6 @@ def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
             "memory.shard_base: all where they are to share the model"
         )
     return accelerator
-
-
-def _check(config: Config, accelerator: Accelerator) -> CheckedRun:
-    """Check the run before weights load; its family knows what its processes share."""
-    check_sharding(config, accelerator)
-    check_context(config, accelerator)
-    checked = check_run(with_placeholders(config), accelerator)
-    checked.family.shards = shards_of(config, checked.family, accelerator)
-    checked.family.context = context_of(config, checked.family, accelerator)
-    return checked
-
-
-def with_chosen_memory(run: Run) -> Run:
-    """The run with what its config leaves open of ``memory`` chosen, before anything is encoded."""
-    with run.clock.stage("checks"):
-        if needs_auto_memory(run.config):
-            earlier = from_main_process(run.accelerator, run.resume_policy.earlier_choices)
-            choice = choose_memory(run.config, run.family, run.accelerator, earlier=earlier)
-            run = replace(
-                run,
-                loaded=replace(run.loaded, config=choice.config),
-                checked=recheck_model(run.checked, choice.config, run.accelerator),
-                predicted=choice.predicted,
-                chosen=choice.lasting,
-            )
-    logger.info("Runs in %s.", describe_run(run.config, run.accelerator))
-    return run
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""This file holds the stages of a run up to the loop: find the start, encode, begin the folder, build."""
+"""This file holds the stages of a run up to the loop: choose memory, find the start, encode, build."""
 
 import logging
 import uuid
@@ -14,6 +14,7 @@ from diffsynth_lite.config import load_yaml
 from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream, local_bytes
 from diffsynth_lite.files import write_json, write_text
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile, read_items, start_trackers
 from diffsynth_lite.run_folder.progress import is_logged
 from diffsynth_lite.training.builder import (
@@ -25,7 +26,7 @@ from diffsynth_lite.training.builder import (
 )
 from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.checkpoint.resume import data_fingerprint, extended_lineage, resolve_checkpoint
-from diffsynth_lite.training.checkpoint.saver import Saver, restore
+from diffsynth_lite.training.checks import recheck_model
 from diffsynth_lite.training.data_settings import num_tokens_of
 from diffsynth_lite.training.distilled import load_training_adapter
 from diffsynth_lite.training.distributed.agreement import (
@@ -35,10 +36,9 @@ from diffsynth_lite.training.distributed.agreement import (
     tensors_from_main_process,
 )
 from diffsynth_lite.training.distributed.context import split_model
+from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
-from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
 from diffsynth_lite.training.export.disk_space import require_disk_space, warn_of_previews
 from diffsynth_lite.training.frozen_weights import (
     place_weights,
@@ -48,12 +48,30 @@ from diffsynth_lite.training.frozen_weights import (
 )
 from diffsynth_lite.training.layer_groups import adapter_kind, default_size, rank_overrides
 from diffsynth_lite.training.lora_file import read_initial_lora
-from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
-from diffsynth_lite.training.planning.automatic import suggest_settings
+from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer
+from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory, suggest_settings
+from diffsynth_lite.training.saver import restore
 from diffsynth_lite.training.session import Run, Start
 from diffsynth_lite.training.shortages import Workload, out_of_memory_explained, shortages_explained
 
 logger = logging.getLogger(__name__)
+
+
+def with_chosen_memory(run: Run) -> Run:
+    """The run with what its config leaves open of ``memory`` chosen, before anything is encoded."""
+    with run.clock.stage("checks"):
+        if needs_auto_memory(run.config):
+            earlier = from_main_process(run.accelerator, run.resume_policy.earlier_choices)
+            choice = choose_memory(run.config, run.family, run.accelerator, earlier=earlier)
+            run = replace(
+                run,
+                loaded=replace(run.loaded, config=choice.config),
+                checked=recheck_model(run.checked, choice.config, run.accelerator),
+                predicted_bytes=choice.predicted_bytes,
+                chosen=choice.lasting,
+            )
+    logger.info("Runs in %s.", describe_run(run.config, run.accelerator))
+    return run
 
 
 def find_start(run: Run) -> Start:
@@ -64,18 +82,17 @@ def find_start(run: Run) -> Start:
     """
     fingerprint = run.fingerprint(build_noise_levels(run.config, run.family).shift)
     checkpoint = resolve_checkpoint(run.accelerator, run.resume_policy, fingerprint)
-    is_finished = from_main_process(run.accelerator, lambda: _is_finished(run))
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
+    has_finished = from_main_process(run.accelerator, _has_finished, run.folder)
     start = Start(checkpoint=checkpoint, fingerprint=fingerprint, run_id=run_id)
-    return replace(start, is_finished=is_finished and start.step >= run.config.train.steps)
+    return replace(start, is_finished=has_finished and start.step >= run.config.train.steps)
 
 
-def _is_finished(run: Run) -> bool:
-    """Whether the run's status is finished."""
-    status = run.folder.read_status()
-    if run.folder.has_lost_status():
+def _has_finished(folder: RunFolder) -> bool:
+    status = folder.read_status()
+    if folder.has_lost_status():
         logger.warning(
-            "%s is missing or damaged; the checkpoints show how far the run is.", run.folder.status_file
+            "%s is missing or damaged; the checkpoints show how far the run is.", folder.status_file
         )
     return status is not None and status.get("state") == "finished"
 
@@ -86,7 +103,8 @@ def initial_lora(run: Run, start: Start) -> dict[str, torch.Tensor] | None:
     if location is None or start.checkpoint is not None:
         return None
     size = default_size(run.config)
-    read = partial(
+    return tensors_from_main_process(
+        run.accelerator,
         read_initial_lora,
         run.family,
         location,
@@ -96,22 +114,21 @@ def initial_lora(run: Run, start: Start) -> dict[str, torch.Tensor] | None:
         own=rank_overrides(run.checked.groups),
         kind=adapter_kind(run.config),
     )
-    return tensors_from_main_process(run.accelerator, read)
 
 
 def encode(run: Run, start: Start) -> TrainingData:
     """Encode the data; from then on only tensors are needed, and the records are dropped."""
     config, checked, accelerator = run.config, run.checked, run.accelerator
     saving = config, checked, run.store, start.step
-    on_main_process(accelerator, lambda: require_disk_space(*saving))
-    on_main_process(accelerator, lambda: warn_of_previews(*saving))
+    on_main_process(accelerator, require_disk_space, *saving)
+    on_main_process(accelerator, warn_of_previews, *saving)
     with run.clock.stage("encoding"):
         encode = encode_run if config.data.sealed is None else sealed_data
         data = encode(config, checked, accelerator)
         checked.drop_records()
         free_memory()
     # Again: the cache may be on the same disk.
-    on_main_process(accelerator, lambda: require_disk_space(*saving))
+    on_main_process(accelerator, require_disk_space, *saving)
     return data
 
 
@@ -124,12 +141,12 @@ def begin_run_folder(run: Run, start: Start, data: TrainingData) -> Start:
     accelerator, policy = run.accelerator, run.resume_policy
     batch_size = run.config.train.micro_batch_size
     fingerprint = start.fingerprint | data_fingerprint(data.identity, micro_batch_size=batch_size)
-    changes = from_main_process(accelerator, lambda: policy.changed_settings(fingerprint, start.checkpoint))
-    earlier = from_main_process(accelerator, lambda: policy.earlier_starts(start.checkpoint))
+    changes = from_main_process(accelerator, policy.changed_settings, fingerprint, start.checkpoint)
+    earlier = from_main_process(accelerator, policy.earlier_starts, start.checkpoint)
     lineage = extended_lineage(earlier, start.checkpoint, changes, accelerator, chosen=run.chosen)
     start = replace(start, fingerprint=fingerprint, lineage=lineage)
-    on_main_process(accelerator, lambda: _write_start(run, start))
-    on_main_process(accelerator, lambda: _start_trackers(run, start.run_id))
+    on_main_process(accelerator, _write_start, run, start)
+    on_main_process(accelerator, _start_trackers, run, start.run_id)
     return start
 
 
@@ -233,50 +250,6 @@ def _load_model(
     compiler = build_compiler(config, family, loaded[0])
     weights = place_weights(config, family, loaded[0], accelerator.device, host_blocks)
     return loaded[0], compiler, weights
-
-
-def build_saver(run: Run, start: Start, data: TrainingData, built: TrainingObjects) -> Saver:
-    """The writer of checkpoints, LoRA files and their cards."""
-    config, averaged = run.config, built.averaged
-    facts = gather_lora_facts(config, run.family, data, start.fingerprint)
-    protocol = ValidationProtocol(
-        data=data.validation_identity,
-        num_items=len(data.validation_items),
-        seed=config.validation.seed,
-        is_average=measures_average(config, averaged),
-    )
-    card_writer = CardWriter(
-        config=config,
-        family=run.family,
-        facts=facts,
-        previews=built.previews,
-        loss_name=built.validation_loss.name,
-        measures_average=protocol.is_average and not (averaged is not None and averaged.is_result),
-        folder=run.folder,
-        layers=run.checked.target_layers,
-    )
-    return Saver(
-        folder=run.folder,
-        store=run.store,
-        family=run.family,
-        transformer=built.transformer,
-        optimizer=built.optimizer,
-        averaged=averaged,
-        optimizer_bytes=run.checked.optimizer.state_bytes,
-        accelerator=run.accelerator,
-        fingerprint=start.fingerprint,
-        facts=facts,
-        thumbnail=built.previews.thumbnail,
-        write_card=card_writer.write,
-        run_id=start.run_id,
-        lineage=start.lineage,
-        resolved_yaml=run.loaded.resolved_yaml,
-        lora_dtype=getattr(torch, config.output.lora_dtype),
-        divergence=built.divergence,
-        keeps_best=config.output.keep_best and config.validation.data is not None,
-        protocol=protocol,
-        best=start.checkpoint.documents["state"].get("best") if start.checkpoint else None,
-    )
 
 
 def memory_explained(run: Run, data: TrainingData, built: TrainingObjects) -> AbstractContextManager[None]:

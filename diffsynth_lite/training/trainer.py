@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -23,13 +22,13 @@ from diffsynth_lite.data import Batch
 from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.run_folder.progress import StepReport, StepResult
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
-from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.distributed.agreement import on_all_processes, on_main_process
 from diffsynth_lite.training.distributed.devices import mean_gradients
 from diffsynth_lite.training.distributed.watchdog import Watchdog
 from diffsynth_lite.training.memory_report import report_graphs, report_memory
 from diffsynth_lite.training.optimization.optimizers import learned_rate
 from diffsynth_lite.training.planning.comparison import StepComparison
+from diffsynth_lite.training.saver import Saver
 from diffsynth_lite.training.session import Run
 from diffsynth_lite.training.stopping import Requests, ShutdownBudget
 
@@ -55,7 +54,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
     shutdown = ShutdownBudget(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
     requests = Requests(run.folder, run.stop, run.accelerator, config.output.checkpoint_every_minutes)
     engine = build_engine(config, built.weights)
-    comparison = StepComparison(run.predicted, built, metrics.log, start_step)
+    comparison = StepComparison(run.predicted_bytes, built, metrics.log, start_step)
     report = _step_report(run, metrics, start_step)
 
     def evaluate_now(step: int) -> None:
@@ -83,7 +82,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
                 result = train_step(built, step)
             asked = requests.gather()  # Before rows are written: the run folder may have been lost.
             if step == start_step + 1:
-                report_memory(config, run.checked, built, engine, metrics, step)
+                report_memory(run, built, engine, metrics, step)
             report_graphs(built.compiler, metrics, step)
             report.after_step(result)
             built.sample_losses.after_step(step)
@@ -235,7 +234,7 @@ def _is_due(step: int, every_steps: int | None, total_steps: int) -> bool:
 def _require_few_skips(built: TrainingObjects, step: int) -> None:
     """Check on all processes what has been skipped; only the main one knows which checkpoint is good."""
     if built.divergence.num_skipped_in_a_row:
-        on_main_process(built.accelerator, partial(built.divergence.require_few_in_a_row, step))
+        on_main_process(built.accelerator, built.divergence.require_few_in_a_row, step)
 
 
 def _skip(

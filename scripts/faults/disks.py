@@ -10,8 +10,8 @@ from typing import Any
 
 from tiny_run import TinyRun
 
-from diffsynth_lite.training.checkpoint import saver
-from diffsynth_lite.training.checkpoint.saver import Saver
+from diffsynth_lite.training import saver
+from diffsynth_lite.training.saver import Saver
 from faults.bench import (
     PLAIN,
     PROVOKED,

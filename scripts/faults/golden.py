@@ -16,9 +16,9 @@ from tiny_run import REPOSITORY, TinyRun, tiny_image
 from diffsynth_lite.lora import adapter_tensors, add_adapter
 from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
 from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
-from diffsynth_lite.training.checkpoint.saver import restore
 from diffsynth_lite.training.optimization.averages import MovingAverage
 from diffsynth_lite.training.optimization.optimizer_state import optimizer_tensors
+from diffsynth_lite.training.saver import restore
 from faults.bench import Bench, fault, losses, stopped_after, train
 
 GOLDEN = REPOSITORY / "tests" / "training" / "golden"

@@ -13,8 +13,8 @@ import pytest
 import save_until_killed
 from tiny_run import TinyRun
 
-from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
+from diffsynth_lite.training.saver import Saver
 from faults.bench import (
     PLAIN,
     Bench,

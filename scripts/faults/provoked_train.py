@@ -99,7 +99,7 @@ def measured(arguments: Arguments, file: str, every: str) -> int:
     The steps that it saved are in a file next to that one, ``.saves`` at its end. Linux only.
     """
     from diffsynth_lite.training import trainer
-    from diffsynth_lite.training.checkpoint.saver import Saver
+    from diffsynth_lite.training.saver import Saver
 
     train_step, save = trainer.train_step, Saver.save
 

@@ -140,7 +140,7 @@ def _count_one_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_the_optimizer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("diffsynth_lite.training.checkpoint.saver.load_optimizer", lambda *_: None)
+    patch.setattr("diffsynth_lite.training.saver.load_optimizer", lambda *_: None)
 
 
 def _forget_the_average(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training.checkpoint.saver import Saver
+from diffsynth_lite.training.saver import Saver
 
 
 def leaking_text() -> str:

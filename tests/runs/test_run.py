@@ -295,7 +295,7 @@ def test_a_run_without_a_checkpoint_is_not_written_over_by_another(
         raise KeyError("as if killed before its first checkpoint")
 
     with monkeypatch.context() as patched:
-        patched.setattr("diffsynth_lite.training.checkpoint.saver.Saver.save", killed)
+        patched.setattr("diffsynth_lite.training.saver.Saver.save", killed)
         with pytest.raises(SystemExit, match="1"):
             tiny_run.train()
     metrics = tiny_run.metrics()
@@ -324,7 +324,7 @@ def test_a_run_whose_last_export_failed_is_finished_by_the_same_command(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("diffsynth_lite.training.checkpoint.saver.export_lora", full)
+        patched.setattr("diffsynth_lite.training.saver.export_lora", full)
         assert tiny_run.train("output.checkpoint_every_steps=6") == 3
     assert tiny_run.status()["state"] == "stopped"
     assert tiny_run.train("output.checkpoint_every_steps=6") == 0

@@ -22,7 +22,7 @@ from tiny_run import (
 )
 
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training.checkpoint import saver
+from diffsynth_lite.training import saver
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.lora_file import ExportedLora

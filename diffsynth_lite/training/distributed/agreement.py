@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from socket import gethostname
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -26,25 +26,31 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _Gathered = TypeVar("_Gathered")
+_Given = ParamSpec("_Given")
 
 _WAIT_S = 1.0
 """Wait for a file that another machine has just written: a network file system may show it late."""
 _POLL_S = 0.05
 
 
-def on_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result | None:
+def on_main_process(
+    accelerator: Accelerator,
+    work: Callable[_Given, _Result],
+    *args: _Given.args,
+    **kwargs: _Given.kwargs,
+) -> _Result | None:
     """Call a function on the main process while the others wait; when it fails, every process raises.
 
     Returns:
         The result on the main process, None on the others.
     """
     if accelerator.num_processes == 1:
-        return work()
+        return work(*args, **kwargs)
     if not accelerator.is_main_process:
         _raise_here(broadcast_object_list([None])[0])
         return None
     try:
-        result = work()
+        result = work(*args, **kwargs)
     except BaseException as error:
         broadcast_object_list([_Failure.of(error)])
         raise
@@ -52,19 +58,27 @@ def on_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _R
     return result
 
 
-def from_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result:
+def from_main_process(
+    accelerator: Accelerator,
+    work: Callable[_Given, _Result],
+    *args: _Given.args,
+    **kwargs: _Given.kwargs,
+) -> _Result:
     """The main process's result, given to all; when it fails, every process raises."""
     if accelerator.num_processes == 1:
-        return work()
-    found: list[_Result] = broadcast_object_list([on_main_process(accelerator, work)])
+        return work(*args, **kwargs)
+    found: list[_Result] = broadcast_object_list([on_main_process(accelerator, work, *args, **kwargs)])
     return found[0]
 
 
 def tensors_from_main_process(
-    accelerator: Accelerator, read: Callable[[], Mapping[str, Tensor]]
+    accelerator: Accelerator,
+    read: Callable[_Given, Mapping[str, Tensor]],
+    *args: _Given.args,
+    **kwargs: _Given.kwargs,
 ) -> dict[str, Tensor]:
     """Tensors that the main process has read, on the CPU of all processes, bit for bit."""
-    read_here = on_main_process(accelerator, read) or {}
+    read_here = on_main_process(accelerator, read, *args, **kwargs) or {}
     if accelerator.num_processes == 1:
         return dict(read_here)
     described = [(name, tensor.shape, tensor.dtype) for name, tensor in read_here.items()]
@@ -77,16 +91,21 @@ def tensors_from_main_process(
     return tensors
 
 
-def on_all_processes(accelerator: Accelerator, work: Callable[[], _Result]) -> list[_Result]:
+def on_all_processes(
+    accelerator: Accelerator,
+    work: Callable[_Given, _Result],
+    *args: _Given.args,
+    **kwargs: _Given.kwargs,
+) -> list[_Result]:
     """Call a function on each process; when one fails, every process raises.
 
     Returns:
         The results of all processes, the same list on each.
     """
     if accelerator.num_processes == 1:
-        return [work()]
+        return [work(*args, **kwargs)]
     try:
-        result = work()
+        result = work(*args, **kwargs)
     except BaseException as error:
         gather_object([(_Failure.of(error), None)])
         raise

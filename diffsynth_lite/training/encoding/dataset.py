@@ -83,7 +83,7 @@ def read_records(
             which of them are measured depends on their number.
     """
     if config.data.sealed is not None:
-        problems.attempt(lambda: require_seal(config))
+        problems.attempt(require_seal, config)
         return ReadRecords(), ReadRecords()
     quarantine = Quarantine(config, part)
 

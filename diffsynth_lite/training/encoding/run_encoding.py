@@ -284,7 +284,7 @@ def _encode_passes(
         # Each process its share, then its missing entries: none, unless a file system shows files late.
         for shard in [own, Shard()][: accelerator.num_processes]:
             left = {key: item for key, item in items.items() if key not in bad}
-            for found in on_all_processes(accelerator, partial(work, left, encoder, shard)):
+            for found in on_all_processes(accelerator, work, left, encoder, shard):
                 bad |= found.bad
                 num_new += found.num_new
             if bad and stop_at_bad:
@@ -308,7 +308,7 @@ def _usable_datasets(
         quarantine.leave_out(plan.names, bad)
         return job.usable(plan.without(bad), table)
 
-    found = [problems.attempt(partial(usable, plan, table)) for plan, table in job.datasets]
+    found = [problems.attempt(usable, plan, table) for plan, table in job.datasets]
     if problems:
         raise BadItemsError("\n".join(problems))
     return [each for each in found if each is not None]

@@ -30,7 +30,7 @@ from diffsynth_lite.training.planning.choices import (
     setting_of,
     with_strategy,
 )
-from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
+from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.step_time import (
     ASSUMED_GPU,
@@ -54,22 +54,17 @@ class ChosenMemory:
 
     Attributes:
         lasting: the chosen settings that a resumed run keeps, by dotted key.
-        predicted: estimated memory of a step; None where nothing limits it.
+        predicted_bytes: estimated memory of a step on the device; None where nothing limits it.
     """
 
     config: Config
     lasting: Mapping[str, Any]
-    predicted: MemoryCount | None
+    predicted_bytes: int | None
 
 
 def needs_auto_memory(config: Config) -> bool:
     """Whether there is anything to choose."""
     return config.memory.auto or config.memory.stream_blocks == "auto"
-
-
-def with_placeholders(config: Config) -> Config:
-    """A config that can be checked before the choice: its number of streamed blocks may not be valid."""
-    return with_changes(config, {"memory.stream_blocks": "auto"}) if config.memory.auto else config
 
 
 def choose_memory(
@@ -95,7 +90,7 @@ def choose_memory(
     room, card = _room(config, accelerator)
     settings = _settings_of(given, family, accelerator)
     if math.isinf(room.device):
-        chosen, predicted = _unlimited(given, settings), None
+        chosen, predicted_bytes = _unlimited(given, settings), None
     else:
         counter = counter_of(given, family)
         search = _Search(given, counter, timer_of(given, counter, gpu_named(card)), room)
@@ -106,11 +101,11 @@ def choose_memory(
             chosen = search.best(settings, is_open, num_data_ranks(given, accelerator.num_processes))
         else:
             chosen = search.least_streamed(settings)
-        predicted = counter.count(chosen)
+        predicted_bytes = counter.count(chosen).device
     made = with_changes(given, changed_settings(chosen, given))
     if memory.auto and earlier is None:
         lasting = {_OPEN[name]: setting_of(made, _OPEN[name]) for name in memory.may_change}
-    return ChosenMemory(config=made, lasting=lasting, predicted=predicted)
+    return ChosenMemory(config=made, lasting=lasting, predicted_bytes=predicted_bytes)
 
 
 def suggest_settings(config: Config, family: ModelFamily, accelerator: Accelerator) -> str:

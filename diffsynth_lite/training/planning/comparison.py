@@ -10,7 +10,6 @@ from accelerate import Accelerator
 
 from diffsynth_lite.core.planning import CountingMeter
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.training.planning.memory_count import MemoryCount
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +37,18 @@ class StepComparison:
 
     def __init__(
         self,
-        predicted: MemoryCount | None,
+        predicted_bytes: int | None,
         trained: Trained,
         log: Callable[[int, Mapping[str, float]], None],
         start_step: int,
     ) -> None:
-        self._predicted, self._trained = predicted, trained
+        self._predicted_bytes, self._trained = predicted_bytes, trained
         self._log, self._at_step = log, start_step + 2
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
         """Scope of a step."""
-        if self._predicted is None or step != self._at_step:
+        if self._predicted_bytes is None or step != self._at_step:
             yield
             return
         device = self._trained.accelerator.device
@@ -62,7 +61,7 @@ class StepComparison:
             with meter:
                 yield
             measured = held + meter.peak_bytes
-        self._compare(step, self._predicted.device, measured)
+        self._compare(step, self._predicted_bytes, measured)
 
     def _compare(self, step: int, predicted: int, measured: int) -> None:
         self._log(step, {"device_bytes_predicted": predicted, "device_bytes_measured": measured})

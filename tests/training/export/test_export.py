@@ -16,8 +16,8 @@ from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.lora_file import export_lora
+from diffsynth_lite.training.saver import Saver
 
 LAYERS = ["transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_q"]
 TENSORS = {

@@ -211,8 +211,8 @@ def test_each_limit_has_another_setting_chosen_and_the_format_is_the_last(
     made = chosen(device, host, *given, "memory.may_change=[quantize]")
     assert described(made.config) == expected
     assert made.lasting == {"model.quantize": made.config.model.quantize}
-    assert made.predicted is not None
-    assert made.predicted.device <= device
+    assert made.predicted_bytes is not None
+    assert made.predicted_bytes <= device
 
 
 def test_where_nothing_fits_the_least_is_named_and_what_would_help() -> None:

@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,89 +19,90 @@ from diffsynth_lite.lora import (
     exported_tensors,
     load_adapter_tensors,
 )
-from diffsynth_lite.lora.metadata import LoraFacts, NoiseRange, lora_metadata
-from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.training.checkpoint.divergence import Divergence
-from diffsynth_lite.training.checkpoint.manifest import (
-    Checkpoint,
-    folder_name,
-    read_checkpoint,
-)
-from diffsynth_lite.training.checkpoint.resume import Lineage, RunFingerprint
-from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
+from diffsynth_lite.lora.metadata import NoiseRange, lora_metadata
+from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.checkpoint.manifest import Checkpoint, folder_name, read_checkpoint
+from diffsynth_lite.training.checkpoint.store import SavedBytes
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
+from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.evaluation import ValidationProtocol
+from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
 from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.optimization.averages import AveragedWeights, MovingAverage
 from diffsynth_lite.training.optimization.optimizer_state import load_optimizer, optimizer_tensors
+from diffsynth_lite.training.optimization.optimizers import measures_average
+from diffsynth_lite.training.session import Run, Start
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
 class Saver:
     """Writes checkpoints of a run, and the LoRA for inference with each.
 
     Attributes:
-        transformer: with its adapter, not wrapped.
-        thumbnail: of the last previews up to a step, as a data URL; None where there is none.
-        keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
-        best: step, loss and validation protocol of that checkpoint; None before the first, and where the
-            protocol was another one.
+        measures_average: whether the loss on held-out data is the average's.
+        best: step, loss and validation protocol of the checkpoint with the lowest loss on held-out data; None
+            before the first, and where the protocol was another one.
     """
 
-    folder: RunFolder
-    store: CheckpointStore
-    family: ModelFamily
-    transformer: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    averaged: AveragedWeights | None
-    optimizer_bytes: int
-    accelerator: Accelerator
-    fingerprint: RunFingerprint
-    facts: LoraFacts
-    thumbnail: Callable[[int], str | None]
-    write_card: Callable[[Path, int], None]
-    run_id: str
-    lineage: Lineage
-    resolved_yaml: str
-    lora_dtype: torch.dtype
-    keeps_best: bool
-    protocol: ValidationProtocol
-    divergence: Divergence
-    best: dict[str, Any] | None
-    _saved_step: int | None = None
-    _rounding: float = 0.0
+    def __init__(self, run: Run, start: Start, data: TrainingData, built: TrainingObjects) -> None:
+        config, averaged = run.config, built.averaged
+        self._run, self._start, self._built = run, start, built
+        self._facts = gather_lora_facts(config, run.family, data, start.fingerprint)
+        self.measures_average = measures_average(config, averaged)
+        self._protocol = ValidationProtocol(
+            data=data.validation_identity,
+            num_items=len(data.validation_items),
+            seed=config.validation.seed,
+            is_average=self.measures_average,
+        )
+        self._card = CardWriter(
+            config=config,
+            family=run.family,
+            facts=self._facts,
+            previews=built.previews,
+            loss_name=built.validation_loss.name,
+            measures_average=self.measures_average and not self._exports_average,
+            folder=run.folder,
+            layers=run.checked.target_layers,
+        )
+        self.lora_dtype: torch.dtype = getattr(torch, config.output.lora_dtype)
+        self._keeps_best = config.output.keep_best and config.validation.data is not None
+        state = start.checkpoint.documents["state"] if start.checkpoint else {}
+        self.best: dict[str, Any] | None = self._comparable(state.get("best"))
+        run.store.pinned = self.best["step"] if self.best else None
+        self._saved_step: int | None = None
+        self._rounding = 0.0
 
-    def __post_init__(self) -> None:
-        changed = self.protocol.changed_settings(self.best.get("measured_by")) if self.best else []
-        if self.best and self.keeps_best and changed:
+    def _comparable(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The best checkpoint so far, unless its loss was measured in another way than later ones will be."""
+        changed = self._protocol.changed_settings(best.get("measured_by")) if best else []
+        if best and self._keeps_best and changed:
             logger.warning(
                 "The loss of the best checkpoint (step %d, loss %.4f) cannot be compared with later ones "
                 "(changed or unknown: %s). Tracking of the best checkpoint starts over.",
-                self.best["step"],
-                self.best["loss"],
+                best["step"],
+                best["loss"],
                 ", ".join(changed),
             )
-            self.best = None
-        self.store.pinned = self.best["step"] if self.best else None
+            return None
+        return best
 
     @property
-    def measures_average(self) -> bool:
-        """Whether the loss on held-out data is the average's."""
-        return self.protocol.is_average
+    def _exports_average(self) -> bool:
+        """Whether the average is the result of the run, rather than the trained values."""
+        return self._built.averaged is not None and self._built.averaged.is_result
 
     @property
     def num_bytes(self) -> int:
         """Size of a save."""
-        trained = [weight for weight in self.transformer.parameters() if weight.requires_grad]
+        trained = [weight for weight in self._built.transformer.parameters() if weight.requires_grad]
         saved = SavedBytes.of(
             sum(weight.numel() for weight in trained),
             num_in_vectors=sum(weight.numel() for weight in trained if weight.ndim == 1),
-            optimizer_bytes=self.optimizer_bytes,
+            optimizer_bytes=self._run.checked.optimizer.state_bytes,
             lora_dtype=self.lora_dtype,
-            has_average=self.averaged is not None,
+            has_average=self._built.averaged is not None,
         )
         return saved.checkpoint + saved.lora
 
@@ -112,7 +112,7 @@ class Saver:
         Raises:
             RunDivergedError: the weights or the LoRA's update are not finite.
         """
-        on_main_process(self.accelerator, lambda: self._write(step))
+        on_main_process(self._run.accelerator, self._write, step)
 
     def log_rounding_error(self) -> None:
         """Log how much the dtype of the last LoRA file changed its update, if at all."""
@@ -136,8 +136,8 @@ class Saver:
         Args:
             loss: on held-out data; only the main process's counts.
         """
-        if self.keeps_best:
-            on_main_process(self.accelerator, lambda: self._update_best(step, loss))
+        if self._keeps_best:
+            on_main_process(self._run.accelerator, self._update_best, step, loss)
 
     def repair_best(self) -> None:
         """Export the best checkpoint's LoRA again; call it at a start, on all processes.
@@ -145,17 +145,17 @@ class Saver:
         The exported one is of another checkpoint where a trainer was killed between the two, or resumes from
         before the best. Without a best checkpoint it is set aside, and tracking starts over.
         """
-        if self.keeps_best:
-            on_main_process(self.accelerator, self._repair_best)
+        if self._keeps_best:
+            on_main_process(self._run.accelerator, self._repair_best)
 
     def _repair_best(self) -> None:
-        folder = self.folder.best_lora_folder
+        folder = self._run.folder.best_lora_folder
         tensors = self._best_tensors() if self.best else None
         if tensors is not None:
             assert self.best is not None
             describe = self._description(self.best["step"], is_average=self.measures_average)
             self._write_lora(folder, tensors, describe)
-            self.write_card(folder, self.best["step"])
+            self._card.write(folder, self.best["step"])
         elif folder.exists():
             aside = set_aside(folder, "left")
             logger.warning("%s is not of a checkpoint of this run; moved to %s.", folder, aside)
@@ -164,7 +164,7 @@ class Saver:
         """The best checkpoint's adapter or average; None, and no best, where that cannot be read."""
         assert self.best is not None
         try:
-            best = read_checkpoint(self.store.folder / folder_name(self.best["step"]))
+            best = read_checkpoint(self._run.store.folder / folder_name(self.best["step"]))
             return by_peft_names(best.tensors("ema")) if self.measures_average else best.tensors("adapter")
         except CheckpointError as error:
             logger.warning(
@@ -174,55 +174,60 @@ class Saver:
                 self.best["loss"],
                 error,
             )
-            self.best = self.store.pinned = None
+            self.best = self._run.store.pinned = None
             return None
 
     def _update_best(self, step: int, loss: float) -> None:
         is_trained = step > 0
         if not is_trained or not math.isfinite(loss) or (self.best and self.best["loss"] <= loss):
             return
-        self.best = {"step": step, "loss": loss, "measured_by": self.protocol.document()}
-        self.store.pinned = step
+        self.best = {"step": step, "loss": loss, "measured_by": self._protocol.document()}
+        self._run.store.pinned = step
         self._write(step)
-        self._export(self.folder.best_lora_folder, step, average=self.measures_average)
+        self._export(self._run.folder.best_lora_folder, step, average=self.measures_average)
         logger.info("Step %d is the best so far: loss %.4f on validation.data.", step, loss)
 
     def _write(self, step: int) -> None:
         if step == self._saved_step:
             return
-        self.divergence.note_save(step)
-        self.store.known_good = self.divergence.sound_step
-        self.folder.sync_rows()
-        adapter = adapter_tensors(self.transformer)
-        moments, groups = optimizer_tensors(self.optimizer, dict(self.transformer.named_parameters()))
+        run, built, averaged = self._run, self._built, self._built.averaged
+        built.divergence.note_save(step)
+        run.store.known_good = built.divergence.sound_step
+        run.folder.sync_rows()
+        adapter = adapter_tensors(built.transformer)
+        moments, groups = optimizer_tensors(built.optimizer, dict(built.transformer.named_parameters()))
         tensors = {"adapter": adapter, "optimizer": moments}
-        state = {"step": step, "run_id": self.run_id, "lineage": self.lineage, "best": self.best}
-        state["divergence"] = self.divergence.document()
-        if self.averaged is not None:
-            tensors["ema"] = self.averaged.tensors()
-        if isinstance(self.averaged, MovingAverage):
-            state["ema_updates"] = self.averaged.num_updates
-        self.folder.require_held()
+        state = {
+            "step": step,
+            "run_id": self._start.run_id,
+            "lineage": self._start.lineage,
+            "best": self.best,
+        }
+        state["divergence"] = built.divergence.document()
+        if averaged is not None:
+            tensors["ema"] = averaged.tensors()
+        if isinstance(averaged, MovingAverage):
+            state["ema_updates"] = averaged.num_updates
+        run.folder.require_held()
         documents = {
             "optimizer": groups,
             "state": state,
-            "contract": self.fingerprint,
-            "config": self.resolved_yaml,
+            "contract": self._start.fingerprint,
+            "config": run.loaded.resolved_yaml,
         }
-        with self.divergence.explained():
-            self.store.save(step, tensors=tensors, documents=documents)
-            is_result = self.averaged is not None and self.averaged.is_result
-            self._export(self.folder.lora_folder, step, average=is_result)
-            if self.averaged is not None and not is_result:
-                self._export(self.folder.ema_lora_folder, step, average=True)
+        with built.divergence.explained():
+            run.store.save(step, tensors=tensors, documents=documents)
+            self._export(run.folder.lora_folder, step, average=self._exports_average)
+            if averaged is not None and not self._exports_average:
+                self._export(run.folder.ema_lora_folder, step, average=True)
         # Last: where the export fails, the next attempt must export again.
         self._saved_step = step
 
     def _export(self, folder: Path, step: int, *, average: bool) -> None:
-        describe = self._description(step, is_average=average)
-        with self.averaged.applied() if average and self.averaged else nullcontext():
-            self._write_lora(folder, adapter_tensors(self.transformer), describe)
-        self.write_card(folder, step)
+        describe, averaged = self._description(step, is_average=average), self._built.averaged
+        with averaged.applied() if average and averaged else nullcontext():
+            self._write_lora(folder, adapter_tensors(self._built.transformer), describe)
+        self._card.write(folder, step)
 
     def _write_lora(
         self,
@@ -230,26 +235,27 @@ class Saver:
         tensors: dict[str, torch.Tensor],
         describe: Callable[[NoiseRange], Mapping[str, str]],
     ) -> None:
+        run, transformer = self._run, self._built.transformer
         # Before and after, as diffusers makes a run folder again that is gone.
-        self.folder.require_held()
+        run.folder.require_held()
         exported = export_lora(
-            self.family,
+            run.family,
             folder,
-            exported_tensors(self.transformer, tensors, self.accelerator.device),
-            adapter_settings(self.transformer),
+            exported_tensors(transformer, tensors, run.accelerator.device),
+            adapter_settings(transformer),
             describe,
             dtype=self.lora_dtype,
         )
-        self.folder.require_held()
+        run.folder.require_held()
         self._rounding = exported.rounding
 
     def _description(self, step: int, *, is_average: bool) -> Callable[[NoiseRange], Mapping[str, str]]:
         """Metadata of a file with the weights of a step, by the noise levels that it is for."""
-        thumbnail = self.thumbnail(step)
+        thumbnail = self._built.previews.thumbnail(step)
 
         def describe(noise_range: NoiseRange) -> dict[str, str]:
             return lora_metadata(
-                self.facts, step=step, is_average=is_average, noise_range=noise_range, thumbnail=thumbnail
+                self._facts, step=step, is_average=is_average, noise_range=noise_range, thumbnail=thumbnail
             )
 
         return describe
@@ -272,7 +278,7 @@ def restore(
     """
 
     def read(name: str) -> dict[str, torch.Tensor]:
-        return tensors_from_main_process(accelerator, lambda: checkpoint.tensors(name))
+        return tensors_from_main_process(accelerator, checkpoint.tensors, name)
 
     load_adapter_tensors(transformer, read("adapter"))
     load_optimizer(
