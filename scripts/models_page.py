@@ -186,7 +186,7 @@ def facts(family: type[ModelFamily]) -> dict[str, str]:
         "LoRA on, by default": _said(family, "default_target_modules", _names),
         "sets of `lora.target_modules`": _said(family, "target_sets", _sets),
         "left out in the last block": _said(family, "unused_in_last_block", _names),
-        "LoRA file": _docstring_of(family, "save_lora", above=DiffusersFamily) or _lora_file(family),
+        "LoRA file": _docstring_of(family, "lora_files", above=DiffusersFamily) or _lora_file(family),
     }
     return {name: text for name, text in texts.items() if text}
 
@@ -290,7 +290,7 @@ def _inputs(family: type[ModelFamily]) -> str:
 
 
 def _lora_file(family: type[ModelFamily]) -> str:
-    """What ``DiffusersLora.save_lora`` writes, and what ComfyUI takes of it."""
+    """What ``LoraFiles.save`` writes, and what ComfyUI takes of it."""
     pipelines = getattr(family, "pipelines", ())
     if not all(hasattr(pipeline, "load_lora_weights") for pipeline in pipelines):
         file = "`pytorch_lora_weights.safetensors`, for `load_lora_adapter` of the transformer"

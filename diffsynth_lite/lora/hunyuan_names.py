@@ -7,10 +7,9 @@ Sources: the modules of diffusers' models, its ``single_file_utils.py`` and
 """
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
-from diffsynth_lite.lora.known_names import FLUX, LoraLayers
-from diffsynth_lite.lora.layer_names import LayerNames, Original, fused, renamed
+from diffsynth_lite.lora.known_names import FLUX
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, Original, fused, renamed
 
 _DOUBLE, _OTHER_DOUBLE = "transformer_blocks.*", "double_blocks.*"
 _REFINER, _OTHER_REFINER = (
@@ -93,7 +92,7 @@ _HUNYUAN_VIDEO = LayerNames(
         **_renamed("guidance_in", "time_text_embed.guidance_embedder", _MLP),
     },
     # FLUX.1 has 19 and 38 of these, of the same width.
-    num_blocks=MappingProxyType({"transformer_blocks": 20, "single_transformer_blocks": 40}),
+    num_blocks={"transformer_blocks": 20, "single_transformer_blocks": 40},
 )
 
 _HUNYUAN_VIDEO_15 = LayerNames(
@@ -125,5 +124,5 @@ _HUNYUAN_VIDEO_15 = LayerNames(
     },
 )
 
-HUNYUAN_VIDEO: LoraLayers = MappingProxyType({"transformer": _HUNYUAN_VIDEO})
-HUNYUAN_VIDEO_15: LoraLayers = MappingProxyType({"transformer": _HUNYUAN_VIDEO_15})
+HUNYUAN_VIDEO: LoraLayers = {"transformer": _HUNYUAN_VIDEO}
+HUNYUAN_VIDEO_15: LoraLayers = {"transformer": _HUNYUAN_VIDEO_15}

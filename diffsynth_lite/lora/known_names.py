@@ -7,10 +7,8 @@ into these; of kohya's trainers the names that they write (sd-scripts ``networks
 """
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import TypeAlias
 
-from diffsynth_lite.lora.layer_names import LayerNames, Original, fused, renamed
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, Original, fused, renamed
 from diffsynth_lite.lora.spelt_names import ANIMA_LAYERS, COGVIDEOX_LAYERS, WAN_LAYERS
 
 _QKV = ("to_q", "to_k", "to_v")
@@ -400,22 +398,19 @@ _CLIP = LayerNames(
     },
 )
 
-LoraLayers: TypeAlias = Mapping[str, LayerNames]
-"""Of each component of a pipeline; the one that removes noise is the first."""
-
-FLUX: LoraLayers = MappingProxyType({"transformer": _FLUX, "text_encoder": _CLIP})
-CHROMA: LoraLayers = MappingProxyType({"transformer": _CHROMA})
-FLUX2: LoraLayers = MappingProxyType({"transformer": _FLUX2})
-QWEN_IMAGE: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE})
-COGVIDEOX: LoraLayers = MappingProxyType({"transformer": COGVIDEOX_LAYERS})
-ANIMA: LoraLayers = MappingProxyType({"transformer": ANIMA_LAYERS})
-ERNIE_IMAGE: LoraLayers = MappingProxyType({"transformer": _ERNIE_IMAGE})
-QWEN_IMAGE_21: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE_21})
-IDEOGRAM4: LoraLayers = MappingProxyType({"transformer": _IDEOGRAM4})
-KREA2: LoraLayers = MappingProxyType({"transformer": _KREA2})
-Z_IMAGE: LoraLayers = MappingProxyType({"transformer": _Z_IMAGE})
-LTX_VIDEO: LoraLayers = MappingProxyType({"transformer": _LTX_VIDEO})
-SANA: LoraLayers = MappingProxyType({"transformer": _SANA})
-WAN: LoraLayers = MappingProxyType({"transformer": WAN_LAYERS})
-SD3: LoraLayers = MappingProxyType({"transformer": _SD3})
-SDXL: LoraLayers = MappingProxyType({"unet": _SDXL_UNET, "text_encoder": _CLIP, "text_encoder_2": _CLIP})
+FLUX: LoraLayers = {"transformer": _FLUX, "text_encoder": _CLIP}
+CHROMA: LoraLayers = {"transformer": _CHROMA}
+FLUX2: LoraLayers = {"transformer": _FLUX2}
+QWEN_IMAGE: LoraLayers = {"transformer": _QWEN_IMAGE}
+COGVIDEOX: LoraLayers = {"transformer": COGVIDEOX_LAYERS}
+ANIMA: LoraLayers = {"transformer": ANIMA_LAYERS}
+ERNIE_IMAGE: LoraLayers = {"transformer": _ERNIE_IMAGE}
+QWEN_IMAGE_21: LoraLayers = {"transformer": _QWEN_IMAGE_21}
+IDEOGRAM4: LoraLayers = {"transformer": _IDEOGRAM4}
+KREA2: LoraLayers = {"transformer": _KREA2}
+Z_IMAGE: LoraLayers = {"transformer": _Z_IMAGE}
+LTX_VIDEO: LoraLayers = {"transformer": _LTX_VIDEO}
+SANA: LoraLayers = {"transformer": _SANA}
+WAN: LoraLayers = {"transformer": WAN_LAYERS}
+SD3: LoraLayers = {"transformer": _SD3}
+SDXL: LoraLayers = {"unet": _SDXL_UNET, "text_encoder": _CLIP, "text_encoder_2": _CLIP}

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,9 +70,9 @@ class LayerNames:
     """
 
     layers: tuple[str, ...]
-    kohya: Mapping[str, Original] = field(default_factory=lambda: MappingProxyType({}))
-    others: Mapping[str, Original] = field(default_factory=lambda: MappingProxyType({}))
-    num_blocks: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    kohya: Mapping[str, Original] = field(default_factory=dict)
+    others: Mapping[str, Original] = field(default_factory=dict)
+    num_blocks: Mapping[str, int] = field(default_factory=dict)
 
     def find(self, name: str) -> Original | None:
         """The layers of a name in a file, with dots or ``_`` between its parts; None if unknown."""
@@ -105,6 +105,10 @@ class LayerNames:
             for layer in place.layers:
                 found[_outline(_parts(layer))].append((_parts(layer), name, place))
         return found
+
+
+LoraLayers: TypeAlias = Mapping[str, LayerNames]
+"""Of each component of a pipeline; the one that removes noise is the first."""
 
 
 def _parts(name: str) -> tuple[str, ...]:

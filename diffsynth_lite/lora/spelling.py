@@ -12,7 +12,6 @@ that name, and by 1 where not, whatever is in the metadata; for those that diffu
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class Spelling:
         comfyui_takes_kohya_names: whether ComfyUI takes all layers by the names of kohya's trainers, too.
     """
 
-    prefixes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    prefixes: Mapping[str, str] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     is_flat: bool = False
     unknown_to_comfyui: tuple[str, ...] | None = None
@@ -82,7 +81,7 @@ DIFFUSERS = Spelling()
 """Diffusers' own names; a family whose layers ComfyUI takes by them has :func:`taken_by_comfyui`."""
 
 WAN_NAMES = Spelling(
-    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
+    prefixes={"transformer": "diffusion_model"},
     renames=(
         ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
         ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
@@ -120,7 +119,7 @@ WAN_VACE_NAMES = replace(DIFFUSERS, unknown_to_comfyui=("",), for_comfyui=WAN_VA
 """Diffusers' own names, of Wan VACE."""
 
 COGVIDEOX_IN_COMFYUI = Spelling(
-    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
+    prefixes={"transformer": "diffusion_model"},
     renames=(
         ("transformer_blocks", "blocks"),
         ("attn1.to_q", "q"),
@@ -139,7 +138,7 @@ COGVIDEOX_NAMES = replace(DIFFUSERS, unknown_to_comfyui=("",), for_comfyui=COGVI
 """Diffusers' own names, of CogVideoX."""
 
 ANIMA_NAMES = Spelling(
-    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
+    prefixes={"transformer": "diffusion_model"},
     renames=(
         ("transformer_blocks", "blocks"),
         ("norm1.linear_1", "adaln_modulation_self_attn.1"),
@@ -167,9 +166,7 @@ ANIMA_NAMES = Spelling(
 """The names of the models' own repository, which ComfyUI has, too."""
 
 SDXL_NAMES = Spelling(
-    prefixes=MappingProxyType(
-        {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
-    ),
+    prefixes={"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
     renames=(("add_embedding.linear_1", "label_emb.0.0"), ("add_embedding.linear_2", "label_emb.0.2")),
     is_flat=True,
     unknown_to_comfyui=(),

@@ -6,7 +6,6 @@ its ``single_file_utils.py`` and ``comfy/ldm/wan/model.py`` of ComfyUI.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -14,8 +13,8 @@ from diffusers import WanVACEPipeline, WanVACETransformer3DModel
 from PIL import Image, ImageOps
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
-from diffsynth_lite.lora.known_names import WAN, LoraLayers
-from diffsynth_lite.lora.layer_names import LayerNames, renamed
+from diffsynth_lite.lora.known_names import WAN
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed
 from diffsynth_lite.lora.spelling import WAN_VACE_IN_COMFYUI, WAN_VACE_NAMES
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan
@@ -39,7 +38,7 @@ _LAYERS = (
 _IN_COMFYUI = {
     WAN_VACE_IN_COMFYUI.key(f"transformer.{layer}").partition(".")[2]: renamed(layer) for layer in _LAYERS
 }
-_LORA_LAYERS: LoraLayers = MappingProxyType({"transformer": LayerNames(layers=_LAYERS, kohya=_IN_COMFYUI)})
+_LORA_LAYERS: LoraLayers = {"transformer": LayerNames(layers=_LAYERS, kohya=_IN_COMFYUI)}
 
 
 @model_function

@@ -260,7 +260,7 @@ def _check_model(
     optimizer = problems.attempt(examine_optimizer, config, groups, shapes, device)
     problems.attempt(_check_averaging, config, family, optimizer)
     if layers:
-        problems.attempt(family.settle_lora_spelling, transformer, layers, rank=rank, kind=kind)
+        problems.attempt(family.lora_files.settle, transformer, layers, rank=rank, kind=kind)
     selected = problems.attempt(select_blocks, config, len(blocks)) if blocks else []
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
     if preview_family is not None and preview_family is not family:

@@ -123,7 +123,7 @@ def _saved(
     dtype: torch.dtype,
 ) -> list[Path]:
     try:
-        return family.save_lora(folder, tensors, settings, dtype=dtype)
+        return family.lora_files.save(folder, tensors, settings, dtype=dtype)
     except SafetensorError as error:
         # safetensors reports a full disk only in words.
         if not (found := _SYSTEM_ERROR.search(str(error))):
@@ -133,7 +133,7 @@ def _saved(
 
 def _loaded(family: ModelFamily, folder: Path) -> dict[str, LayerUpdate]:
     try:
-        return family.loaded_lora(folder)
+        return family.lora_files.loaded(folder)
     except ValueError as error:
         raise RuntimeError(
             f"diffusers does not load the LoRA file ({' '.join(str(error).split())})"
@@ -180,7 +180,7 @@ def read_lora(family: ModelFamily, location: str, *, key: str) -> LoraFile:
     if RunFolder(place).holds_run():
         place = RunFolder(place).lora_folder
     try:
-        return family.read_lora(place)
+        return family.lora_files.read(place)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     except (OSError, SafetensorError, ValueError, KeyError) as error:

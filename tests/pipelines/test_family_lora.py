@@ -167,17 +167,17 @@ def test_a_lora_on_all_layers_does_the_same_in_diffusers_and_in_comfyui(
     model = family.empty_transformer()
     tensors, settings = adapter_on(model, alpha=2 * RANK)
     trained = pairs_of(tensors, settings)
-    family.settle_lora_spelling(model, settings["target_modules"], rank=RANK)
-    spelling = family.lora_spelling
-    (file,) = family.save_lora(tmp_path, tensors, settings)
-    assert differing(trained, family.loaded_lora(tmp_path)) == []
+    family.lora_files.settle(model, settings["target_modules"], rank=RANK)
+    spelling = family.lora_files.spelling
+    (file,) = family.lora_files.save(tmp_path, tensors, settings)
+    assert differing(trained, family.lora_files.loaded(tmp_path)) == []
     if sample.name not in TAKEN:
         assert spelling.unknown_to_comfyui is None
         return
     spelled: dict[str, LoraPair] = {}
     named: set[str] = set()
     for component, part in split_adapter(tensors, settings, family.trained).items():
-        pairs = pairs_of(*part, family.lora_prefix(component))
+        pairs = pairs_of(*part, family.lora_files.prefix(component))
         spelled |= {spelling.key(layer): pair for layer, pair in pairs.items()}
         named |= {spelling.key(layer) for layer in pairs if spelling.in_comfyui(layer)}
     in_comfyui = dict(updates_in_comfyui(sample.name, file))
@@ -197,7 +197,7 @@ def test_a_lora_is_converted_to_the_layers_that_comfyui_has_and_back(
     transformer = adapted_transformer(sample, targets=family.target_sets["all"])
     settings = adapter_settings(transformer)
     trained = pairs_of(adapter_tensors(transformer), settings, "transformer.")
-    (file,) = family.save_lora(tmp_path, adapter_tensors(transformer), settings)
+    (file,) = family.lora_files.save(tmp_path, adapter_tensors(transformer), settings)
     names = FamilyNames(layers=family.lora_layers, comfyui=family.lora_spelling)
     there = convert(read_contents(file), names, "comfyui", tmp_path / "for_comfyui.safetensors")
     layers = {re.sub(r"\.(lora_.*|alpha)$", "", key) for key in there.tensors}
@@ -236,28 +236,26 @@ def test_files_of_other_kinds_do_in_diffusers_and_in_comfyui_what_the_adapter_do
         with pytest.raises(
             UserError, match=r"norm_out\.linear has scale and shift in another order in ComfyUI"
         ):
-            family.settle_lora_spelling(
-                family.empty_transformer(), ["norm_out.linear"], rank=RANK, kind=Dora()
-            )
-    family.settle_lora_spelling(family.empty_transformer(), layers, rank=RANK, kind=kind)
-    assert family.pipeline_loads_adapter == (sample.name in ("flux2", "ltx_video", "z_image"))
-    assert ("does not load a" in caplog.text) != family.pipeline_loads_adapter
+            family.lora_files.settle(family.empty_transformer(), ["norm_out.linear"], rank=RANK, kind=Dora())
+    family.lora_files.settle(family.empty_transformer(), layers, rank=RANK, kind=kind)
+    assert family.lora_files.pipeline_loads_adapter == (sample.name in ("flux2", "ltx_video", "z_image"))
+    assert ("does not load a" in caplog.text) != family.lora_files.pipeline_loads_adapter
     tensors = exported_tensors(model, adapter_tensors(model), torch.device("cpu"))
     (file,) = export_lora(
         family, tmp_path / "lora", tensors, adapter_settings(model), lambda _: {"a": "b"}
     ).files
-    if family.pipeline_loads_adapter:
+    if family.lora_files.pipeline_loads_adapter:
         pipeline = sample.fresh_pipeline()
         pipeline.load_lora_weights(file.parent)
         loaded = pipeline.transformer.eval()
     else:
         loaded = family.load_transformer(torch.float32)
-        add_finished_lora(loaded, "read", *family.read_lora(file))
+        add_finished_lora(loaded, "read", *family.lora_files.read(file))
     outputs = [predict(sample, one.eval()) for one in (model, loaded)]
     torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
     content = load_file(file)
     for layer in layers:
-        key = family.lora_spelling.key(f"{family.lora_prefix(family.trained[0])}{layer}")
+        key = family.lora_files.spelling.key(f"{family.lora_files.prefix(family.trained[0])}{layer}")
         weight = family_weight(model, layer)
         expected = changed_weight(model.get_submodule(layer), weight)
         torch.testing.assert_close(in_comfyui(content, key, weight), expected, rtol=1e-4, atol=1e-5)
@@ -355,10 +353,10 @@ def test_a_saved_lora_does_the_same_in_the_diffusers_pipeline(sample: Sample, tm
     family = sample.family
     for number, targets in enumerate({family.default_target_modules, *family.target_sets.values()}):
         transformer, folder = adapted_transformer(sample, targets=targets).eval(), tmp_path / str(number)
-        files = family.save_lora(folder, adapter_tensors(transformer), adapter_settings(transformer))
+        files = family.lora_files.save(folder, adapter_tensors(transformer), adapter_settings(transformer))
         assert [file.name for file in files] == ["pytorch_lora_weights.safetensors"]
-        assert_does_as(pairs_of(*family.read_lora(folder)), transformer)
-        assert_does_as(family.loaded_lora(folder), transformer)
+        assert_does_as(pairs_of(*family.lora_files.read(folder)), transformer)
+        assert_does_as(family.lora_files.loaded(folder), transformer)
         pipeline = sample.fresh_pipeline()
         fresh = getattr(pipeline, *family.trained)
         with torch.no_grad():
@@ -378,13 +376,13 @@ def test_a_lora_that_its_pipeline_reads_is_taken_for_what_its_settings_make_it(t
     family, lora = AuraFlow(PipelineFolder(path=tmp_path)), tmp_path / "lora"
     layers = [f"joint_transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k")]
     tensors = {f"{layer}.lora_{part}.weight": torch.ones(4, 4) for layer in layers for part in "AB"}
-    (file,) = family.save_lora(lora, tensors, {"r": 4, "lora_alpha": 4, "target_modules": layers})
+    (file,) = family.lora_files.save(lora, tensors, {"r": 4, "lora_alpha": 4, "target_modules": layers})
     stored = load_file(file)
 
     def read(**settings: object) -> dict[str, LoraPair]:
         stated = {f"transformer.{name}": value for name, value in settings.items()}
         save_file(stored, file, {"format": "pt", "lora_adapter_metadata": json.dumps(stated)})
-        return pairs_of(*family.read_lora(lora))
+        return pairs_of(*family.lora_files.read(lora))
 
     pairs = read(r=4, lora_alpha=8, alpha_pattern={"to_k": 2}, target_modules=layers)
     updates = [pairs[layer].up @ pairs[layer].down * (pairs[layer].alpha / 4) for layer in layers]
@@ -393,4 +391,4 @@ def test_a_lora_that_its_pipeline_reads_is_taken_for_what_its_settings_make_it(t
         read(r=4, lora_alpha=8, use_dora=True)
     save_file(stored, file, {"format": "pt", "lora_adapter_metadata": "[" * 100_000})
     with pytest.raises(UserError, match="holds no LoRA that AuraFlowPipeline can read"):
-        family.read_lora(lora)
+        family.lora_files.read(lora)

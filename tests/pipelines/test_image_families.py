@@ -222,7 +222,7 @@ def test_the_recipe_of_krea_trains_the_layers_of_the_authors_which_diffusers_and
     _, gradients = velocity_and_gradients(sample, transformer)
     assert [name for name, gradient in gradients.items() if gradient is None or not gradient.any()] == []
 
-    (file,) = family.save_lora(tmp_path / "lora", adapter_tensors(transformer), settings)
+    (file,) = family.lora_files.save(tmp_path / "lora", adapter_tensors(transformer), settings)
     pipeline = sample.fresh_pipeline()
     load_lora(pipeline, file.parent)
     assert_does_as(pairs_on(pipeline.transformer), transformer)

@@ -178,9 +178,9 @@ def test_a_saved_lora_is_one_file_that_the_pipeline_loads_into_all_three(
     family = sample.family
     model = adapted_transformer(sample, targets=family.target_sets["all"]).eval()
     tensors, settings = adapter_tensors(model), adapter_settings(model)
-    (file,) = family.save_lora(tmp_path, tensors, settings)
-    assert_does_as(pairs_of(*family.read_lora(tmp_path)), model)
-    assert_does_as(family.loaded_lora(tmp_path), model)
+    (file,) = family.lora_files.save(tmp_path, tensors, settings)
+    assert_does_as(pairs_of(*family.lora_files.read(tmp_path)), model)
+    assert_does_as(family.lora_files.loaded(tmp_path), model)
     # As transformers before 5 and other programs call the layers, too.
     names = {name.split("_encoder_")[0] for name in safetensors.torch.load_file(file)}
     assert {name for name in names if "lora_te" in name} == {"lora_te1_text_model", "lora_te2_text_model"}
@@ -208,7 +208,7 @@ def test_a_run_of_the_only_unet_does_not_start_from_a_part_of_such_a_lora(
 ) -> None:
     model = adapted_transformer(sample)
     tensors, settings = adapter_tensors(model), adapter_settings(model)
-    sample.family.save_lora(tmp_path, tensors, settings)
+    sample.family.lora_files.save(tmp_path, tensors, settings)
     unet = "unet."
     layers = {name.removeprefix(unet) for name in settings["target_modules"] if name.startswith(unet)}
     with pytest.raises(UserError, match=r"it also has text_encoder.*; set lora.target_modules and lora.comp"):
@@ -220,7 +220,7 @@ def test_previews_are_drawn_from_prompts_as_the_trained_encoders_see_them(
 ) -> None:
     family = sample.family
     model = adapted_transformer(sample).eval()
-    family.save_lora(tmp_path, adapter_tensors(model), adapter_settings(model))
+    family.lora_files.save(tmp_path, adapter_tensors(model), adapter_settings(model))
     pipeline = StableDiffusionXLPipeline.from_pretrained(family.folder.path, add_watermarker=False)
     pipeline.load_lora_weights(tmp_path)
     pipeline.set_progress_bar_config(disable=True)

@@ -211,17 +211,17 @@ def test_each_saved_lora_does_the_same_in_its_place_in_the_pipeline(
     family = type(both)(both.folder, trained=trained)
     model = adapted(family).eval()
     tensors, settings = adapter_tensors(model), adapter_settings(model)
-    files = [file.name for file in family.save_lora(tmp_path, tensors, settings)]
-    assert files == [family.lora_file_name(name) for name in family.trained]
+    files = [file.name for file in family.lora_files.save(tmp_path, tensors, settings)]
+    assert files == list(family.lora_files.by_name)
     assert set(files) <= FILES
-    assert_does_as(pairs_of(*family.read_lora(tmp_path)), model)
-    assert_does_as(family.loaded_lora(tmp_path), model)
+    assert_does_as(pairs_of(*family.lora_files.read(tmp_path)), model)
+    assert_does_as(family.lora_files.loaded(tmp_path), model)
 
     pipeline = both.pipeline.from_pretrained(both.folder.path)
     for name in family.trained:
         pipeline.load_lora_weights(
             tmp_path,
-            weight_name=family.lora_file_name(name),
+            weight_name=family.lora_file_names[name],
             adapter_name=name,
             load_into_transformer_2=name == "transformer_2",
         )
@@ -244,8 +244,8 @@ def test_layers_that_diffusers_knows_by_its_own_names_only_have_these_in_the_fil
     family = Wan(folder)
     model = family.empty_transformer()
     layers = find_target_layers(model, ["proj_out"], unused_modules=[])
-    family.settle_lora_spelling(model, layers, rank=2)
-    assert family.lora_spelling == DIFFUSERS
+    family.lora_files.settle(model, layers, rank=2)
+    assert family.lora_files.spelling == DIFFUSERS
     assert "diffusers' names, by which ComfyUI does not find the layers" in caplog.text
     expected = {f"{name}.proj_out" for name in family.trained}
     tensors = {
@@ -256,20 +256,20 @@ def test_layers_that_diffusers_knows_by_its_own_names_only_have_these_in_the_fil
     tensors = {
         name: tensor[:2] if ".lora_A." in name else tensor[:, :2].clone() for name, tensor in tensors.items()
     }
-    family.save_lora(tmp_path, tensors, {"r": 2, "lora_alpha": 1, "target_modules": sorted(expected)})
-    assert family.loaded_lora(tmp_path).keys() == expected
+    family.lora_files.save(tmp_path, tensors, {"r": 2, "lora_alpha": 1, "target_modules": sorted(expected)})
+    assert family.lora_files.loaded(tmp_path).keys() == expected
 
     family = Wan(folder)
-    monkeypatch.setattr(family, "ask_loader", lambda *_: {})
+    monkeypatch.setattr(family.lora_files, "ask_loader", lambda *_: {})
     with pytest.raises(UserError, match=r"WanPipeline loads no LoRA on transformer.proj_out, transformer_2"):
-        family.settle_lora_spelling(model, layers, rank=2)
+        family.lora_files.settle(model, layers, rank=2)
 
 
 def test_one_transformer_keeps_the_usual_file_name(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     family = Wan(PipelineFolder(path=tmp_path))
     assert family.trainable == ("transformer",)
-    assert family.lora_file_name("transformer") == "pytorch_lora_weights.safetensors"
+    assert list(family.lora_files.by_name) == ["pytorch_lora_weights.safetensors"]
 
 
 @pytest.mark.parametrize("trained", [None, ["transformer"], ["transformer_2"]])

@@ -151,7 +151,7 @@ def test_the_metadata_of_a_lora_are_masked_but_never_its_layers(
         "target_modules": [layer],
         "base_model_name_or_path": f"https://{TOKEN}@example.org/model",
     }
-    monkeypatch.setattr(family, "loaded_lora", lambda _: pairs_of(tensors, settings))
+    monkeypatch.setattr(family.lora_files, "loaded", lambda _: pairs_of(tensors, settings))
     # The value of a secret variable, and the name of a layer.
     with in_force(Redactor({"KEY": "transformer_blocks"})):
         (file,) = export_lora(family, tmp_path / "lora", tensors, settings, lambda _: {}).files

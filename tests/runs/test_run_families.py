@@ -95,8 +95,8 @@ def test_a_family_trains_goes_on_as_if_it_had_not_ended_and_leaves_a_lora_that_d
     # Read from the files as the run did: where a tensor lies in memory shows in the last bit of a sum.
     parts = family.parts_of(family.load_transformer(torch.float32))
     pipeline.register_modules(**parts)
-    for file, part in {family.lora_file_name(part): part for part in parts}.items():
-        load_lora(pipeline, run.folder / "lora" / file, part)
+    for file, of_file in family.lora_files.by_name.items():
+        load_lora(pipeline, run.folder / "lora" / file, of_file[-1])
     check_loaded(parts, trained)
     check_blocks(parts[family.trained[0]], family, run.metrics(whole))
     model = Composite(parts) if len(parts) > 1 else parts[family.trained[0]]

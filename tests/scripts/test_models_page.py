@@ -3,6 +3,7 @@
 import re
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models_page import BY_THE_FOLDER, facts, read_recipes, render_models_page, render_readme
@@ -87,12 +88,12 @@ def test_a_family_of_other_parts_than_diffusers_transformers_has_facts_too() -> 
         def size_divisor(self) -> int:
             return 8
 
-        def save_lora(self, *_: object) -> Path:
+        @property
+        def lora_files(self) -> Any:
             """Two files.
 
             With more to say of them.
             """
-            return Path()
 
     said = facts(Other)
     assert said["blocks, in call order"] == "Those of the UNet's levels"

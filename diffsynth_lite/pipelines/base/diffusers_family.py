@@ -22,8 +22,8 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
 from diffsynth_lite.media import Drawn, Media
 from diffsynth_lite.pipelines.base.composite import Composite
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
-from diffsynth_lite.pipelines.base.lora_files import DiffusersLora
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines.base.lora_files import LoraFiles
 from diffsynth_lite.pipelines.base.model_settings import (
     ModelSettings,
     building,
@@ -52,7 +52,7 @@ def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
     return {"device": parameter.device, "dtype": parameter.dtype}
 
 
-class DiffusersFamily(DiffusersLora):
+class DiffusersFamily(ModelFamily):
     """A family whose transformer and pipeline are classes of diffusers.
 
     Attributes:
@@ -62,6 +62,8 @@ class DiffusersFamily(DiffusersLora):
         latents_id: the same of media.
         patch: latents on each side of what becomes one token.
         prompt_width: the setting of the transformer with the width of its prompts.
+        lora_prefixes: what the names of a component's layers begin with in a pipeline, where that is not the
+            component's.
     """
 
     pipelines: ClassVar[tuple[Any, ...]]
@@ -70,6 +72,7 @@ class DiffusersFamily(DiffusersLora):
     latents_id: ClassVar[str]
     patch: ClassVar[int] = 1
     prompt_width: ClassVar[str | None] = None
+    lora_prefixes: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -398,14 +401,31 @@ class DiffusersFamily(DiffusersLora):
         with building(component_class, settings.file):
             return count_parameters(component_class, json.dumps(settings))
 
-    def ask_loader(
+    @property
+    def lora_file_names(self) -> Mapping[str, str]:
+        """Of the LoRA of each component that is not in the usual file."""
+        return {}
+
+    @cached_property
+    def lora_files(self) -> LoraFiles:
+        return LoraFiles(
+            pipeline=self.pipeline,
+            models={name: self.component_class(name) for name in self.trained},
+            spelling=self.lora_spelling,
+            layers=self.lora_layers,
+            prefixes=self.lora_prefixes,
+            names=self.lora_file_names,
+            ask_loader=self._ask_loader,
+        )
+
+    def _ask_loader(
         self, names: Mapping[str, str], header: FileHeader
     ) -> Mapping[tuple[str, str], LoadedLayer]:
         components = {
             name: (self.component_class(component), json.dumps(self.folder.component_config(component)))
             for name, component in names.items()
         }
-        return _ask_loader(self.pipeline, tuple(components.items()), header)
+        return _loaded_layers(self.pipeline, tuple(components.items()), header)
 
     def unused_modules(self, model: torch.nn.Module) -> list[str]:
         if not self.unused_in_last_block:
@@ -420,7 +440,7 @@ class DiffusersFamily(DiffusersLora):
 
 
 @cache
-def _ask_loader(
+def _loaded_layers(
     pipeline_class: Any, components: tuple[tuple[str, tuple[Any, str]], ...], header: FileHeader
 ) -> Mapping[tuple[str, str], LoadedLayer]:
     """Kept: it is the same for all files that a run writes."""

@@ -1,6 +1,6 @@
 """What a model family offers to the trainer. Latents have no layout here: a family's file has its axes."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -11,9 +11,11 @@ from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
 from diffsynth_lite.core.parallel import ContextParallel, SequenceSplit
 from diffsynth_lite.core.weights import BaseShards, HostBlocks, Quantization
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.format import LoraFormat
+from diffsynth_lite.lora.layer_names import LoraLayers
+from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
 from diffsynth_lite.media import AudioFormat, Drawn, Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
+from diffsynth_lite.pipelines.base.lora_files import LoraFiles
 from diffsynth_lite.pipelines.base.preview_request import Conditioning as Conditioning
 from diffsynth_lite.pipelines.base.preview_request import PreviewRequest as PreviewRequest
 from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory
@@ -30,7 +32,7 @@ TargetSets = Mapping[str, tuple[str, ...]]
 """Names of linear layers, or endings of them, by the name of the set."""
 
 
-class ModelFamily(LoraFormat):
+class ModelFamily(ABC):
     """A model family, bound to one pipeline folder.
 
     Class attributes are the training facts of the family; methods load one component at a time, so that an
@@ -41,6 +43,9 @@ class ModelFamily(LoraFormat):
         releases: the released models that are known of it; none unless a family names its own.
         starting_recipes: the config that a run starts from, for each kind of data: one of ``configs/``, or a
             file next to the family's own.
+        lora_spelling: the names of layers in its LoRA files; diffusers' by default.
+        lora_layers: the layers that files of other programs may have, by all their names; a family that gives
+            none reads only files with diffusers' names on the layers that it trains.
         tokenizers: folders of all tokenizers.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only images.
         unused_in_last_block: endings of names in the last block whose output nobody uses.
@@ -70,6 +75,8 @@ class ModelFamily(LoraFormat):
     pipeline_classes: ClassVar[tuple[str, ...]]
     releases: ClassVar[tuple[Release, ...]] = ()
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {}
+    lora_spelling: ClassVar[Spelling] = DIFFUSERS
+    lora_layers: ClassVar[LoraLayers] = {}
     tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer",)
     frame_step: ClassVar[int | None] = None
     unused_in_last_block: ClassVar[tuple[str, ...]] = ()
@@ -177,6 +184,11 @@ class ModelFamily(LoraFormat):
     def denoisers(self) -> tuple[str, ...]:
         """Those of ``trainable`` that remove noise and whose weights may come from a file, in order."""
         return ()
+
+    @property
+    @abstractmethod
+    def lora_files(self) -> LoraFiles:
+        """How adapters on ``trained`` become files that diffusers and ComfyUI read, and files adapters."""
 
     @property
     def noise_path(self) -> NoisePath:

@@ -2,14 +2,13 @@
 
 import json
 import logging
-from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -18,6 +17,7 @@ from torch import nn
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.adapter import example_tensors, peft_pattern
 from diffsynth_lite.lora.kinds import LORA, AdapterKind
+from diffsynth_lite.lora.layer_names import LoraLayers
 from diffsynth_lite.lora.layers import COMFYUI_SCALE, MAGNITUDE
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, header_of
 from diffsynth_lite.lora.reading import LoraContents, contents_of, known_updates, read_contents
@@ -33,35 +33,43 @@ from diffsynth_lite.lora.updates import (
     updates_of,
 )
 from diffsynth_lite.pipelines.base.composite import join_adapter, split_adapter
-from diffsynth_lite.pipelines.base.family import ModelFamily
 
 logger = logging.getLogger(__name__)
 
 
-class DiffusersLora(ModelFamily):
-    """A family whose LoRA files a pipeline of diffusers loads, or its models do."""
+@dataclass(kw_only=True)
+class LoraFiles:
+    """The adapter files of a pipeline of diffusers, which it loads or its models do.
+
+    Attributes:
+        pipeline: its class.
+        models: classes of the components that are trained, in order.
+        spelling: the names of layers in the files, of which ``settle`` takes others where it must.
+        layers: as ``lora_layers`` of a family.
+        prefixes: as ``lora_prefixes`` of a family.
+        names: of the file of each component that is not in the usual one.
+        ask_loader: what the pipeline, or its models, do with a file, as ``loaded_layers`` gives it, by its
+            header and the components that it is for, by their names in the pipeline; raises ValueError where
+            they refuse it.
+        pipeline_loads_adapter: whether the pipeline loads files of the kind of adapter that is trained.
+    """
 
     pipeline: Any
-    _settled_for: tuple[AdapterKind, tuple[str, ...]] | None = None
+    models: Mapping[str, Any]
+    spelling: Spelling
+    layers: LoraLayers
+    prefixes: Mapping[str, str]
+    names: Mapping[str, str]
+    ask_loader: Callable[[Mapping[str, str], FileHeader], Mapping[tuple[str, str], LoadedLayer]]
+    pipeline_loads_adapter: bool = True
+    _settled_for: tuple[AdapterKind, tuple[str, ...]] | None = field(default=None, init=False)
 
-    @abstractmethod
-    def component_class(self, name: str) -> Any:
-        """The class, of diffusers or transformers, that the family loads a component with."""
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of the components that are trained, in order."""
+        return tuple(self.models)
 
-    @abstractmethod
-    def ask_loader(
-        self, names: Mapping[str, str], header: FileHeader
-    ) -> Mapping[tuple[str, str], LoadedLayer]:
-        """What the folder's pipeline, or its models, do with a LoRA file, as ``loaded_layers`` gives it.
-
-        Args:
-            names: of the components that the file is for, by their names in the pipeline.
-
-        Raises:
-            ValueError: it refuses the file.
-        """
-
-    def save_lora(
+    def save(
         self,
         folder: Path,
         tensors: Mapping[str, torch.Tensor],
@@ -69,23 +77,38 @@ class DiffusersLora(ModelFamily):
         *,
         dtype: torch.dtype = torch.float32,
     ) -> list[Path]:
+        """Write an adapter in ``spelling``.
+
+        Args:
+            tensors: the adapter, by peft's names in the model that is trained.
+
+        Returns:
+            The files written, one for each expert.
+        """
         parts = split_adapter(tensors, settings, self.trained)
-        files = self._by_lora_file(folder)
+        files = self._by_file(folder)
         for file, components in files.items():
             of_file = {self._in_pipeline(component): parts[component][1] for component in components}
             file.parent.mkdir(parents=True, exist_ok=True)
-            metadata = {"format": "pt", **_adapter_metadata(self.lora_spelling, of_file)}
+            metadata = {"format": "pt", **_adapter_metadata(self.spelling, of_file)}
             save_file(self._file_tensors(parts, components, dtype), file, metadata=metadata)
         return list(files)
 
-    def read_lora(self, place: Path) -> LoraFile:
-        if self.lora_layers:
+    def read(self, place: Path) -> LoraFile:
+        """Read an adapter from its folder or its one file, of this or another program.
+
+        Without ``layers`` it reads what the pipeline does.
+
+        Returns:
+            Tensors by peft's names in the model that is trained, and ``lora_alpha`` for all of them.
+        """
+        if self.layers:
             return adapter_of(self._known_updates(place))
         parts: dict[str, LoraFile] = {}
-        for file, components in self._by_lora_file(place).items():
+        for file, components in self._by_file(place).items():
             contents = _read_any(self.pipeline, file) if self.pipeline_loads_lora else read_contents(file)
             updates = contents.updates
-            by_prefix = _split(updates, list(map(self.lora_prefix, components)))
+            by_prefix = _split(updates, list(map(self.prefix, components)))
             for component, of_component in zip(components, by_prefix, strict=True):
                 parts[component] = adapter_of(of_component) if of_component else ({}, {})
         return join_adapter(parts)
@@ -96,37 +119,49 @@ class DiffusersLora(ModelFamily):
         Those of components that are not trained have their names in a pipeline.
         """
         updates: dict[str, LayerUpdate] = {}
-        files = self._by_lora_file(place)
+        files = self._by_file(place)
         if len(files) == 1 and not next(iter(files)).exists():
             files = {place: list(self.trained)}  # a folder of another trainer, with a file of another name
         for file, components in files.items():
-            for name, update in known_updates(read_contents(file), self.lora_layers).items():
+            for name, update in known_updates(read_contents(file), self.layers).items():
                 updates[self._trained_layer(name, components)] = update
         return updates
 
     def _trained_layer(self, name: str, components: Sequence[str]) -> str:
         for component in components:
-            prefix = self.lora_prefix(component)
+            prefix = self.prefix(component)
             if name.startswith(prefix):
                 layer = name.removeprefix(prefix)
                 return layer if len(self.trained) == 1 else f"{component}.{layer}"
         return name
 
-    def loaded_lora(self, folder: Path) -> dict[str, LayerUpdate]:
+    def loaded(self, folder: Path) -> dict[str, LayerUpdate]:
+        """The update of each layer after the pipeline has loaded the files of ``save``.
+
+        For a kind that the pipeline does not load, the update in the file.
+
+        Returns:
+            By the names of the layers in the model that is trained.
+        """
         if not self.pipeline_loads_adapter:
             return self._known_updates(folder)
         if not self._has_loader:
-            return super().loaded_lora(folder)
+            return updates_of(*self.read(folder))
         updates: dict[str, LayerUpdate] = {}
-        for file, components in self._by_lora_file(folder).items():
+        for file, components in self._by_file(folder).items():
             tensors, stated = load_file(file), _stated_settings(file)
             for layer, found in self._loaded_layers(tensors, components, stated).items():
                 updates[layer] = _update_of(found, tensors)
         return updates
 
-    def settle_lora_spelling(
-        self, model: nn.Module, layers: Sequence[str], *, rank: int, kind: AdapterKind = LORA
-    ) -> None:
+    def settle(self, model: nn.Module, layers: Sequence[str], *, rank: int, kind: AdapterKind = LORA) -> None:
+        """Make ``spelling`` one in which diffusers loads an adapter on these layers.
+
+        Logs if diffusers cannot load this kind of adapter, and warns of layers for which ComfyUI has no name.
+
+        Args:
+            model: may be on the meta device.
+        """
         # Settings of the memory, for which it is asked again, change nothing here.
         if self._settled_for == (kind, tuple(layers)):
             return
@@ -143,7 +178,7 @@ class DiffusersLora(ModelFamily):
     def _settle_pairs(self, model: nn.Module, layers: Sequence[str], rank: int) -> None:
         if self._loads(model, layers, rank, LORA):
             return
-        self.lora_spelling = DIFFUSERS
+        self.spelling = DIFFUSERS
         if not self._loads(model, layers, rank, LORA):
             raise UserError(
                 f"lora.target_modules: diffusers' {self.pipeline.__name__} loads no LoRA on "
@@ -158,7 +193,7 @@ class DiffusersLora(ModelFamily):
 
     def _settle_kind(self, model: nn.Module, layers: Sequence[str], rank: int, kind: AdapterKind) -> None:
         """The file has the names that ComfyUI takes, whatever the pipeline does."""
-        if not self.lora_layers:
+        if not self.layers:
             raise UserError(
                 f"lora.kind: {kind.name} is written and read by the names in lora_layers, which this family "
                 "does not have; set it to lora"
@@ -180,8 +215,8 @@ class DiffusersLora(ModelFamily):
         It swaps the halves of an update where they come in another order there, not what multiplies rows.
         """
         for component, (_, part) in split_adapter({}, {"target_modules": layers}, self.trained).items():
-            names = self.lora_layers[self._in_pipeline(component)]
-            of_component = self.parts_of(model)[component]
+            names = self.layers[self._in_pipeline(component)]
+            of_component = model if len(self.trained) == 1 else model.get_submodule(component)
             for layer in part["target_modules"]:
                 num_outputs, num_inputs = of_component.get_parameter(f"{layer}.weight").shape
                 if names.in_kohya(layer)[1].swaps(num_inputs, num_outputs):
@@ -198,7 +233,7 @@ class DiffusersLora(ModelFamily):
 
     def other_readers(self) -> Iterator[str]:
         """Who takes a file that the pipeline does not load."""
-        if self.lora_spelling.unknown_to_comfyui not in (None, ("",)):
+        if self.spelling.unknown_to_comfyui not in (None, ("",)):
             yield "ComfyUI"
         if model := self.adapter_model:
             yield f"{model}.load_lora_adapter(..., prefix={model!r}) of diffusers"
@@ -208,13 +243,13 @@ class DiffusersLora(ModelFamily):
     def adapter_model(self) -> str | None:
         """The model of the pipeline that loads what the pipeline does not; None where the file is of several,
         or has other names than diffusers'."""
-        spelling = self.lora_spelling
+        spelling = self.spelling
         if spelling.prefixes or spelling.renames or spelling.is_flat or len(self.trained) > 1:
             return None
         return self._in_pipeline(self.trained[0])
 
     def _tell_what_comfyui_lacks(self, layers: Sequence[str]) -> None:
-        if self.lora_spelling.unknown_to_comfyui is None:
+        if self.spelling.unknown_to_comfyui is None:
             return
         parts = split_adapter({}, {"target_modules": layers}, self.trained)
         names = [
@@ -222,9 +257,9 @@ class DiffusersLora(ModelFamily):
             for component, (_, of_it) in parts.items()
             for layer in of_it["target_modules"]
         ]
-        lacking = [name for name in names if not self.lora_spelling.in_comfyui(name)]
-        if self.lora_spelling.is_converted_for_comfyui:
-            has = "several of its layers as one" if self.lora_spelling.is_joined_in_comfyui else "other names"
+        lacking = [name for name in names if not self.spelling.in_comfyui(name)]
+        if self.spelling.is_converted_for_comfyui:
+            has = "several of its layers as one" if self.spelling.is_joined_in_comfyui else "other names"
             logger.info(
                 "The file is for diffusers: ComfyUI has %s, and takes what `diffsynth-lite convert --to "
                 "comfyui` makes of a plain LoRA.",
@@ -244,8 +279,9 @@ class DiffusersLora(ModelFamily):
     @property
     def _has_loader(self) -> bool:
         """Whether diffusers loads LoRAs of these models; else their family writes and reads them itself."""
-        classes = map(self.component_class, self.trained)
-        return self.pipeline_loads_lora or all(hasattr(one, "load_lora_adapter") for one in classes)
+        return self.pipeline_loads_lora or all(
+            hasattr(model, "load_lora_adapter") for model in self.models.values()
+        )
 
     @property
     def pipeline_loads_lora(self) -> bool:
@@ -253,11 +289,11 @@ class DiffusersLora(ModelFamily):
         return hasattr(self.pipeline, "load_lora_weights")
 
     def _loads(self, model: nn.Module, layers: Sequence[str], rank: int, kind: AdapterKind) -> bool:
-        """Whether the pipeline loads all of an adapter on these layers in ``lora_spelling``."""
+        """Whether the pipeline loads all of an adapter on these layers in ``spelling``."""
         tensors = example_tensors(model, layers, rank=rank, kind=kind)
         parts = split_adapter(tensors, {"target_modules": layers}, self.trained)
         found: dict[str, LoadedLayer] = {}
-        for components in self._by_lora_file(Path()).values():
+        for components in self._by_file(Path()).values():
             try:
                 found |= self._loaded_layers(self._file_tensors(parts, components), components, {})
             except (ValueError, KeyError):
@@ -273,8 +309,8 @@ class DiffusersLora(ModelFamily):
     ) -> dict[str, torch.Tensor]:
         updates: dict[str, LayerUpdate] = {}
         for component in components:
-            updates |= updates_of(*parts[component], self.lora_prefix(component))
-        return tensors_of(updates, self.lora_spelling, dtype)
+            updates |= updates_of(*parts[component], self.prefix(component))
+        return tensors_of(updates, self.spelling, dtype)
 
     def _loaded_layers(
         self, tensors: Mapping[str, torch.Tensor], components: Sequence[str], stated: Mapping[str, Any]
@@ -290,38 +326,35 @@ class DiffusersLora(ModelFamily):
                 layers[name] = replace(found, scale=_stated_scale(stated, model, layer))
         return layers
 
-    def lora_prefix(self, component: str) -> str:
-        """What the names of a component's layers begin with in a pipeline."""
-        return f"{component}."
+    def prefix(self, component: str) -> str:
+        """What the names of a component's layers begin with in the pipeline."""
+        return self.prefixes.get(component, f"{component}.")
 
     def _in_pipeline(self, component: str) -> str:
-        """The model of a pipeline that a component's LoRA is loaded into."""
-        return self.lora_prefix(component).partition(".")[0]
+        """The model of the pipeline that a component's LoRA is loaded into."""
+        return self.prefix(component).partition(".")[0]
 
-    def lora_file_name(self, component: str) -> str:
-        """Name of the file that holds a component's LoRA."""
-        return "pytorch_lora_weights.safetensors"
+    @property
+    def by_name(self) -> dict[str, list[str]]:
+        """The components whose LoRA each file holds, by its name."""
+        files: dict[str, list[str]] = {}
+        for component in self.trained:
+            files.setdefault(self.names.get(component, LORA_WEIGHT_NAME_SAFE), []).append(component)
+        return files
 
-    def lora_file(self, place: Path, component: str) -> Path:
-        """Where a component's LoRA is: in a folder by its name there, or in the one file given.
+    def _by_file(self, place: Path) -> dict[Path, list[str]]:
+        """The components whose LoRA each file holds: the one file given, or those in a folder.
 
         Raises:
             UserError: one file is given where there are several.
         """
         if not place.is_file():
-            return place / self.lora_file_name(component)
-        if len(names := {self.lora_file_name(one) for one in self.trained}) > 1:
+            return {place / name: components for name, components in self.by_name.items()}
+        if len(self.by_name) > 1:
             raise UserError(
-                f"{place}: one file, but this LoRA is several; name a folder with {sorted(names)}"
+                f"{place}: one file, but this LoRA is several; name a folder with {sorted(self.by_name)}"
             )
-        return place
-
-    def _by_lora_file(self, place: Path) -> dict[Path, list[str]]:
-        """Those of ``trained`` whose LoRA each file holds."""
-        files: dict[Path, list[str]] = {}
-        for component in self.trained:
-            files.setdefault(self.lora_file(place, component), []).append(component)
-        return files
+        return {place: list(self.trained)}
 
 
 def _some(layers: Sequence[str]) -> str:

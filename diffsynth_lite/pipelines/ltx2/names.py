@@ -4,14 +4,11 @@ Sources: the modules of diffusers' model and its ``scripts/convert_ltx2_to_diffu
 of Lightricks' repository; ``comfy/ldm/lightricks/av_model.py`` of ComfyUI, which has these, too.
 """
 
-from types import MappingProxyType
-
-from diffsynth_lite.lora.known_names import LoraLayers
-from diffsynth_lite.lora.layer_names import LayerNames, renamed
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed
 from diffsynth_lite.lora.spelling import Spelling
 
 LTX2_NAMES = Spelling(
-    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
+    prefixes={"transformer": "diffusion_model"},
     renames=(
         ("proj_in", "patchify_proj"),
         ("audio_proj_in", "audio_patchify_proj"),
@@ -44,19 +41,17 @@ _OUTSIDE = (
     *("proj_in", "audio_proj_in", "proj_out", "audio_proj_out"),
 )
 
-LTX2_LAYERS: LoraLayers = MappingProxyType(
-    {
-        "transformer": LayerNames(
-            layers=(
-                *(f"{_BLOCK}.{attention}.{layer}" for attention in _ATTENTIONS for layer in _PROJECTIONS),
-                *(f"{_BLOCK}.{ff}.net.{layer}" for ff in ("ff", "audio_ff") for layer in ("0.proj", "2")),
-                *_OUTSIDE,
-            ),
-            kohya={
-                name: renamed(layer)
-                for layer in _OUTSIDE
-                if (name := LTX2_NAMES.key(f"transformer.{layer}").partition(".")[2]) != layer
-            },
-        )
-    }
-)
+LTX2_LAYERS: LoraLayers = {
+    "transformer": LayerNames(
+        layers=(
+            *(f"{_BLOCK}.{attention}.{layer}" for attention in _ATTENTIONS for layer in _PROJECTIONS),
+            *(f"{_BLOCK}.{ff}.net.{layer}" for ff in ("ff", "audio_ff") for layer in ("0.proj", "2")),
+            *_OUTSIDE,
+        ),
+        kohya={
+            name: renamed(layer)
+            for layer in _OUTSIDE
+            if (name := LTX2_NAMES.key(f"transformer.{layer}").partition(".")[2]) != layer
+        },
+    )
+}

@@ -154,6 +154,8 @@ class SDXL(DiffusionFamily):
     transformer_class = UNet2DConditionModel
     lora_spelling = SDXL_NAMES
     lora_layers = known_names.SDXL
+    # transformers 5 has no such level in its CLIPTextModel; earlier versions and ComfyUI look for it.
+    lora_prefixes: ClassVar[Mapping[str, str]] = {"text_encoder": "text_encoder.text_model."}
     encoder_classes: ClassVar[Mapping[str, Any]] = {**_TEXT_ENCODERS, "vae": AutoencoderKL}
     tokenizers = ("tokenizer", "tokenizer_2")
     max_prompt_tokens = 77
@@ -373,10 +375,6 @@ class SDXL(DiffusionFamily):
             **request.call_arguments(),
         ).images
         return drawn
-
-    def lora_prefix(self, component: str) -> str:
-        # transformers 5 has no such level in its CLIPTextModel; earlier versions and ComfyUI look for it.
-        return "text_encoder.text_model." if component == "text_encoder" else super().lora_prefix(component)
 
 
 def _time_ids(media: Media) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """This file does what pipelines of two experts have in common: one model for much noise, one for little."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,6 +37,9 @@ class ExpertFamily(DiffusersFamily):
     visit the device from host memory, one after the other, so that the two are never there together.
     """
 
+    lora_prefixes: ClassVar[Mapping[str, str]] = {"transformer_2": "transformer."}
+    """Each file is that of a pipeline with one transformer."""
+
     @cached_property
     def boundary(self) -> float | None:
         """The noise level from which on ``transformer`` is used, and below it ``transformer_2``; or None."""
@@ -61,13 +64,11 @@ class ExpertFamily(DiffusersFamily):
         base = super().fingerprint()
         return base if self.boundary is None else f"{base} boundary {self.boundary}"
 
-    def lora_file_name(self, component: str) -> str:
+    @property
+    def lora_file_names(self) -> Mapping[str, str]:
         if self.boundary is None:
-            return super().lora_file_name(component)
-        return f"pytorch_lora_weights_{_EXPERTS[component]}.safetensors"
-
-    def lora_prefix(self, component: str) -> str:
-        return "transformer."  # each file is that of a pipeline with one transformer
+            return {}
+        return {name: f"pytorch_lora_weights_{noise}.safetensors" for name, noise in _EXPERTS.items()}
 
     def predict(
         self,

@@ -28,7 +28,7 @@ from diffsynth_lite.run_folder.reading import TolerantReader
 from diffsynth_lite.training.checkpoint.resume import RunFingerprint
 from diffsynth_lite.training.data_settings import data_sources, learned_sources
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
-from diffsynth_lite.training.export.usage import lora_files, usage_code
+from diffsynth_lite.training.export.usage import usage_code
 from diffsynth_lite.training.layer_groups import adapter_kind, default_size
 from diffsynth_lite.training.optimization.optimizers import shown_arguments, shown_name
 from diffsynth_lite.training.preview_requests import any_preview
@@ -187,12 +187,14 @@ class CardWriter:
         """The components of each file; None where ComfyUI knows none of the layers."""
         if not isinstance(self.family, DiffusersFamily) or self._num_unknown_to_comfyui == len(self.layers):
             return None
-        return {file: ", ".join(components) for file, components in lora_files(self.family).items()}
+        return {file: ", ".join(components) for file, components in self.family.lora_files.by_name.items()}
 
     @cached_property
     def _num_unknown_to_comfyui(self) -> int:
         prefix = f"{self.family.trained[0]}." if len(self.family.trained) == 1 else ""
-        return sum(not self.family.lora_spelling.in_comfyui(f"{prefix}{layer}") for layer in self.layers)
+        return sum(
+            not self.family.lora_files.spelling.in_comfyui(f"{prefix}{layer}") for layer in self.layers
+        )
 
     def _settings(self, step: int) -> dict[str, str]:
         facts, config = self.facts, self.config
@@ -259,10 +261,10 @@ class CardWriter:
         family = self.family
         if files := re.findall(r'load_\w+\("(\S+)"\)', self._code or ""):
             yield f"The code reads {', '.join(files)}, which you provide: those of the samples are not here."
-        if isinstance(family, DiffusersFamily) and not family.loaded_by_diffusers:
-            readers = " and ".join(family.other_readers())
+        if isinstance(family, DiffusersFamily) and not family.lora_files.loaded_by_diffusers:
+            readers = " and ".join(family.lora_files.other_readers())
             yield f"Nothing of diffusers loads a {self.facts.kind} of this model: the file is for {readers}."
-        if family.lora_spelling.is_converted_for_comfyui:
+        if family.lora_files.spelling.is_converted_for_comfyui:
             converted = "For ComfyUI convert the file with diffsynth-lite convert --to comfyui"
             yield f"{converted}." if self.facts.kind == "LoRA" else f"{converted}, which takes a LoRA only."
         elif unknown := self._num_unknown_to_comfyui:

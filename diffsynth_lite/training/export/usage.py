@@ -55,7 +55,7 @@ def usage_code(
         Its lines; None where the family's pipeline is not one of diffusers, or nothing of diffusers loads the
         LoRA.
     """
-    if not isinstance(family, DiffusersFamily) or not family.loaded_by_diffusers:
+    if not isinstance(family, DiffusersFamily) or not family.lora_files.loaded_by_diffusers:
         return None
     pipeline_class = family.pipeline_for(request)
     if not hasattr(diffusers, pipeline_class.__name__):
@@ -183,11 +183,12 @@ def _saving(
 
 def _loading(family: DiffusersFamily, lora: str) -> Iterator[str]:
     """The calls that load the LoRA."""
-    for file, components in lora_files(family).items():
+    lora_files = family.lora_files
+    for file, components in lora_files.by_name.items():
         arguments = [repr(lora)]
         if file != LORA_WEIGHT_NAME_SAFE:
             arguments.append(f'weight_name="{file}"')
-        if family.pipeline_loads_lora and family.pipeline_loads_adapter:
+        if lora_files.pipeline_loads_lora and lora_files.pipeline_loads_adapter:
             if components == ["transformer_2"]:
                 arguments.append("load_into_transformer_2=True")
             yield f"pipeline.load_lora_weights({', '.join(arguments)})"
@@ -195,11 +196,3 @@ def _loading(family: DiffusersFamily, lora: str) -> Iterator[str]:
         for component in components:
             loaded = [*arguments, f'prefix="{component}"', "use_safetensors=True"]
             yield f"pipeline.{component}.load_lora_adapter({', '.join(loaded)})"
-
-
-def lora_files(family: DiffusersFamily) -> dict[str, list[str]]:
-    """The components whose LoRA each file holds, by its name."""
-    files: dict[str, list[str]] = {}
-    for component in family.trained:
-        files.setdefault(family.lora_file_name(component), []).append(component)
-    return files

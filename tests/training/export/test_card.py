@@ -72,7 +72,7 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             kind=kind.title,
         )
         if config.lora.kind != "lora":
-            family.settle_lora_spelling(family.empty_transformer(), WAN_LAYERS, rank=16, kind=kind)
+            family.lora_files.settle(family.empty_transformer(), WAN_LAYERS, rank=16, kind=kind)
         previews = Previews(
             family=family,
             folder=run.previews_folder,
@@ -264,7 +264,7 @@ def export(sample: Sample, kind: AdapterKind = LORA) -> nn.Module:
         if ".lokr_w" in name:
             parameter.data.mul_(4)
     settings, family = adapter_settings(model), sample.family
-    family.settle_lora_spelling(family.empty_transformer(), settings["target_modules"], rank=4, kind=kind)
+    family.lora_files.settle(family.empty_transformer(), settings["target_modules"], rank=4, kind=kind)
     tensors = exported_tensors(model, adapter_tensors(model), torch.device("cpu"))
     export_lora(family, Path("lora"), tensors, settings, lambda _: {})
     return model
@@ -289,7 +289,7 @@ def test_other_kinds_of_adapters_have_code_where_diffusers_loads_them(name: str)
     for kind in (Dora(), Lokr()):
         model = export(sample, kind)
         code = code_for(family, request)
-        assert (code is not None) == family.loaded_by_diffusers == (kind in KINDS[name])
+        assert (code is not None) == family.lora_files.loaded_by_diffusers == (kind in KINDS[name])
         if code is not None:
             preview = previewed(family, model, request)
             assert difference(generated(code)[0], preview) <= LARGEST_DIFFERENCE

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import PipelineFolder
+from diffsynth_lite.pipelines.base.lora_files import LoraFiles
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.saver import Saver
@@ -52,12 +54,20 @@ def test_the_file_is_in_its_place_and_nothing_else_is_left(family: QwenImage, tm
     assert file.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-class Careless(QwenImage):
+def with_files(files: type[LoraFiles], family: QwenImage) -> QwenImage:
+    """The family, with adapter files of another class."""
+    other = QwenImage(family.folder)
+    given = {of.name: getattr(family.lora_files, of.name) for of in fields(LoraFiles) if of.init}
+    other.lora_files = files(**given)
+    return other
+
+
+class Careless(LoraFiles):
     """Writes something else than it was given."""
 
     change: str
 
-    def save_lora(self, folder, tensors, settings, **options) -> list[Path]:
+    def save(self, folder, tensors, settings, **options) -> list[Path]:
         tensors, settings = dict(tensors), dict(settings)
         if self.change == "value":
             tensors = {name: tensor * (1 + 2**-20) for name, tensor in tensors.items()}
@@ -66,8 +76,8 @@ class Careless(QwenImage):
         elif self.change == "alpha":
             settings.pop("lora_alpha")
         elif self.change == "names":
-            self.lora_spelling = WAN_NAMES
-        return super().save_lora(folder, tensors, settings, **options)
+            self.spelling = WAN_NAMES
+        return super().save(folder, tensors, settings, **options)
 
 
 @pytest.mark.parametrize("change", ["value", "missing", "alpha", "names"])
@@ -75,8 +85,8 @@ def test_a_file_that_does_not_hold_the_adapter_never_replaces_a_good_one(
     family: QwenImage, tmp_path: Path, change: str
 ) -> None:
     before = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe).files[0].read_bytes()
-    careless = Careless(family.folder)
-    careless.change = change
+    careless = with_files(Careless, family)
+    careless.lora_files.change = change
     with pytest.raises(RuntimeError, match="LoRA file"):
         export_lora(careless, tmp_path / "lora", TENSORS, SETTINGS, describe)
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").read_bytes() == before
@@ -91,31 +101,30 @@ def test_a_full_disk_is_the_systems_error_and_leaves_the_last_file(
     def full(*_args: object, **_options: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(QwenImage, "save_lora", full)
+    monkeypatch.setattr(LoraFiles, "save", full)
     with pytest.raises(OSError, match="lora-writing") as caught:
         export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe)
     assert caught.value.errno == errno.ENOSPC
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").read_bytes() == before
 
 
-class OfItsOwn(QwenImage):
-    """A family of whose models diffusers loads no LoRA."""
+class OfItsOwn(LoraFiles):
+    """Those of a family of whose models diffusers loads no LoRA."""
 
-    pipeline = SimpleNamespace()
     _has_loader = False
 
-    def save_lora(self, folder, tensors, settings, **options) -> list[Path]:
+    def save(self, folder, tensors, settings, **options) -> list[Path]:
         folder.mkdir()
         save_file(tensors, folder / "own.safetensors")
         return [folder / "own.safetensors"]
 
-    def read_lora(self, place) -> LoraFile:
+    def read(self, place) -> LoraFile:
         return load_file(place / "own.safetensors"), SETTINGS
 
 
 def test_a_family_that_writes_files_of_its_own_reads_them_itself(family: QwenImage, tmp_path: Path) -> None:
-    own = OfItsOwn(family.folder)
-    own.settle_lora_spelling(own.empty_transformer(), LAYERS, rank=2)
+    own = with_files(OfItsOwn, family)
+    own.lora_files.settle(own.empty_transformer(), LAYERS, rank=2)
     (file,) = export_lora(own, tmp_path / "lora", TENSORS, SETTINGS, describe).files
     assert file == tmp_path / "lora" / "own.safetensors"
 
