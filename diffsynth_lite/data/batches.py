@@ -20,7 +20,7 @@ from diffsynth_lite.core.randomness import normal, uniform
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.records import Source
-from diffsynth_lite.data.schedule import BatchLayout, Block, SampleSchedule
+from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
 from diffsynth_lite.data.workers import (
     WorkerContext,
     WorkerWatch,
@@ -240,25 +240,24 @@ class BatchStream:
         while True:
             # In order and once: the schedule keeps only the current cycle.
             blocks = [self._schedule.block(index) for index in layout.blocks_of_step(step)]
-            step_samples = sum(block.size for block in blocks)
+            step_samples = sum(map(len, blocks))
             for first in range(0, len(blocks), layout.num_processes):
                 at_once = blocks[first : first + layout.num_processes]
                 yield self._request(at_once, step_samples, step)
             step += 1
 
-    def _request(self, at_once: Sequence[Block], step_samples: int, step: int) -> "Request":
+    def _request(self, at_once: Sequence[Mapping[int, int]], step_samples: int, step: int) -> "Request":
         """This process' share of the micro-batches that all processes take at the same time."""
         block = at_once[self._layout.process_index]
         looked_at = at_once if self._runs_together and self._preserved else [block]
-        items = {each.position: self._schedule.items(each) for each in looked_at}
-        indices = chain.from_iterable(items.values())
+        indices = chain.from_iterable(each.values() for each in looked_at)
         preserves = any(self._items.source(index) in self._preserved for index in indices)
-        rows = tuple(self._items.row(index) for index in items[block.position])
+        rows = tuple(map(self._items.row, block.values()))
         own = tuple(place for place, row in enumerate(rows) if row.source in self._preserved)
         return rows, partial(
             Batch,
             bucket=rows[0].bucket,
-            positions=list(range(block.position, block.position + len(rows))),
+            positions=list(block),
             names=[row.name for row in rows],
             preserved=own if preserves else None,
             step_samples=step_samples,

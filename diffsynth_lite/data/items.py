@@ -342,6 +342,7 @@ class UsableData:
     """The items of a data set that are trained on.
 
     Attributes:
+        items: in order, with the keys of their tensors.
         identity: content of these items, independent of where their tensors are stored.
         tag_counts: by the index of a source.
     """

@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from diffsynth_lite.core.randomness import permutation
 from diffsynth_lite.data.item_table import Indices, ItemGroup
@@ -49,22 +50,6 @@ class Orders(Protocol):
 def draw_order(name: str, number: int, length: int, draw: Callable[[], Indices]) -> Numbers:
     """Store nothing: draw the order."""
     return draw()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """One micro-batch of the stream.
-
-    Attributes:
-        bucket: index of its bucket.
-        ordinal: its index among the blocks of its bucket, from 0.
-        position: index of its first sample among those of all buckets, from 0; no gaps between blocks.
-    """
-
-    bucket: int
-    ordinal: int
-    position: int
-    size: int
 
 
 class SampleSchedule:
@@ -122,20 +107,17 @@ class SampleSchedule:
         """Mean number of blocks of a pass over all buckets."""
         return sum(self._blocks_per_pass, Fraction(0))
 
-    def block(self, index: int) -> Block:
-        """Block number ``index`` of the stream, from 0."""
+    def block(self, index: int) -> dict[int, int]:
+        """Index of the item at each position of block number ``index``, from 0; positions have no gaps."""
         if not 0 <= index - self._cycle_start < len(self._cycle):
             number, self._cycle_start = _find(
                 self._blocks_before, self.blocks_per_pass, len(self.sizes), index
             )
             self._cycle = self._draw_cycle(number)
-        return self._cycle.block(index - self._cycle_start)
-
-    def items(self, block: Block) -> list[int]:
-        """Index of each item of a block, in the order of its positions."""
-        stream = self._streams[block.bucket]
-        start = block.ordinal * block.size
-        return [stream.item(place) for place in range(start, start + block.size)]
+        bucket, before = self._cycle.block(index - self._cycle_start)
+        position, size = int(before @ self._cycle.sizes), self.sizes[bucket]
+        start, stream = int(before[bucket]) * size, self._streams[bucket]
+        return {position + place: stream.item(start + place) for place in range(size)}
 
     def _blocks_before(self, cycle: int) -> int:
         return sum(_floor(cycle, rate) for rate in self._blocks_per_pass)
@@ -159,33 +141,31 @@ class _Cycle:
 
     Args:
         before: number of blocks of each bucket before the cycle.
+        sizes: samples of a block of each bucket.
         labels: bucket of each block.
     """
 
     def __init__(self, before: Sequence[int], sizes: Sequence[int], labels: Numbers) -> None:
         self._labels = labels
-        self._sizes = np.array(sizes, np.int64)
+        self.sizes = np.array(sizes, np.int64)
         self._before = np.array(before, np.int64)
         self._counted, self._ordinals = 0, self._before.copy()
 
     def __len__(self) -> int:
         return len(self._labels)
 
-    def block(self, place: int) -> Block:
-        """The block at a place of the cycle; O(1) if the last call was for the place before."""
+    def block(self, place: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """Bucket of the block at a place of the cycle, and the number of blocks of each bucket before it.
+
+        O(1) if the last call was for the place before.
+        """
         if place < self._counted:
             self._counted, self._ordinals = 0, self._before.copy()
         for start in range(self._counted, place, _COUNTED_AT_ONCE):
             passed = self._labels[start : min(start + _COUNTED_AT_ONCE, place)]
-            self._ordinals += np.bincount(passed, minlength=len(self._sizes))
+            self._ordinals += np.bincount(passed, minlength=len(self.sizes))
         self._counted = place
-        bucket = int(self._labels[place : place + 1][0])
-        return Block(
-            bucket=bucket,
-            ordinal=int(self._ordinals[bucket]),
-            position=int(self._ordinals @ self._sizes),
-            size=int(self._sizes[bucket]),
-        )
+        return int(self._labels[place : place + 1][0]), self._ordinals
 
 
 class _BucketStream:

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
@@ -49,7 +49,7 @@ _SUFFIXES = ", ".join((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundRecords:
-    """The records of some sources, or a part of them, and the problems.
+    """The records of some sources, or a part of them, and the problems; nothing where nothing was read.
 
     Attributes:
         records: one source after the other.
@@ -58,11 +58,11 @@ class FoundRecords:
         without_trigger: names of the records with a caption to which the trigger was added.
     """
 
-    sources: Sequence[Source]
-    records: Sequence[Record]
-    unread: Mapping[str, str]
-    problems: Sequence[str]
-    without_trigger: Sequence[str]
+    sources: Sequence[Source] = ()
+    records: list[Record] = field(default_factory=list)
+    unread: Mapping[str, str] = field(default_factory=dict)
+    problems: Sequence[str] = ()
+    without_trigger: Sequence[str] = ()
 
     @property
     def names(self) -> list[str]:
@@ -72,7 +72,7 @@ class FoundRecords:
     def require_all(self) -> list[Record]:
         """The records; a UserError if there are problems."""
         Problems(self.problems).require_none()
-        return list(self.records)
+        return self.records
 
 
 def find_records(

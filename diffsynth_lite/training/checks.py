@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
-from diffsynth_lite.data import WHOLE, Part, Record
+from diffsynth_lite.data import WHOLE, FoundRecords, Part, Record
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import adapter_shapes
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
@@ -31,7 +31,7 @@ from diffsynth_lite.training.distributed.agreement import (
 from diffsynth_lite.training.distributed.context import check_split, check_tokens_of_previews
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
-from diffsynth_lite.training.encoding.dataset import ReadRecords, read_records
+from diffsynth_lite.training.encoding.dataset import CheckedData, read_records
 from diffsynth_lite.training.frozen_weights import check_stream, text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.layer_groups import (
     LayerGroup,
@@ -55,13 +55,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedRun:
+class CheckedRun(CheckedData):
     """The facts that the checks found about the base model and the data.
 
     Attributes:
-        family: the model family, bound to the folder of the base model.
-        training: records of the training items.
-        held_out: records of the held-out items; empty when training items are measured instead.
         target_layers: full names of the layers that get a LoRA.
         groups: the same, by how they are trained.
         num_blocks: transformer blocks that checkpointing covers.
@@ -70,12 +67,8 @@ class CheckedRun:
         num_in_vectors: those of them that are in vectors.
         optimizer: its state.
         training_adapter: digest of the frozen adapter that is on the model in training; None without.
-        preview_family: bound to the pipeline that previews are generated with.
     """
 
-    family: ModelFamily
-    training: ReadRecords
-    held_out: ReadRecords
     target_layers: Sequence[str]
     groups: Sequence[LayerGroup]
     num_blocks: int
@@ -83,7 +76,6 @@ class CheckedRun:
     num_lora_weights: int
     num_in_vectors: int
     optimizer: OptimizerFacts
-    preview_family: ModelFamily
     training_adapter: str | None = None
 
     def drop_records(self) -> None:
@@ -235,8 +227,8 @@ def _check_model(
     config: Config,
     device: torch.device,
     *,
-    training: ReadRecords,
-    held_out: ReadRecords,
+    training: FoundRecords,
+    held_out: FoundRecords,
 ) -> CheckedRun | None:
     """The facts about the model before its weights load; None where a problem was found."""
     problems.attempt(plan_rules, config, family)

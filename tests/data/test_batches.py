@@ -102,7 +102,7 @@ def test_a_step_consumes_its_positions_in_micro_batches(items, cache):
 def test_a_batch_holds_what_belongs_to_its_positions(items, cache):
     schedule = schedule_of(items, [1])
     for batch in first_batches(3, items, cache):
-        indices = [schedule.items(schedule.block(position))[0] for position in batch.positions]
+        indices = [schedule.block(position)[position] for position in batch.positions]
         assert batch.names == [f"{index}.png" for index in indices]
         assert batch.latents.dtype == torch.bfloat16
         assert batch.latents.shape == batch.noise.shape == (2, 2, 3, 3)
@@ -186,7 +186,7 @@ def test_the_first_batches_alone_are_read(items, cache):
     """An iteration that starts must not read the whole data set first."""
     schedule = schedule_of(items, [1])
     for position in (4, 5, 6):
-        [index] = schedule.items(schedule.block(position))
+        index = schedule.block(position)[position]
         entry(cache, index, "a").unlink()
     batches = first_batches(1, items, cache, global_batch_size=4)
     assert [batch.positions for batch in batches] == [[0, 1], [2, 3]]

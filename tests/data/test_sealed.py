@@ -87,7 +87,7 @@ def test_sealed_data_come_back_by_path_and_by_uri_also_in_another_process(
     assert (tmp_path / "copies").exists() == (not folder.is_local)
     assert document.validation is not None
     for sealed, given in ((document.data, DATA), (document.validation, HELD_OUT)):
-        items = seal.items(table, sealed)
+        items = seal.dataset(table, sealed).items
         assert list(items) == list(given.items)
         assert items.facts() == given.items.facts()
         members = [(group.bucket, group.source, group.members().tolist()) for group in items.groups]
@@ -171,7 +171,7 @@ def test_damage_is_found_and_named(cache: TensorCache, tmp_path: Path) -> None:
     with pytest.raises(
         DamagedSealError, match=r"items.table is damaged between its bytes 0 and .*; restore it from a copy"
     ):
-        seal.items(seal.map_table(tmp_path), seal.document.data).row(11)
+        seal.dataset(seal.map_table(tmp_path), seal.document.data).items.row(11)
     first, *_ = seal.problems(tmp_path, nothing)
     assert "names of data" in first
 

@@ -15,13 +15,13 @@ from prepared_run import CPU, PROCESS, Prepared, load_config_of, prepare
 from pretended_processes import PretendedProcesses
 
 from diffsynth_lite.config import Config, load_config
-from diffsynth_lite.data import Batch, TensorCache
+from diffsynth_lite.data import Batch, FoundRecords, TensorCache
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.distributed.agreement import FolderGroup
-from diffsynth_lite.training.encoding.dataset import ReadRecords, read_records
+from diffsynth_lite.training.encoding.dataset import read_records
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.seals import _require_same_settings, seal_settings
@@ -340,7 +340,7 @@ def test_all_that_is_wrong_with_the_data_of_any_process_is_a_problem_of_each(
 ) -> None:
     def read(accelerator: Any, _: int) -> str:
         problems = Problems([] if accelerator.is_main_process else ["data.path: 3.png has no caption"])
-        assert read_records(config_of(tmp_path), accelerator, problems) == (ReadRecords(), ReadRecords())
+        assert read_records(config_of(tmp_path), accelerator, problems) == (FoundRecords(), FoundRecords())
         return "\n".join(problems)
 
     for text in processes.run(read):

@@ -111,15 +111,16 @@ class Seal:
         remedy = _REMEDY if self.folder.is_local else f"remove {path}, and it is copied again"
         return MappedFile(path, self.document.table_bytes, remedy=remedy)
 
-    def items(self, table: MappedFile, sealed: SealedItems) -> ItemTable:
+    def dataset(self, table: MappedFile, sealed: SealedItems) -> UsableData:
         """One of its data sets, ``document.data`` or ``document.validation``."""
-        return ItemTable(
+        items = ItemTable(
             buckets=sealed.buckets,
             has_unconditional=sealed.has_unconditional,
             group_counts={(bucket, source): count for bucket, source, count in sealed.group_counts},
             columns=ItemColumns(**{name: MappedColumn(table, *at) for name, at in sealed.columns.items()}),
             known_facts=sealed.facts,
         )
+        return UsableData(items=items, identity=sealed.identity, tag_counts=sealed.tag_counts)
 
     def entries(self, table: MappedFile) -> SealedEntries:
         """Its entries."""

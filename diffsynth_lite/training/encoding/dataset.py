@@ -5,7 +5,7 @@ import logging
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -32,6 +32,7 @@ from diffsynth_lite.data import (
 )
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import write_text
+from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.progress_log import ProgressLog
 from diffsynth_lite.redaction import redacted
@@ -55,24 +56,29 @@ from diffsynth_lite.training.encoding.seals import require_seal
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadRecords:
-    """The records of a data set that could be read, the same on all processes.
+@dataclass(frozen=True, kw_only=True)
+class CheckedData:
+    """The data of a run, or of a part of it, by its checks.
 
     Attributes:
-        unread: name of each item that could not be read to the reason.
+        family: bound to the folder of the base model.
+        training: the records of the training items, or those of the part.
+        held_out: those of all held-out items; empty where the loss is measured on training items instead.
+        preview_family: bound to the pipeline that previews are generated with.
     """
 
-    records: list[Record] = field(default_factory=list)
-    unread: Mapping[str, str] = field(default_factory=dict)
+    family: ModelFamily
+    training: FoundRecords
+    held_out: FoundRecords
+    preview_family: ModelFamily
 
 
 def read_records(
     config: Config, accelerator: Accelerator, problems: Problems, part: Part = WHOLE
-) -> tuple[ReadRecords, ReadRecords]:
+) -> tuple[FoundRecords, FoundRecords]:
     """The training and the held-out records of a run, after a look at the headers of their files.
 
-    There are none for a run from a sealed cache: the seal is read instead.
+    They are the same on all processes, and none for a run from a sealed cache: the seal is read instead.
 
     The first of the processes that share a cache goes first and the others use its findings, so that no file
     is read by all at once. Bad items are listed in the run's ``quarantine.jsonl``.
@@ -84,29 +90,29 @@ def read_records(
     """
     if config.data.sealed is not None:
         problems.attempt(require_seal, config)
-        return ReadRecords(), ReadRecords()
+        return FoundRecords(), FoundRecords()
     quarantine = Quarantine(config, part)
 
-    def read_training() -> ReadRecords:
+    def read_training() -> FoundRecords:
         found = find_training_records(config, part)
         return read_one(found, found.records)
 
-    def read_held_out() -> ReadRecords:
+    def read_held_out() -> FoundRecords:
         found = find_held_out_records(config)
-        return read_one(found, records_of(part, found.records)) if found else ReadRecords()
+        return read_one(found, records_of(part, found.records)) if found else FoundRecords()
 
-    def read_one(found: FoundRecords, own: Sequence[Record]) -> ReadRecords:
+    def read_one(found: FoundRecords, own: Sequence[Record]) -> FoundRecords:
         quarantine.add_rows(found.unread.items())
-        records = found.require_all()
+        found.require_all()
         _check_headers(config, found, own, quarantine, part)
-        return ReadRecords(records=records, unread=found.unread)
+        return found
 
-    def read() -> list[ReadRecords]:
+    def read() -> list[FoundRecords]:
         if part.is_whole:
             adopt_parts(index_file(cache_folder(config)))
         # A UserError is caught here. Caught further out, this process would wait in the next exchange for a
         # process that has ended with another error.
-        return [problems.attempt(work) or ReadRecords() for work in (read_training, read_held_out)]
+        return [problems.attempt(work) or FoundRecords() for work in (read_training, read_held_out)]
 
     group = find_cache_group(config, accelerator)
     group.log("data.cache_dir", cache_folder(config), own="missing entries are encoded for each")
@@ -135,12 +141,11 @@ def find_cache_group(config: Config, accelerator: Accelerator) -> FolderGroup:
     return find_folder_group(accelerator, cache_folder(config), on_each_machine=True)
 
 
-def _without(read: ReadRecords, unread: Sequence[Mapping[str, str]]) -> ReadRecords:
+def _without(found: FoundRecords, unread: Sequence[Mapping[str, str]]) -> FoundRecords:
     """The records without those that any process could not read."""
     of_any = dict(ChainMap(*map(dict, unread)))
-    return ReadRecords(
-        records=[record for record in read.records if record.name not in of_any], unread=of_any
-    )
+    records = [record for record in found.records if record.name not in of_any]
+    return replace(found, records=records, unread=of_any)
 
 
 def _check_headers(

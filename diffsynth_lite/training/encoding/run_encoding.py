@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -34,7 +33,6 @@ from diffsynth_lite.data import (
     Part,
     PromptItem,
     Shard,
-    TagCounts,
     UsableData,
     draw_order,
     encode_missing,
@@ -49,8 +47,8 @@ from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.distributed.context import check_tokens
 from diffsynth_lite.training.distributed.same_run import require_same_items
 from diffsynth_lite.training.encoding.dataset import (
+    CheckedData,
     Quarantine,
-    ReadRecords,
     bad_records,
     check_vae_tiling,
     find_cache_group,
@@ -67,13 +65,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingData:
+class TrainingData(UsableData):
     """The encoded data of a run.
 
     Attributes:
-        items: of the training, in order, with the keys of their tensors.
-        identity: hash of the content of these items, for any place of their tensors.
-        tag_counts: by index of the source.
         is_live: whether tensors are encoded when they are read, in the process that holds the encoders.
         validation_items: for the fixed-noise loss: the first held-out items, or the first of ``items`` where
             nothing is held out.
@@ -81,9 +76,6 @@ class TrainingData:
         tracked_items: those of ``items`` whose losses are measured one by one.
     """
 
-    items: ItemTable
-    identity: DataIdentity
-    tag_counts: Mapping[int, TagCounts]
     tensors: EntryReader
     is_live: bool
     validation_items: Sequence[ValidationItem]
@@ -91,26 +83,6 @@ class TrainingData:
     tracked_items: Sequence[TrackedItem]
     previews: Sequence[PreviewRequest]
     orders: Orders = draw_order
-
-
-class CheckedData(Protocol):
-    """The data of a run, or of a part of it, by its checks."""
-
-    @property
-    def family(self) -> ModelFamily:
-        """Bound to its folder."""
-
-    @property
-    def training(self) -> ReadRecords:
-        """The training records, or those of the part."""
-
-    @property
-    def held_out(self) -> ReadRecords:
-        """All of them; without any, the validation loss is measured on training items."""
-
-    @property
-    def preview_family(self) -> ModelFamily:
-        """For previews: bound to the folder of their model, ``family``'s or another."""
 
 
 def plan_encoding(
@@ -179,9 +151,7 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
     else:
         previews = encode_previews(config, checked.preview_family, accelerator)
     return TrainingData(
-        items=trained_on.items,
-        identity=trained_on.identity,
-        tag_counts=trained_on.tag_counts,
+        **vars(trained_on),
         tensors=tensors,
         is_live=not config.data.cache,
         validation_items=measured_items(

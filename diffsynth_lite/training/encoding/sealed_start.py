@@ -13,10 +13,9 @@ from diffsynth_lite.training.data_settings import orders_folder, sealed_folder
 from diffsynth_lite.training.distributed.agreement import on_all_processes, some_processes_first
 from diffsynth_lite.training.distributed.context import check_tokens
 from diffsynth_lite.training.distributed.same_run import require_same_items
-from diffsynth_lite.training.encoding.dataset import find_cache_group
+from diffsynth_lite.training.encoding.dataset import CheckedData, find_cache_group
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import (
-    CheckedData,
     TrainingData,
     encode_previews,
     measured_items,
@@ -49,9 +48,9 @@ def sealed_data(config: Config, checked: CheckedData, accelerator: Accelerator) 
         accelerator, lambda: seal.map_table(sealed_folder(config)), lambda _: None, is_first=group.is_first
     )
     document = seal.document
-    items = seal.items(table, document.data)
-    held_out = None if document.validation is None else seal.items(table, document.validation)
-    held_out_items = held_out or ItemTable.build([])
+    trained_on = seal.dataset(table, document.data)
+    held_out = None if document.validation is None else seal.dataset(table, document.validation)
+    items, held_out_items = trained_on.items, held_out.items if held_out else ItemTable.build([])
     require_same_items(accelerator, items, held_out_items)
     check_tokens(config, family, [*items.buckets, *held_out_items.buckets])
     logger.info(
@@ -59,16 +58,12 @@ def sealed_data(config: Config, checked: CheckedData, accelerator: Accelerator) 
         *(len(items), document.num_entries, seal.folder),
     )
     entries = seal.entries(table)
-    measured = document.data if document.validation is None else document.validation
+    measured = held_out or trained_on
     return TrainingData(
-        items=items,
-        identity=document.data.identity,
-        tag_counts=document.data.tag_counts,
+        **vars(trained_on),
         tensors=entries,
         is_live=False,
-        validation_items=measured_items(
-            config, items if held_out is None else held_out, entries, are_held_out=held_out is not None
-        ),
+        validation_items=measured_items(config, measured.items, entries, are_held_out=held_out is not None),
         validation_identity=measured.identity,
         tracked_items=_tracked_items(config, seal, items, entries),
         previews=encode_previews(config, checked.preview_family, accelerator, sealed=entries),
