@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,7 @@ from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.reading import TolerantReader
 from diffsynth_lite.sampling.request import GivenLora, SampleRequest, make_folder
-from diffsynth_lite.training.builder import (
-    build_generation_info,
-    load_frozen_transformer,
-)
+from diffsynth_lite.training.builder import load_frozen_transformer
 from diffsynth_lite.training.checkpoint.resume import choices_in
 from diffsynth_lite.training.checks import bind_family, check_loading, find_blocks, with_placeholders
 from diffsynth_lite.training.encoding.run_encoding import encode_previews
@@ -37,6 +33,7 @@ from diffsynth_lite.training.preview_requests import check_previews
 from diffsynth_lite.training.previews import (
     OUT_OF_MEMORY_ADVICE,
     generation_parameters,
+    model_name,
     preview_grid,
     save_drawn,
     save_png,
@@ -64,19 +61,6 @@ class _ReadLora:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sample:
-    """One of the images or videos that are generated at each scale.
-
-    Attributes:
-        place: index of its prompt.
-        request: with its seed.
-    """
-
-    place: int
-    request: PreviewRequest
-
-
-@dataclass(frozen=True, kw_only=True)
 class _LoadedModel:
     """A base model with LoRAs on it.
 
@@ -90,7 +74,7 @@ class _LoadedModel:
     loras: Sequence[_ReadLora]
     transformer: torch.nn.Module
 
-    def draw(self, samples: Sequence[_Sample], scale: float) -> Sequence[Drawn]:
+    def draw(self, requests: Sequence[PreviewRequest], scale: float) -> Sequence[Drawn]:
         """The frames of each sample, with the weights of all LoRAs multiplied by ``scale``.
 
         Raises:
@@ -100,7 +84,7 @@ class _LoadedModel:
         vae_dtype = getattr(torch, self.config.model.vae_dtype)
         try:
             with evaluation_mode(self.transformer):
-                return self.family.sample(self.transformer, vae_dtype, [sample.request for sample in samples])
+                return self.family.sample(self.transformer, vae_dtype, requests)
         except FloatingPointError as error:
             remedy = (
                 "take a smaller one" if scale else "--scale 0 is the base model: see model.dtype, vae_dtype"
@@ -108,15 +92,18 @@ class _LoadedModel:
             raise UserError(f"--scale {scale:g}: numbers overflow, {error}; {remedy}") from error
 
     def save(
-        self, folder: Path, samples: Sequence[_Sample], generated: Sequence[Drawn], scale: float
+        self, folder: Path, requests: Sequence[PreviewRequest], generated: Sequence[Drawn], scale: float
     ) -> None:
         """Write the files, each with the parameters that it was generated with."""
-        source = build_generation_info(self.config, self.family)
+        model = model_name(self.family, self.config.model.path)
+        sampler = self.family.folder.component_config("scheduler")["_class_name"]
         loras = [(one.given.name, one.given.weight * scale) for one in self.loras if scale]
-        for sample, one in zip(samples, generated, strict=True):
-            text = generation_parameters(sample.request, source, loras)
-            name = f"prompt-{sample.place:02d}-seed-{sample.request.seed}-scale-{scale:g}.png"
-            save_drawn(folder / name, one, fps=source.fps, parameters=text)
+        num_prompts = len(self.config.validation.prompts)
+        for number, (request, one) in enumerate(zip(requests, generated, strict=True)):
+            text = generation_parameters(request, loras, model=model, sampler=sampler)
+            place = number * num_prompts // len(requests)  # the seeds of a prompt follow each other
+            name = f"prompt-{place:02d}-seed-{request.seed}-scale-{scale:g}.png"
+            save_drawn(folder / name, one, fps=request.fps, parameters=text)
 
 
 def draw_samples(request: SampleRequest) -> Path:
@@ -137,18 +124,20 @@ def draw_samples(request: SampleRequest) -> Path:
         config, family, loras = _check(request, accelerator)
         folder = make_folder(request)
         family.folder.download_weights(family.components)
-        samples = _encode(request, config, family, accelerator)
+        previews = encode_previews(config, family, accelerator)
+        free_memory()  # of the encoder
+        requests = [replace(preview, seed=seed) for preview in previews for seed in request.seeds]
         model = _load(config, family, loras, accelerator)
         columns = []
         for scale in request.scales:
             logger.info("Generating at scale %g.", scale)
-            generated = model.draw(samples, scale)
-            model.save(folder, samples, generated, scale)
+            generated = model.draw(requests, scale)
+            model.save(folder, requests, generated, scale)
             columns.append([frame_strip(frames_of(one)) for one in generated])
             free_memory()  # of the decoder, which is loaded for each scale as for each preview
     grid = folder / "grid.png"
     titles = [f"scale {scale:g}" if scale else "base" for scale in request.scales]
-    save_png(grid, preview_grid(list(zip(*columns, strict=True)), _labels(samples), titles))
+    save_png(grid, preview_grid(list(zip(*columns, strict=True)), _labels(requests), titles))
     return grid
 
 
@@ -157,13 +146,21 @@ def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, Mo
     config, problems = with_placeholders(request.config), Problems()
     if not config.validation.prompts:
         problems.append("--prompt: is missing, and validation.prompts of the config is empty; give a prompt")
-    problems.attempt(_require_one_process, accelerator)
+    if accelerator.num_processes > 1:
+        problems.append(
+            f"sample: needs one process, not {accelerator.num_processes}; start it without a launcher"
+        )
     family = bind_family(config)
     problems.attempt(check_previews, config, family)
-    read = partial(_read, family, family.empty_transformer())
-    found = [problems.attempt(read, *numbered) for numbered in enumerate(request.loras)]
+    empty = family.empty_transformer()
+    found = [problems.attempt(_read, family, empty, *numbered) for numbered in enumerate(request.loras)]
     loras = [lora for lora in found if lora is not None]
-    problems.attempt(_require_single, loras)
+    uncombined = [lora for lora in loras if excludes_other_loras(lora.tensors)]
+    if uncombined and len(loras) > 1:
+        problems.append(
+            f"--lora {uncombined[0].given.place}: is a DoRA or a LoKr, which cannot be combined with other "
+            "LoRAs here; give only this one"
+        )
     _check_loading(problems, family, config, accelerator.device)
     problems.require_none()
     if needs_auto_memory(request.config):
@@ -172,21 +169,6 @@ def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, Mo
         _check_loading(problems, family, config, accelerator.device)
         problems.require_none()
     return config, family, loras
-
-
-def _require_single(loras: Sequence[_ReadLora]) -> None:
-    uncombined = [lora for lora in loras if excludes_other_loras(lora.tensors)]
-    if uncombined and len(loras) > 1:
-        raise UserError(
-            f"--lora {uncombined[0].given.place}: is a DoRA or a LoKr, which cannot be combined with other "
-            "LoRAs here; give only this one"
-        )
-
-
-def _require_one_process(accelerator: Accelerator) -> None:
-    processes = accelerator.num_processes
-    if processes > 1:
-        raise UserError(f"sample: needs one process, not {processes}; start it without a launcher")
 
 
 def _check_loading(problems: Problems, family: ModelFamily, config: Config, device: torch.device) -> None:
@@ -212,19 +194,6 @@ def _read(family: ModelFamily, empty: torch.nn.Module, place: int, given: GivenL
     return _ReadLora(given=given, adapter=f"sampled_{place}", tensors=tensors, settings=settings)
 
 
-def _encode(
-    request: SampleRequest, config: Config, family: ModelFamily, accelerator: Accelerator
-) -> list[_Sample]:
-    """Each prompt with each seed; the encoder is freed."""
-    previews = encode_previews(config, family, accelerator)
-    free_memory()
-    return [
-        _Sample(place=place, request=replace(preview, seed=seed))
-        for place, preview in enumerate(previews)
-        for seed in request.seeds
-    ]
-
-
 def _load(
     config: Config, family: ModelFamily, loras: Sequence[_ReadLora], accelerator: Accelerator
 ) -> _LoadedModel:
@@ -244,11 +213,10 @@ def _load(
     return _LoadedModel(config=config, family=family, loras=loras, transformer=prepared)
 
 
-def _labels(samples: Sequence[_Sample]) -> list[str]:
+def _labels(requests: Sequence[PreviewRequest]) -> list[str]:
     """One a row of the grid: the prompt, and the seed where there are several."""
-    previews = [sample.request for sample in samples]
-    has_seeds = len({preview.seed for preview in previews}) > 1
-    return redacted([has_seeds * f"seed {preview.seed}: " + preview.prompt for preview in previews])
+    has_seeds = len({request.seed for request in requests}) > 1
+    return redacted([has_seeds * f"seed {request.seed}: " + request.prompt for request in requests])
 
 
 @contextmanager

@@ -20,12 +20,11 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import UpdateSizes, add_adapter, add_training_adapter, load_adapter_tensors
 from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.checks import CheckedRun, block_policy
-from diffsynth_lite.training.data_settings import data_sources, fps_of, num_tokens_of
+from diffsynth_lite.training.data_settings import data_sources, num_tokens_of
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.sharding import require_sharded
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
@@ -45,7 +44,7 @@ from diffsynth_lite.training.optimization.optimizers import (
     build_learning_rate,
     measures_average,
 )
-from diffsynth_lite.training.previews import GenerationInfo, PreviewModel, Previews
+from diffsynth_lite.training.previews import Previews, model_name
 
 
 @dataclass(kw_only=True)
@@ -329,31 +328,15 @@ def _build_previews(
     config: Config, checked: CheckedRun, encoded: TrainingData, folder: Path, *, writes: bool
 ) -> Previews:
     family = checked.preview_family
-    other = None if family is checked.family else PreviewModel(config, family)
     return Previews(
         family=family,
-        other=other,
+        other=None if family is checked.family else config,
         folder=folder,
         writes=writes,
         requests=encoded.previews,
-        source=build_generation_info(config, family, config.validation.model_path),
+        model=model_name(family, config.validation.model_path or config.model.path),
+        sampler=family.folder.component_config("scheduler")["_class_name"],
         vae_dtype=getattr(torch, config.model.vae_dtype),
-    )
-
-
-def build_generation_info(config: Config, family: ModelFamily, location: str | None = None) -> GenerationInfo:
-    """The names of the model and the sampler that previews are generated with, for people to read.
-
-    Args:
-        location: of the pipeline, as given, where that is another one than ``model.path``.
-    """
-    folder = family.folder
-    base = find_base_model(family.releases, location or config.model.path, folder)
-    names = [base.hub_id or folder.path.resolve().name, *(file.path.stem for file in folder.files.values())]
-    return GenerationInfo(
-        model=" + ".join(names),
-        sampler=folder.component_config("scheduler")["_class_name"],
-        fps=fps_of(config, family),
     )
 
 

@@ -48,6 +48,7 @@ from diffsynth_lite.media import (
     jpeg_url,
 )
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.frozen_weights import load_to_draw
 
@@ -74,76 +75,27 @@ _THUMBNAIL_PX = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationInfo:
-    """The model and sampler that previews are generated with, as their files name them.
-
-    Attributes:
-        model: name of the base model, never a path.
-        sampler: class of its sampler.
-        fps: frames per second of videos; None where there are only images.
-    """
-
-    model: str
-    sampler: str
-    fps: float | None
-
-
-@dataclass(frozen=True)
-class PreviewModel:
-    """The model that generates previews, where it is not the trained one.
-
-    Attributes:
-        config: has the formats of its weights.
-        family: bound to its pipeline.
-    """
-
-    config: Config
-    family: ModelFamily
-
-    @contextmanager
-    def with_lora_of(self, transformer: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """Scope in which it is loaded, with the present LoRA of the trained model.
-
-        Args:
-            transformer: with an adapter that trains, on the device.
-        """
-        updates = updates_of(adapter_tensors(transformer), adapter_settings(transformer))
-        device = next(transformer.parameters()).device
-        # As in the LoRA file: alpha is folded, so that each layer's is its rank.
-        of_file = tensors_of(updates, DIFFUSERS).items()
-        tensors = {name: tensor for name, tensor in of_file if not name.endswith(COMFYUI_SCALE)}
-        model = load_to_draw(
-            self.config,
-            self.family,
-            device,
-            lambda loaded: add_finished_lora(loaded, _DRAWN, tensors, {}, device=device),
-        )
-        # One of its own, as the run's would keep the model.
-        prepared = Accelerator(mixed_precision=self.config.train.mixed_precision).prepare_model(
-            model, evaluation_mode=True
-        )
-        with evaluation_mode(prepared):
-            yield prepared
-
-
-@dataclass(frozen=True, kw_only=True)
 class Previews:
     """The previews that are generated at chosen steps, always from the same noise.
 
     Attributes:
         family: generates through its own diffusers pipeline.
         requests: one a prompt.
+        model: name of the base model for people to read, never a path.
+        sampler: class of its sampler.
         vae_dtype: dtype of the decoder, which is loaded for the previews and freed again.
-        other: the model that generates, loaded and freed each time; None where it is the trained one.
+        other: config with the formats of the model that generates, loaded and freed each time; None where it
+            is the trained one.
         writes: whether this process writes the files.
     """
 
     family: ModelFamily
     folder: Path
     requests: Sequence[PreviewRequest]
-    source: GenerationInfo
+    model: str
+    sampler: str
     vae_dtype: torch.dtype
-    other: PreviewModel | None = None
+    other: Config | None = None
     writes: bool = True
 
     def draw(self, transformer: torch.nn.Module, step: int) -> Path | None:
@@ -195,9 +147,34 @@ class Previews:
         together = nullcontext() if shared is None else shared.failing_together()
         device = next(transformer.parameters()).device
         as_used = without_training_adapter(transformer)
-        on = nullcontext(transformer) if self.other is None else self.other.with_lora_of(transformer)
+        on = nullcontext(transformer) if self.other is None else self._other_model(self.other, transformer)
         with random_state_scope(device), evaluation_mode(transformer), together, as_used, on as model:
             return self.family.sample(model, self.vae_dtype, self.requests)
+
+    @contextmanager
+    def _other_model(self, config: Config, transformer: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """Scope in which the model that generates is loaded, with the present LoRA of the trained model.
+
+        Args:
+            transformer: with an adapter that trains, on the device.
+        """
+        updates = updates_of(adapter_tensors(transformer), adapter_settings(transformer))
+        device = next(transformer.parameters()).device
+        # As in the LoRA file: alpha is folded, so that each layer's is its rank.
+        of_file = tensors_of(updates, DIFFUSERS).items()
+        tensors = {name: tensor for name, tensor in of_file if not name.endswith(COMFYUI_SCALE)}
+        model = load_to_draw(
+            config,
+            self.family,
+            device,
+            lambda loaded: add_finished_lora(loaded, _DRAWN, tensors, {}, device=device),
+        )
+        # One of its own, as the run's would keep the model.
+        prepared = Accelerator(mixed_precision=config.train.mixed_precision).prepare_model(
+            model, evaluation_mode=True
+        )
+        with evaluation_mode(prepared):
+            yield prepared
 
     def thumbnail(self, step: int) -> str | None:
         """A small image of the first prompt, from the last previews after training up to a step.
@@ -227,8 +204,9 @@ class Previews:
         # Before the first step a LoRA changes nothing.
         loras = [(f"step-{step:08d}", 1.0)] if step else []
         for place, drawn in enumerate(previews):
-            text = generation_parameters(self.requests[place], self.source, loras)
-            save_drawn(self.file(step, place), drawn, fps=self.source.fps, parameters=text)
+            request, file = self.requests[place], self.file(step, place)
+            text = generation_parameters(request, loras, model=self.model, sampler=self.sampler)
+            save_drawn(file, drawn, fps=request.fps, parameters=text)
         steps = evenly_spread([known for known in self.drawn_steps() if known <= step], _MAX_COLUMNS)
         rows = [[_open(self.file(known, place)) for known in steps] for place in range(len(self.requests))]
         path = self.folder / "grid.png"
@@ -304,8 +282,20 @@ def save_png(path: Path, image: Image.Image, parameters: str | None = None) -> N
         image.save(temporary, "PNG", pnginfo=texts)
 
 
+def model_name(family: ModelFamily, location: str) -> str:
+    """The name of a family's base model for people to read: never a path.
+
+    Args:
+        location: of its pipeline, as given.
+    """
+    folder = family.folder
+    base = find_base_model(family.releases, location, folder)
+    names = [base.hub_id or folder.path.resolve().name, *(file.path.stem for file in folder.files.values())]
+    return " + ".join(names)
+
+
 def generation_parameters(
-    request: PreviewRequest, source: GenerationInfo, loras: Sequence[tuple[str, float]]
+    request: PreviewRequest, loras: Sequence[tuple[str, float]], *, model: str, sampler: str
 ) -> str:
     """How an image or a video was generated, as AUTOMATIC1111's web UI writes it into files.
 
@@ -314,6 +304,8 @@ def generation_parameters(
 
     Args:
         loras: name and weight of each.
+        model: name of the base model.
+        sampler: class of its sampler.
     """
     tags = [f"<lora:{name}:{weight:g}>" for name, weight in loras]
     lines = [" ".join([request.prompt, *tags])]
@@ -321,14 +313,14 @@ def generation_parameters(
         lines.append(f"Negative prompt: {request.negative_prompt}")
     settings: dict[str, object] = {
         "Steps": request.num_inference_steps,
-        "Sampler": source.sampler,
+        "Sampler": sampler,
         "CFG scale": f"{request.guidance_scale:g}",
         "Seed": request.seed,
         "Size": f"{request.width}x{request.height}",
-        "Model": source.model,
+        "Model": model,
     }
     if request.num_frames > 1:
-        settings |= {"Frames": request.num_frames, "FPS": f"{source.fps:g}"}
+        settings |= {"Frames": request.num_frames, "FPS": f"{request.fps:g}"}
     if request.num_layers:
         settings["Layers"] = request.num_layers
     settings["Version"] = f"diffsynth_lite {__version__}"

@@ -23,7 +23,7 @@ from diffsynth_lite.run_folder.reading import TolerantReader
 from diffsynth_lite.training.checkpoint.resume import require_same, settings_fingerprint
 from diffsynth_lite.training.encoding.dataset import Quarantine
 from diffsynth_lite.training.lora_file import export_lora
-from diffsynth_lite.training.previews import GenerationInfo, Previews
+from diffsynth_lite.training.previews import Previews
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 
@@ -181,7 +181,8 @@ def test_the_labels_of_the_preview_grid_and_what_stands_in_previews_are_masked(t
             family=family,
             folder=folder,
             requests=[request],
-            source=GenerationInfo(model="tiny", sampler="Euler", fps=None),
+            model="tiny",
+            sampler="Euler",
             vae_dtype=torch.float32,
         )
         grid = previews.draw(torch.nn.Linear(1, 1), 0)

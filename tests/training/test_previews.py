@@ -21,7 +21,6 @@ from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import PreviewRequest
 from diffsynth_lite.training.previews import (
-    GenerationInfo,
     Previews,
     generation_parameters,
     preview_grid,
@@ -41,6 +40,7 @@ def previews(folder: Path, sample, prompts=PROMPTS, shards=None, **settings) -> 
             num_inference_steps=2,
             guidance_scale=1.0,
             seed=0,
+            fps=8,
         )
         for prompt in prompts
     ]
@@ -48,7 +48,8 @@ def previews(folder: Path, sample, prompts=PROMPTS, shards=None, **settings) -> 
         family=SimpleNamespace(sample=sample, shards=shards, context=None),
         folder=folder,
         requests=requests,
-        source=GenerationInfo(model="tiny", sampler="Euler", fps=8),
+        model="tiny",
+        sampler="Euler",
         vae_dtype=torch.float32,
         **settings,
     )
@@ -252,9 +253,9 @@ def test_what_stands_in_an_image_is_read_back_by_the_rules_of_the_program_that_i
     request = dataclasses.replace(
         request, prompt="ein Hündchen,\n\U0001f436", negative_prompt="blurry", guidance_scale=4.5
     )
-    clip = dataclasses.replace(request, num_frames=9)
-    source = GenerationInfo(model='a: "b", c', sampler="Euler", fps=16)
-    text = generation_parameters(clip, source, [("mine", 0.7), ("other", 1.0)])
+    clip = dataclasses.replace(request, num_frames=9, fps=16)
+    names = {"model": 'a: "b", c', "sampler": "Euler"}
+    text = generation_parameters(clip, [("mine", 0.7), ("other", 1.0)], **names)
     # A last line with three settings or more holds these; what a setting needs quotes for is json.
     *lines, last = text.split("\n")
     assert lines == ["ein Hündchen,", "\U0001f436 <lora:mine:0.7> <lora:other:1>", "Negative prompt: blurry"]
@@ -265,12 +266,12 @@ def test_what_stands_in_an_image_is_read_back_by_the_rules_of_the_program_that_i
         "CFG scale": "4.5",
         "Seed": "0",
         "Size": "64x32",
-        "Model": source.model,
+        "Model": names["model"],
         "Frames": "9",
         "FPS": "16",
         "Version": f"diffsynth_lite {__version__}",
     }
-    unguided = generation_parameters(dataclasses.replace(request, guidance_scale=1.0), source, [])
+    unguided = generation_parameters(dataclasses.replace(request, guidance_scale=1.0), [], **names)
     assert "Negative" not in unguided
     assert "FPS" not in unguided
 

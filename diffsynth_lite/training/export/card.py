@@ -180,7 +180,7 @@ class CardWriter:
             lora=LORA_FOLDER,
             prompt=next(filter(None, (self._request.prompt, *self.facts.trigger_words)), "your prompt"),
             negative_prompt=self._request.negative_prompt,
-            fps=self.previews.source.fps,
+            fps=self._request.fps,
         )
 
     def _comfy_files(self) -> dict[str, str] | None:
@@ -254,7 +254,7 @@ class CardWriter:
         if not has_samples:
             yield "It has no samples."
         elif self.previews.other is not None:
-            yield f"Samples were generated on {self.previews.source.model}, which it was not trained on."
+            yield f"Samples were generated on {self.previews.model}, which it was not trained on."
         yield "Nothing else was measured."
 
     def _caveats_of_use(self) -> Iterator[str]:

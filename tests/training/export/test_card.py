@@ -30,7 +30,6 @@ from diffsynth_lite.pipelines.base.release_folder import find_base_model, write_
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.releases import BaseModel
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.training.builder import build_generation_info
 from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
 from diffsynth_lite.training.export.usage import usage_code
 from diffsynth_lite.training.layer_groups import adapter_kind
@@ -77,7 +76,8 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             family=family,
             folder=run.previews_folder,
             requests=[],
-            source=build_generation_info(config, family),
+            model="tiny",
+            sampler="Euler",
             vae_dtype=torch.float32,
         )
         writer = CardWriter(
