@@ -132,21 +132,28 @@ def run_command(work: Callable[[], None], console: Console, *, level: int = logg
     A log that takes nothing more, as a pipe into ``head``, stops nothing.
 
     Args:
-        work: the command.
         console: where log lines and errors go.
         level: of the lines that are printed; tracebacks of bugs always are.
 
     Returns:
-        The exit code, see :func:`exit_code_of`.
+        The exit code: 0 finished, 2 something the user can fix, 3 it had to stop, 75 stopped by a signal
+        after saving.
+
+    Raises:
+        SystemExit: with code 1, after a bug of ours, whose traceback any process prints.
     """
     # Read once, when diffusers is imported. We ask for no remote code; now nobody can.
     os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
     redactor = Redactor(os.environ)
-    configure_logging(console, redactor, level=level)
+    # Our facts and everybody's warnings.
+    logging.basicConfig(level=logging.WARNING, handlers=[_ConsoleHandler(console, redactor, level)])
+    logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
+    for name in _IDLE_ADVICE:
+        logging.getLogger(name).addFilter(_is_no_idle_advice)
     with in_force(redactor), lossy_log():
         code = EXIT_BUG
         try:
-            code = exit_code_of(work, redactor)
+            code = _exit_code_of(work, redactor)
             return code
         finally:
             _leave_process_group(failed=code != EXIT_FINISHED)
@@ -169,17 +176,15 @@ def _leave_process_group(*, failed: bool) -> None:
             logger.debug("the process group could not be ended: %s", error)
 
 
-def configure_logging(console: Console, redactor: Redactor, *, level: int = logging.INFO) -> None:
-    """Our facts and everybody's warnings are printed, those of a level at least."""
-    handler = _ConsoleHandler(console, redactor, level)
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
-    for name in _IDLE_ADVICE:
-        logging.getLogger(name).addFilter(_is_no_idle_advice)
-
-
 def _is_no_idle_advice(record: logging.LogRecord) -> bool:
     return _IDLE_ADVICE[record.name] not in record.getMessage()
+
+
+def print_lines(*lines: str) -> None:
+    """Print the result of a command; a terminal wraps the lines, a file keeps them whole."""
+    console = Console(emoji=False)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def hide_progress_bars() -> None:
@@ -191,20 +196,7 @@ def hide_progress_bars() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def exit_code_of(work: Callable[[], None], redactor: Redactor) -> int:
-    """Run a command.
-
-    Args:
-        work: the command.
-        redactor: masks secrets in a traceback.
-
-    Returns:
-        The exit code: 0 finished, 2 something the user can fix, 3 it had to stop, 75 stopped by a signal
-        after saving.
-
-    Raises:
-        SystemExit: with code 1, after a bug of ours, whose traceback any process prints.
-    """
+def _exit_code_of(work: Callable[[], None], redactor: Redactor) -> int:
     try:
         work()
     except (Exception, RunInterrupted) as error:
@@ -213,13 +205,8 @@ def exit_code_of(work: Callable[[], None], redactor: Redactor) -> int:
             # Not left to the interpreter: wandb's hook prints the traceback as it is.
             sys.stderr.write(redactor.text(traceback.format_exc()))
             raise SystemExit(code) from error
-        _explain(error)
+        level = logging.WARNING if isinstance(error, RunInterrupted) else logging.ERROR
+        for line in str(error).splitlines():
+            logger.log(level, "%s", line, extra=ON_EACH_MACHINE)
         return code
     return EXIT_FINISHED
-
-
-def _explain(error: BaseException) -> None:
-    """One line for each problem, on the error stream."""
-    level = logging.WARNING if isinstance(error, RunInterrupted) else logging.ERROR
-    for line in str(error).splitlines():
-        logger.log(level, "%s", line, extra=ON_EACH_MACHINE)

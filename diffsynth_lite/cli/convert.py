@@ -2,13 +2,11 @@
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from diffsynth_lite.cli.arguments import positive_number
+from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.run_folder.folder import RunFolder
 
@@ -95,8 +93,7 @@ def run(parsed: argparse.Namespace) -> None:
         lines.append(
             "ComfyUI takes only some layers of this family by these names: for ComfyUI use --to comfyui."
         )
-    for line in lines:
-        Console(emoji=False).print(line, highlight=False, markup=False, soft_wrap=True)
+    print_lines(*lines)
 
 
 def _family_of(contents: "LoraContents", asked: str | None, to: "Target") -> tuple[str, "FamilyNames"]:
@@ -150,14 +147,12 @@ def _names_as_written(contents: "LoraContents", names: "FamilyNames", to: "Targe
 
 def _described(contents: "LoraContents") -> str:
     pairs = contents.pairs
-    ranks = _most_frequent_first(pair.rank for pair in pairs.values())
-    alphas = _most_frequent_first(pair.alpha for pair in pairs.values())
+    ranks, alphas = (
+        " and ".join(f"{value:g}" for value, _ in Counter(values).most_common())
+        for values in ([pair.rank for pair in pairs.values()], [pair.alpha for pair in pairs.values()])
+    )
     note = "" if contents.has_alpha else " (it says none: that is the rank)"
     return (
         f"{len(pairs)} layers such as {min(pairs)}; rank {ranks}, alpha {alphas}{note}, "
         f"{str(contents.dtype).removeprefix('torch.')}"
     )
-
-
-def _most_frequent_first(values: Iterable[float]) -> str:
-    return " and ".join(f"{value:g}" for value, _ in Counter(values).most_common())

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from diffsynth_lite.cli.arguments import add_config_arguments
+from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 
@@ -61,8 +62,7 @@ def run(parsed: argparse.Namespace) -> None:
         write_page(parsed.page, findings, title=loaded.path.stem, lead=lead)
     except OSError as error:
         raise UserError(f"--page {parsed.page}: cannot be written: {error.strerror}") from None
-    text = f"Page with the items as the model sees them: {parsed.page}"
-    console.print(text, markup=False, soft_wrap=True)
+    print_lines(f"Page with the items as the model sees them: {parsed.page}")
     examination.require_usable()
 
 

@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from diffsynth_lite.cli.arguments import add_preset_argument
+from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.config.files import read_preset
 from diffsynth_lite.errors import UserError
 
@@ -80,5 +79,4 @@ def run(parsed: argparse.Namespace) -> None:
         f"Wrote {out}{f' and {image}' if image else ''}, for {start.family}{reason}. Look at it, then:",
         *(f"  {command}" for command in next_commands(out)),
     ]
-    for line in lines:
-        Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    print_lines(*lines)

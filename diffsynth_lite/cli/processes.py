@@ -232,7 +232,7 @@ def _require_as_many_as_asked(environment: Mapping[str, str], program: str) -> N
     if _BY_ACCELERATE not in environment or _TORCHRUN.rank in environment:
         return
     # It sets where the processes would meet, and starts one.
-    of_launcher = _parent_environment()
+    of_launcher = dict(entry.split("=", 1) for entry in _shown_of_parent("environ") if "=" in entry)
     if all(environment.get(name) == of_launcher.get(name) for name in _RENDEZVOUS):
         return
     # The number may also be in a file of its own.
@@ -277,13 +277,8 @@ def _require_devices(environment: MutableMapping[str, str], program: str) -> Non
         environment[_USE_CPU] = "true"
 
 
-def _parent_environment() -> dict[str, str]:
-    """The parent's entry in the process table; empty where the system does not show it."""
-    return dict(entry.split("=", 1) for entry in _shown_of_parent("environ") if "=" in entry)
-
-
 def _shown_of_parent(name: str) -> list[str]:
-    """Entries of a file that Linux shows of the parent process."""
+    """Entries of a file that Linux shows of the parent process; none where the system does not show it."""
     if sys.platform != "linux":
         return []
     try:

@@ -4,8 +4,7 @@ import argparse
 import logging
 from pathlib import Path
 
-from rich.console import Console
-
+from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.run_folder.folder import RunFolder
 
@@ -37,11 +36,11 @@ def run(parsed: argparse.Namespace) -> None:
     folder = RunFolder(parsed.folder.expanduser())
     loras = {"last": folder.lora_folder, "best": folder.best_lora_folder, "ema": folder.ema_lora_folder}
     publication = Publication.of_run(folder, loras[parsed.lora], parsed.to)
-    console = Console(emoji=False)
-    console.print(f"To {parsed.to}{', private' if parsed.private else ''}:", highlight=False, markup=False)
-    for name, size in publication.sizes.items():
-        console.print(f"  {name}  {format_bytes(size)}", highlight=False, markup=False, soft_wrap=True)
+    print_lines(
+        f"To {parsed.to}{', private' if parsed.private else ''}:",
+        *(f"  {name}  {format_bytes(size)}" for name, size in publication.sizes.items()),
+    )
     if parsed.dry_run:
-        console.print("Nothing was sent.")
+        print_lines("Nothing was sent.")
         return
     logger.info("Published: %s", publication.send(private=parsed.private))

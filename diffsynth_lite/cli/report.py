@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-from rich.console import Console
-
+from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.run_folder.folder import find_runs
 
@@ -97,7 +96,7 @@ def _write_page(path: Path, folders: Mapping[str, Path]) -> None:
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; --out names another file") from None
     shown = str(path).encode(errors="replace").decode()
-    Console(emoji=False).print(f"Page: {shown}", markup=False, soft_wrap=True)
+    print_lines(f"Page: {shown}")
 
 
 def _serve(places: list[Path], port: int) -> None:
@@ -110,7 +109,7 @@ def _serve(places: list[Path], port: int) -> None:
     except OSError as error:
         raise UserError(f"--port {port}: {error.strerror}; give another, or 0 for any that is free") from None
     with server:
-        Console(emoji=False).print(f"Open {server.address} in a browser; Ctrl+C ends it.", soft_wrap=True)
+        print_lines(f"Open {server.address} in a browser; Ctrl+C ends it.")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diffsynth_lite.cli.arguments import add_config_arguments
+from diffsynth_lite.cli.arguments import add_config_arguments, positive_count
 from diffsynth_lite.cli.console import hide_progress_bars
 from diffsynth_lite.cli.processes import join_processes
 from diffsynth_lite.cli.train import make_cublas_repeatable
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the noise (default: validation.seed, as previews)",
     )
     parser.add_argument(
-        "--num", type=_positive, metavar="N", help="number of consecutive seeds, starting at --seed"
+        "--num", type=positive_count, metavar="N", help="number of consecutive seeds, starting at --seed"
     )
     parser.add_argument(
         "--scale",
@@ -216,12 +216,6 @@ def _seed_numbers(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) <= _MAX_SEED for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text}: whole numbers from 0 to {_MAX_SEED}, such as 0,1,2")
     return list(dict.fromkeys(map(int, text.split(","))))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text}: a whole number above 0")
-    return int(text)
 
 
 def _numbers(text: str) -> list[float]:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from messy_data import Workplace, add_images, advice_with, findings, scene
 
-from diffsynth_lite.cli.cache import caching_accelerator, fill_cache
 from diffsynth_lite.config import Config
 from diffsynth_lite.data.video import write_video
+from diffsynth_lite.training.caching import caching_accelerator, fill_cache
 
 
 @pytest.mark.parametrize("family", ["krea2", "qwen_image", "qwen_image_edit"])

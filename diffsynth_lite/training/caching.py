@@ -1,28 +1,113 @@
-"""This file seals the data of a run, from a cache that is filled."""
+"""This file fills the cache of a run ahead of it, seals it, and finds what in it no run needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import UsableData
+from diffsynth_lite.data import WHOLE, Part, Pruned, TensorCache, UsableData, parts_folder, prune
 from diffsynth_lite.data.sealed import (
     LANCE_ERRORS,
     Seal,
     SealDocument,
     SealFolder,
     first_line,
+    prune_orders,
+    prune_tables,
+    prune_unfinished,
     write_seal,
 )
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.training.checks import check_run
-from diffsynth_lite.training.data_settings import open_memory, sealed_folder
+from diffsynth_lite.training.data_settings import (
+    cache_folder,
+    index_file,
+    open_memory,
+    orders_folder,
+    sealed_folder,
+)
 from diffsynth_lite.training.encoding.dataset import Quarantine
 from diffsynth_lite.training.encoding.job import EncodingJob
-from diffsynth_lite.training.encoding.run_encoding import encode_job, plan_encoding, tracked_places
+from diffsynth_lite.training.encoding.run_encoding import (
+    encode_job,
+    encode_part,
+    encode_run,
+    plan_encoding,
+    plan_previews,
+    tracked_places,
+)
 from diffsynth_lite.training.encoding.seals import open_config_seal, seal_settings, unsealed
 from diffsynth_lite.training.evaluation import thumbnail_of
+from diffsynth_lite.training.session import build_accelerator
+from diffsynth_lite.training.shortages import shortages_explained
+
+
+def caching_accelerator(config: Config) -> Accelerator:
+    """Device and processes for the caches of any number of runs.
+
+    A process can have one accelerator, and runs may differ in their mixed precision, which nothing that is
+    encoded depends on.
+    """
+    return build_accelerator(config, Path(config.output.dir).expanduser() / "trackers")
+
+
+def fill_cache(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> int:
+    """Encode all that a run will need, or one part of it; each process of a launcher does its share.
+
+    The sealed cache is not looked at.
+
+    Returns:
+        The number of items that the run will train on, of the part.
+    """
+    config = unsealed(config)
+    try:
+        with shortages_explained():
+            checked = check_run(config, accelerator, part)
+            if part.is_whole:
+                return len(encode_run(config, checked, accelerator).items)
+            return len(encode_part(config, checked, accelerator, part=part).items)
+    except UserError as error:
+        prefix = "" if part.is_whole else f"part {part}: "
+        raise UserError("\n".join(f"{prefix}{line}" for line in str(error).splitlines())) from error
+
+
+@shortages_explained()
+def needed_keys(config: Config, accelerator: Accelerator) -> set[str]:
+    """Keys of all entries that a run reads; those of its previews only where its data are sealed."""
+    seal = None if config.data.sealed is None else open_config_seal(config)
+    config = unsealed(config) if seal is None else config
+    checked = check_run(config, accelerator)
+    with open_memory(config) as memory:
+        of_previews = plan_previews(config, checked.preview_family, accelerator, memory).prompts
+        if seal is not None:
+            sealed = seal.entries(seal.map_table(sealed_folder(config)))
+            return {key for key in of_previews if key not in sealed}
+        job = plan_encoding(config, checked, accelerator, memory)
+    return {*job.media, *job.prompts, *of_previews}
+
+
+def prune_cache(configs: Sequence[Config], needed: set[str], *, dry_run: bool) -> tuple[Pruned, Pruned]:
+    """Delete the files in the cache of some configs that none of them needs.
+
+    Args:
+        needed: keys of the entries that stay.
+
+    Returns:
+        The entries that were deleted, and the other files: orders of samples, copies of sealed tables,
+        unfinished ones.
+    """
+    cache, sealed = configs[0], [config for config in configs if config.data.sealed is not None]
+    seals = [seal.digest for seal in map(open_config_seal, sealed) if seal is not None]
+    others = (
+        prune_orders(orders_folder(cache), dry_run=dry_run),
+        prune_tables(sealed_folder(cache), seals, dry_run=dry_run),
+        prune_unfinished(parts_folder(index_file(cache_folder(cache))), dry_run=dry_run),
+    )
+    return prune(TensorCache(cache_folder(cache)), needed, dry_run=dry_run), Pruned(
+        num_files=sum(each.num_files for each in others), num_bytes=sum(each.num_bytes for each in others)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +118,7 @@ class Sealed:
     was_there: bool
 
 
+@shortages_explained()
 def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, int], None]) -> Sealed:
     """Seal the data of a run as the media are now, or compare them with a seal that is there.
 

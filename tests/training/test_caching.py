@@ -7,9 +7,9 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 from prepared_run import Prepared, load_config_of, prepare
 
-from diffsynth_lite.cli.cache import caching_accelerator, fill_cache, needed_keys
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.caching import caching_accelerator, fill_cache, needed_keys
 
 
 @pytest.fixture(scope="module")
