@@ -46,8 +46,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = families_to_test(metafunc.config)
         if only := metafunc.definition.get_closest_marker("families"):
             names = [name for name in names if only.args[0](name, load_family(name))]
-        is_marked = metafunc.definition.get_closest_marker("further_layouts")
-        layouts = LAYOUTS | FURTHER_LAYOUTS if is_marked else LAYOUTS
+        marks = {mark.name for mark in metafunc.definition.iter_markers()}
+        layouts = {} if "of_the_model" in marks else LAYOUTS
+        if "further_layouts" in marks:
+            layouts = LAYOUTS | FURTHER_LAYOUTS
         chosen = [layout for layout, (family, _) in layouts.items() if family in names]
         metafunc.parametrize("sample", [*names, *chosen], indirect=True, scope="module")
 

@@ -4,7 +4,8 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,19 @@ class Sample:
     first: Conditioning
     negative: Conditioning
     conditioning: list[Conditioning]
+    _adapted: dict[object, torch.nn.Module] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def model(self) -> torch.nn.Module:
+        """The family's model in fp32, loaded once for all tests, none of which may change it."""
+        return self.family.load_transformer(torch.float32)
+
+    def adapted(self, targets: Sequence[str] = (), kind: AdapterKind = LORA) -> torch.nn.Module:
+        """An ``adapted_transformer`` in training mode, made once for the tests that only run it."""
+        key = tuple(targets or self.family.default_target_modules), kind
+        if key not in self._adapted:
+            self._adapted[key] = adapted_transformer(self, targets=key[0], kind=kind)
+        return self._adapted[key].train()
 
     def fresh_pipeline(self) -> Any:
         """The tiny pipeline as it was saved; reading an edit pipeline back would need torchvision."""

@@ -67,7 +67,8 @@ class CheckedProcessor(TextAndImages):
         return super().__call__(text=text, images=images, **settings)
 
 
-def called_pipeline(sample: Sample) -> Any:
+@pytest.fixture(scope="module")
+def unwatched(sample: Sample) -> Any:
     """The pipeline, whose processor takes the texts that those of the released models take."""
     pipeline = sample.fresh_pipeline()
     if sample.family.prompt_sees_images:
@@ -77,6 +78,13 @@ def called_pipeline(sample: Sample) -> Any:
     if sample.name == "qwen_image_21":
         pipeline.processor.video_token = CheckedProcessor.video_token  # as Qwen3VLProcessor has it
     return pipeline
+
+
+@pytest.fixture
+def pipeline(unwatched: Any) -> Iterator[Any]:
+    """The pipeline, for a test that gives it an ``encode_prompt``."""
+    yield unwatched
+    del unwatched.encode_prompt
 
 
 def is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -92,8 +100,7 @@ def stopping(encode_prompt: Callable[..., object], indices: list[torch.Tensor]) 
     return encode_and_stop
 
 
-def test_the_encoders_get_the_tokens_that_the_pipeline_gives_them(sample: Sample) -> None:
-    pipeline = called_pipeline(sample)
+def test_the_encoders_get_the_tokens_that_the_pipeline_gives_them(sample: Sample, pipeline: Any) -> None:
     encode_prompt = pipeline.encode_prompt
     encode = sample.family.load_prompt_encoder(torch.float32, CPU)
     images = sample.media[0].inputs if sample.family.prompt_sees_images else ()
@@ -138,8 +145,8 @@ def is_among(ours: torch.Tensor, theirs: Sequence[torch.Tensor]) -> bool:
 
 
 @pytest.mark.further_layouts
-def test_prompts_are_encoded_and_cut_as_by_the_pipeline_and_counted(sample: Sample) -> None:
-    family, pipeline = sample.family, called_pipeline(sample)
+def test_prompts_are_encoded_and_cut_as_by_the_pipeline_and_counted(sample: Sample, pipeline: Any) -> None:
+    family = sample.family
     pipeline.encode_prompt = stopping(pipeline.encode_prompt, [])
     images = sample.media[0].inputs if family.prompt_sees_images else ()
     texts = [*PROMPTS, "", LONG]
@@ -168,15 +175,16 @@ def test_prompts_are_encoded_and_cut_as_by_the_pipeline_and_counted(sample: Samp
         assert lengths == expected
 
 
-@pytest.mark.parametrize("token", [*PLACEHOLDERS, "<|vision_start|>", "<|im_end|>", "[IMG]"])
-def test_a_caption_is_refused_where_the_pipeline_refuses_it(sample: Sample, token: str) -> None:
-    pipeline, caption = called_pipeline(sample), f"a ring {token}"
+def test_a_caption_is_refused_where_the_pipeline_refuses_it(sample: Sample, pipeline: Any) -> None:
     pipeline.encode_prompt = stopping(pipeline.encode_prompt, [])
-    with pytest.raises((_EncodedError, ValueError)) as found:
-        encode_in_a_call(sample, pipeline, caption)
-    if found.type is _EncodedError:
-        sample.family.check_prompt(caption, "a.png: its caption")
-    else:
-        assert token in str(found.value)
-        with pytest.raises(UserError, match=rf"a\.png: its caption holds {re.escape(token)}, .*; remove it"):
+    for token in (*PLACEHOLDERS, "<|vision_start|>", "<|im_end|>", "[IMG]"):
+        caption = f"a ring {token}"
+        with pytest.raises((_EncodedError, ValueError)) as found:
+            encode_in_a_call(sample, pipeline, caption)
+        if found.type is _EncodedError:
             sample.family.check_prompt(caption, "a.png: its caption")
+        else:
+            assert token in str(found.value)
+            words = rf"a\.png: its caption holds {re.escape(token)}, .*; remove it"
+            with pytest.raises(UserError, match=words):
+                sample.family.check_prompt(caption, "a.png: its caption")

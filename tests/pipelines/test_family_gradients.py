@@ -20,6 +20,7 @@ from family_sample import (
     engine_with,
     gradients,
     items_with_images,
+    transformer_calls,
     velocity_and_gradients,
 )
 from lazy_backend import LazyBackend
@@ -31,11 +32,7 @@ from diffsynth_lite.core.weights import BaseShards, WeightStream
 from diffsynth_lite.pipelines import family_names
 from diffsynth_lite.pipelines.anima import without_torchvision
 
-
-@pytest.fixture(scope="module")
-def transformer(sample: Sample) -> torch.nn.Module:
-    """The family's transformer with a LoRA, without dropout."""
-    return adapted_transformer(sample)
+pytestmark = pytest.mark.of_the_model
 
 
 def test_the_flags_change_neither_the_velocity_nor_any_gradient_also_with_dropout(sample: Sample) -> None:
@@ -77,6 +74,27 @@ def test_the_model_is_run_as_by_its_own_forward_to_the_last_gradient_under_all_f
                 assert tensor is ours[name] is None or torch.equal(tensor, ours[name]), (flags, name)
 
 
+PASSED_ON = {
+    "qwen_image_layered": ("additional_t_cond", "additional_t_cond", torch.tensor([1, 0, 1])),
+    "wan_vace": ("control_scale", "control_hidden_states_scale", torch.tensor([0.25, 0.75])),
+}
+"""An argument of the model function that no run gives this value, and its name in the model's forward."""
+
+
+@pytest.mark.families(lambda name, _: name in PASSED_ON)
+def test_an_argument_that_no_run_changes_is_that_of_the_models_forward(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, model, (argument, in_forward, value) = sample.family, sample.model, PASSED_ON[sample.name]
+    module = importlib.import_module(type(family).__module__)
+    ((name, model_fn),) = ((name, one) for name, one in vars(module).items() if name.startswith("model_fn_"))
+    monkeypatch.setattr(module, name, lambda *given, **named: model_fn(*given, **named | {argument: value}))
+    batch = sample.latents, SIGMA, sample.conditioning
+    (call,) = transformer_calls(model, lambda: family.predict(model, *batch))
+    assert torch.equal(call[in_forward], value)
+    test_the_model_is_run_as_by_its_own_forward_to_the_last_gradient_under_all_flags(sample)
+
+
 def record(calls: list[Any], _model: torch.nn.Module, *call: Any) -> None:
     calls.append(call)
 
@@ -89,7 +107,7 @@ def outputs_and_gradients(model: torch.nn.Module, outputs: Sequence[Any]) -> dic
 
 def test_weights_that_come_for_the_run_of_a_block_change_nothing(sample: Sample) -> None:
     """From host memory, whenever copies run, and from shards."""
-    resident, streamed, backend = adapted_transformer(sample), adapted_transformer(sample), LazyBackend()
+    resident, streamed, backend = sample.adapted(), adapted_transformer(sample), LazyBackend()
     blocks = blocks_of(streamed, sample.family.block_lists)
     stream = WeightStream([blocks], CPU, num_slots=1, backend=backend)
     # Some blocks keep what they compute, the others offload their inputs.
@@ -127,9 +145,8 @@ def targets_of(sample: Sample, name: str) -> tuple[str, ...]:
     if name == "queries":
         return ("to_q",)
     if name == "default":
-        return tuple(sample.family.default_target_modules)
-    modules = sample.family.load_transformer(torch.float32).named_modules()
-    return tuple(name for name, module in modules if isinstance(module, torch.nn.Linear))
+        return ()
+    return tuple(name for name, module in sample.model.named_modules() if isinstance(module, torch.nn.Linear))
 
 
 GATES_LEARN = {
@@ -143,7 +160,7 @@ GATES_LEARN = {
 
 @pytest.mark.parametrize("targets", GATES_LEARN)
 def test_what_the_recompute_leaves_out_changes_no_gradient(sample: Sample, targets: str) -> None:
-    transformer = adapted_transformer(sample, targets=targets_of(sample, targets))
+    transformer = sample.adapted(targets_of(sample, targets))
     _, expected = velocity_and_gradients(sample, transformer)
     engine = engine_with((True, False))
     # What was needed in the first step runs at once in the second.
@@ -159,8 +176,9 @@ def test_what_the_recompute_leaves_out_changes_no_gradient(sample: Sample, targe
 
 @pytest.mark.parametrize("flags", FLAGS)
 def test_every_declared_block_is_called_through_the_engine_and_is_recomputed_and_offloaded(
-    sample: Sample, transformer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, flags: tuple[bool, bool]
+    sample: Sample, monkeypatch: pytest.MonkeyPatch, flags: tuple[bool, bool]
 ) -> None:
+    transformer = sample.adapted()
     calls: list[tuple[Any, ...]] = []
 
     def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,8 +232,8 @@ def is_idle(gradient: torch.Tensor | None) -> bool:
     return gradient is None or not gradient.any()
 
 
-def test_every_adapter_gets_a_gradient(sample: Sample, transformer: torch.nn.Module) -> None:
-    _, gradients = velocity_and_gradients(sample, transformer)
+def test_every_adapter_gets_a_gradient(sample: Sample) -> None:
+    _, gradients = velocity_and_gradients(sample, sample.adapted())
     # As long as lora_B is zero, so is the gradient of lora_A.
     learning = {name: gradient for name, gradient in gradients.items() if ".lora_B." in name}
     assert learning

@@ -11,9 +11,12 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from family_sample import (
+    CPU,
     ELSEWHERE,
+    SIGMA,
     Sample,
     adapted_transformer,
+    mandelbrot,
     noise_levels,
     ones_like,
     transformer_calls,
@@ -23,19 +26,18 @@ from safetensors.torch import load_file, save_file
 from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
 from diffsynth_lite.pipelines.base.model_function import INPUT
-
-SIGMA = torch.tensor([0.1, 0.5, 0.9])
 
 
 def test_default_targets_match_the_structure_without_weights(sample: Sample) -> None:
     family = sample.family
-    empty, loaded = family.empty_transformer(), family.load_transformer(torch.float32)
+    empty = family.empty_transformer()
     assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
     found = [
         find_target_layers(model, family.default_target_modules, unused_modules=family.unused_modules(model))
-        for model in (empty, loaded)
+        for model in (empty, sample.model)
     ]
     assert found[0] == found[1]
     assert found[0]
@@ -67,10 +69,6 @@ def test_an_example_of_the_conditioning_is_what_the_encoders_give_of_a_prompt_as
             shape = (max(sample.family.max_prompt_tokens, len(value)), *shape[1:])
         assert example[name].shape == shape, name
         assert example[name].is_floating_point() == value.is_floating_point(), name
-
-
-def predict(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:
-    return sample.family.predict(transformer, sample.latents, SIGMA, sample.conditioning)
 
 
 def test_numbers_that_are_not_finite_are_no_preview_and_what_decodes_one_is_known(
@@ -105,8 +103,7 @@ def test_the_shift_is_positive_and_grows_with_the_image_where_it_depends_on_it(s
 def test_a_noise_level_is_given_to_the_model_as_by_the_sampler(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = sample.family
-    transformer = family.load_transformer(torch.float32)
+    family, transformer = sample.family, sample.model
     scheduler = family.load_scheduler()
     monkeypatch.setattr(family, "load_scheduler", lambda: scheduler)
     request = sample.request(num_inference_steps=4, guidance_scale=1.0, seed=0)
@@ -136,8 +133,6 @@ def test_the_velocity_is_what_the_pipeline_hands_to_its_sampler(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = sample.family
-    transformer = family.load_transformer(torch.float32)
-    transformer.register_forward_hook(lambda _module, _args, output: (ones_like(output[0]), *output[1:]))
     scheduler_class = type(family.load_scheduler())
     handed_over: list[torch.Tensor] = []
     step = scheduler_class.step
@@ -151,8 +146,12 @@ def test_the_velocity_is_what_the_pipeline_hands_to_its_sampler(
     # Of the class: some pipelines copy their sampler, for what else than the clip they generate.
     monkeypatch.setattr(scheduler_class, "step", watched)
     request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=0)
-    family.sample(transformer, torch.float32, [request])
-    ours = predict(sample, transformer)
+    hook = sample.model.register_forward_hook(
+        lambda _module, _args, output: (ones_like(output[0]), *output[1:])
+    )
+    family.sample(sample.model, torch.float32, [request])
+    ours = family.predict(sample.model, sample.latents, SIGMA, sample.conditioning)
+    hook.remove()
     # A model that returns 1 everywhere: sign and scale show, the layout does not matter.
     (everywhere,) = ours.unique().tolist()
     # LTX-2's pipeline goes over the clean latents, where it guides, and back.
@@ -211,6 +210,29 @@ def test_the_shape_of_latents_is_known_before_anything_is_encoded(sample: Sample
     assert sample.family.latents_shape(4 * divisor, 2 * divisor, num_frames) == tuple(shape)
 
 
+TOO_NARROW = {"flux_kontext": (8, 900), "qwen_image_edit": (8000, 2)}
+"""Images to edit of which no row or no column would be left."""
+
+
+@pytest.mark.further_layouts
+@pytest.mark.families(lambda _, family: family.input_size is not ModelFamily.input_size)
+def test_the_size_of_an_image_to_edit_is_known_before_it_is_encoded(sample: Sample) -> None:
+    family, frames = sample.family, sample.media[0].frames
+    encode = family.load_media_encoder(torch.float32, CPU)
+    images = [mandelbrot(*size, 20) for size in ((100, 68), (64, 100), (64, 64), (200, 31 * 3), (512, 64))]
+    items = encode([Media(frames=frames, inputs=(image,)) for image in images])
+    for image, encoded in zip(images, items, strict=True):
+        (latents,) = (tensor for name, tensor in encoded.items() if name.startswith(INPUT))
+        assert latents.shape == family.latents_shape(*family.input_size(*image.size), 1)
+    if size := TOO_NARROW.get(sample.name):
+        with pytest.raises(UserError, match=f"{size[0]}x{size[1]} pixels are too narrow for an input image"):
+            family.input_size(*size)
+    if family.max_inputs == 1:
+        for inputs in ((), tuple(images[:2])):
+            with pytest.raises(UserError, match=f"{len(inputs)} input images; .* takes exactly one"):
+                encode([Media(frames=frames, inputs=inputs)])
+
+
 def test_the_length_of_a_prompt_is_that_of_its_tokens(sample: Sample) -> None:
     short, long = sample.family.prompt_lengths(["a circle", "a circle a circle a circle"])
     assert 0 < short < long < sample.family.max_prompt_tokens
@@ -221,8 +243,8 @@ def test_damaged_weights_are_named_and_are_no_bug_of_ours(sample: Sample, tmp_pa
     copy = family.folder.path
     for component, load in (
         (family.trained[0], lambda: family.load_transformer(torch.float32)),
-        ("vae", lambda: family.load_media_encoder(torch.float32, torch.device("cpu"))),
-        ("text_encoder", lambda: family.load_prompt_encoder(torch.float32, torch.device("cpu"))),
+        ("vae", lambda: family.load_media_encoder(torch.float32, CPU)),
+        ("text_encoder", lambda: family.load_prompt_encoder(torch.float32, CPU)),
     ):
         (weights,) = (copy / component).glob("*.safetensors")
         weights.write_bytes(weights.read_bytes()[:-100])
@@ -237,7 +259,7 @@ def test_weights_that_the_files_lack_or_have_in_another_shape_are_not_made_up(
     copy = family.folder.path
     for component, load in (
         (family.trained[0], lambda: family.load_transformer(torch.float32)),
-        ("text_encoder", lambda: family.load_prompt_encoder(torch.float32, torch.device("cpu"))),
+        ("text_encoder", lambda: family.load_prompt_encoder(torch.float32, CPU)),
     ):
         (file,) = (copy / component).glob("*.safetensors")
         tensors = load_file(file)

@@ -6,6 +6,7 @@ ComfyUI does not run: the names that it takes are frozen in ``comfyui_names.py``
 import json
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -68,12 +69,13 @@ def whole_weights(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def weights_of_layers(sample: Sample) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model of a family, and the weights of its layers by their names."""
     family = sample.family
-    model = family.parts_of(family.load_transformer(torch.float32))[family.trainable[0]]
+    model = family.parts_of(sample.model)[family.trainable[0]]
     kinds = nn.Linear | nn.Conv2d | nn.Conv3d
     layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     return model, {f"{name}.weight": model.get_submodule(name).weight.detach() for name in layers}
 
 
+@pytest.mark.of_the_model
 @pytest.mark.families(lambda _, family: family.lora_layers)
 def test_a_lora_on_all_layers_comes_to_them_by_diffusers_names(sample: Sample) -> None:
     _, weights = weights_of_layers(sample)
@@ -82,6 +84,7 @@ def test_a_lora_on_all_layers_comes_to_them_by_diffusers_names(sample: Sample) -
 
 
 # No file has a LoRA in Sana's original names, and those of a small UNet are not those of the released one.
+@pytest.mark.of_the_model
 @pytest.mark.families(lambda name, family: family.lora_layers and name not in ("sana", "sdxl"))
 def test_a_lora_on_all_layers_comes_to_them_by_the_original_names(sample: Sample) -> None:
     model, weights = weights_of_layers(sample)
@@ -103,6 +106,7 @@ def assert_comes_to_layers(sample: Sample, tensors: dict[str, Tensor], weights: 
 
 
 # Other tests compare the names of the others in ComfyUI, which has no Sana.
+@pytest.mark.of_the_model
 @pytest.mark.families(lambda name, _: name in TAKEN and name not in (*CONVERTED, "sana", "sdxl"))
 def test_kohyas_names_are_those_of_comfyuis_model_but_in_two_families(sample: Sample) -> None:
     family = sample.family
@@ -119,6 +123,7 @@ def test_kohyas_names_are_those_of_comfyuis_model_but_in_two_families(sample: Sa
 
 
 # Of the others diffusers reads no such files, or only with the released model's sizes.
+@pytest.mark.of_the_model
 @pytest.mark.families(lambda name, _: name in ("flux2", "qwen_image", "wan_i2v", "z_image"))
 def test_diffusers_gives_each_layer_the_same_update_by_kohya_names(sample: Sample) -> None:
     family, pipeline = sample.family, sample.fresh_pipeline()
@@ -161,6 +166,7 @@ def adapter_on(model: torch.nn.Module, *, alpha: float) -> tuple[dict[str, torch
     return tensors, {"r": RANK, "lora_alpha": alpha, "target_modules": layers}
 
 
+@pytest.mark.of_the_model
 def test_a_lora_on_all_layers_does_the_same_in_diffusers_and_in_comfyui(
     family: ModelFamily, sample: Sample, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,7 +200,7 @@ def test_a_lora_is_converted_to_the_layers_that_comfyui_has_and_back(
 ) -> None:
     sample = sample_of(name)
     family = sample.family
-    transformer = adapted_transformer(sample, targets=family.target_sets["all"])
+    transformer = sample.adapted(family.target_sets["all"])
     settings = adapter_settings(transformer)
     trained = pairs_of(adapter_tensors(transformer), settings, "transformer.")
     (file,) = family.lora_files.save(tmp_path, adapter_tensors(transformer), settings)
@@ -224,6 +230,7 @@ KINDS = {
 """One of each kind of spelling, of pipelines that load the kind and of some that do not."""
 
 
+@pytest.mark.of_the_model
 @pytest.mark.families(lambda name, _: name in KINDS)
 def test_files_of_other_kinds_do_in_diffusers_and_in_comfyui_what_the_adapter_does(
     sample: Sample, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -314,6 +321,7 @@ def linear_layers_in(model: torch.nn.Module, modules: list[str]) -> set[str]:
     }
 
 
+@pytest.mark.of_the_model
 @pytest.mark.families(lambda _, family: family.target_sets is not ModelFamily.target_sets)
 def test_the_sets_hold_all_linear_layers_of_the_blocks_and_those_of_their_attention(sample: Sample) -> None:
     family = sample.family
@@ -333,10 +341,11 @@ def test_the_sets_hold_all_linear_layers_of_the_blocks_and_those_of_their_attent
     assert target_layers_of(sample, model, family.default_target_modules) <= every
 
 
+@pytest.mark.of_the_model
 @pytest.mark.families(lambda _, family: family.target_sets is not ModelFamily.target_sets)
 @pytest.mark.parametrize("name", SETS)
 def test_every_adapter_of_a_set_learns_and_the_flags_change_nothing(sample: Sample, name: str) -> None:
-    transformer = adapted_transformer(sample, targets=sample.family.target_sets[name])
+    transformer = sample.adapted(sample.family.target_sets[name])
     velocity, gradients = velocity_and_gradients(sample, transformer)
     assert [layer for layer, gradient in gradients.items() if gradient is None or not gradient.any()] == []
     engine = engine_with((True, True))
@@ -350,18 +359,22 @@ def test_every_adapter_of_a_set_learns_and_the_flags_change_nothing(sample: Samp
 
 def test_a_saved_lora_does_the_same_in_the_diffusers_pipeline(sample: Sample, tmp_path: Path) -> None:
     """On the default layers and on those of each set."""
-    family = sample.family
+    family, pipeline = sample.family, sample.fresh_pipeline()
+    (component,) = family.trained
+    plain = getattr(pipeline, component)
+    with torch.no_grad():
+        base = predict(sample, plain)
     for number, targets in enumerate({family.default_target_modules, *family.target_sets.values()}):
-        transformer, folder = adapted_transformer(sample, targets=targets).eval(), tmp_path / str(number)
+        transformer, folder = sample.adapted(targets).eval(), tmp_path / str(number)
         files = family.lora_files.save(folder, adapter_tensors(transformer), adapter_settings(transformer))
         assert [file.name for file in files] == ["pytorch_lora_weights.safetensors"]
         assert_does_as(pairs_of(*family.lora_files.read(folder)), transformer)
         assert_does_as(family.lora_files.loaded(folder), transformer)
-        pipeline = sample.fresh_pipeline()
-        fresh = getattr(pipeline, *family.trained)
+        fresh = deepcopy(plain)
+        setattr(pipeline, component, fresh)
+        load_lora(pipeline, folder)
+        assert_does_as(pairs_on(fresh), transformer)
         with torch.no_grad():
-            base, _ = predict(sample, fresh), load_lora(pipeline, folder)
-            assert_does_as(pairs_on(fresh), transformer)
             reloaded, trained = predict(sample, fresh), predict(sample, transformer)
         assert torch.equal(reloaded, trained)
         assert not torch.allclose(base, trained, atol=1e-3)

@@ -62,6 +62,7 @@ def in_one(gradients: Mapping[str, Tensor | None]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients.values() if gradient is not None])
 
 
+@pytest.mark.of_the_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_linear_layers_of_the_blocks_are_quantised_and_all_else_is_as_diffusers_loads_it(
     sample: Sample, dtype: torch.dtype
@@ -92,10 +93,11 @@ def test_the_linear_layers_of_the_blocks_are_quantised_and_all_else_is_as_diffus
             assert torch.equal(ours[name], tensor), name
 
 
+@pytest.mark.of_the_model
 def test_a_lora_on_quantised_blocks_learns_nearly_what_it_learns_on_plain_ones(
     sample: Sample, weights: WeightFormat
 ) -> None:
-    plain = adapted_transformer(sample)
+    plain = sample.adapted()
     _, expected = velocity_and_gradients(sample, plain)
     with quantized(sample, weights):
         model = adapted_transformer(sample)

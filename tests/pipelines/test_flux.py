@@ -1,16 +1,13 @@
 """FLUX.1, Fill, Kontext and Chroma against diffusers' own pipelines."""
 
 import dataclasses
-import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from family_sample import (
     CPU,
     PROMPTS,
@@ -22,11 +19,10 @@ from family_sample import (
     transformer_calls,
 )
 from PIL import Image
-from release_layouts import changed
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
-from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, flux, require_family
+from diffsynth_lite.pipelines import PreviewRequest, require_family
 from diffsynth_lite.pipelines.chroma import model_fn_chroma
 from diffsynth_lite.pipelines.chroma import tiny as tiny_chroma
 from diffsynth_lite.pipelines.flux import FLUX, Flux
@@ -45,18 +41,8 @@ TWO_LEVELS = torch.tensor([0.2, 0.7])
 
 
 @pytest.fixture(scope="module")
-def of_schnell(sample_of: Callable[[str], Sample]) -> Flux:
-    return sample_of("flux schnell").family
-
-
-@pytest.fixture(scope="module")
 def fill(sample_of: Callable[[str], Sample]) -> FluxFill:
     return sample_of("flux_fill").family
-
-
-@pytest.fixture(scope="module")
-def kontext(sample_of: Callable[[str], Sample]) -> Any:
-    return sample_of("flux_kontext").family
 
 
 def test_dev_gets_no_guidance_in_training_or_that_of_its_target(family: Flux) -> None:
@@ -67,27 +53,6 @@ def test_dev_gets_no_guidance_in_training_or_that_of_its_target(family: Flux) ->
         guided.training_guidance = scale
         (call,) = transformer_calls(transformer, lambda: guided.predict(transformer, *batch))
         assert call["guidance"].tolist() == [scale]
-
-
-def test_the_shift_is_the_one_of_the_folders_sampler(family: Flux, of_schnell: Flux) -> None:
-    for width, height in ((256, 256), (1024, 1024), (1344, 768)):
-        shape = family.latents_shape(width, height, 1)
-        mu = calculate_shift(width * height // 16**2)
-        assert family.family_shift(shape) == pytest.approx(math.exp(mu))
-        assert of_schnell.family_shift(shape) == 1.0
-    assert family.family_shift(family.latents_shape(1024, 1024, 1)) == pytest.approx(math.exp(1.15))
-
-
-def test_schnell_is_known_for_distilled_by_its_files_and_what_is_made_of_dev_is_not(
-    family: Flux, of_schnell: Flux, tmp_path: Path
-) -> None:
-    assert of_schnell.distilled is not None
-    assert "FLUX.1 schnell; better train FLUX.1 dev" in of_schnell.distilled
-    assert of_schnell.max_prompt_tokens == 256
-    assert (family.distilled, family.max_prompt_tokens) == (None, 512)
-    changed(flux.tiny(), guidance_embeds=False).save_pretrained(tmp_path)
-    undone = Flux(PipelineFolder(path=tmp_path))
-    assert (undone.distilled, undone.max_prompt_tokens) == (None, 512)
 
 
 def encoded_by_fill(family: FluxFill, *items: Media) -> list[dict[str, torch.Tensor]]:
@@ -180,47 +145,9 @@ def test_the_released_fill_has_the_size_of_its_file() -> None:
     assert 0 < 23_804_922_408 - counts["FLUX.1 Fill dev"] < 200_000
 
 
-def test_the_folder_of_fill_and_its_encodings_are_not_taken_for_those_of_text_to_image(
-    fill: FluxFill, family: Flux
-) -> None:
+def test_the_folder_of_fill_is_not_taken_for_that_of_text_to_image(fill: FluxFill) -> None:
     with pytest.raises(UserError, match=r"holds a FluxFillPipeline, .*; set model\.family: flux_fill"):
         require_family(Flux, fill.folder)
-    assert fill.media_encoder_id(torch.float32) != family.media_encoder_id(torch.float32)
-    assert fill.prompt_encoder_id(torch.float32) == family.prompt_encoder_id(torch.float32)
-
-
-def encoded_by_kontext(kontext: Any, *inputs: Image.Image) -> dict[str, torch.Tensor]:
-    (encoded,) = kontext.load_media_encoder(torch.float32, CPU)(
-        [Media(frames=(mandelbrot(64, 32, 10),), inputs=inputs)]
-    )
-    return encoded
-
-
-WIDE, TALL = mandelbrot(100, 52, 20), mandelbrot(40, 90, 30)
-
-
-def test_the_size_of_an_input_is_known_before_it_is_encoded(kontext: Any) -> None:
-    assert kontext.max_inputs == 1
-    for given in (WIDE, TALL):
-        width, height = kontext.input_size(*given.size)
-        assert encoded_by_kontext(kontext, given)["input_latents_0"].shape[-2:] == (height // 8, width // 8)
-    assert kontext.input_size(*WIDE.size) != kontext.input_size(*TALL.size)
-    with pytest.raises(UserError, match="8x900 pixels are too narrow"):
-        kontext.input_size(8, 900)
-
-
-@pytest.mark.parametrize("inputs", [(), (WIDE, TALL)])
-def test_a_number_of_images_that_the_pipeline_cannot_take_is_refused(
-    kontext: Any, inputs: tuple[Image.Image, ...]
-) -> None:
-    with pytest.raises(UserError, match=f"{len(inputs)} input images; .* takes exactly one"):
-        encoded_by_kontext(kontext, *inputs)
-
-
-def test_encodings_of_kontext_are_not_taken_for_those_of_text_to_image(family: Flux, kontext: Any) -> None:
-    assert kontext.media_encoder_id(torch.float32) != family.media_encoder_id(torch.float32)
-    # The prompts are: the same encoders, the same text.
-    assert kontext.prompt_encoder_id(torch.float32) == family.prompt_encoder_id(torch.float32)
 
 
 def own_forward_of_chroma(

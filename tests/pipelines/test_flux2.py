@@ -145,19 +145,6 @@ def test_a_preview_of_a_distilled_klein_knows_no_guidance_as_in_the_pipeline(tmp
     assert generated[0][0].tobytes() == generate(reference(distilled), guidance_scale=3.5).tobytes()
 
 
-def test_a_distilled_klein_is_known_by_its_index(dev: Flux2, tmp_path: Path) -> None:
-    distilled = saved(klein(is_distilled=True), tmp_path / "distilled").distilled
-    assert distilled == "is_distilled in its model_index.json; better train its base, whose LoRA it takes"
-    assert dev.distilled is saved(klein(), tmp_path / "base").distilled is None
-
-
-def test_dev_and_klein_have_prompt_encodings_of_their_own(sample_of: Callable[[str], Sample]) -> None:
-    dev, other = (sample_of(name).family for name in ("flux2", "flux2 klein"))
-    assert other.prompt_encoder_id(torch.float32) != dev.prompt_encoder_id(torch.float32)
-    # The autoencoder is the same one.
-    assert other.media_encoder_id(torch.float32) == dev.media_encoder_id(torch.float32)
-
-
 def encoded_inputs(family: Flux2, *inputs: Image.Image) -> dict[str, torch.Tensor]:
     media = Media(frames=(mandelbrot(64, 32, 10),), inputs=inputs)
     (encoded,) = family.load_media_encoder(torch.float32, CPU)([media])
@@ -188,18 +175,12 @@ def test_a_preview_is_what_the_pipeline_generates_from_the_text_and_the_images(f
     assert generated.tobytes() == expected.tobytes()
 
 
-def test_the_size_of_an_input_is_known_before_it_is_encoded(family: Flux2) -> None:
-    assert family.max_inputs is None
-    assert not family.needs_inputs
-    for given in (WIDE, TALL, mandelbrot(64, 64, 20), mandelbrot(512, 64, 20)):
-        width, height = family.input_size(*given.size)
-        assert encoded_inputs(family, given)["input_latents_0"].shape == family.latents_shape(
-            width, height, 1
-        )
-    # Cut to whole tokens, never enlarged; brought to a megapixel where they are above one.
-    assert family.input_size(*WIDE.size) == (96, 64)
-    assert family.input_size(1024, 1024) == (1024, 1024)
-    assert family.input_size(4000, 3000) == (1168, 880)
+def test_an_input_is_cut_to_whole_tokens_and_brought_to_a_megapixel(dev: Flux2) -> None:
+    assert (dev.max_inputs, dev.needs_inputs) == (None, False)
+    # Never enlarged.
+    assert dev.input_size(*WIDE.size) == (96, 64)
+    assert dev.input_size(1024, 1024) == (1024, 1024)
+    assert dev.input_size(4000, 3000) == (1168, 880)
 
 
 def test_an_input_above_a_megapixel_is_encoded_as_by_the_pipeline(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
-from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 from family_sample import (
     CPU,
     PROMPTS,
@@ -134,13 +133,6 @@ def test_positions_are_those_of_the_pipeline_for_each_clip_by_its_own_frame_rate
     assert torch.equal(call["video_coords"][0], coords[0][0])
 
 
-def test_the_frame_rate_of_a_clip_is_kept_with_its_latents(sample: Sample) -> None:
-    item = dataclasses.replace(sample.media[0], fps=12.5)
-    (tensors,) = sample.family.load_media_encoder(torch.float32, CPU)([item])
-    assert tensors["frame_rate"].item() == 12.5
-    assert [given["frame_rate"].item() for given in sample.conditioning] == [24.0] * 3
-
-
 def test_a_first_frame_is_what_the_pipeline_starts_from(sample: Sample) -> None:
     family, start = sample.family, mandelbrot(128, 64, 40)
     (encoded,) = family.load_media_encoder(torch.float32, CPU)(
@@ -204,19 +196,6 @@ def test_no_layer_of_the_audio_gets_a_lora(sample: Sample) -> None:
     assert adapted == {f"transformer_blocks.{block}.{layer}" for block in (0, 1) for layer in layers}
 
 
-@pytest.mark.parametrize(("num_frames", "num_tokens"), [(1, 384), (73, 3840), (121, 6144)])
-def test_the_shift_is_the_one_of_the_pipelines_sampler_up_to_the_end_of_its_line(
-    pipeline: LTX2Pipeline, sample: Sample, num_frames: int, num_tokens: int
-) -> None:
-    family, config = sample.family, pipeline.scheduler.config
-    shape = family.latents_shape(768, 512, num_frames)
-    assert family.num_tokens(shape) == num_tokens
-    line = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
-    assert family.resolution_shift(shape) == pytest.approx(np.exp(calculate_shift(num_tokens, *line)))
-    at_the_end = np.exp(calculate_shift(min(num_tokens, 4096), *line))
-    assert family.family_shift(shape) == pytest.approx(at_the_end)
-
-
 def with_settings(sample: Sample, root: Path, component: str, **settings: Any) -> LTX2:
     """The family on a copy of its folder with other settings, without weights."""
     copy = Path(
@@ -241,18 +220,3 @@ def test_an_autoencoder_that_mirrors_what_it_decodes_needs_more_than_one_latent(
     pipeline.vae.decoder.conv_in.conv.padding_mode = "reflect"
     with pytest.raises(RuntimeError, match="Padding size should be less than"):
         pipeline.vae.decode(torch.randn(1, 16, 2, 1, 2))
-
-
-def test_in_tiles_clips_are_encoded_in_parts_but_decoded_whole(
-    sample: Sample, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = LTX2(sample.family.folder)
-    vaes: list[Any] = []
-    load = family.load_component
-    monkeypatch.setattr(family, "load_component", lambda *given: vaes.append(load(*given)) or vaes[-1])
-    for expected in ([(False, False), (False, False)], [(True, True), (True, False)]):
-        vaes.clear()
-        family.load_media_encoder(torch.float32, CPU)
-        family.load_preview_vae(torch.float32, CPU)
-        assert [(vae.use_tiling, vae.use_framewise_decoding) for vae in vaes] == expected
-        family.tile_vae()

@@ -100,23 +100,32 @@ def test_each_clip_has_positions_by_its_own_frame_rate(sample: Sample) -> None:
     assert not torch.equal(slow[1], fast[1])
 
 
-def test_the_frame_rate_of_a_clip_is_kept_with_its_latents(sample: Sample) -> None:
+@pytest.mark.parametrize(("name", "rate"), [("ltx_video", 25.0), ("ltx2", 24.0)])
+def test_the_frame_rate_of_a_clip_is_kept_with_its_latents(
+    sample_of: Callable[[str], Sample], name: str, rate: float
+) -> None:
+    sample = sample_of(name)
     clip = dataclasses.replace(sample.media[0], fps=12.5)
     (tensors,) = sample.family.load_media_encoder(torch.float32, CPU)([clip])
     assert tensors["frame_rate"].item() == 12.5
-    assert [given["frame_rate"].item() for given in sample.conditioning] == [25.0] * 3
+    assert [given["frame_rate"].item() for given in sample.conditioning] == [rate] * 3
 
 
-@pytest.mark.parametrize(("num_frames", "num_tokens"), [(1, 384), (73, 3840), (81, 4224), (161, 8064)])
+@pytest.mark.parametrize("name", ["ltx_video", "ltx2"])
+@pytest.mark.parametrize(
+    ("num_frames", "num_tokens"), [(1, 384), (73, 3840), (81, 4224), (121, 6144), (161, 8064)]
+)
 def test_the_shift_is_the_one_of_the_pipelines_sampler_up_to_the_end_of_its_line(
-    pipeline: LTXPipeline, sample: Sample, num_frames: int, num_tokens: int
+    sample_of: Callable[[str], Sample], name: str, num_frames: int, num_tokens: int
 ) -> None:
-    family, config = sample.family, pipeline.scheduler.config
+    family = sample_of(name).family
+    config = family.load_scheduler().config
     shape = family.latents_shape(768, 512, num_frames)
     assert family.num_tokens(shape) == num_tokens
     line = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
     of_the_sampler = pytest.approx(np.exp(calculate_shift(num_tokens, *line)))
-    assert family.resolution_shift(shape) == family.earlier_shift(shape) == of_the_sampler
+    assert family.resolution_shift(shape) == of_the_sampler
+    assert name == "ltx2" or family.earlier_shift(shape) == of_the_sampler
     at_the_end = np.exp(calculate_shift(min(num_tokens, 4096), *line))
     assert family.family_shift(shape) == pytest.approx(at_the_end)
 
@@ -264,11 +273,13 @@ def test_the_facts_of_the_family(sample: Sample) -> None:
     assert len(build_media(family)[0].frames) == 17
 
 
+@pytest.mark.parametrize("name", ["ltx_video", "ltx2"])
 def test_in_tiles_clips_are_encoded_in_parts_but_decoded_whole(
-    sample: Sample, monkeypatch: pytest.MonkeyPatch
+    sample_of: Callable[[str], Sample], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = LTXVideo(sample.family.folder)
-    vaes: list[AutoencoderKLLTXVideo] = []
+    shared = sample_of(name).family
+    family = type(shared)(shared.folder)
+    vaes: list[Any] = []
     load = family.load_component
     monkeypatch.setattr(family, "load_component", lambda *given: vaes.append(load(*given)) or vaes[-1])
     for expected in ([(False, False), (False, False)], [(True, True), (True, False)]):
@@ -277,13 +288,6 @@ def test_in_tiles_clips_are_encoded_in_parts_but_decoded_whole(
         family.load_preview_vae(torch.float32, CPU)
         assert [(vae.use_tiling, vae.use_framewise_decoding) for vae in vaes] == expected
         family.tile_vae()
-
-
-def test_a_prompt_of_128_tokens_is_another_one_in_the_cache(conditions: Sample, tmp_path: Path) -> None:
-    """The text encoder is the same, but 0.9 lets it see the padding."""
-    LTXPipeline(**tiny().components).save_pretrained(tmp_path)
-    before = LTXVideo(PipelineFolder(path=tmp_path)).prompt_encoder_id(torch.float32)
-    assert before != conditions.family.prompt_encoder_id(torch.float32)
 
 
 def assert_given_the_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -169,8 +169,6 @@ def run(check: Check, sample: Sample, pipeline: Any, tmp_path: Path) -> None:
     """As pytest would with this sample."""
     wanted = inspect.signature(check).parameters
     given = {"sample": sample, "pipeline": pipeline}
-    if "default_sample" in wanted:
-        given["default_sample"] = fidelity.encode_by_default(sample)
     for number, case in enumerate(cases(check)):
         if "folder" in wanted:
             copy = tmp_path / f"{check.__name__}-{number}"

@@ -9,9 +9,7 @@ import pytest
 import torch
 from diffusers import (
     DDIMScheduler,
-    EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
-    LCMScheduler,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
@@ -137,27 +135,6 @@ def test_the_unet_is_trained_by_itself_or_with_both_text_encoders(family: SDXL, 
     choices = r"use \[unet\], or \[unet, text_encoder, text_encoder_2\]"
     with pytest.raises(UserError, match=rf"lora\.components: .*{', '.join(trained)}.*{choices}"):
         SDXL(family.folder, trained=trained)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "reason"),
-    [
-        (
-            EulerAncestralDiscreteScheduler(timestep_spacing="trailing"),
-            "timestep_spacing trailing, is one",
-        ),
-        (LCMScheduler(), "its sampler, LCMScheduler with timestep_spacing leading, is one for few steps"),
-        (EulerDiscreteScheduler(timestep_spacing="trailing", rescale_betas_zero_snr=True), None),
-        (EulerDiscreteScheduler(timestep_spacing="leading"), None),
-    ],
-)
-def test_a_distilled_model_is_known_by_a_sampler_for_few_steps(
-    scheduler: Any, reason: str | None, tmp_path: Path
-) -> None:
-    scheduler.save_pretrained(tmp_path / "scheduler")
-    (tmp_path / "model_index.json").write_text("{}")
-    distilled = SDXL(PipelineFolder(path=tmp_path)).distilled
-    assert distilled is None if reason is None else reason in str(distilled)
 
 
 BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
