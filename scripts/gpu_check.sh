@@ -30,12 +30,11 @@ run() {
 }
 
 run "tests" 210 "$PYTHON" -m pytest -m gpu
-run "quickstart pictures" 30 "$PYTHON" examples/quickstart/make_data.py --output runs/quickstart_data
+run "quickstart images" 30 "$PYTHON" examples/quickstart/make_data.py --output runs/quickstart_data
 for setting in train.use_gradient_checkpointing={true,false} memory.stream_blocks=all model.quantize=int8; do
     run "step time, ${setting#*.}" 45 "$PYTHON" scripts/benchmarks/step_time.py "$setting"
 done
-run "checkpointing" 100 "$PYTHON" scripts/benchmarks/checkpointing.py
-run "offload" 80 "$PYTHON" scripts/benchmarks/offload.py
+run "checkpointing and offload" 180 "$PYTHON" scripts/benchmarks/checkpointing.py
 
 echo
 "$PYTHON" -c 'import torch; print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")'

@@ -5,16 +5,18 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from peft import LoraConfig
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import (
     KEEP,
@@ -26,10 +28,17 @@ from diffsynth_lite.core.gradient import (
     block_runner,
     gradient_engine,
 )
-from diffsynth_lite.core.planning import CountingMeter, HostBackend
+from diffsynth_lite.core.planning import (
+    ON_ALL_DEVICES,
+    CountingMeter,
+    FusedKernels,
+    HostBackend,
+    backward_in_scope,
+)
+from diffsynth_lite.pipelines.base.quantized import kept_in_fp32
 
-if TYPE_CHECKING:  # benchmarks of data need no models
-    from subjects import Subject, TrainedModel
+if TYPE_CHECKING:
+    from checkpointing import Subject
 
 STRATEGIES = {
     "none": KEEP,
@@ -41,6 +50,51 @@ STRATEGIES = {
     "offload every block and attention": BlockStrategy(offload=True, save_attention="park"),
 }
 """What can happen to a block, by the name of its row when it happens to all."""
+
+
+class TrainedModel:
+    """A model with an input, ready for training steps.
+
+    Args:
+        model: with its blocks as they are; it is put into training mode.
+        device: cpu, cuda, or meta, where nothing is computed but every tensor has its size.
+        dtype: of the weights.
+        lora: adapters to train, in float32; the model's own weights are then frozen. None: they train.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, dtype: torch.dtype, lora: LoraConfig | None = None
+    ) -> None:
+        self.device, self.model = device, model.train()
+        for name, weight in self.model.named_parameters():
+            if not kept_in_fp32(self.model, name):
+                weight.data = weight.data.to(dtype)
+        if lora is not None:
+            self.model.requires_grad_(False)
+            self.model.add_adapter(lora)
+            for weight in self.trained():
+                weight.data = weight.data.to(device, torch.float32)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(weight.nbytes for weight in self.model.parameters())
+
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that train."""
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of ``loss``."""
+        if self.device.type != "meta":
+            loss.backward()
+            return
+        with self.attention():
+            backward_in_scope(loss)
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """Scope in which attention is one kernel, also on meta."""
+        return FusedKernels(ON_ALL_DEVICES) if self.device.type == "meta" else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +183,7 @@ class EngineMethod:
         self,
         name: str,
         policy: BlockPolicy | Callable[[int], BlockPolicy],
-        subject: "TrainedModel",
+        subject: TrainedModel,
         meter: Meter,
         *,
         skip_dead_ops: bool = True,
@@ -158,7 +212,7 @@ class EngineMethod:
         return self.engine.host_pool.num_bytes_lent
 
 
-def measure_memory(subject: "TrainedModel", method: Method, meter: Meter) -> Memory:
+def measure_memory(subject: TrainedModel, method: Method, meter: Meter) -> Memory:
     """The memory of a method's second training step; in the first an engine learns what blocks share."""
     with meter:
         take_step(subject, method)
@@ -232,8 +286,6 @@ def measure(
 
     Args:
         subject: with as many blocks as the last of ``counts``.
-        methods: ways to run the blocks.
-        meter: of the subject's device.
         counts: numbers of blocks, ascending.
         num_warmup: steps before the measured ones.
         num_rounds: steps that are timed, of each method; none are on meta.
@@ -276,7 +328,7 @@ def cells(heading: str, figures: Mapping[str, Figures]) -> list[dict[str, str]]:
     return table
 
 
-def take_step(subject: "TrainedModel", method: Method) -> None:
+def take_step(subject: TrainedModel, method: Method) -> None:
     """Forward and backward; the gradients are dropped."""
     subject.backward(method.loss(subject))
     subject.model.zero_grad(set_to_none=True)

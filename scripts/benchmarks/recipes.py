@@ -7,13 +7,9 @@ the card and in brackets of host memory; and what each phase takes of each recip
 with the smallest card that it fits.
 
     python scripts/benchmarks/recipes.py [--recipe NAME ...]
-    python scripts/benchmarks/recipes.py --choices [--recipe NAME ...]
     python scripts/benchmarks/recipes.py --check
 
-The second form prints what plan proposes for the training steps of a recipe on each card: the fastest of what
-fits, in the recipe's format of weights if there is something, else in int8 or nf4; GiB as above; and the time
-that a step is estimated to take, as a part of one that keeps all blocks on the device. The third prints only
-recipes that do not fit their card, and fails where there are some.
+The second form prints only recipes that do not fit their card, and fails where there are some.
 """
 
 import argparse
@@ -28,24 +24,15 @@ import torch
 from meters import print_table
 
 from diffsynth_lite.config import Config, load_config
-from diffsynth_lite.core.gradient import KEEP
-from diffsynth_lite.training.planning.choices import (
-    SMALLER_FORMATS,
-    Choice,
-    MemoryBudget,
-    choices_of_first_format,
-    with_strategy,
-)
+from diffsynth_lite.training.planning.choices import MemoryBudget
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
-from diffsynth_lite.training.planning.step_time import ASSUMED_GPU, gpu_named
 from diffsynth_lite.training.planning.subject import (
     counter_of,
     family_without_weights,
     largest_size,
     num_inputs_of,
     step_settings,
-    timer_of,
 )
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -54,7 +41,6 @@ HOSTS = {12: 32, 16: 32, 24: 32, 48: 64, 80: 128}
 SHARE = 0.9
 """Of each that a run may take by count."""
 GIB = 1024**3
-_ATTENTION = {"no": "", "keep": ", save att.", "park": ", offload att."}
 RECIPES: Mapping[str, Sequence[str]] = {
     "Qwen-Image": ("qwen_12gb", "qwen_16gb", "qwen_24gb", "qwen_48gb", "qwen_lora"),
     "FLUX.1 dev": ("flux_12gb", "flux_16gb", "flux_24gb", "flux_lora", "flux_80gb"),
@@ -151,39 +137,6 @@ def recipe_row(name: str) -> dict[str, str]:
     }
 
 
-def choices_row(name: str) -> dict[str, str]:
-    """What plan proposes for a recipe on each card."""
-    config: Config = load_config(f"{name}.yaml").config
-    with family_without_weights(config) as family:
-        counter, settings = counter_of(config, family), step_settings(config, family)
-        seconds = timer_of(config, counter, gpu_named(ASSUMED_GPU)).seconds
-        kept = seconds(with_strategy(settings, KEEP))
-        row = {"recipe": name}
-        for card, host in HOSTS.items():
-            room = MemoryBudget(device=SHARE * card * GIB, host=SHARE * host * GIB, offload_ratio=0.5)
-            formats = settings.quantize, *SMALLER_FORMATS
-            found = choices_of_first_format(counter, seconds, [settings], room, formats)
-            cell = _proposed(found[0], kept, counter.num_blocks) if found else "nothing fits"
-            row[f"{card} GB ({host})"] = cell
-    return row
-
-
-def _proposed(choice: Choice, kept: float, num_blocks: int) -> str:
-    settings, count = choice.settings, choice.count
-    policy = settings.policy
-    words = [] if settings.quantize == "none" else [settings.quantize]
-    if settings.stream_blocks:
-        words.append(f"{settings.stream_blocks} of {num_blocks} streamed")
-    if settings.use_gradient_checkpointing:
-        number = "all" if policy.n is None else f"first {policy.n}"
-        offloaded = ", offload" if settings.use_gradient_checkpointing_offload else ""
-        words.append(f"{number} again{offloaded}{_ATTENTION[policy.selected.save_attention]}")
-    return (
-        f"{'; '.join(words) or 'all kept'}: {count.device / GIB:.1f} ({count.host / GIB:.1f}), "
-        f"{choice.seconds / kept:.2f}"
-    )
-
-
 def too_large() -> list[str]:
     """The recipes that do not fit their card, as lines."""
     return [
@@ -206,7 +159,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--recipe", action="append", help="print what each phase of these takes, and nothing else"
     )
-    parser.add_argument("--choices", action="store_true", help="print what plan proposes for each card")
     parser.add_argument("--check", action="store_true", help="fail where a recipe does not fit its card")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -214,9 +166,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit("\n".join(too_large()) or 0)
     names = [path.stem for path in sorted(CONFIGS.glob("*.yaml")) if "quickstart" not in path.stem]
     names = options.recipe or names
-    if options.choices:
-        print_table("What plan proposes for each card, and its time.", [choices_row(name) for name in names])
-        return
     if not options.recipe:
         print_table("The recipe for each card, in a machine of that many GB.", list(map(card_row, RECIPES)))
     print_table("What each phase takes.", [recipe_row(name) for name in names])

@@ -1,12 +1,10 @@
 """Step time of the trainer against a bare PyTorch loop: same model, batches and flags, in one run.
 
 Prints the ratio of the median step times. Steps alternate between the two, so that whatever else the machine
-does hits both alike. ``--preserved 0.25 --preserved 1`` also takes steps in which these parts of each
-micro-batch, in whole samples, are preserved.
+does hits both alike.
 """
 
 import argparse
-import dataclasses
 import statistics
 import tempfile
 import time
@@ -61,9 +59,7 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, seconds in medians.items():
         print(f"{name:24} {seconds * 1000:8.2f} ms a step (median of {arguments.steps})")
-    for name, seconds in medians.items():
-        if name != "bare loop":
-            print(f"ratio {name} / bare loop: {seconds / medians['bare loop']:.3f}")
+    print(f"ratio trainer / bare loop: {medians['trainer'] / medians['bare loop']:.3f}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,21 +76,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cpu-time", action="store_true", help="of the processor, where other programs are at work on it"
     )
-    parser.add_argument("--preserved", type=float, action="append", default=[], help="see above")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
     return parser.parse_intermixed_args()
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Seconds of each measured step of both loops, which take turns."""
-    accelerator, config, checked, (first, second, *others) = equal_runs(
-        arguments, folder, num_runs=2 + len(arguments.preserved)
-    )
+    accelerator, config, checked, (first, second) = equal_runs(arguments, folder)
     subject = Subject(config, checked.family.folder.path, checked.target_layers, accelerator.device)
-    steps = {"trainer": steps_of(first), "bare loop": bare_step(subject, second.batches)}
-    for part, run in zip(arguments.preserved, others, strict=True):
-        run.batches = preserving(run.batches, part)
-        steps[f"trainer, {part:.0%} preserved"] = steps_of(run)
+    numbers = count(1)
+    steps = {
+        "trainer": lambda: train_step(first, next(numbers)),
+        "bare loop": bare_step(subject, second.batches),
+    }
     with gradient_engine(build_engine(config, first.weights)):
         return take_turns(
             steps,
@@ -105,9 +99,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float
 
 
 def equal_runs(
-    arguments: argparse.Namespace, folder: Path, *, num_runs: int
+    arguments: argparse.Namespace, folder: Path
 ) -> tuple[Accelerator, Config, CheckedRun, list[TrainingObjects]]:
-    """The same run several times, each with a model and a stream of batches of its own."""
+    """The same run twice, each with a model and a stream of batches of its own."""
     overrides = [*arguments.overrides, f"data.cache_dir={folder / 'cache'}", "validation.prompts=[]"]
     config = load_config(arguments.config, overrides).config
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
@@ -127,24 +121,9 @@ def equal_runs(
             start_step=0,
             folder=RunFolder(folder),
         )
-        for _ in range(num_runs)
+        for _ in range(2)
     ]
     return accelerator, config, checked, runs
-
-
-def steps_of(run: TrainingObjects) -> Step:
-    """The trainer's steps of a run, one after the other."""
-    numbers = count(1)
-    return lambda: train_step(run, next(numbers))
-
-
-def preserving(steps: Iterator[Sequence[Batch]], part: float) -> Iterator[Sequence[Batch]]:
-    """The batches, with the first samples of each preserved."""
-    for step in steps:
-        yield [
-            dataclasses.replace(batch, preserved=tuple(range(round(part * len(batch.positions)))) or None)
-            for batch in step
-        ]
 
 
 def bare_step(subject: Subject, batches: Iterator[list[Batch]]) -> Step:

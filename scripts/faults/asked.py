@@ -6,25 +6,24 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from tiny_run import REPOSITORY, TinyRun, checkpoint_tensors, differing, tiny_image
+from tiny_run import REPOSITORY, checkpoint_tensors, differing
 
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from faults.bench import (
     Bench,
+    Run,
     assert_same,
     environment,
     fault,
     forked,
-    losses,
     processes_of,
     torchrun,
-    train,
     wait_until,
     waited,
 )
@@ -41,9 +40,9 @@ Start = Callable[[Path], int]
 def ask_at_random(bench: Bench) -> str:
     """SAVE, SAMPLE and STOP files at random moments of runs of 1 and 2 processes, some then killed."""
     steps, repeats = bench.pick((30, 1), (60, 1), (150, 3))
-    tally = _Tally()
+    tally: Counter[str] = Counter()
     for world in bench.pick((1,), (1, 2), (1, 2)):
-        run = with_held_out(bench.images(f"{world} processes"), f"train.steps={steps}")
+        run = with_held_out(bench.images(name=f"{world} processes"), f"train.steps={steps}")
         run = run.having("output.keep_checkpoints=1000")
         start = _starter(run, world)
         whole = run.root / "whole"
@@ -54,20 +53,15 @@ def ask_at_random(bench: Bench) -> str:
             while not _Round(start, folder, dice, tally).finished():
                 pass
             assert_same(whole, folder, steps)
-            assert losses(run, folder) == losses(run, whole)
+            assert run.losses(folder) == run.losses(whole)
             check_best(folder)
-    return str(tally)
+    return ", ".join(f"{count} {name}" for name, count in tally.items())
 
 
-def with_held_out(run: TinyRun, *settings: str) -> TinyRun:
+def with_held_out(run: Run, *settings: str) -> Run:
     """A run that measures its loss on held-out images; it saves at its end only."""
-    folder = run.root / "held out"
-    folder.mkdir()
-    for place in range(2):
-        tiny_image(80, 48, 200 + place).save(folder / f"{place}.png")
-        (folder / f"{place}.txt").write_text("a blue square")
     return run.having(
-        *(f"validation.data={folder}", "validation.loss_items=2", "validation.num_inference_steps=2"),
+        *(*run.held_out(), "validation.num_inference_steps=2"),
         *("train.micro_batch_size=1", "train.ema_decay=0.6", "train.learning_rate=0.002"),
         *("output.checkpoint_every_steps=1000", *settings),
     )
@@ -92,33 +86,21 @@ def check_best(folder: Path) -> None:
     assert not different, f"lora_best is not that of step {best['step']}: {different[0]}"
 
 
-def _starter(run: TinyRun, world: int) -> Start:
+def _starter(run: Run, world: int) -> Start:
     """Trainers in a fork of this process, or in several of their own."""
 
     def start(folder: Path) -> int:
         if world == 1:
-            return forked(lambda: train(run, folder), run.root / "log")
+            return run.forked(folder)
         command = (*torchrun(world, "train.py"), *run.arguments, f"output.dir={folder}")
 
         def become() -> int:
             os.chdir(REPOSITORY)
             os.execve(sys.executable, command, environment())
 
-        return forked(become, run.root / "log")
+        return forked(become, run.log)
 
     return start
-
-
-@dataclass
-class _Tally:
-    """What was asked for and was done, and how starts ended."""
-
-    counts: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("SAVE", "SAMPLE", "STOP", "kills"), 0)
-    )
-
-    def __str__(self) -> str:
-        return ", ".join(f"{count} {name}" for name, count in self.counts.items())
 
 
 class _Round:
@@ -131,7 +113,7 @@ class _Round:
         tally: counts what was done.
     """
 
-    def __init__(self, start: Start, folder: Path, dice: random.Random, tally: _Tally) -> None:
+    def __init__(self, start: Start, folder: Path, dice: random.Random, tally: Counter[str]) -> None:
         self._folder = folder
         self._dice = dice
         self._tally = tally
@@ -151,7 +133,7 @@ class _Round:
                 return self._kill()
             if self._drop(name) and name == "STOP":
                 self._wait(LIMIT_S)
-                self._tally.counts[name] += 1
+                self._tally[name] += 1
                 break
         assert self._code is not None, f"did not end within {LIMIT_S} s"
         status = json.loads((self._folder / "status.json").read_text())
@@ -183,7 +165,7 @@ class _Round:
             return False
         if name in self._seen:
             self._seen[name] += 1
-            self._tally.counts[name] += 1
+            self._tally[name] += 1
         return True
 
     def _kill(self) -> bool:
@@ -194,7 +176,7 @@ class _Round:
             for process in {self._child, *processes_of(self._folder)}:
                 os.kill(process, signal.SIGKILL)
             self._wait(LIMIT_S)
-            self._tally.counts["kills"] += 1
+            self._tally["kills"] += 1
         latest = self._store.latest()
         assert set(saved) <= set(self._store.steps()), "a step that was saved is gone"
         assert latest is None or latest.step == max(self._store.steps()), "a checkpoint was torn"

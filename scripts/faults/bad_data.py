@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiny_run import TinyRun, tiny_image
+from tiny_run import tiny_image
 
-from faults.bench import PLAIN, Bench, assert_same, fault, losses, recorded, stopped_after, train
+from faults.bench import PLAIN, Bench, Run, assert_same, fault
 
 NUM_IMAGES, NUM_CLIPS = 60, 60
 STEPS = 8
@@ -35,7 +35,7 @@ class SpoiltRun:
         media: its files.
     """
 
-    run: TinyRun
+    run: Run
     media: tuple[Path, ...]
 
     def spoil(self, num_bad: int) -> list[str]:
@@ -74,7 +74,7 @@ def train_on_bad_data(bench: Bench) -> str:
 
 
 def _images(bench: Bench, name: str, way: tuple[str, ...]) -> SpoiltRun:
-    run = bench.images(name)
+    run = bench.images(name=name)
     data = run.root / "data"
     for place in range(5, NUM_IMAGES):
         tiny_image(80, 48, 10 + place).save(data / f"{place}.png")
@@ -83,7 +83,7 @@ def _images(bench: Bench, name: str, way: tuple[str, ...]) -> SpoiltRun:
 
 
 def _clips(bench: Bench, name: str, way: tuple[str, ...]) -> SpoiltRun:
-    run = bench.clips(name)
+    run = bench.clips(name=name)
     data = run.root / "clips"
     originals = sorted(data.glob("*.mp4"))
     for place in range(len(originals), NUM_CLIPS):
@@ -93,14 +93,12 @@ def _clips(bench: Bench, name: str, way: tuple[str, ...]) -> SpoiltRun:
     return SpoiltRun(run.having(*SETTINGS, *way), tuple(sorted(data.glob("*.mp4"))))
 
 
-def _check_resumed(run: TinyRun, bad: list[str], step: int) -> None:
+def _check_resumed(run: Run, bad: list[str], step: int) -> None:
     """A run on what is left is the same when it is stopped and continued, and lists what it left out."""
-    whole, parts = run.root / "whole", run.root / "parts"
-    samples = recorded(run, whole)
-    stopped_after(run, step, parts)
-    rest = recorded(run, parts)
+    samples = run.recorded(whole := run.root / "whole")
+    rest = run.recorded(parts := run.stop_after(step, "parts"))
     assert rest == [row for row in samples if row["step"] >= step]
-    assert losses(run, parts) == losses(run, whole)
+    assert run.losses(parts) == run.losses(whole)
     assert_same(whole, parts, STEPS)
     for folder in (whole, parts):
         assert _listed(folder) == bad
@@ -113,20 +111,19 @@ def _check_resumed(run: TinyRun, bad: list[str], step: int) -> None:
 
 def _refuse_repaired(spoilt: SpoiltRun, name: str) -> None:
     """A bad item that was repaired between two starts changes what is trained on, and so is refused."""
-    run, folder = spoilt.run, spoilt.run.root / "repaired"
-    stopped_after(run, 2, folder)
+    run, folder = spoilt.run, spoilt.run.stop_after(2, "repaired")
     path = next(path for path in spoilt.media if path.name == name)
     damaged = path.read_bytes()
     path.write_bytes(next(each for each in spoilt.media if each.name != name).read_bytes())
-    assert train(run, folder) == 2
+    assert run.exit_code(folder) == 2
     path.write_bytes(damaged)
-    assert train(run, folder) == 0
+    run.finish(folder)
 
 
 def _refuse_spoilt(spoilt: SpoiltRun, bad: list[str]) -> None:
     """More than the tenth that may be bad: refused with all of them, before anything is trained."""
     folder = spoilt.run.folder
-    assert train(spoilt.run, folder) == 2
+    assert spoilt.run.exit_code(folder) == 2
     assert _listed(folder) == bad
     assert not list(folder.rglob("*.safetensors"))
 

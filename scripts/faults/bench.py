@@ -1,8 +1,9 @@
 """Where the faults are provoked: tiny runs in folders of their own, and how often each is tried."""
 
+import json
 import os
 import random
-import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,18 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import recorded_train
+import tiny_run
 from accelerate.state import AcceleratorState
 from recorded_train import read_records, recorded_step
 from release_layouts import two_experts
-from tiny_run import (
-    REPOSITORY,
-    TinyRun,
-    checkpoint_tensors,
-    differing,
-    make_clip_run,
-    make_mixed_run,
-    make_run,
-)
+from tiny_run import REPOSITORY, TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.pipelines import qwen_image, sdxl, wan
 from diffsynth_lite.training import trainer
@@ -42,12 +37,7 @@ PLAIN = ("validation.prompts=[]", "validation.loss_items=0", "validation.item_lo
 PROVOKED = str(Path(__file__).with_name("provoked_train.py"))
 """The training command with a fault in it, named by the first argument."""
 
-_MODELS = {
-    "qwen_image": qwen_image.tiny,
-    "wan": wan.tiny,
-    "wan_experts": two_experts,
-    "sdxl": sdxl.tiny,
-}
+_MODELS = {"qwen_image": qwen_image.tiny, "wan": wan.tiny, "wan_experts": two_experts, "sdxl": sdxl.tiny}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,32 +100,34 @@ class Bench:
         """A generator that draws from the start of what this bench's seed gives: take one, and keep it."""
         return random.Random(self.seed)
 
-    def images(self, name: str = "images") -> TinyRun:
+    def images(self, *settings: str, name: str = "images") -> "Run":
         """A run on five images of one shape."""
-        return make_run(self.root / name, self._model("qwen_image"))
+        return Run.of(tiny_run.make_run(self.root / name, self._model("qwen_image")), *settings)
 
-    def mixed(self, name: str = "mixed") -> TinyRun:
+    def mixed(self, *settings: str, name: str = "mixed") -> "Run":
         """A run on images of many shapes, from three sources, with all that is drawn by chance."""
-        return make_mixed_run(self.root / name, self._model("qwen_image"))
+        return Run.of(tiny_run.make_mixed_run(self.root / name, self._model("qwen_image")), *settings)
 
-    def clips(self, name: str = "clips") -> TinyRun:
+    def clips(self, *settings: str, name: str = "clips") -> "Run":
         """A run on clips of many shapes and lengths."""
-        run = make_clip_run(self.root / name, self._model("wan"))
+        run = tiny_run.make_clip_run(self.root / name, self._model("wan"))
         draws = (
             "data.clip=uniform",
             "data.clips_per_video=2",
             "data.crop=random",
             "data.caption_dropout=0.3",
         )
-        return run.having(*PLAIN, *draws)
+        return Run.of(run, *PLAIN, *draws, *settings)
 
-    def experts(self, name: str = "experts") -> TinyRun:
+    def experts(self) -> "Run":
         """A run on images, of two experts of Wan."""
-        return make_run(self.root / name, self._model("wan_experts")).having("model.family=wan")
+        return Run.of(
+            tiny_run.make_run(self.root / "experts", self._model("wan_experts")), "model.family=wan"
+        )
 
-    def unet(self, name: str = "unet") -> TinyRun:
+    def unet(self) -> "Run":
         """A run on images, of SDXL's UNet."""
-        return make_run(self.root / name, self._model("sdxl")).having("model.family=sdxl")
+        return Run.of(tiny_run.make_run(self.root / "unet", self._model("sdxl")), "model.family=sdxl")
 
     def _model(self, family: str) -> Path:
         folder = self.models / family
@@ -144,39 +136,140 @@ class Bench:
         return folder
 
 
-def train(run: TinyRun, folder: Path, *settings: str) -> int:
-    """The exit code of the training command in this process, in a run folder of its own."""
-    try:
-        return run.train(*settings, f"output.dir={folder}")
-    finally:
+class Run(TinyRun):
+    """A tiny run that is started in folders: paths, or names below its root."""
+
+    @classmethod
+    def of(cls, run: TinyRun, *settings: str) -> "Run":
+        """A run with further settings."""
+        return cls(run.root, run.config, (*run.settings, *settings))
+
+    def having(self, *settings: str) -> "Run":
+        """The run with further settings."""
+        return Run.of(self, *settings)
+
+    @property
+    def model(self) -> Path:
+        """The folder of its base model."""
+        line = next(line for line in self.config.read_text().splitlines() if line.startswith("  path:"))
+        return Path(line.split(": ")[1])
+
+    @property
+    def log(self) -> Path:
+        """File of what children and other processes print."""
+        return self.root / "log"
+
+    def held_out(self) -> tuple[str, ...]:
+        """Write two held-out images; the settings that measure the loss on them."""
+        folder = self.root / "held out"
+        folder.mkdir()
+        for place in range(2):
+            tiny_run.tiny_image(80, 48, 200 + place).save(folder / f"{place}.png")
+            (folder / f"{place}.txt").write_text("a blue square")
+        return f"validation.data={folder}", "validation.loss_items=2"
+
+    def place(self, folder: str | Path) -> Path:
+        """The path of a run folder."""
+        return folder if isinstance(folder, Path) else self.root / folder
+
+    def exit_code(self, folder: str | Path, *settings: str) -> int:
+        """The exit code of the training command in this process."""
+        try:
+            return self.train(*settings, f"output.dir={self.place(folder)}")
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+    def finish(self, folder: str | Path, *settings: str, num_processes: int = 1) -> Path:
+        """Start or continue the run in this process, or in several others; it must end well. Its folder."""
+        if num_processes == 1:
+            code, printed = self.exit_code(folder, *settings), ""
+        else:
+            command = torchrun(num_processes, "train.py")
+            done = self.launched(command, *settings, f"output.dir={self.place(folder)}")
+            code, printed = done.returncode, done.stderr
+        assert code == 0, f"exit code {code} of {folder} with {settings}\n{printed}"
+        return self.place(folder)
+
+    def stop_after(self, steps: int, folder: str | Path, *settings: str) -> Path:
+        """Start or continue the run, and stop it after so many steps; its folder."""
+        code = self.stopped_after(steps, *settings, f"output.dir={self.place(folder)}")
         AcceleratorState._reset_state(reset_partial_state=True)
+        assert code == 75, code
+        return self.place(folder)
+
+    def in_child(self, work: Callable[[], int], limit_s: float = 600) -> int | None:
+        """What ``work`` returns in a child of this process, as its exit code; None if it takes longer."""
+        return waited(forked(work, self.log), limit_s)
+
+    def finish_in_child(self, folder: str | Path, *settings: str) -> Path:
+        """Start or continue the run in a child of this process, where it must end well; its folder."""
+        code = self.in_child(partial(self.exit_code, folder, *settings))
+        assert code == 0, f"exit code {code} of {folder} with {settings}"
+        return self.place(folder)
+
+    def forked(self, folder: str | Path, *settings: str) -> int:
+        """Start or continue the run in a child of this process; the process id."""
+        return forked(partial(self.exit_code, folder, *settings), self.log)
+
+    def started(
+        self,
+        command: Sequence[str],
+        *settings: str,
+        log: Path | None = None,
+        variables: dict[str, str] | None = None,
+    ) -> "subprocess.Popen[bytes]":
+        """Start a training command as a process group of its own, whose output is added to a log."""
+        with (log or self.log).open("a") as file:
+            return subprocess.Popen(
+                [*command, *self.arguments, *settings],
+                cwd=REPOSITORY,
+                env=variables or environment(),
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def launched(
+        self, command: Sequence[str], *settings: str, variables: dict[str, str] | None = None, **options: Any
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a training command as processes of their own, to their end.
+
+        Args:
+            command: which the arguments of the run and ``settings`` follow.
+            variables: of the environment; those of ``environment`` where they are not given.
+            options: of ``subprocess.run``.
+        """
+        return subprocess.run(
+            [*command, *self.arguments, *settings],
+            cwd=REPOSITORY,
+            env=variables or environment(),
+            check=False,
+            **{"capture_output": True, "text": True, "timeout": 600, **options},
+        )
+
+    def recorded(self, folder: str | Path, *settings: str, num_processes: int = 1) -> list[dict[str, Any]]:
+        """Train to the end; all samples of it, each with the digests of what it was trained on."""
+        records = Path(f"{self.place(folder)}.records")
+        if num_processes == 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(trainer, "train_step", recorded_step(records))
+                self.finish(folder, *settings)
+        else:
+            command = (*torchrun(num_processes, recorded_train.__file__), str(records))
+            done = self.launched(command, f"output.dir={self.place(folder)}", *settings)
+            assert done.returncode == 0, done.stderr
+        return read_records(records)
+
+    def losses(self, folder: str | Path, *, after: int = 0) -> list[dict[str, Any]]:
+        """The logged numbers of the steps after one."""
+        return [row for row in self.metrics(self.place(folder)) if "loss" in row and row["step"] > after]
 
 
-def train_in_child(run: TinyRun, folder: Path, *settings: str, limit_s: float = 600) -> int | None:
-    """The exit code of the training command in a child of this process; None if it takes longer."""
-    return waited(forked(partial(train, run, folder, *settings), run.root / "log"), limit_s)
-
-
-def stopped_after(run: TinyRun, steps: int, folder: Path, *settings: str) -> None:
-    """Start or continue a run, and stop it after so many steps."""
-    code = run.stopped_after(steps, *settings, f"output.dir={folder}")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert code == 75, code
-
-
-def recorded(run: TinyRun, folder: Path, *settings: str) -> list[dict[str, Any]]:
-    """Train in this process; all samples of it, each with the digests of what it was trained on."""
-    records = Path(f"{folder}.records")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_step", recorded_step(records))
-        code = train(run, folder, *settings)
-    assert code == 0, code
-    return read_records(records)
-
-
-def losses(run: TinyRun, folder: Path, *, after: int = 0) -> list[dict[str, Any]]:
-    """The logged numbers of the steps after one."""
-    return [row for row in run.metrics(folder) if "loss" in row and row["step"] > after]
+def assert_ended(folder: Path, state: str, code: int) -> dict[str, Any]:
+    """The status of a run folder, which has this state and exit code."""
+    status: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == (state, code), status
+    return status
 
 
 def assert_same(first: Path, second: Path, step: int) -> None:
@@ -206,44 +299,16 @@ def at_call(
         yield
 
 
+def limit_memory(num_bytes: int) -> None:
+    """From now on this process may take only so much more memory."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes,) * 2)
+
+
 def end(child: int) -> None:
     """Kill a child, with signal 9."""
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-
-
-def started(
-    run: TinyRun, command: Sequence[str], *settings: str, log: Path, start_new_session: bool = False
-) -> "subprocess.Popen[bytes]":
-    """Start a training command as a process of its own, whose output is added to a log."""
-    with log.open("a") as file:
-        return subprocess.Popen(
-            [*command, *run.arguments, *settings],
-            cwd=REPOSITORY,
-            env=environment(),
-            stdout=file,
-            stderr=file,
-            start_new_session=start_new_session,
-        )
-
-
-def launched(
-    run: TinyRun,
-    command: tuple[str, ...],
-    *settings: str,
-    timeout_s: float = 600,
-    variables: dict[str, str] | None = None,
-) -> "subprocess.CompletedProcess[str]":
-    """Run a training command as processes of their own, to their end; ``variables`` are the environment's."""
-    return subprocess.run(
-        [*command, *run.arguments, *settings],
-        cwd=REPOSITORY,
-        env=variables or environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
 
 
 def environment() -> dict[str, str]:
@@ -328,25 +393,3 @@ def processes_of(root: Path) -> list[int]:
 def gone_within(root: Path, seconds: float) -> None:
     """Wait until no process of a run is left."""
     wait_until(lambda: not processes_of(root), f"the end of all processes of {root}", seconds)
-
-
-def num_passed(*tests: str) -> int:
-    """How many cases of some tests passed in a process of their own; none may fail, be skipped or be missing.
-
-    Args:
-        tests: files below ``tests``, or tests in one, as pytest names them.
-    """
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    done = subprocess.run(
-        [*command, *(f"tests/{test}" for test in tests)],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    summary = done.stdout.splitlines()[-1]
-    found = re.fullmatch(r"(\d+) passed in .*", summary)
-    assert found, summary
-    return int(found[1])

@@ -14,19 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import pytest
 from damages import RANDOM
 from PIL import Image
 from test_bad_input import copied_model
 from test_run_cache import entries
-from tiny_run import TinyRun, garble_media, tiny_image
+from tiny_run import garble_media, tiny_image
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.video import write_video
-from faults.bench import PLAIN, Bench, assert_same, fault, forked, num_passed, train, train_in_child, waited
-
-Patch = Callable[[pytest.MonkeyPatch], None]
+from faults.bench import PLAIN, Bench, Run, assert_same, fault, forked, waited
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +36,6 @@ class Change:
         settings: that make it.
         file: below the run's folder that is changed,
         edit: and how.
-        patch: of the package, for what another version of it would bring.
     """
 
     items: int = 0
@@ -47,11 +43,6 @@ class Change:
     settings: tuple[str, ...] = ()
     file: str | None = None
     edit: Callable[[Path], object] = Path.touch
-    patch: Patch = lambda _: None
-
-
-def _patched(name: str, value: object) -> Patch:
-    return lambda patch: patch.setattr(f"diffsynth_lite.{name}", value)
 
 
 def _with_note(path: Path) -> None:
@@ -99,14 +90,6 @@ IMAGES = {
         **_ALL_CAPTIONS, file="model/text_encoder/model.safetensors", edit=_with_other_weight
     ),
     "the tokenizer": Change(**_ALL_CAPTIONS, file="model/tokenizer/tokenizer_config.json", edit=_with_note),
-    "the longest prompt": Change(
-        **_ALL_CAPTIONS, patch=_patched("pipelines.qwen_image.QwenImage.max_prompt_tokens", 77)
-    ),
-    "Pillow": Change(**_ALL_ITEMS, patch=_patched("data.items.IMAGE_DECODER_ID", "v1 Pillow 99")),
-    "the code of crops and masks": Change(**_ALL_ITEMS, patch=_patched("data.items._TRANSFORM_ID", "v2")),
-    "the layout of the cache": Change(
-        **_ALL_ITEMS, **_ALL_CAPTIONS, patch=_patched("data.cache._SCHEMA", 99)
-    ),
 }
 
 CLIPS = {
@@ -116,7 +99,6 @@ CLIPS = {
     "the place in the clip": Change(**_ALL_CLIPS, settings=("data.clip=center",)),
     "more clips of a file": Change(**_ALL_CLIPS, settings=("data.clip=uniform", "data.clips_per_video=2")),
     "the resolution": Change(**_ALL_CLIPS, settings=("data.resolutions=[24]",)),
-    "FFmpeg": Change(**_ALL_CLIPS, patch=_patched("data.items.VIDEO_DECODER_ID", "libavcodec 99")),
 }
 
 NOTHING = {
@@ -129,35 +111,25 @@ NOTHING = {
 """What no entry depends on."""
 
 
-def changing_images(bench: Bench) -> TinyRun:
+def changing_images(bench: Bench) -> Run:
     """Five images with masks and two captions, and a copy of the pipeline."""
-    run = bench.images("changing")
+    run = bench.images(*PLAIN, "train.steps=1", name="changing")
     (run.root / "masks").mkdir()
     for place in range(NUM_IMAGES):
         Image.radial_gradient("L").resize((80 + place, 48)).save(run.root / "masks" / f"{place}.png")
     copied_model(run)
-    return _short(run, f"data.mask_dir={run.root / 'masks'}")
+    return run.having(f"data.mask_dir={run.root / 'masks'}")
 
 
-def changing_clips(bench: Bench) -> TinyRun:
+def changing_clips(bench: Bench) -> Run:
     """Three clips that are long enough for all that is changed."""
-    run = bench.clips("changing clips")
+    run = bench.clips("train.steps=1", name="changing clips")
     for path in (run.root / "clips").iterdir():
         if path.stem not in ("long", "fast", "upright"):
             path.unlink()
     plain = ("data.frame_counts=[5]", "data.clip=start", "data.clips_per_video=1", "data.crop=center")
-    return _short(run, *plain, "data.caption_dropout=0")
+    return run.having(*plain, "data.caption_dropout=0")
 
-
-def _short(run: TinyRun, *settings: str) -> TinyRun:
-    return TinyRun(run.root, run.config, (*run.settings, *PLAIN, "train.steps=1", *settings))
-
-
-KEYS = (
-    "data/test_plan.py::test_each_input_of_a_media_key_changes_it",
-    "data/test_plan.py::test_another_decoder_has_other_keys",
-    "data/test_items.py::test_each_input_of_a_prompt_key_changes_it",
-)
 
 MIN_WHILE_FILLING = 0.5
 """Of the kills; the others may strike after the last entry, on a machine that wakes this process late."""
@@ -166,14 +138,15 @@ MIN_WHILE_FILLING = 0.5
 @fault("V1", "exactly what depends on it is encoded again; no entry torn, none encoded twice; rot is found")
 def distrust_the_cache(bench: Bench) -> str:
     """Each input of a cached tensor changed by itself; kill -9 while caching, also by parts; rot."""
-    num_passed(*KEYS)
     stride = bench.pick(4, 1, 1)
     num_changes = change_each_input(changing_images(bench), IMAGES | NOTHING, stride)
     num_changes += change_each_input(changing_clips(bench), CLIPS, stride)
     kills = kill_while_caching(bench, wanted=bench.pick(2, 20, 200))
     num_killed_parts = kill_parts(bench, wanted=bench.pick(2, 10, 100))
     num_rotten = let_entries_rot(bench, ways=bench.pick(1, 2, 8))
-    return f"{num_changes} inputs, {kills}, {num_killed_parts} kills of parts, {num_rotten} rotten entries"
+    return (
+        f"{num_changes} inputs, {kills} kills, {num_killed_parts} kills of parts, {num_rotten} rotten entries"
+    )
 
 
 class _Encoded(logging.Handler):
@@ -200,58 +173,33 @@ def encoded() -> Iterator[Counter[str]]:
         logger.removeHandler(handler)
 
 
-def change_each_input(run: TinyRun, changes: Mapping[str, Change], stride: int) -> int:
+def change_each_input(run: Run, changes: Mapping[str, Change], stride: int) -> int:
     """After each change exactly what depends on it is encoded, and nothing once it is undone."""
-    assert train(run, run.folder) == 0
+    run.finish(run.folder)
     chosen = list(changes.items())[::stride]
     for name, change in chosen:
-        with changed(run, change), encoded() as counts:
-            _train_anew(run, *change.settings)
-        assert (counts["items"], counts["captions"]) == (change.items, change.captions), f"{name}: {counts}"
+        path = run.root / change.file if change.file else None
+        before = path.read_bytes() if path else b""
+        if path:
+            change.edit(path)
         with encoded() as counts:
-            _train_anew(run)
+            shutil.rmtree(run.finish("anew", *change.settings))
+        assert (counts["items"], counts["captions"]) == (change.items, change.captions), f"{name}: {counts}"
+        if path:
+            path.write_bytes(before)
+        with encoded() as counts:
+            shutil.rmtree(run.finish("anew"))
         assert not counts, f"{name}, undone: {counts}"
     return len(chosen)
 
 
-@contextmanager
-def changed(run: TinyRun, change: Change) -> Iterator[None]:
-    """Scope in which a file or a part of the package is another."""
-    path = run.root / change.file if change.file else None
-    before = path.read_bytes() if path else b""
-    with pytest.MonkeyPatch.context() as patch:
-        change.patch(patch)
-        if path:
-            change.edit(path)
-        yield
-    if path:
-        path.write_bytes(before)
-
-
-def _train_anew(run: TinyRun, *settings: str) -> None:
-    folder = run.root / "anew"
-    assert train(run, folder, *settings) == 0, settings
-    shutil.rmtree(folder)
-
-
-@dataclass
-class _Kills:
-    """How many starts were killed, and when."""
-
-    all: int = 0
-    while_filling: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.all} kills, {self.while_filling} of them between the first new entry and the last"
-
-
-def kill_while_caching(bench: Bench, *, wanted: int) -> _Kills:
+def kill_while_caching(bench: Bench, *, wanted: int) -> int:
     """Kill a trainer while it fills the cache, until it is done, again and again."""
     run, whole = _filled_run(bench, "killed")
     made = entries(run)
     entry_s = (max(made.values()) - min(made.values())) / len(made) * 1e-9
-    dice, kills = bench.new_dice(), _Kills()
-    while kills.all < wanted:
+    dice, kills = bench.new_dice(), Counter()
+    while kills["all"] < wanted:
         shutil.rmtree(run.root / "cache")
         # Some of the new entries, so that one filling is killed several times; then a part of the next one.
         while _killed(run, dice.randint(1, len(made) // 4), dice.uniform(0, 2) * entry_s, len(made), kills):
@@ -259,8 +207,8 @@ def kill_while_caching(bench: Bench, *, wanted: int) -> _Kills:
         assert entries(run).keys() == made.keys()
         assert_same(whole, run.folder, 1)
         shutil.rmtree(run.folder)
-    assert kills.while_filling >= MIN_WHILE_FILLING * kills.all, kills
-    return kills
+    assert kills["while filling"] >= MIN_WHILE_FILLING * kills["all"], kills
+    return kills["all"]
 
 
 def kill_parts(bench: Bench, *, wanted: int) -> int:
@@ -279,32 +227,28 @@ def kill_parts(bench: Bench, *, wanted: int) -> int:
             kills += len(left)
         assert {path.name: path.read_bytes() for path in entries(run)} == made
         garble_media(run.root / "data")
-        assert train_in_child(run, run.folder) == 0
-        assert_same(whole, run.folder, 1)
+        assert_same(whole, run.finish_in_child(run.folder), 1)
         shutil.rmtree(run.folder)
-        _draw(run)
+        _write_images(run)
     return kills
 
 
-def _filled_run(bench: Bench, name: str) -> tuple[TinyRun, Path]:
+def _filled_run(bench: Bench, name: str) -> tuple[Run, Path]:
     """A run of one step on 40 images, and its folder after an undisturbed start, which filled the cache."""
-    run = bench.images(name)
-    _draw(run)
-    run = run.having(*PLAIN, "train.steps=1")
-    whole = run.root / "whole"
-    assert train_in_child(run, whole) == 0
-    return run, whole
+    run = bench.images(*PLAIN, "train.steps=1", name=name)
+    _write_images(run)
+    return run, run.finish_in_child("whole")
 
 
-def _draw(run: TinyRun) -> None:
+def _write_images(run: Run) -> None:
     for place in range(40):
         tiny_image(64, 40, 10 + place).save(run.root / "data" / f"{place}.png")
         (run.root / "data" / f"{place}.txt").write_text(f"number {place}")
 
 
-def _parts_killed(run: TinyRun, parts: Sequence[int], dice: random.Random) -> list[int]:
+def _parts_killed(run: Run, parts: Sequence[int], dice: random.Random) -> list[int]:
     """Fill parts at once, and kill about half of them in the middle; those that did not end by themselves."""
-    children = {forked(partial(_fill_part, run, index), run.root / "log"): index for index in parts}
+    children = {forked(partial(_fill_part, run, index), run.log): index for index in parts}
     time.sleep(dice.uniform(0.2, 1.5))
     for child in children:
         if dice.random() < 0.5:
@@ -314,14 +258,14 @@ def _parts_killed(run: TinyRun, parts: Sequence[int], dice: random.Random) -> li
     return [children[child] for child, code in codes.items() if code]
 
 
-def _fill_part(run: TinyRun, index: int) -> int:
+def _fill_part(run: Run, index: int) -> int:
     return main(["cache", "fill", *run.arguments, "--part", f"{index}/3"])
 
 
-def _killed(run: TinyRun, num_new: int, delay_s: float, num_entries: int, kills: _Kills) -> bool:
+def _killed(run: Run, num_new: int, delay_s: float, num_entries: int, kills: Counter[str]) -> bool:
     """Start a run, and kill it a while after so many new entries are there; False if it ends before."""
     kept = entries(run)
-    child = forked(lambda: train(run, run.folder), run.root / "log")
+    child = run.forked(run.folder)
     code = _ended_before(child, lambda: len(entries(run)) >= len(kept) + num_new)
     if code is None:
         time.sleep(delay_s)
@@ -333,8 +277,8 @@ def _killed(run: TinyRun, num_new: int, delay_s: float, num_entries: int, kills:
     store = TensorCache(run.root / "cache")
     torn = [path for path in found if store.read(path.stem) is None]
     assert not torn, torn
-    kills.all += code != 0
-    kills.while_filling += code != 0 and len(kept) < len(found) < num_entries
+    kills["all"] += code != 0
+    kills["while filling"] += code != 0 and len(kept) < len(found) < num_entries
     return code != 0
 
 
@@ -348,21 +292,16 @@ def _ended_before(child: int, is_time: Callable[[], bool]) -> int | None:
 
 def let_entries_rot(bench: Bench, *, ways: int) -> int:
     """Damage each entry: where that shows from outside, the next start makes it again; else that after it."""
-    run = bench.images("rotten")
-    run = run.having(*PLAIN, "train.steps=3")
-    whole, dice = run.root / "whole", bench.new_dice()
-    assert train(run, whole) == 0
+    run = bench.images(*PLAIN, "train.steps=3", name="rotten")
+    whole, dice = run.finish("whole"), bench.new_dice()
     content = {path: path.read_bytes() for path in entries(run)}
     chosen = sorted(content)[: bench.pick(2, None, None)]
     for path in chosen:
         for number in range(ways):
             _rot(path, dice, RANDOM[number % len(RANDOM)], in_silence=number % 2 == 1)
-            code = train(run, run.folder)
             if number % 2 == 1:
-                assert code == 3, code
-                code = train(run, run.folder)
-            assert code == 0, code
-            assert_same(whole, run.folder, 3)
+                assert (code := run.exit_code(run.folder)) == 3, code
+            assert_same(whole, run.finish(run.folder), 3)
             assert {path: path.read_bytes() for path in entries(run)} == content
             shutil.rmtree(run.folder)
     return len(chosen) * ways

@@ -1,4 +1,4 @@
-"""D3 to D7: run folders that are damaged, gone, hold files of others, or are taken by two trainers."""
+"""D3 to D5 and D7: run folders that are damaged, gone, hold files of others, or are taken by two trainers."""
 
 import os
 import random
@@ -9,65 +9,37 @@ from pathlib import Path
 
 import pytest
 from damages import CERTAIN, RANDOM
-from tiny_run import TinyRun
 
 from diffsynth_lite.errors import CheckpointError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from faults.bench import (
-    PLAIN,
-    Bench,
-    assert_same,
-    at_call,
-    fault,
-    forked,
-    num_passed,
-    stopped_after,
-    train,
-    wait_for_steps,
-    waited,
-)
+from faults.bench import PLAIN, Bench, Run, assert_same, at_call, fault, wait_for_steps, waited
 
-FOLDER_TESTS = (
-    "runs/test_run_disk.py",
-    "runs/test_run.py::test_a_run_without_a_checkpoint_is_not_written_over_by_another",
-    "run_folder/test_run_folder.py",
-    "training/test_shortages.py",
-)
 MOMENTS = ((trainer, "train_step"), (CheckpointStore, "save"))
 """After which a folder is lost: the second is in a save, before its export."""
 SETTINGS = (*PLAIN, "train.ema_decay=0.6", "train.steps=4")
 
 
-@fault("D6", "repaired from the checkpoints, or named with the way out")
-def damage_the_run_folder(_bench: Bench) -> str:
-    """Status, contract, lineage, metrics damaged or lost; files for folders, folders for files; no room."""
-    return f"{num_passed(*FOLDER_TESTS)} tests"
-
-
 @fault("D7", "exit 3, nothing in its place; what was moved continued bit for bit")
 def lose_the_folder(bench: Bench) -> str:
     """The run folder renamed, removed, or become another run's, in a step and inside a save."""
-    run = bench.images()
-    whole, folder, moved = (run.root / name for name in ("whole", "run", "moved"))
-    assert train(run, whole, *PLAIN) == 0
+    run = bench.images(*PLAIN)
+    whole, folder, moved = run.finish("whole"), run.root / "run", run.root / "moved"
 
     def replace_it() -> None:
         folder.rename(moved)
-        assert waited(forked(lambda: _begin_another(folder), run.root / "log"), 60) == 0
+        assert run.in_child(lambda: _begin_another(folder), 60) == 0
 
     ways = (lambda: folder.rename(moved), lambda: shutil.rmtree(folder), replace_it)
     for number, (way, (owner, name)) in enumerate(product(ways, MOMENTS)):
         with at_call(owner, name, 2, lambda *_: way(), after=True):  # noqa: B023
-            assert train(run, folder, *PLAIN) == 3, number
+            assert run.exit_code(folder) == 3, number
         assert folder.exists() == (way is replace_it), number
         left = {path.name for path in folder.glob("*")} - {"report.html"}
         assert left == ({".lock", "status.json"} if way is replace_it else set()), left
-        place = moved if moved.exists() else folder
-        assert train(run, place, *PLAIN) == 0, number
-        assert_same(whole, place, 6)
+        assert_same(whole, run.finish(moved if moved.exists() else folder), 6)
         for done in (moved, folder):
             shutil.rmtree(done, ignore_errors=True)
     return f"{len(ways) * len(MOMENTS)} runs"
@@ -85,10 +57,8 @@ def _begin_another(folder: Path) -> int:
 def damage_checkpoints(bench: Bench) -> str:
     """Each file of a checkpoint altered; a run that finds its newest checkpoint damaged."""
     wanted = bench.pick(500, 2000, 20_000)
-    run = bench.images()
-    run = run.having(*SETTINGS)
-    whole = run.root / "whole"
-    assert train(run, whole) == 0
+    run = bench.images(*SETTINGS)
+    whole = run.finish("whole")
     good = whole / "checkpoints" / "step-00000004"
     num_altered = alter_each_file(good, bench, wanted)
     assert read_checkpoint(good).step == 4
@@ -115,15 +85,13 @@ def alter_each_file(good: Path, bench: Bench, wanted: int) -> int:
     return len(files) * len(ways)
 
 
-def continue_after_a_damaged_one(run: TinyRun, whole: Path, name: str, dice: random.Random) -> None:
+def continue_after_a_damaged_one(run: Run, whole: Path, name: str, dice: random.Random) -> None:
     """A newest checkpoint with one damaged file is set aside, and the run continues from the one before."""
-    folder = run.root / "damaged"
-    stopped_after(run, 3, folder)
+    folder = run.stop_after(3, "damaged")
     newest = folder / "checkpoints" / "step-00000003"
     dice.choice(RANDOM)(newest / name, dice)
     content = {path.name: path.read_bytes() for path in newest.iterdir()}
-    assert train(run, folder) == 0
-    assert_same(whole, folder, 4)
+    assert_same(whole, run.finish(folder), 4)
     (aside,) = (folder / "checkpoints").glob(".bad-step-00000003-*")
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == content
     shutil.rmtree(folder)
@@ -132,11 +100,8 @@ def continue_after_a_damaged_one(run: TinyRun, whole: Path, name: str, dice: ran
 @fault("D4", "untouched; the run continues")
 def leave_foreign_files(bench: Bench) -> str:
     """Foreign files in the run folder; an old checkpoint that cannot be removed, or has vanished."""
-    run = bench.images()
-    run = run.having(*SETTINGS, "output.keep_checkpoints=1")
-    whole, folder = run.root / "whole", run.root / "run"
-    assert train(run, whole) == 0
-    stopped_after(run, 1, folder)
+    run = bench.images(*SETTINGS, "output.keep_checkpoints=1")
+    whole, folder = run.finish("whole"), run.stop_after(1, run.folder)
     store = folder / "checkpoints"
     for name in ("step-abc", "step-12 copy", "step-0000000099", "Step-00000099", "step-00000098.bak"):
         (store / name).mkdir()
@@ -150,8 +115,7 @@ def leave_foreign_files(bench: Bench) -> str:
     (folder / "thesis" / "chapter.tex").write_text("mine")
     foreign = [store, outside, folder / "thesis"]
     before = _contents(foreign, ours=folder)
-    assert train(run, folder) == 0
-    assert_same(whole, folder, 4)
+    assert_same(whole, run.finish(folder), 4)
     assert _contents(foreign, ours=folder) == before
     _rotate_around_obstacles(run, run.root / "rotated")
     return f"{len(before)} foreign files, 2 obstacles"
@@ -167,7 +131,7 @@ def _contents(folders: list[Path], *, ours: Path) -> dict[str, bytes]:
     }
 
 
-def _rotate_around_obstacles(run: TinyRun, folder: Path) -> None:
+def _rotate_around_obstacles(run: Run, folder: Path) -> None:
     """An old checkpoint that cannot be renamed, or is gone when it is to go, is a warning."""
     rename = Path.rename
 
@@ -180,7 +144,7 @@ def _rotate_around_obstacles(run: TinyRun, folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "rename", unwilling)
-        assert train(run, folder, "output.checkpoint_every_steps=1") == 0
+        run.finish(folder, "output.checkpoint_every_steps=1")
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     # 3 as the newest whose weights have given a finite loss.
     assert names == ["step-00000001", "step-00000003", "step-00000004"], names
@@ -189,14 +153,13 @@ def _rotate_around_obstacles(run: TinyRun, folder: Path) -> None:
 @fault("D5", "refused with exit 2, the first continues; no lock stays")
 def start_two_trainers(bench: Bench) -> str:
     """A second trainer in the same folder; a lock of a killed one."""
-    run = bench.images()
+    run = bench.images(*PLAIN, "train.steps=100000")
     tries = bench.pick(2, 5, 20)
-    endless = (*PLAIN, "train.steps=100000")
     for number in range(tries):
         folder = run.root / f"run {number}"
-        child = forked(lambda folder=folder: train(run, folder, *endless), run.root / "log")
+        child = run.forked(folder)
         wait_for_steps(folder, 3)
-        assert train(run, folder, *endless) == 2
+        assert run.exit_code(folder) == 2
         assert waited(child, 0.2) is None, "the first trainer has ended"
         if number % 2:
             os.kill(child, signal.SIGKILL)
@@ -204,5 +167,5 @@ def start_two_trainers(bench: Bench) -> str:
         else:
             os.kill(child, signal.SIGTERM)
             assert waited(child, 60) == 75
-        stopped_after(run, 1, folder, *endless)
+        run.stop_after(1, folder)
     return f"{tries} pairs"

@@ -1,7 +1,6 @@
 """H3: memory that runs out, and what the answer to it says and promises."""
 
 import dataclasses
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffusers import QwenImageTransformer2DModel
-from tiny_run import TinyRun, checkpoint_tensors, make_run
+from tiny_run import checkpoint_tensors, make_run
 
 from diffsynth_lite.core.planning import CountingMeter
 from diffsynth_lite.core.transfer.backends import PlainBackend
@@ -24,7 +23,7 @@ from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.shortages import MemoryUse
-from faults.bench import PLAIN, Bench, assert_same, at_call, fault, train
+from faults.bench import PLAIN, Bench, Run, assert_ended, assert_same, at_call, fault
 
 NUM_BLOCKS = 6
 """More than are on the device at once where blocks are offloaded."""
@@ -100,8 +99,7 @@ def run_out_of_memory(bench: Bench) -> str:
         torch.manual_seed(0)
         pipeline.register_modules(transformer=QwenImageTransformer2DModel.from_config(config))
     pipeline.save_pretrained(bench.root / "model")
-    run = make_run(bench.root / "run", bench.root / "model")
-    run = run.having("train.steps=4", "validation.loss_items=0", "validation.item_losses=0")
+    run = Run.of(make_run(bench.root / "run", bench.root / "model"), *PLAIN[1:], "train.steps=4")
     kept = [_stop_in_a_step(run, name) for name in bench.pick(("forward",), tuple(PLACES), tuple(PLACES))]
     promises = [promise for promises in kept for promise in promises]
     _skip_a_preview(run)
@@ -111,27 +109,21 @@ def run_out_of_memory(bench: Bench) -> str:
     )
 
 
-def _stop_in_a_step(run: TinyRun, name: str) -> list[float]:
+def _stop_in_a_step(run: Run, name: str) -> list[float]:
     """How much of what each setting of the answer promises it saves, as a part."""
-    base = (*PLAIN, "data.upscale=true", f"data.width={WIDTH}", "lora.rank=1", "lora.alpha=1")
-    tall, situation = f"data.height={HEIGHT}", SITUATIONS[name]
-    whole, folder = run.root / f"{name}, whole", run.root / name
-    run = run.having(*base)
-    assert train(run, whole, tall, *situation) == 0
-    held = held_by(run, run.root / f"{name}, held", tall, *situation)
-    owner, method, call = PLACES[name]
-    with device_that_counts(held), at_call(owner, method, call, _run_out):
-        code = train(run, folder, tall, *situation)
-    assert code == 3, f"{name}: exit code {code}"
-    message = json.loads((folder / "status.json").read_text())["message"]
-    assert train(run, folder, tall, *situation) == 0
-    assert_same(whole, folder, 4)
+    size = ("data.upscale=true", f"data.width={WIDTH}", f"data.height={HEIGHT}")
+    run = run.having(*PLAIN, *size, "lora.rank=1", "lora.alpha=1", *SITUATIONS[name])
+    whole, folder = run.finish(f"{name}, whole"), run.root / name
+    held = held_by(run, f"{name}, held")
+    with device_that_counts(held), at_call(*PLACES[name], _run_out):
+        assert run.exit_code(folder) == 3, name
+    message = assert_ended(folder, "stopped", 3)["message"]
+    assert_same(whole, run.finish(folder), 4)
     promised = _promises_of(message, held, checkpoint_tensors(whole, 4))
     kept = []
     for setting, num_bytes in promised.items():
         # With the estimate that goes with it, in the settings that the run had, the later ones win.
-        applied = (tall, *situation, *APPLIED[setting])
-        less = held_by(run, run.root / f"{name}, {APPLIED[setting][0].strip('-')}", *applied)
+        less = held_by(run, f"{name}, {APPLIED[setting][0].strip('-')}", *APPLIED[setting])
         kept.append((held.total - less.total) / num_bytes)
         assert kept[-1] >= MIN_KEPT_PROMISE, f"{name}: {setting} saves {kept[-1]:.2f} of its estimate"
     return kept
@@ -161,11 +153,10 @@ def _promises_of(message: str, held: Held, tensors: dict[str, torch.Tensor]) -> 
     }
 
 
-def _skip_a_preview(run: TinyRun) -> None:
+def _skip_a_preview(run: Run) -> None:
     """The run continues, and says what failed and what would help."""
     run = run.having("validation.every_steps=2")
-    whole, folder = run.root / "whole", run.root / "preview"
-    assert train(run, whole) == 0
+    whole, folder = run.finish("whole"), run.root / "preview"
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
@@ -173,7 +164,7 @@ def _skip_a_preview(run: TinyRun) -> None:
     logger.addHandler(handler)
     try:
         with at_call(QwenImage, "sample", 2, _run_out):
-            assert train(run, folder) == 0
+            run.finish(folder)
     finally:
         logger.removeHandler(handler)
     assert_same(whole, folder, 4)
@@ -188,7 +179,7 @@ def _run_out(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def held_by(run: TinyRun, folder: Path, *settings: str) -> Held:
+def held_by(run: Run, folder: str, *settings: str) -> Held:
     """Train a few steps, and count what the last of them held on its device."""
     found: list[Held] = []
     train_step = trainer.train_step
@@ -214,8 +205,7 @@ def held_by(run: TinyRun, folder: Path, *settings: str) -> Held:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "train_step", measured)
-        code = train(run, folder, f"train.steps={_MEASURED_STEP}", *settings)
-    assert code == 0, code
+        run.finish(folder, f"train.steps={_MEASURED_STEP}", *settings)
     return found[0]
 
 

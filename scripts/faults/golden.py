@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import REPOSITORY, TinyRun, tiny_image
+from tiny_run import REPOSITORY, tiny_image
 
 from diffsynth_lite.lora import adapter_tensors, add_adapter
 from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
@@ -19,7 +19,7 @@ from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.optimization.averages import MovingAverage
 from diffsynth_lite.training.optimization.optimizer_state import optimizer_tensors
 from diffsynth_lite.training.saver import restore
-from faults.bench import Bench, fault, losses, stopped_after, train
+from faults.bench import Bench, Run, fault
 
 GOLDEN = REPOSITORY / "tests" / "training" / "golden"
 STEP = 3
@@ -72,8 +72,9 @@ def continue_golden(schema: Path, root: Path) -> float:
         # The same libraries make the same data. Others may write other bytes into the PNG files and those of
         # the tiny pipeline, and the fingerprint also names the version of Pillow that decodes the images.
         allowed = "resume.allow=[data]"
-        assert train(_run(root), root / "run", "--resume", str(source), allowed) == 0
-        found = [row["loss"] for row in losses(_run(root), root / "run")]
+        run = _run(root)
+        run.finish(root / "run", "--resume", str(source), allowed)
+        found = [row["loss"] for row in run.losses(root / "run")]
     assert len(found) == len(expected["losses"]) == STEPS - STEP
     worst = max(abs(new - old) / old for new, old in zip(found, expected["losses"], strict=True))
     assert worst <= MAX_LOSS_DIFFERENCE, (found, expected["losses"])
@@ -84,14 +85,14 @@ def make_golden(root: Path) -> Path:
     """Make the golden checkpoint of the present schema again, and return its folder."""
     with _in(root):
         run = _run(root)
-        stopped_after(run, STEP, Path("run"))
+        run.stop_after(STEP, Path("run"))
         (made,) = (root / "run" / "checkpoints").iterdir()
         schema = GOLDEN / f"schema-{json.loads((made / 'COMPLETE').read_text().splitlines()[0])['schema']}"
         if schema.exists():
             shutil.rmtree(schema)
         shutil.copytree(made, schema / made.name)
-        assert train(run, Path("run")) == 0
-        rest = [row["loss"] for row in losses(run, root / "run", after=STEP)]
+        run.finish(Path("run"))
+        rest = [row["loss"] for row in run.losses(root / "run", after=STEP)]
     expected = {"tensors": _restored(root, schema / made.name), "losses": rest}
     (schema / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
     return schema
@@ -113,8 +114,8 @@ def _in(root: Path) -> Iterator[None]:
         yield
 
 
-def _run(root: Path) -> TinyRun:
-    return TinyRun(root=root, config=Path("tiny.yaml"))
+def _run(root: Path) -> Run:
+    return Run(root=root, config=Path("tiny.yaml"))
 
 
 def _restored(root: Path, source: Path) -> dict[str, Any]:

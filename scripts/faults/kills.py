@@ -1,36 +1,36 @@
-"""K1 and K2: a trainer that is killed with signal 9, at any moment and at each call of a save."""
+"""K1, K2 and A2: a trainer that is killed with signal 9, at any moment and at each call to the disk."""
 
 import os
 import shutil
-import signal
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import pytest
 import save_until_killed
-from tiny_run import TinyRun
+from safetensors.torch import load_file
+from tiny_run import differing
 
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.saver import Saver
-from faults.bench import (
-    PLAIN,
-    Bench,
-    assert_same,
-    at_call,
-    end,
-    fault,
-    forked,
-    losses,
-    stopped_after,
-    train,
-    train_in_child,
-    waited,
-)
+from diffsynth_lite.training.stopping import Requests
+from faults.asked import check_best, with_held_out
+from faults.bench import PLAIN, Bench, Run, assert_same, at_call, end, fault, waited
 
 SETTINGS = (*PLAIN, "train.ema_decay=0.6", "data.caption_dropout=0.3", "train.warmup_steps=3")
+KEEPING = (
+    *("train.steps=5", "validation.prompts=[]", "validation.every_steps=1"),
+    # Always over, so that each step is saved.
+    *("output.checkpoint_every_minutes=0.000001", "output.checkpoint_every_steps=2"),
+    *("output.keep_checkpoints=1", "output.keep_every_steps=2"),
+)
+STRUCK_FROM = 3
+"""Step of a run of ``KEEPING`` from which on it is killed."""
 DISK_CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "unlink", "rmdir")
 
 
@@ -41,49 +41,34 @@ def kill_real_runs(bench: Bench) -> str:
     steps = bench.pick(8, 24, 24)
     runs = [bench.images()] if bench.scale == "ci" else [bench.images(), bench.clips()]
     dice = bench.new_dice()
-    tally = _Tally()
+    tally: Counter[str] = Counter()
     for number, run in enumerate(runs, start=1):
         run = run.having(*SETTINGS, f"train.steps={steps}")
-        whole = run.root / "whole"
-        assert train_in_child(run, run.root / "cached", "train.warmup_steps=0", "train.steps=1") == 0
+        run.finish_in_child("cached", "train.warmup_steps=0", "train.steps=1")
         started_at = time.monotonic()
-        assert train_in_child(run, whole) == 0
+        whole = run.finish_in_child("whole")
         seconds = time.monotonic() - started_at
-        while tally.kills < wanted * number / len(runs):
+        while tally["kills"] < wanted * number / len(runs):
             folder = run.root / "killed"
             while not _killed(run, folder, dice.uniform(0.05, 1.1) * seconds, tally):
                 pass
             assert_same(whole, folder, steps)
-            assert losses(run, folder) == losses(run, whole)
-            tally.runs += 1
+            assert run.losses(folder) == run.losses(whole)
+            tally["runs"] += 1
             shutil.rmtree(folder)
-    return f"{tally.kills} kills in {tally.runs} runs: {tally}"
+    return ", ".join(f"{number} {what}" for what, number in tally.items())
 
 
-@dataclass
-class _Tally:
-    """Where kills struck."""
-
-    kills: int = 0
-    runs: int = 0
-    before_a_checkpoint: int = 0
-    in_a_save: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.before_a_checkpoint} before a checkpoint, {self.in_a_save} inside a save"
-
-
-def _killed(run: TinyRun, folder: Path, seconds: float, tally: _Tally) -> bool:
+def _killed(run: Run, folder: Path, seconds: float, tally: Counter[str]) -> bool:
     """Start or continue a run, and kill it after so many seconds; True if it had ended before."""
     store = CheckpointStore(folder / "checkpoints", keep=1)
     saved = max(store.steps(), default=0)
-    child = forked(lambda: train(run, folder), run.root / "log")
-    code = waited(child, seconds)
+    code = waited(child := run.forked(folder), seconds)
     if code is None:
         end(child)
-        tally.kills += 1
-        tally.before_a_checkpoint += not store.steps()
-        tally.in_a_save += any(entry.name.startswith(".tmp-step") for entry in store._entries())
+        tally["kills"] += 1
+        tally["before a checkpoint"] += not store.steps()
+        tally["inside a save"] += any(entry.name.startswith(".tmp-step") for entry in store._entries())
     else:
         assert code == 0, code
     checkpoint = store.latest()
@@ -102,71 +87,109 @@ def kill_saves(bench: Bench) -> str:
         steps = save_until_killed.kill_one(bench.root / "loop", num_saves=dice.uniform(0, 2))
         save_until_killed.check(bench.root / "loop", steps[-1])
     stride = bench.pick(7, 2, 1)
-    num_calls = at_each_call_of_a_save(bench.images(), stride, kill, ended=lambda code: code == -9)
+    num_calls = at_each_call_of_a_save(bench.images(), stride, kill, code=-SIGKILL)
     return f"{num_random} random, {num_calls} calls"
+
+
+@fault("A2", "equal to the undisturbed run; the same checkpoints kept, lora_best/ that of the best")
+def kill_what_is_kept(bench: Bench) -> str:
+    """Kill -9 at calls to the disk of steps that save by time, for good, and as the best."""
+    stride = bench.pick(23, 7, 2)
+    run = with_held_out(bench.images(), *KEEPING)
+    whole = run.finish("whole")
+    check_best(whole)
+    num_best = len([step for step in _steps_that_were_the_best(run, whole) if step >= STRUCK_FROM])
+    assert num_best > 1, "no best checkpoint gives way to another one where the run is killed"
+    stopped = run.stop_after(STRUCK_FROM - 1, "stopped")
+    start = partial(_struck, run, (Requests, "gather", STRUCK_FROM), kill)
+    num_calls = _at_each_call(
+        run, stopped, stride, start, code=-SIGKILL, check=partial(_check_kept, run, whole)
+    )
+    return f"{num_calls} of {num_calls * stride} calls; {num_best} of the steps were the best so far"
 
 
 def kill() -> None:
     """This process, with signal 9."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), SIGKILL)
 
 
-def at_each_call_of_a_save(
-    run: TinyRun, stride: int, fault: Callable[[], None], *, ended: Callable[[int], bool]
-) -> int:
+def at_each_call_of_a_save(run: Run, stride: int, act: Callable[[], None], *, code: int) -> int:
     """Provoke a fault at every so-many-th disk call of the last save of a run, and let the run finish.
 
     Args:
         run: to train.
         stride: 1 tries each call.
-        fault: what happens instead of the call, in the trainer's process.
-        ended: whether an exit code is one that the fault may lead to.
+        act: happens instead of the call, in the trainer's process.
+        code: which that then ends with.
 
     Returns:
         Calls that were tried.
     """
     run = run.having(*SETTINGS, "train.steps=4")
-    whole, stopped, tried = run.root / "whole", run.root / "stopped", run.root / "tried"
-    assert train(run, whole) == 0
-    stopped_after(run, 3, stopped)
-    for num_calls in range(0, 10_000, stride):
-        shutil.copytree(stopped, tried)
-        work = _with_fault(run, tried, num_calls, fault)
-        code = waited(forked(work, run.root / "log"), 120)
-        if code == 0:
-            break
-        assert code is not None, f"hangs after {num_calls} good calls"
-        assert ended(code), f"exit code {code} after {num_calls} good calls"
-        again = train_in_child(run, tried, limit_s=120)
-        assert again == 0, f"exit code {again} in the next start, after {num_calls} good calls"
+    whole, stopped = run.finish("whole"), run.stop_after(3, "stopped")
+
+    def check(tried: Path) -> None:
         assert_same(whole, tried, 4)
         assert (tried / "lora" / "pytorch_lora_weights.safetensors").is_file()
-        leftovers = [path.name for path in tried.rglob(".tmp-step*")] + [
-            path.name for path in tried.rglob(".bad-*")
-        ]
+        leftovers = [path.name for name in (".tmp-step*", ".bad-*") for path in tried.rglob(name)]
         assert not leftovers, leftovers
+
+    start = partial(_struck, run, (Saver, "save", 1), act, is_only_in_it=True)
+    return _at_each_call(run, stopped, stride, start, code=code, check=check)
+
+
+def _at_each_call(
+    run: Run,
+    stopped: Path,
+    stride: int,
+    start: Callable[[Path, int], int],
+    *,
+    code: int,
+    check: Callable[[Path], None],
+) -> int:
+    """Continue copies of a run folder, each with a fault at a later disk call, until one meets no fault.
+
+    Args:
+        run: whose folder it is.
+        stopped: the folder that is copied.
+        stride: how many calls later each fault is.
+        start: continues a folder with a fault after so many good calls; returns the exit code.
+        code: which that is where there was a fault.
+        check: of each folder after it was continued to its end.
+
+    Returns:
+        Faults that were met.
+    """
+    for num_calls in range(0, 10_000, stride):
+        tried = shutil.copytree(stopped, run.root / "tried")
+        found = run.in_child(partial(start, tried, num_calls), 240)
+        if found == 0:
+            break
+        assert found == code, f"exit code {found} after {num_calls} good calls"
+        check(run.finish_in_child(tried))
         shutil.rmtree(tried)
     return num_calls // stride
 
 
-def _with_fault(
-    run: TinyRun, folder: Path, num_good_calls: int, fault: Callable[[], None]
-) -> Callable[[], int]:
-    """A start of a run in whose save the call after so many good ones is a fault; for a child process."""
+def _struck(
+    run: Run,
+    begin: tuple[type, str, int],
+    act: Callable[[], None],
+    folder: Path,
+    num_good_calls: int,
+    *,
+    is_only_in_it: bool = False,
+) -> int:
+    """Start a run in which the disk call after so many good ones is a fault; counted from a call on."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        at_call(*begin, lambda *_: _strike_in(patch, num_good_calls, act)),
+        at_call(*begin, lambda *_: patch.undo(), after=True) if is_only_in_it else nullcontext(),
+    ):
+        return run.exit_code(folder)
 
-    def work() -> int:
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            at_call(Saver, "save", 1, lambda *_: strike_in(patch, num_good_calls, fault)),
-            # What follows the save is none of it.
-            at_call(Saver, "save", 1, lambda *_: patch.undo(), after=True),
-        ):
-            return train(run, folder)
 
-    return work
-
-
-def strike_in(patch: pytest.MonkeyPatch, num_good_calls: int, fault: Callable[[], None]) -> None:
+def _strike_in(patch: pytest.MonkeyPatch, num_good_calls: int, act: Callable[[], None]) -> None:
     """Let the disk call after so many good ones be a fault; a write is half done before."""
     left = [num_good_calls]
 
@@ -177,7 +200,7 @@ def strike_in(patch: pytest.MonkeyPatch, num_good_calls: int, fault: Callable[[]
                 return call(*args, **kwargs)
             if call is _WRITE:
                 call(args[0], args[1][: len(args[1]) // 2])
-            return fault()
+            return act()
 
         return wrapped
 
@@ -186,3 +209,31 @@ def strike_in(patch: pytest.MonkeyPatch, num_good_calls: int, fault: Callable[[]
 
 
 _WRITE = os.write
+
+
+def _steps_that_were_the_best(run: Run, folder: Path) -> list[int]:
+    rows = run.metrics(folder)
+    measured = [(row["validation_loss"], row["step"]) for row in rows if "validation_loss" in row]
+    return [
+        step
+        for place, (loss, step) in enumerate(measured)
+        if step > 0 and all(loss < earlier for earlier, _ in measured[1:place])
+    ]
+
+
+def _check_kept(run: Run, whole: Path, tried: Path) -> None:
+    """All that is kept is what an undisturbed run keeps, bit for bit, and nothing else is left."""
+    checkpoints = [
+        sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (whole, tried)
+    ]
+    assert checkpoints[0] == checkpoints[1], checkpoints
+    for name in checkpoints[0]:
+        assert_same(whole, tried, int(name.removeprefix("step-")))
+    assert run.losses(tried) == run.losses(whole)
+    check_best(tried)
+    for folder in ("lora", "lora_ema", "lora_best"):
+        (expected,) = (whole / folder).glob("*.safetensors")
+        different = differing(load_file(tried / folder / expected.name), load_file(expected))
+        assert not different, f"{folder}: {different[0]}"
+    leftovers = [path.name for path in tried.rglob(".*") if path.name != ".lock"]
+    assert not leftovers, leftovers

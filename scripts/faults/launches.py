@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,16 +10,14 @@ from pathlib import Path
 
 import torch
 from processes import free_port
-from tiny_run import LOG_LINE, REPOSITORY, TinyRun, tiny_image
+from tiny_run import LOG_LINE, tiny_image
 
 import diffsynth_lite
-from faults.bench import PLAIN, PROVOKED, Bench, environment, fault, launched, torchrun
-from faults.machines import launched_on
+from faults.bench import PLAIN, PROVOKED, Bench, Run, environment, fault, torchrun
 
 DIFFERING = (PROVOKED, "differing")
 TWO = ("train.steps=1", "train.micro_batch_size=1", *PLAIN)
 """Settings of a short run of two processes."""
-SEED = json.dumps({"settings": ["train.seed=1"], "packages": []})
 DIFFER = "the processes of this run differ: "
 LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes", "2"),
@@ -87,51 +84,36 @@ def _taken() -> Iterator[_Launch]:
     yield _Launch("Runs in 2 processes", (sys.executable, "train.py"), OPEN_MPI | meeting | on_cpu, 2)
 
 
-def _launch(run: TinyRun, launch: _Launch, folder: Path) -> tuple[list[int], str]:
+def _launch(run: Run, launch: _Launch, folder: Path) -> tuple[list[int], str]:
     """Exit codes, and all that was printed."""
     shared = {name: value for name, value in environment().items() if name != "ACCELERATE_USE_CPU"}
-    log = run.root / "log"
-    with log.open("w") as file:
-        started = [
-            subprocess.Popen(
-                [*launch.command, *run.arguments, *TWO, f"output.dir={folder}"],
-                cwd=REPOSITORY,
-                env=shared | {name: value.format(rank) for name, value in launch.variables.items()},
-                stdout=file,
-                stderr=file,
-            )
-            for rank in range(launch.num_processes)
-        ]
-        codes = [process.wait(timeout=600) for process in started]
-    return codes, log.read_text()
+    log = run.root / f"log of {folder.name}"
+    started = []
+    for rank in range(launch.num_processes):
+        variables = shared | {name: value.format(rank) for name, value in launch.variables.items()}
+        settings = (*TWO, f"output.dir={folder}")
+        started.append(run.started(launch.command, *settings, log=log, variables=variables))
+    return [process.wait(timeout=600) for process in started], log.read_text()
 
 
-@fault("P2", "all end with exit 2 before anything is loaded; the log of each machine says what differs")
+@fault("P2", "all end with exit 2 before anything is loaded; the log says what differs")
 def start_different_runs(bench: Bench) -> str:
-    """Process 1 of 2 with other settings, base, images, versions or sources; on 2 machines, too."""
+    """Process 1 of 2 with other settings, base, images, versions or sources."""
     run = bench.images()
     cases = dict(_differences(run))
     for name, (says, other) in cases.items():
         folder = run.root / name
         command = (*torchrun(2, *DIFFERING), json.dumps(other))
-        done = launched(run, command, *TWO, f"output.dir={folder}")
-        assert_logged(says, done.stderr)
+        done = run.launched(command, *TWO, f"output.dir={folder}")
+        (line,) = [line for line in done.stderr.splitlines() if DIFFER in line and LOG_LINE.match(line)]
+        assert says in line, line
+        assert "exitcode  : 2" in done.stderr, done.stderr
         assert "Loading" not in done.stderr, done.stderr
         assert not (folder / "checkpoints").exists()
-    ended = launched_on(run, [run.root] * 2, *TWO, script=(*DIFFERING, SEED), num_processes=1)
-    for log in ended.logs:
-        assert_logged("train.seed is 0 on process 0", log)
-    return f"{len(cases)} differences; one of them on 2 machines"
+    return f"{len(cases)} differences"
 
 
-def assert_logged(words: str, log: str) -> None:
-    """One line of a launcher's log says what differs, and its processes ended with exit code 2."""
-    (line,) = [line for line in log.splitlines() if DIFFER in line and LOG_LINE.match(line)]
-    assert words in line, line
-    assert "exitcode  : 2" in log, log
-
-
-def _differences(run: TinyRun) -> Iterator[tuple[str, tuple[str, dict[str, list[str]]]]]:
+def _differences(run: Run) -> Iterator[tuple[str, tuple[str, dict[str, list[str]]]]]:
     """What the message says, and what is different for process 1."""
 
     def of(*settings: str, packages: Path | None = None) -> dict[str, list[str]]:
@@ -140,7 +122,7 @@ def _differences(run: TinyRun) -> Iterator[tuple[str, tuple[str, dict[str, list[
     yield "seed", ("train.seed is 0 on process 0", of("train.seed=1"))
     yield "interval", ("output.checkpoint_every_steps is 2", of("output.checkpoint_every_steps=1"))
     base = run.root / "another base"
-    shutil.copytree(_base_of(run), base)
+    shutil.copytree(run.model, base)
     (weights,) = (base / "vae").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
     yield "base", ("vae of model.path is", of(f"model.path={base}"))
@@ -163,10 +145,3 @@ def _differences(run: TinyRun) -> Iterator[tuple[str, tuple[str, dict[str, list[
     with (clone / "errors.py").open("a") as file:
         file.write("# another commit\n")
     yield "clone", ("diffsynth_lite is", of(packages=clone.parent))
-
-
-def _base_of(run: TinyRun) -> Path:
-    """The folder of the base model that a run's config names."""
-    found = re.search(r"^  path: (.+)$", run.config.read_text(), re.MULTILINE)
-    assert found is not None
-    return Path(found[1])

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import resource
 import shutil
 import struct
 from collections import Counter
@@ -17,9 +16,8 @@ from typing import Any, Literal
 import numpy
 from poison import poisons
 from safetensors.numpy import load_file, save_file
-from tiny_run import TinyRun
 
-from faults.bench import PLAIN, Bench, end, fault, forked, train, waited
+from faults.bench import PLAIN, Bench, Run, end, fault, forked, limit_memory, waited
 
 Outcome = Literal["refused", "accepted", "traceback", "no answer"]
 
@@ -66,10 +64,9 @@ def attack_folders(bench: Bench) -> str:
     """Model folders damaged or hostile: each file, each setting, headers, tensors, indices."""
     marker = bench.root / "planted code ran"
     counts: Counter[Outcome] = Counter()
-    for name, run in runs(bench).items():
-        model = model_of(run)
-        assert train(run, run.root / "run", *SETTINGS) == 0, f"{name} is refused as it is"
-        attacks = list(attacks_on(model, marker))
+    for name, run in {"qwen_image": bench.images(), "wan": bench.experts(), "sdxl": bench.unet()}.items():
+        run.finish(run.folder, *SETTINGS)
+        attacks = list(attacks_on(run.model, marker))
         for attack in attacks[bench.seed % 7 :: bench.pick(149, 29, 1)]:
             outcome, text = start_of(run, attack)
             allowed = {"refused", "accepted"} if attack.is_harmless else {"refused"}
@@ -84,51 +81,35 @@ def attack_folders(bench: Bench) -> str:
     )
 
 
-def runs(bench: Bench) -> dict[str, TinyRun]:
-    """A run of each of three pipelines: images, clips with two experts, and a UNet."""
-    return {"qwen_image": bench.images(), "wan": bench.experts(), "sdxl": bench.unet()}
+def start_of(run: Run, attack: Attack) -> tuple[Outcome, str]:
+    """What the training command makes of a pipeline that was attacked, and what it prints.
 
-
-def model_of(run: TinyRun) -> Path:
-    """The folder of a run's pipeline."""
-    line = next(line for line in run.config.read_text().splitlines() if line.startswith("  path:"))
-    return Path(line.split(": ")[1])
-
-
-def start_of(run: TinyRun, attack: Attack) -> tuple[Outcome, str]:
-    """What the training command makes of a pipeline that was attacked, and what it prints."""
+    It is started in a child of this process, which has little memory.
+    """
     model = run.root / "attacked"
-    shutil.rmtree(model, ignore_errors=True)
-    shutil.rmtree(run.root / "run", ignore_errors=True)
-    shutil.copytree(model_of(run), model, symlinks=True)
+    for folder in (model, run.folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(run.model, model, symlinks=True)
     attack.spoil(model / attack.file)
-    return answer(lambda: train(run, run.root / "run", *SETTINGS, f"model.path={model}"), run.root / "log")
+    run.log.unlink(missing_ok=True)
 
+    def start() -> int:
+        limit_memory(MEMORY_BYTES)
+        handler = logging.StreamHandler()
+        handler.setLevel(logging.ERROR)
+        handler.setFormatter(logging.Formatter(f"{_ERROR}%(message)s"))
+        logging.getLogger("diffsynth_lite").addHandler(handler)
+        return run.exit_code(run.folder, *SETTINGS, f"model.path={model}")
 
-def answer(command: Callable[[], int], log: Path) -> tuple[Outcome, str]:
-    """What came of a command in a child of this process, which has little memory, and what it printed."""
-    log.unlink(missing_ok=True)
-    child = forked(partial(_limited, command), log)
-    code = waited(child, LIMIT_S)
+    code = waited(child := forked(start, run.log), LIMIT_S)
+    text = run.log.read_text(errors="replace")
     if code is None:
         end(child)
-    text = log.read_text(errors="replace")
-    if code is None:
         return "no answer", text
     if code == 0:
         return "accepted", text
     is_one_line = code == 2 and "Traceback" not in text and 0 < text.count(_ERROR) <= MAX_LINES
     return ("refused" if is_one_line else "traceback"), text
-
-
-def _limited(command: Callable[[], int]) -> int:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
-    handler = logging.StreamHandler()
-    handler.setLevel(logging.ERROR)
-    handler.setFormatter(logging.Formatter(f"{_ERROR}%(message)s"))
-    logging.getLogger("diffsynth_lite").addHandler(handler)
-    return command()
 
 
 def attacks_on(model: Path, marker: Path) -> Iterator[Attack]:
@@ -143,7 +124,7 @@ def attacks_on(model: Path, marker: Path) -> Iterator[Attack]:
     yield from _on_index(f"{denoiser}/diffusion_pytorch_model.safetensors")
 
 
-def on_any_file(file: str, marker: Path) -> Iterator[Attack]:
+def _on_any_file(file: str, marker: Path) -> Iterator[Attack]:
     """What may be in the place of a file.
 
     Args:
@@ -162,7 +143,7 @@ def on_any_file(file: str, marker: Path) -> Iterator[Attack]:
 
 
 def _on_settings(file: str, document: dict[str, Any], marker: Path) -> Iterator[Attack]:
-    for attack in on_any_file(file, marker):
+    for attack in _on_any_file(file, marker):
         yield replace(attack, is_harmless=attack.what == "missing" and Path(file).name in _OPTIONAL)
     written = partial(Attack, file)
     yield written("not UTF-8", lambda path: _write(path, path.read_bytes().replace(b'": "', b'": "\xff')))
@@ -228,18 +209,13 @@ def _planted(path: Path, content: bytes, marker: Path) -> None:
 
 
 def _on_weights(file: str, marker: Path) -> Iterator[Attack]:
-    yield from on_any_file(file, marker)
+    yield from _on_any_file(file, marker)
     yield Attack(file, "a pickle of another name", partial(_renamed_pickle, marker=marker))
-    yield from on_header(file)
+    for what, change in _HEADERS.items():
+        yield Attack(file, f"header: {what}", partial(_change_header, change=change))
     for what, change in _TENSORS.items():
         is_harmless = what in ("one too many", "one of another dtype")
         yield Attack(file, f"tensors: {what}", partial(_change_tensors, change=change), is_harmless)
-
-
-def on_header(file: str) -> Iterator[Attack]:
-    """What the header of a safetensors file may say of what follows it."""
-    for what, change in _HEADERS.items():
-        yield Attack(file, f"header: {what}", partial(_change_header, change=change))
 
 
 def _renamed_pickle(path: Path, marker: Path) -> None:

@@ -1,6 +1,7 @@
 """N2 and N3: runs on two simulated nodes, whose folders are shared or their own, and nodes that fail."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -10,10 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiny_run import TinyRun
-
-from faults.bench import PLAIN, Bench, assert_same, fault, wait_for_steps, wait_until
-from faults.machines import assert_refused
+from faults.bench import PLAIN, Bench, Run, assert_same, fault, wait_for_steps, wait_until
 from faults.nodes import NEEDS, PORT, Node, two_nodes
 
 TORCHRUN = "torch.distributed.run"
@@ -23,6 +21,8 @@ STEP_TIMEOUT_S = 15.0
 GONE_WITHIN_S = 45.0
 """After one node has failed, or the time of a step is over: torchrun gives its processes 30 s."""
 _LIMIT_S = 600.0
+_EXIT_CODE = re.compile(r"exitcode +: (-?\d+)")
+"""Of a trainer, in the report of its launcher, which ends with -15 those that have not yet left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,19 @@ class _Launch:
         for printed in self.printed():
             assert words in printed, printed
 
+    def assert_refused(self, words: str) -> None:
+        """The trainers of all nodes ended with exit code 2, and the log of each node says why."""
+        assert set(self.codes()) == {1}
+        self.assert_logged(words)
+        for printed in self.printed():
+            assert set(_EXIT_CODE.findall(printed)) - {"-15"} == {"2"}, printed
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Setup:
     """A run that is started on nodes, and its folder there: the same path on each."""
 
-    run: TinyRun
+    run: Run
     nodes: tuple[Node, Node]
     disk: Path
 
@@ -99,7 +106,7 @@ class _Setup:
 
 
 def _set_up(bench: Bench, nodes: tuple[Node, Node], name: str, *settings: str) -> _Setup:
-    run = bench.images(name)
+    run = bench.images(name=name)
     run = run.having(*PLAIN, "train.micro_batch_size=1", f"train.steps={STEPS}")
     disk = run.root / "disk"
     disk.mkdir()
@@ -114,7 +121,7 @@ def _set_up(bench: Bench, nodes: tuple[Node, Node], name: str, *settings: str) -
 def run_on_two_nodes(bench: Bench) -> str:
     """2 simulated nodes of 2 processes by torchrun, with shared folders and with own ones under one path:
     started, started again when finished, stopped by SIGTERM, continued with one node late; settings that
-    differ, a node whose disk is read-only.
+    differ, a node whose disk is read-only, a first node without the run that the second has.
     """
     late_s = bench.pick(5.0, 30.0, 30.0)
     with two_nodes(bench.root) as nodes:
@@ -145,15 +152,14 @@ def run_on_two_nodes(bench: Bench) -> str:
         assert not (disks[1] / "run").exists()
 
         _refuse_on_both(own, nodes, disks)
-    return f"5 starts, stopped after step {status['step']} and continued {late_s:.0f} s late; 3 refused"
+    return f"5 starts, stopped after step {status['step']} and continued {late_s:.0f} s late; 4 refused"
 
 
 def _refuse_on_both(own: _Setup, nodes: tuple[Node, Node], disks: Sequence[Path]) -> None:
-    """What one node cannot do is refused on both: settings of its own, a disk that takes nothing."""
+    """What one node cannot do is refused on both: settings of its own, a full disk, no run."""
     one, other = (own.start("train.seed=1", nodes=nodes[:1]), own.start("train.seed=2", nodes=nodes[1:]))
     both = _Launch(nodes=nodes, launchers=[*one.launchers, *other.launchers], logs=[*one.logs, *other.logs])
-    assert both.codes() == [1, 1]
-    both.assert_logged("train.seed is 1 on process 0, 1 (node-a), 2 on process 2, 3 (node-b)")
+    both.assert_refused("train.seed is 1 on process 0, 1 (node-a), 2 on process 2, 3 (node-b)")
     for node, words in ((nodes[1], "node-b: "), (nodes[0], "")):
         disk = disks[nodes.index(node)]
         node.mount(disk, own.disk, read_only=True)
@@ -162,8 +168,9 @@ def _refuse_on_both(own: _Setup, nodes: tuple[Node, Node], disks: Sequence[Path]
         launch.assert_logged("Read-only file system")
         assert words in launch.printed()[0]
         node.unmount(own.disk)
-    for printed in both.printed():
-        assert_refused(printed)
+    for node, disk in zip(nodes, reversed(disks), strict=True):
+        node.mount(disk, own.disk)
+    own.start().assert_refused(f"has a checkpoint of step {STEPS} in its own")
 
 
 @fault(

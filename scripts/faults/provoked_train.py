@@ -19,12 +19,6 @@ from typing import Any
 Arguments = list[str]
 
 
-def without_libraries(arguments: Arguments) -> int:
-    """No library of models can be imported: to try is an error with a traceback."""
-    sys.modules.update(dict.fromkeys(("torch", "diffusers", "transformers", "peft", "accelerate")))
-    return trained(arguments)
-
-
 def trained(arguments: Arguments) -> int:
     """The exit code of the training command."""
     from diffsynth_lite.cli.train import main
@@ -203,7 +197,7 @@ def _spoiled(own_loss: Callable[..., Any], what: str) -> Callable[..., Any]:
     return loss
 
 
-FAULTS = (without_libraries, differing, full_disk, impatient, measured, spoiled)
+FAULTS = (differing, full_disk, impatient, measured, spoiled)
 
 if __name__ == "__main__":
     provoke = {fault.__name__: fault for fault in FAULTS}[sys.argv[1]]

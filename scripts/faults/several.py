@@ -7,49 +7,32 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
-import recorded_train
 import torch
-from recorded_train import read_records
-from tiny_run import TinyRun, checkpoint_tensors
+from tiny_run import checkpoint_tensors
 
 from faults.bench import (
     PLAIN,
     PROVOKED,
     Bench,
+    Run,
+    assert_ended,
     assert_same,
     fault,
     gone_within,
-    launched,
-    losses,
     processes_of,
-    recorded,
-    started,
     torchrun,
     wait_for_steps,
 )
-from faults.resume import COSINE
+from faults.resume import COSINE, Whole
 
-RECORDED = str(Path(recorded_train.__file__))
-EVERY_STEP = ("output.checkpoint_every_steps=1", "output.keep_checkpoints=1000")
 SHARDED = ("memory.shard_base=all",)
 MAX_WEIGHT_DIFFERENCE = 1e-6
 GONE_WITHIN_S = 45.0
 """torchrun gives the others 30 s after one of them has died."""
 
-
 STEP_TIMEOUT_S = 15.0
 """More than a step of two tiny processes takes on a busy machine."""
-
-
-def samples_of(run: TinyRun, num_processes: int, folder: Path, *settings: str) -> list[dict[str, Any]]:
-    """Train in several processes; all samples of it."""
-    records = Path(f"{folder}.records")
-    command = (*torchrun(num_processes, RECORDED), str(records))
-    done = launched(run, command, f"output.dir={folder}", *settings)
-    assert done.returncode == 0, done.stderr
-    return read_records(records)
 
 
 @fault("R2", "bit for bit")
@@ -59,16 +42,9 @@ def resume_with_two_processes(bench: Bench) -> str:
     runs = [bench.mixed()] if bench.scale != "full" else [bench.mixed(), bench.clips()]
     points = range(stride, steps, stride)
     for run in runs:
-        run = run.having(*COSINE, f"train.steps={steps}")
-        whole = run.root / "whole"
-        samples = samples_of(run, 2, whole, *EVERY_STEP)
+        whole = Whole.of(run.having(*COSINE), steps, num_processes=2)
         for step in points:
-            folder = run.root / f"from {step}"
-            source = whole / "checkpoints" / f"step-{step:08d}"
-            resumed = samples_of(run, 2, folder, "--resume", str(source))
-            assert resumed == [row for row in samples if row["step"] >= step]
-            assert_same(whole, folder, steps)
-            assert losses(run, folder) == losses(run, whole, after=step)
+            whole.check_resumed_at(step)
     return f"{len(runs) * len(points)} points"
 
 
@@ -78,20 +54,13 @@ def change_the_number_of_processes(bench: Bench) -> str:
     chain = bench.pick((1, 2, 1), (1, 2, 1), (1, 2, 4, 1))
     part = bench.pick(2, 3, 6)
     steps = part * len(chain)
-    run = bench.mixed()
-    run = run.having("train.micro_batch_size=1", "train.ema_decay=0.6")
+    run = bench.mixed("train.micro_batch_size=1", "train.ema_decay=0.6")
     whole, parts = run.root / "whole", run.root / "parts"
-    expected = recorded(run, whole, f"train.steps={steps}")
+    expected = run.recorded(whole, f"train.steps={steps}")
     for number, world in enumerate(chain, start=1):
-        end = f"train.steps={part * number}"
-        if world == 1:
-            recorded(run, parts, end)
-        else:
-            samples_of(run, world, parts, end)
-    assert read_records(Path(f"{parts}.records")) == expected
-    rates = [
-        [(row["step"], row["learning_rate"]) for row in losses(run, folder)] for folder in (whole, parts)
-    ]
+        found = run.recorded(parts, f"train.steps={part * number}", num_processes=world)
+    assert found == expected
+    rates = [[(row["step"], row["learning_rate"]) for row in run.losses(folder)] for folder in (whole, parts)]
     assert rates[0] == rates[1]
     ours, theirs = checkpoint_tensors(parts, steps), checkpoint_tensors(whole, steps)
     assert ours.keys() == theirs.keys()
@@ -108,12 +77,9 @@ def change_the_number_of_processes(bench: Bench) -> str:
 @fault("K3", "no process left 45 s later (for good: after train.step_timeout_minutes); continued bit for bit")
 def lose_a_process(bench: Bench) -> str:
     """One of 2 processes killed; stopped for seconds; stopped for good."""
-    run = bench.images()
-    steps = ("train.steps=120", *PLAIN, "train.micro_batch_size=1", "output.checkpoint_every_steps=5")
-    run = run.having(*steps)
-    whole = run.root / "whole"
-    done = launched(run, torchrun(2, "train.py"), f"output.dir={whole}")
-    assert done.returncode == 0, done.stderr
+    saving = ("train.steps=120", "output.checkpoint_every_steps=5")
+    run = bench.images(*PLAIN, "train.micro_batch_size=1", *saving)
+    whole = run.finish("whole", num_processes=2)
     times = []
     tries = bench.pick(1, 2, 20)
     for number in range(tries):
@@ -121,9 +87,7 @@ def lose_a_process(bench: Bench) -> str:
         shared = SHARDED if number % 2 else ()
         launcher, _ = _signal_one_of_two(run, folder, signal.SIGKILL, str(number % 2), *shared)
         times.append(_seconds_until_gone(launcher, folder, GONE_WITHIN_S))
-        done = launched(run, torchrun(2, "train.py"), f"output.dir={folder}", *shared)
-        assert done.returncode == 0, done.stderr
-        assert_same(whole, folder, 120)
+        assert_same(whole, run.finish(folder, *shared, num_processes=2), 120)
         shutil.rmtree(folder)
     launcher, stopped = _signal_one_of_two(run, run.root / "stopped", signal.SIGSTOP, "1")
     time.sleep(3)
@@ -137,24 +101,18 @@ def lose_a_process(bench: Bench) -> str:
     timeout = f"train.step_timeout_minutes={STEP_TIMEOUT_S / 60}"
     launcher, _ = _signal_one_of_two(run, frozen, signal.SIGSTOP, "1", timeout)
     seconds = _seconds_until_gone(launcher, frozen, STEP_TIMEOUT_S + GONE_WITHIN_S)
-    done = launched(run, torchrun(2, "train.py"), f"output.dir={frozen}")
-    assert done.returncode == 0, done.stderr
-    assert_same(whole, frozen, 120)
+    assert_same(whole, run.finish(frozen, num_processes=2), 120)
     return f"{outcome}; 1 for good, all gone after {seconds:.0f} s"
 
 
-def _process_of_rank(root: Path, rank: str) -> int:
-    ranks = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in processes_of(root)}
-    return next(pid for pid, variables in ranks.items() if f"RANK={rank}".encode() in variables)
-
-
 def _signal_one_of_two(
-    run: TinyRun, folder: Path, number: int, rank: str, *settings: str
+    run: Run, folder: Path, number: int, rank: str, *settings: str
 ) -> tuple["subprocess.Popen[bytes]", int]:
     """Start two processes, and signal one of them while they train: the launcher, and the one."""
-    launcher = started(run, torchrun(2, "train.py"), *settings, f"output.dir={folder}", log=run.root / "log")
+    launcher = run.started(torchrun(2, "train.py"), *settings, f"output.dir={folder}")
     wait_for_steps(folder, 7)
-    signalled = _process_of_rank(folder, rank)
+    ranks = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in processes_of(folder)}
+    signalled = next(pid for pid, variables in ranks.items() if f"RANK={rank}".encode() in variables)
     os.kill(signalled, number)
     return launcher, signalled
 
@@ -168,24 +126,19 @@ def _seconds_until_gone(launcher: "subprocess.Popen[bytes]", folder: Path, limit
     return time.monotonic() - began_at
 
 
-@fault(
-    "H1",
-    "skipped by both; weights finite; no process waits; where the last step was skipped, exit code 3",
-)
+@fault("H1", "skipped by both; weights finite; no process waits; exit code 3 where the last was skipped")
 def spoil_one_process(bench: Bench) -> str:
     """NaN or infinity in loss, gradient, latents or captions of one of 2 processes."""
     spoiled = {2: "loss", 4: "gradient", 6: "latents", 8: "captions", 10: "loss", 11: "gradient", 13: "loss"}
-    run = bench.images()
-    run = run.having(*PLAIN, "train.steps=13", "train.micro_batch_size=1")
+    run = bench.images(*PLAIN, "train.steps=13", "train.micro_batch_size=1")
     for rank in bench.pick(("1",), ("1",), ("0", "1")):
         notes = run.root / f"notes of {rank}"
         notes.mkdir()
         folder = run.root / f"rank {rank}"
         plan = json.dumps({"rank": rank, "steps": spoiled, "notes": str(notes)})
-        done = launched(run, (*torchrun(2, PROVOKED, "spoiled"), plan), f"output.dir={folder}", timeout_s=300)
+        done = run.launched((*torchrun(2, PROVOKED, "spoiled"), plan), f"output.dir={folder}", timeout=300)
         assert done.returncode != 0, done.stderr
-        status = json.loads((folder / "status.json").read_text())
-        assert (status["state"], status["exit_code"]) == ("diverged", 3), status  # its last step was skipped
+        assert_ended(folder, "diverged", 3)  # its last step was skipped
         skipped = {path.name: json.loads(path.read_text()) for path in notes.iterdir()}
         assert skipped == {"0": list(spoiled), "1": list(spoiled)}, skipped
         tensors = checkpoint_tensors(folder, 13)

@@ -6,21 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from tiny_run import TinyRun
-
 from diffsynth_lite.training import trainer
-from faults.bench import (
-    PLAIN,
-    PROVOKED,
-    Bench,
-    assert_same,
-    at_call,
-    fault,
-    gone_within,
-    launched,
-    stopped_after,
-    train,
-)
+from faults.bench import PLAIN, PROVOKED, Bench, Run, assert_same, at_call, fault, gone_within
 
 TIMEOUT_S = 25.0
 """For a worker; it takes some of it to start."""
@@ -31,20 +18,16 @@ LATE_S = 60.0
 @fault("H2", "exit 3 at once, or after the timeout; no process left; continued bit for bit")
 def lose_a_worker(bench: Bench) -> str:
     """A data worker killed; a data worker that hangs in a read."""
-    run = bench.images()
-    run = run.having(*PLAIN, "train.steps=20")
-    whole = run.root / "whole"
-    assert train(run, whole) == 0
+    run = bench.images(*PLAIN, "train.steps=20")
+    whole = run.finish("whole")
     killed, hanging = [], []
     tries = bench.pick(1, 1, 5)
     for _ in range(tries):
-        folder = run.root / "lost"
-        stopped_after(run, 3, folder)
+        folder = run.stop_after(3, "lost")
         killed.append(_kill(run, folder))
-        stopped_after(run, 3, folder)
+        run.stop_after(3, folder)
         hanging.append(_hang(run, folder))
-        assert train(run, folder) == 0
-        assert_same(whole, folder, 20)
+        assert_same(whole, run.finish(folder), 20)
         shutil.rmtree(folder)
     assert max(killed) < LATE_S, killed
     assert max(hanging) < TIMEOUT_S + LATE_S, hanging
@@ -54,7 +37,7 @@ def lose_a_worker(bench: Bench) -> str:
     )
 
 
-def _kill(run: TinyRun, folder: Path) -> float:
+def _kill(run: Run, folder: Path) -> float:
     """Seconds from the kill of the worker until the trainer has ended."""
     struck_at = []
 
@@ -64,19 +47,18 @@ def _kill(run: TinyRun, folder: Path) -> float:
         struck_at.append(time.monotonic())
 
     with at_call(trainer, "train_step", 4, strike):
-        code = train(run, folder, "data.num_workers=1")
+        code = run.exit_code(folder, "data.num_workers=1")
     assert code == 3, code
     return time.monotonic() - struck_at[0]
 
 
-def _hang(run: TinyRun, folder: Path) -> float:
+def _hang(run: Run, folder: Path) -> float:
     """Seconds from the first step of a run whose worker hangs in a read until its trainer has ended."""
     entry = next((run.root / "cache").rglob("*.safetensors"))
     content = entry.read_bytes()
     command = (sys.executable, PROVOKED, "impatient", str(entry), str(TIMEOUT_S))
-    done = launched(run, command, f"output.dir={folder}", "data.num_workers=1", timeout_s=120)
-    ended_at = time.time()
-    seconds = ended_at - entry.stat().st_ctime
+    done = run.launched(command, f"output.dir={folder}", "data.num_workers=1", timeout=120)
+    seconds = time.time() - entry.stat().st_ctime
     assert done.returncode == 3, (done.returncode, done.stderr)
     assert "a data worker died or hangs" in done.stderr
     gone_within(folder, 5)

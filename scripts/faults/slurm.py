@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiny_run import REPOSITORY, TinyRun
+from tiny_run import REPOSITORY
 
-from faults.bench import PLAIN, Bench, assert_same, fault, wait_until
+from faults.bench import PLAIN, Bench, Run, assert_same, fault, wait_until
 from faults.clusters import SLURM_NEEDS, Cluster, simulated_slurm
 
 EXAMPLES = REPOSITORY / "examples" / "slurm"
@@ -30,7 +30,7 @@ class _Jobs:
     """Jobs of a run on a cluster."""
 
     cluster: Cluster
-    run: TinyRun
+    run: Run
 
     def train(self, *settings: str, options: tuple[str, ...] = TWO_NODES) -> str:
         """Submit the script that trains; the number of the job."""

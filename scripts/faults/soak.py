@@ -8,9 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tiny_run import TinyRun, tiny_image
-
-from faults.bench import PROVOKED, Bench, environment, fault, launched
+from faults.bench import PROVOKED, Bench, Run, environment, fault
 
 MAX_GROWTH = 0.05
 SAVE_EVERY = 20
@@ -37,26 +35,21 @@ def soak(bench: Bench) -> str:
     return f"{len(runs)} runs of {steps} steps; {'; '.join(found)}"
 
 
-def _of_one_shape(bench: Bench) -> TinyRun:
+def _of_one_shape(bench: Bench) -> Run:
     run = bench.images()
     return run.having(*_with_everything(run))
 
 
-def _of_many_shapes(bench: Bench) -> TinyRun:
+def _of_many_shapes(bench: Bench) -> Run:
     run = bench.mixed()
     prompts = ("validation.prompts=[a red circle]", "validation.width=32", "validation.height=32")
     return run.having(*_with_everything(run), *prompts)
 
 
-def _with_everything(run: TinyRun) -> tuple[str, ...]:
+def _with_everything(run: Run) -> tuple[str, ...]:
     """Saves, previews, a loss on held-out data, a moving average and a data worker."""
-    held_out = run.root / "held out"
-    held_out.mkdir()
-    for place in range(2):
-        tiny_image(80, 48, 200 + place).save(held_out / f"{place}.png")
-        (held_out / f"{place}.txt").write_text("a blue square")
     return (
-        *(f"validation.data={held_out}", "validation.loss_items=2", "validation.every_steps=100"),
+        *(*run.held_out(), "validation.every_steps=100"),
         *("validation.num_inference_steps=2", "train.ema_decay=0.9", "train.learning_rate=0.001"),
         *(f"output.checkpoint_every_steps={SAVE_EVERY}", f"output.keep_checkpoints={KEEP}"),
         *(f"output.keep_every_steps={KEEP_EVERY}", f"output.checkpoint_every_minutes={SAVE_EVERY_MINUTES}"),
@@ -75,19 +68,19 @@ class Soaked:
         saves: steps that were saved, in order.
     """
 
-    run: TinyRun
+    run: Run
     steps: int
     rows: Sequence[dict[str, Any]]
     saves: Sequence[int]
 
     @classmethod
-    def train(cls, run: TinyRun, steps: int) -> "Soaked":
+    def train(cls, run: Run, steps: int) -> "Soaked":
         """Train in a process of its own, whose temporary files have a folder of their own."""
         file, temporary = run.root / "measured.jsonl", run.root / "temporary"
         temporary.mkdir()
         command = (sys.executable, PROVOKED, "measured", str(file), str(max(1, steps // NUM_MEASUREMENTS)))
         variables = {**environment(), "TMPDIR": str(temporary)}
-        done = launched(run, command, f"train.steps={steps}", variables=variables, timeout_s=6000)
+        done = run.launched(command, f"train.steps={steps}", variables=variables, timeout_s=6000)
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         saves = [int(line) for line in Path(f"{file}.saves").read_text().splitlines()]

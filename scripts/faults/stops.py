@@ -1,13 +1,11 @@
 """K4 and K5: signals to the trainer and its launchers, at every stage of a run, and logs that are lost."""
 
-import json
 import os
 import signal
-import subprocess
 import time
 from typing import Any
 
-from tiny_run import LAUNCH, REPOSITORY, TRAIN, TinyRun
+from tiny_run import LAUNCH, TRAIN
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training import trainer
@@ -16,16 +14,14 @@ from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from faults.bench import (
     PLAIN,
     Bench,
+    Run,
+    assert_ended,
     assert_same,
     at_call,
-    environment,
     fault,
     gone_within,
-    num_passed,
     processes_of,
-    started,
     torchrun,
-    train,
     wait_for_steps,
 )
 
@@ -39,46 +35,37 @@ GRACE_S = 60.0
 """Within which all processes of a tiny run that was signalled must be gone."""
 
 
-@fault("K4", "exit 75, checkpoint there, no process left; continued bit for bit; under nohup it continues")
+@fault("K4", "exit 75, checkpoint there, no process left; continued bit for bit")
 def signal_everything(bench: Bench) -> str:
-    """SIGTERM, SIGUSR1, SIGINT, SIGHUP to train.py, accelerate launch, torchrun; at each stage; twice; SIGHUP
-    under nohup.
-    """
+    """SIGTERM, SIGUSR1, SIGINT, SIGHUP to train.py, accelerate launch, torchrun; at each stage."""
     launchers = [(name, number) for name in LAUNCHERS for number in bench.pick(SIGNALS[:1], SIGNALS, SIGNALS)]
     repeats = bench.pick(1, 1, 5)
     for name, number in launchers * repeats:
-        signal_a_launcher(bench.images(f"{name} {number.name} {time.monotonic()}"), LAUNCHERS[name], number)
+        run = bench.images(name=f"{name} {number.name} {time.monotonic()}")
+        signal_a_launcher(run, LAUNCHERS[name], number)
     stages = 0
     for stage in STAGES:
         for number in bench.pick(SIGNALS[:1], SIGNALS[:1], SIGNALS):
-            signal_at_a_stage(bench.images(f"{stage} {number.name}"), stage, number)
+            signal_at_a_stage(bench.images(name=f"{stage} {number.name}"), stage, number)
             stages += 1
-    return f"{len(launchers) * repeats} starts by 3 launchers, {stages} stages, {num_passed(*TESTS)} tests"
+    return f"{len(launchers) * repeats} starts by 3 launchers, {stages} stages"
 
 
 @fault("K5", "exit 0, status and metrics as ever, equal")
 def lose_the_log(bench: Bench) -> str:
     """The log lost: a closed pipe, a terminal that is gone, a full disk under it."""
-    run = bench.images()
-    whole = run.root / "whole"
-    assert train(run, whole, *PLAIN) == 0
+    run = bench.images(*PLAIN)
+    whole = run.finish("whole")
     for number, opened in enumerate((os.pipe, os.openpty, _full_disk)):
         folder = run.root / f"lost {number}"
         *reader, writer = opened()
         for end in reader:
             os.close(end)
-        done = subprocess.run(
-            [*TRAIN, *run.arguments, *PLAIN, f"output.dir={folder}"],
-            cwd=REPOSITORY,
-            env=environment(),
-            stdout=writer,
-            stderr=writer,
-            check=False,
-            timeout=600,
-        )
+        lost = {"capture_output": False, "stdout": writer, "stderr": writer}
+        done = run.launched(TRAIN, f"output.dir={folder}", **lost)
         os.close(writer)
         assert done.returncode == 0, (opened, done.returncode)
-        assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+        assert_ended(folder, "finished", 0)
         assert run.metrics(folder) == run.metrics(whole)
         assert_same(whole, folder, 6)
     return "3 logs"
@@ -88,15 +75,10 @@ def _full_disk() -> tuple[int, ...]:
     return (os.open("/dev/full", os.O_WRONLY),)
 
 
-def signal_a_launcher(run: TinyRun, command: tuple[str, ...], number: signal.Signals) -> None:
+def signal_a_launcher(run: Run, command: tuple[str, ...], number: signal.Signals) -> None:
     """Signal the process that was started, while its run trains; all is saved and nothing is left running."""
-    settings = (
-        *PLAIN,
-        "train.steps=100000",
-        "train.micro_batch_size=1",
-        "output.checkpoint_every_steps=1000",
-    )
-    process = started(run, command, *settings, log=run.root / "log", start_new_session=True)
+    endless = ("train.steps=100000", "train.micro_batch_size=1", "output.checkpoint_every_steps=1000")
+    process = run.started(command, *PLAIN, *endless)
     try:
         wait_for_steps(run.folder, 3)
         process.send_signal(number)
@@ -106,8 +88,7 @@ def signal_a_launcher(run: TinyRun, command: tuple[str, ...], number: signal.Sig
         for left in processes_of(run.root):
             os.kill(left, signal.SIGKILL)
         process.wait()
-    status = json.loads((run.folder / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("interrupted", 75), status
+    status = assert_ended(run.folder, "interrupted", 75)
     assert command != TRAIN or process.returncode == 75, process.returncode
     assert read_checkpoint(run.folder / "checkpoints" / f"step-{status['step']:08d}").step >= 3
 
@@ -122,19 +103,12 @@ STAGES: dict[str, tuple[Any, str, int]] = {
     "later previews": (QwenImage, "sample", 2),
 }
 """By name the call before which the signal comes."""
-TESTS = (
-    "training/test_stopping.py::test_a_second_signal_quits_at_once",
-    "training/test_stopping.py::test_a_hangup_that_is_ignored_as_under_nohup_stops_nothing",
-)
 
 
-def signal_at_a_stage(run: TinyRun, stage: str, number: signal.Signals) -> None:
+def signal_at_a_stage(run: Run, stage: str, number: signal.Signals) -> None:
     """Signal a trainer at one stage: exit code 75, and the same command ends as if nothing had been."""
     run = run.having("train.steps=4", "validation.every_steps=2")
-    whole, folder = run.root / "whole", run.root / "stopped"
     with at_call(*STAGES[stage], lambda *_: os.kill(os.getpid(), number)):
-        code = train(run, folder)
+        code = run.exit_code("stopped")
     assert code == 75, f"exit code {code} after {number.name} while {stage}"
-    assert train(run, folder) == 0
-    assert train(run, whole) == 0
-    assert_same(whole, folder, 4)
+    assert_same(run.finish("stopped"), run.finish("whole"), 4)

@@ -1,4 +1,4 @@
-"""S1 to S4: planted pickles, names that lead out of the data, secrets, and no network."""
+"""S1, S2 and S4: planted pickles, names that lead out of the data, and no network."""
 
 import json
 import shutil
@@ -23,10 +23,9 @@ from path_corpus import (
     written_out,
 )
 from poison import poisons
-from tiny_run import TinyRun
 from unconnected_train import train_unconnected
 
-from faults.bench import PLAIN, Bench, fault, num_passed, stopped_after, train
+from faults.bench import PLAIN, Bench, Run, fault
 
 SETTINGS = (*PLAIN, "train.steps=3", "data.num_workers=0")
 SURVIVED = (0, 2)
@@ -43,7 +42,7 @@ class Start:
         stopped: run folder that is copied and continued; None for a new run.
     """
 
-    run: TinyRun
+    run: Run
     files: tuple[Path, ...]
     stopped: Path | None = None
 
@@ -57,7 +56,7 @@ class Start:
         before = place.read_bytes()
         place.write_bytes(content)
         try:
-            return train(self.run, folder)
+            return self.run.exit_code(folder)
         finally:
             if not is_copied:
                 place.write_bytes(before)
@@ -67,7 +66,6 @@ class Start:
 @fault("S1", "none is unpickled: no code runs, and no name is looked up")
 def plant_pickles(bench: Bench) -> str:
     """Pickles in the place of each file that a run reads."""
-    num_tests = num_passed("runs/test_run_untrusted_files.py")
     marker = bench.root / "planted code ran"
     forms = list(poisons(marker).items())[: bench.pick(1, 2, None)]
     watch = watched_pickles()
@@ -82,16 +80,13 @@ def plant_pickles(bench: Bench) -> str:
             assert not names, f"{name}, {file.name} as {form}: {names}"
             assert not marker.exists(), f"{name}, {file.name} as {form}"
             tried[name] = tried.get(name, 0) + 1
-    counts = ", ".join(f"{number} in {name}" for name, number in tried.items())
-    return f"{counts}; {num_tests} tests"
+    return ", ".join(f"{number} in {name}" for name, number in tried.items())
 
 
 def _starts(bench: Bench) -> dict[str, Start]:
     """A start for each kind of file: checkpoint and run folder, cache, data, LoRA."""
-    run = bench.images()
-    run = run.having(*SETTINGS)
-    stopped = run.root / "stopped"
-    stopped_after(run, 2, stopped)
+    run = bench.images(*SETTINGS)
+    stopped = run.stop_after(2, "stopped")
     data = run.root / "data"
     return {
         "checkpoint and run folder": Start(run, _files(stopped), stopped),
@@ -107,7 +102,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"))
 
 
-def _with_rows(run: TinyRun, data: Path, suffix: str) -> Start:
+def _with_rows(run: Run, data: Path, suffix: str) -> Start:
     """Captions in one metadata file next to the images."""
     rows = [{"file_name": f"{place}.png", "text": "a red circle"} for place in range(5)]
     metadata = run.root / f"rows{suffix}"
@@ -119,25 +114,25 @@ def _with_rows(run: TinyRun, data: Path, suffix: str) -> Start:
         )
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), metadata)
-    return Start(_on(run, f"data.metadata={metadata}"), (metadata,))
+    return Start(run.having(f"data.metadata={metadata}"), (metadata,))
 
 
-def _with_dataset(run: TinyRun, data: Path) -> Start:
+def _with_dataset(run: Run, data: Path) -> Start:
     folder = run.root / "dataset"
     cells = [{"bytes": (data / f"{place}.png").read_bytes(), "path": None} for place in range(5)]
     columns = {"image": cells, "text": ["a red circle"] * 5}
     Dataset.from_dict(columns, features=Features(image=Image(), text=Value("string"))).save_to_disk(folder)
     source = f"data.sources=[{{dataset: {folder}, media_column: image}}]"
-    return Start(_on(run, "data.path=null", source), _files(folder))
+    return Start(run.having("data.path=null", source), _files(folder))
 
 
-def _with_lora(run: TinyRun, stopped: Path) -> Start:
+def _with_lora(run: Run, stopped: Path) -> Start:
     folder = run.root / "theirs"
     shutil.copytree(stopped / "lora", folder)
-    return Start(_on(run, f"lora.init_from={folder}"), _files(folder))
+    return Start(run.having(f"lora.init_from={folder}"), _files(folder))
 
 
-def _on(run: TinyRun, *settings: str) -> TinyRun:
+def _on(run: Run, *settings: str) -> Run:
     return run.having(*settings)
 
 
@@ -146,7 +141,6 @@ def lead_out_of_the_data(bench: Bench) -> str:
     """File names that lead out of the data, in each place that holds one."""
     root = bench.root / "planted"
     plant(root)
-    num_tests = num_passed("data/test_path_corpus.py", "test_banned_code.py")
     watch = watched_files()
     outside = {str(path.resolve()) for path in secrets(root)}
     num_tried = 0
@@ -159,13 +153,7 @@ def lead_out_of_the_data(bench: Bench) -> str:
             assert not is_out, f"{place}: {text!r}"
             assert noted.isdisjoint(outside), f"{place}: {text!r} was opened"
             num_tried += 1
-    return f"{num_tried} texts in {len(ROWS | DATASETS)} places; {num_tests} tests"
-
-
-@fault("S3", "0 in all bytes of the run folder, the cache and the screen")
-def leak_secrets(bench: Bench) -> str:
-    """Secrets in environment, yaml, URL, command line and errors."""
-    return f"{num_passed('runs/test_run_secrets.py')} tests"
+    return f"{num_tried} texts in {len(ROWS | DATASETS)} places"
 
 
 @fault("S4", "pass, and try no connection")

@@ -8,15 +8,12 @@ from types import SimpleNamespace
 
 import checkpointing
 import families
-import offload
+import methods
 import peers
 import pytest
-import taught_colours
 import torch
-from families import Kept
-from family_subject import META, counted_families, subject_of
-from meters import STRATEGIES, Figures, measure, mebibytes, meter_for
-from subjects import Size, build_subject
+from families import META, Kept, counted_families, subject_of
+from meters import STRATEGIES, mebibytes, meter_for
 from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import KEEP
@@ -25,7 +22,7 @@ from diffsynth_lite.pipelines import releases_of
 BENCHMARKS = Path(__file__).parents[2] / "scripts" / "benchmarks"
 PROGRAMS = [path.stem for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
 BF16 = 2
-LTX = Size(num_blocks=8, num_heads=1, height=256, width=512, num_frames=9)
+LTX = ("--heads", "1", "--height", "256", "--width", "512", "--frames", "9")
 HIDDEN = 2 * 8 * 16 * 64 * 4
 """Bytes of a block's input: tokens x width x 4 bytes."""
 ATTENTION = 2 * 256 * (64 + 1) * 4
@@ -54,24 +51,18 @@ def test_a_benchmark_says_what_it_is_for(program: str, printed: Print, capsys) -
     assert "usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("program", "numbers", "words"),
-    [(checkpointing, "4", "at least 8 are needed"), (offload, "4 4", "two different numbers are needed")],
-)
-def test_numbers_of_blocks_that_show_nothing_are_refused(program, numbers: str, words: str, capsys) -> None:
+def test_a_number_of_blocks_that_shows_nothing_is_refused(capsys) -> None:
     with pytest.raises(SystemExit):
-        program.parse_arguments(["--num-blocks", *numbers.split()])
-    assert words in capsys.readouterr().err
+        checkpointing.parse_arguments(["--num-blocks", "4"])
+    assert "at least 8 are needed" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_rows_by_policy_keep_what_arithmetic_says(device: str) -> None:
-    subject = build_subject(
-        checkpointing.parse_arguments(["--device", device, "--dtype", "float32", "--train", "lora"]), LTX
-    )
-    meter = meter_for(subject.device)
-    figures = measure(subject, checkpointing.rows(subject, meter), meter, [4, 8], num_warmup=0, num_rounds=1)
+    options = ("--device", device, "--dtype", "float32", "--train", "lora", "--num-blocks", "8")
+    subject = checkpointing.Subject(checkpointing.parse_arguments([*options, *LTX]))
+    figures = checkpointing.measured(subject, [4, 8], num_warmup=0, num_rounds=1)
     block = {name: row.block_bytes for name, row in figures.items()}
     host = {name: row.most.host for name, row in figures.items()}
     peak = {name: row.most.peak for name, row in figures.items()}
@@ -94,40 +85,37 @@ def test_rows_by_policy_keep_what_arithmetic_says(device: str) -> None:
     assert peak["none"] > peak["every 4th"] > peak["every 2nd"] >= peak["first half"] > peak["every block"]
 
 
-@pytest.fixture(scope="module")
-def offloaded() -> dict[str, Figures]:
-    size = Size(num_blocks=6, num_heads=1, height=64, width=64, num_frames=9)
-    subject = build_subject(offload.parse_arguments(["--device", "cpu"]), size)
-    return offload.measured(subject, [2, 4, 6], num_warmup=0, num_rounds=1)
-
-
 @pytest.mark.nightly
-def test_save_on_cpu_copies_no_keyword_and_shared_positions_once_a_block(
-    offloaded: dict[str, Figures],
-) -> None:
+def test_save_on_cpu_copies_no_keyword_and_shared_positions_once_a_block() -> None:
+    options = ("--device", "cpu", "--heads", "1", "--height", "64", "--width", "64", "--frames", "9")
+    subject = checkpointing.Subject(checkpointing.parse_arguments(options))
+    rows = {
+        name: figures.memory
+        for name, figures in checkpointing.measured(subject, [4, 5, 6], num_warmup=0, num_rounds=1).items()
+    }
     hidden = 2 * 2 * 2 * 64 * 4
-    rows = {name: row.memory for name, row in offloaded.items()}
-    assert [rows["offload"][count].host for count in (2, 4, 6)] == [2 * hidden, 4 * hidden, 6 * hidden]
-    assert len({memory.after_forward for memory in rows["offload"].values()}) == 1
-    assert rows["checkpoint"][6].after_forward - rows["checkpoint"][2].after_forward == 4 * hidden
+    offloaded, recomputed = rows["offload every block"], rows["every block"]
+    assert [offloaded[count].host for count in (4, 5, 6)] == [4 * hidden, 5 * hidden, 6 * hidden]
+    assert len({memory.after_forward for memory in offloaded.values()}) == 1
+    assert recomputed[6].after_forward - recomputed[4].after_forward == 2 * hidden
     keywords, positions = (rows[f"save_on_cpu, {how}"] for how in ("keywords", "positions"))
-    assert {memory.host for memory in (*keywords.values(), *rows["checkpoint"].values())} == {0}
+    assert {memory.host for memory in (*keywords.values(), *recomputed.values())} == {0}
     # Hidden states, text, modulation and mask: the last three are the same for every block.
     text, modulation, mask = 128 * 64 * 4, 6 * 64 * 4, 128 * 4
     assert positions[6].host == 6 * (hidden + text + modulation + mask)
-    assert positions[6].after_forward == positions[2].after_forward
+    assert positions[6].after_forward == positions[4].after_forward
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_copies_run_at_the_same_time_as_kernels() -> None:
-    size = Size(num_blocks=8, num_heads=32, height=512, width=768, num_frames=81)
-    subject = build_subject(offload.parse_arguments(["--device", "cuda"]), size)
-    rows = offload.measured(subject, [4, 8], num_warmup=2, num_rounds=1)
+    subject = checkpointing.Subject(checkpointing.parse_arguments(["--device", "cuda", "--num-blocks", "8"]))
+    rows = checkpointing.measured(subject, [4, 8], num_warmup=2, num_rounds=1)
     torch.cuda.empty_cache()
-    assert rows["offload"].overlap is not None
-    assert rows["offload"].overlap > 0.5
-    assert rows["checkpoint"].overlap is None
-    growth = rows["offload"].memory[8].after_forward - rows["offload"].memory[4].after_forward
+    offloaded = rows["offload every block"]
+    assert offloaded.overlap is not None
+    assert offloaded.overlap > 0.5
+    assert rows["every block"].overlap is None
+    growth = offloaded.memory[8].after_forward - offloaded.memory[4].after_forward
     assert growth < 11 * 16 * 24 * 2048 * 2
 
 
@@ -143,7 +131,7 @@ def test_on_a_gpu_copies_run_at_the_same_time_as_kernels() -> None:
     ],
 )
 def test_the_covered_ratio_is_the_share_of_the_spans_that_lies_in_covers(spans, covers, ratio) -> None:
-    assert offload.covered_ratio(spans, covers) == ratio
+    assert checkpointing.covered_ratio(spans, covers) == ratio
 
 
 @pytest.mark.nightly
@@ -207,9 +195,9 @@ def test_a_loop_that_does_other_work_is_not_timed() -> None:
 
 @pytest.mark.nightly
 def test_ways_to_learn_are_trained_and_measured(monkeypatch: pytest.MonkeyPatch, printed: Print) -> None:
-    monkeypatch.setattr(taught_colours.comparison, "NUM_STEPS", 2)
+    monkeypatch.setattr(methods.comparison, "NUM_STEPS", 2)
     for name in ("NEW", "KNOWN"):
-        monkeypatch.setattr(taught_colours, name, getattr(taught_colours, name)[:2])
+        monkeypatch.setattr(methods, name, getattr(methods, name)[:2])
     rows = printed("methods", "--method", "schedule-free", "--steps", "1", "--seeds", "0", "--preserve")
     assert [row[0] for row in rows[2:]] == ["before training", "schedule-free, 0.016"]
     column = rows[0].index("moved")

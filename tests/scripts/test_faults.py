@@ -79,22 +79,6 @@ def test_the_faults_are_those_of_the_page_about_them() -> None:
     assert set(FAULTS) == set(re.findall(r"^\| ([A-Z]\d) \|", page, re.MULTILINE))
 
 
-def test_the_tests_that_faults_name_are_there() -> None:
-    named = []
-    for name in {fault.prove.__module__ for fault in FAULTS.values()}:
-        for value in vars(sys.modules[name]).values():
-            texts = value if isinstance(value, tuple) else (value,)
-            named += [
-                text for text in texts if isinstance(text, str) and re.fullmatch(r"[\w/]+\.py::\w+", text)
-            ]
-        source = Path(str(sys.modules[name].__file__)).read_text()
-        for file in re.findall(r'"((?:\w+/)*test_\w+\.py)"', source):
-            assert (REPOSITORY / "tests" / file).is_file(), file
-    assert named
-    for file, _, test in (text.partition("::") for text in named):
-        assert f"def {test}(" in (REPOSITORY / "tests" / file).read_text(), f"{file}::{test}"
-
-
 def test_an_unknown_item_is_refused() -> None:
     with pytest.raises(SystemExit, match="Z9"):
         main(FAULTS, ["--only", "Z9"])

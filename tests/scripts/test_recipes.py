@@ -1,32 +1,13 @@
 """Recipes for cards are checked by the count of plan, and there is one for every card."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import recipes
-from recipes import GIB, HOSTS, RECIPES, main
+from recipes import HOSTS, RECIPES, main
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy
-from diffsynth_lite.core.planning import StepCost
-from diffsynth_lite.training.planning import choices
-from diffsynth_lite.training.planning.choices import Choice, MemoryBudget
-from diffsynth_lite.training.planning.memory_count import MemoryCount
-from diffsynth_lite.training.planning.step import StepSettings
 
-Seconds = Callable[[StepSettings], float]
-TAKEN = MemoryCount(
-    weights=13 * GIB,
-    weights_on_host=2 * GIB,
-    slots=0,
-    lora=0,
-    optimizer=0,
-    gradients=0,
-    step=StepCost(kept=0, peak=0, host=0),
-)
 CARDS = Path(__file__).parents[2] / "configs" / "cards"
 
 
@@ -63,28 +44,3 @@ def test_the_readme_names_the_recipe_for_each_card() -> None:
             f"[`{name}`](configs/{folder}{name}.yaml)" for name, folder in zip(names, folders, strict=True)
         ]
         assert row == [model, *links]
-
-
-def test_what_plan_proposes_is_the_first_format_of_which_something_fits(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def found(
-        _counter: object, seconds: Seconds, kinds: list[StepSettings], room: MemoryBudget
-    ) -> list[Choice]:
-        (settings,) = kinds
-        if settings.quantize == "none" or room.device < 14 * GIB:
-            return []
-        policy = BlockPolicy(select="first_k", n=9, selected=BlockStrategy(save_attention="park"))
-        made = replace(settings, stream_blocks=5, use_gradient_checkpointing=True, policy=policy)
-        return [Choice(settings=made, count=TAKEN, seconds=3 * seconds(made))]
-
-    monkeypatch.setattr(recipes, "HOSTS", {12: 32, 16: 32})
-    monkeypatch.setattr(choices, "choices", found)
-    monkeypatch.setattr(recipes, "timer_of", lambda *_: SimpleNamespace(seconds=lambda _: 0.5))
-    main(["--choices", "--recipe", "z_image_lora"])
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "z_image_lora" in line]
-    assert [cell.strip() for cell in row.strip("| ").split("|")] == [
-        "z_image_lora",
-        "nothing fits",
-        "int8; 5 of 34 streamed; first 9 again, offload att.: 13.0 (2.0), 3.00",
-    ]
