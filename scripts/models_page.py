@@ -16,7 +16,7 @@ import releases_table
 import yaml
 
 from diffsynth_lite.lora.spelling import Spelling
-from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
+from diffsynth_lite.pipelines import EditInputs, ModelFamily, family_names, load_family
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import TargetSets
 from diffsynth_lite.releases import UNTRAINED
@@ -255,7 +255,7 @@ def _said(family: type[ModelFamily], attribute: str, show: Callable[[Any], str] 
     value = inspect.getattr_static(family, attribute)
     if not isinstance(value, property | cached_property):
         return show(value)
-    if _owner(family, attribute) is ModelFamily and not value.__isabstractmethod__:
+    if _owner(family, attribute) in (ModelFamily, EditInputs) and not value.__isabstractmethod__:
         return show(value.fget(None))  # a default, which looks at no folder
     return _docstring_of(family, attribute, above=ModelFamily) or BY_THE_FOLDER
 
@@ -286,6 +286,8 @@ def _frames(family: type[ModelFamily]) -> dict[str, str]:
 def _inputs(family: type[ModelFamily]) -> str:
     if "edit" not in _records(family):
         return ""
+    if not issubclass(family, EditInputs):
+        return "any number"
     return _said(family, "max_inputs", lambda number: "any number" if number is None else str(number))
 
 

@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 OF_BASE_CLASSES = {
     *("check_size", "check_frames", "check_prompt", "empty_component", "noise_path", "noise_ranges"),
-    *("denoisers", "parts_of", "take_files", "text_encoders"),
+    *("denoisers", "edits", "parts_of", "take_files", "text_encoders"),
     *("known_vae_tiles", "tile_vae", "min_inference_steps"),
 }
 """Members of families that have a default, which a family itself need not know."""

@@ -39,7 +39,7 @@ from diffsynth_lite.doctor.tables import (
 )
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import free_disk_bytes
-from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines import ModelFamily, WithAudio
 from diffsynth_lite.training.builder import build_noise_levels
 from diffsynth_lite.training.checks import bind_family, check_held_out
 from diffsynth_lite.training.data_settings import (
@@ -163,7 +163,7 @@ class _Examiner:
         return data, decoded
 
     def _unheard(self, plan: DatasetPlan) -> list[str]:
-        if self.family.with_audio or self.family.audio_format is None:
+        if self.family.with_audio or not isinstance(self.family, WithAudio):
             return []
         index, found = MediaIndex(self.memory), []
         for record in plan.records:

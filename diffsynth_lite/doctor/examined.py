@@ -204,7 +204,7 @@ def _num_latents(item: TrainingItem, config: Config, family: ModelFamily) -> int
 def _num_tokens(prompt: PromptItem, data: ExaminedData) -> int:
     family = data.family
     of_text = min(data.caption_tokens.get(prompt.text, 0), family.max_prompt_tokens)
-    return of_text + len(prompt.images) * family.prompt_tokens_of_an_input
+    return of_text + len(prompt.images) * family.edits.prompt_tokens_of_an_input
 
 
 def _token_width(family: ModelFamily) -> int:

@@ -26,7 +26,7 @@ from diffsynth_lite.doctor.findings import (
     counted,
 )
 from diffsynth_lite.files import free_disk_bytes
-from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines import ModelFamily, WithAudio
 from diffsynth_lite.training.data_settings import num_tokens_of
 from diffsynth_lite.training.objective import NoiseLevels
 
@@ -174,7 +174,8 @@ def _sizes(data: ExaminedData) -> dict[str, str]:
 
 
 def _sound(data: ExaminedData) -> str:
-    clips, form = data.clips_with_audio, data.family.audio_format
+    clips, family = data.clips_with_audio, data.family
+    form = family.audio_format if isinstance(family, WithAudio) else None
     forms = Counter(
         (facts.sample_rate, facts.num_channels) for name in clips if (facts := data.plan.audio.get(name))
     )

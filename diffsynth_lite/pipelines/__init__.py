@@ -3,13 +3,16 @@
 from diffsynth_lite.pipelines.base.discovery import family_names, load_family, releases_of, require_family
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder, resolve_folder
+from diffsynth_lite.pipelines.base.mixins import EditInputs, WithAudio
 
 __all__ = [
     "Conditioning",
+    "EditInputs",
     "EncodedMedia",
     "ModelFamily",
     "PipelineFolder",
     "PreviewRequest",
+    "WithAudio",
     "family_names",
     "load_family",
     "releases_of",

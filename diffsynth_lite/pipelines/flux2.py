@@ -35,6 +35,7 @@ from diffsynth_lite.pipelines.base.latents import (
     encode_patched_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.model_function import (
     INPUT,
     Checkpointing,
@@ -240,7 +241,7 @@ _KLEIN_9B = _distilled(_KLEIN_9B_BASE, "klein 9B")
 FLUX2: tuple[Release, ...] = (_DEV, _KLEIN_4B_BASE, _KLEIN_4B, _KLEIN_9B_BASE, _KLEIN_9B)
 
 
-class Flux2(DiffusersFamily):
+class Flux2(EditInputs, DiffusersFamily):
     """FLUX.2 dev and klein (4B and 9B, base and distilled), from text and from reference images.
 
     Both generate images from text only or with any number of images to start from; a data set may hold both

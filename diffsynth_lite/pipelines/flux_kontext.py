@@ -18,6 +18,7 @@ from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines import flux
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.pipelines.flux import FLUX_DEV
@@ -47,7 +48,7 @@ FLUX_KONTEXT: tuple[Release, ...] = (
 )
 
 
-class FluxKontext(flux.Flux):
+class FluxKontext(EditInputs, flux.Flux):
     """FLUX.1 Kontext dev, which edits one image.
 
     FLUX.1 dev whose tokens also hold the image to edit, at the nearest of the shapes of about a megapixel

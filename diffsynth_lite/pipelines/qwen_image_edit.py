@@ -23,6 +23,7 @@ from diffsynth_lite.pipelines import qwen_image
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_TRANSFORMER
@@ -64,7 +65,7 @@ _EDIT_2511 = replace(
 QWEN_IMAGE_EDIT: tuple[Release, ...] = (QWEN_EDIT, _EDIT_2509, _EDIT_2511)
 
 
-class QwenImageEdit(qwen_image.QwenImage):
+class QwenImageEdit(EditInputs, qwen_image.QwenImage):
     """Qwen-Image-Edit (one input image) and Edit-Plus 2509, 2511 (several); the folder decides which.
 
     Qwen-Image whose prompts and tokens also hold the images to edit, each brought to about a megapixel.

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from PIL import ImageColor
 
@@ -25,7 +25,7 @@ from diffsynth_lite.data import (
     tag_variants,
 )
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines import ModelFamily, WithAudio
 
 _STEPS_OF_A_RESOLUTION = 16
 """Steps between buckets in an edge by default: 64 pixels at 1024."""
@@ -33,12 +33,16 @@ _STEPS_OF_A_RESOLUTION = 16
 
 def set_audio(config: Config, family: ModelFamily) -> None:
     """Have the family learn and generate clips with audio where the config asks for it."""
-    if config.data.audio and family.audio_format is None:
+    if config.data.audio and not isinstance(family, WithAudio):
         raise UserError(
             f"data.audio: true, but the model of {config.model.family} makes no audio; set it to false, or "
             "choose a family that makes clips with audio (docs/models.md)"
         )
     family.with_audio = config.data.audio
+
+
+def _learns_audio(family: ModelFamily) -> TypeGuard[WithAudio]:
+    return family.with_audio
 
 
 def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
@@ -72,10 +76,10 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
         clips_per_video=data.clips_per_video,
         fps=fps_of(config, family),
         background=data.background,
-        input_size=family.input_size,
+        input_size=family.edits.input_size,
         check_caption=family.check_prompt,
-        max_inputs=family.max_inputs,
-        audio=family.audio_format if family.with_audio else None,
+        max_inputs=family.edits.max_inputs,
+        audio=family.audio_format if _learns_audio(family) else None,
     )
 
 
@@ -129,7 +133,7 @@ def fps_of(config: Config, family: ModelFamily) -> float | None:
 def audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tuple[int, ...] | None:
     """Shape of the latents of the audio that is learned with media of this length; None where none is."""
     fps = fps_of(config, family)
-    return family.audio_latents_shape(num_frames, fps) if family.with_audio and fps is not None else None
+    return family.audio_latents_shape(num_frames, fps) if _learns_audio(family) and fps is not None else None
 
 
 def own_audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tuple[int, ...] | None:

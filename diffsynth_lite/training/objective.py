@@ -26,7 +26,7 @@ from diffsynth_lite.core.noise import (
 from diffsynth_lite.data import AudioBatch, Batch
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import without_adapter
-from diffsynth_lite.pipelines import Conditioning, ModelFamily
+from diffsynth_lite.pipelines import Conditioning, ModelFamily, WithAudio
 from diffsynth_lite.run_folder.progress import is_logged
 
 _SMALLEST_SPAN = 1e-6
@@ -397,6 +397,7 @@ class DenoisingObjective:
         # A shared level is not given twice: a family of somebody else may not know the argument.
         own = {} if seen.audio_sigma is None else {"audio_sigma": seen.audio_sigma}
         video, audio = seen.noisy
+        assert isinstance(self.family, WithAudio), "the audio of no other is learned"
         return self.family.predict_with_audio(transformer, video, audio, seen.sigma, seen.conditioning, **own)
 
     def _own_estimate(self, transformer: torch.nn.Module, seen: _Seen) -> _Parts:

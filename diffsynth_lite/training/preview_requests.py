@@ -90,7 +90,7 @@ def check_previews(config: Config, family: ModelFamily) -> None:
             # To the last pixel: the caching pass, which looks for bad items, does not read it.
             image = load_image(file, background=config.data.background)
             try:
-                family.input_size(*image.size)
+                family.edits.input_size(*image.size)
             except UserError as error:
                 raise UserError(f"validation.{key}: {path}: {error}") from None
     for key, files in (("control", validation.control), ("inpaint_masks", validation.inpaint_masks)):

@@ -196,7 +196,7 @@ def build_media(family: ModelFamily) -> list[Media]:
 def inputs_of(family: ModelFamily, place: int) -> tuple[Image.Image, ...]:
     """Images to edit: two of different sizes, where the family takes several."""
     images = mandelbrot(100, 68, 20 + place), mandelbrot(68, 90, 30 + place)
-    return images if family.max_inputs is None else images[:1]
+    return images if family.edits.max_inputs is None else images[:1]
 
 
 def longest_prompts(sample: Sample) -> dict[str, int]:
@@ -216,7 +216,7 @@ def encode_texts(family: ModelFamily, *texts: str) -> list[Conditioning]:
 
 def build_prompts(family: ModelFamily, media: Sequence[Media]) -> list[Prompt]:
     """Those of the items, and the negative one of a preview of the first."""
-    seen = [item.inputs if family.prompt_sees_images else () for item in media]
+    seen = [item.inputs if family.edits.prompt_sees_images else () for item in media]
     prompts = [Prompt(text=text, images=images) for text, images in zip(PROMPTS, seen, strict=True)]
     return [*prompts, Prompt(text=NEGATIVE, images=seen[0], is_negative=True)]
 

@@ -71,7 +71,7 @@ class CheckedProcessor(TextAndImages):
 def unwatched(sample: Sample) -> Any:
     """The pipeline, whose processor takes the texts that those of the released models take."""
     pipeline = sample.fresh_pipeline()
-    if sample.family.prompt_sees_images:
+    if sample.family.edits.prompt_sees_images:
         pipeline.processor = CheckedProcessor(
             tokenizer=pipeline.tokenizer, image_processor=pipeline.processor
         )
@@ -103,7 +103,7 @@ def stopping(encode_prompt: Callable[..., object], indices: list[torch.Tensor]) 
 def test_the_encoders_get_the_tokens_that_the_pipeline_gives_them(sample: Sample, pipeline: Any) -> None:
     encode_prompt = pipeline.encode_prompt
     encode = sample.family.load_prompt_encoder(torch.float32, CPU)
-    images = sample.media[0].inputs if sample.family.prompt_sees_images else ()
+    images = sample.media[0].inputs if sample.family.edits.prompt_sees_images else ()
     for caption in UNCLEAN:
         with looked_up() as theirs:
             pipeline.encode_prompt = stopping(encode_prompt, theirs)
@@ -148,7 +148,7 @@ def is_among(ours: torch.Tensor, theirs: Sequence[torch.Tensor]) -> bool:
 def test_prompts_are_encoded_and_cut_as_by_the_pipeline_and_counted(sample: Sample, pipeline: Any) -> None:
     family = sample.family
     pipeline.encode_prompt = stopping(pipeline.encode_prompt, [])
-    images = sample.media[0].inputs if family.prompt_sees_images else ()
+    images = sample.media[0].inputs if family.edits.prompt_sees_images else ()
     texts = [*PROMPTS, "", LONG]
     refused = {
         "ideogram4": LONG,
@@ -167,7 +167,7 @@ def test_prompts_are_encoded_and_cut_as_by_the_pipeline_and_counted(sample: Samp
     counted = family.prompt_lengths(texts)
     assert texts[-1] != LONG or counted[-1] > family.max_prompt_tokens
     # Some are padded to one length, and those with images are counted without these and are not cut.
-    if len({*lengths}) > 1 and not family.prompt_sees_images:
+    if len({*lengths}) > 1 and not family.edits.prompt_sees_images:
         kept = KEPT_PADDING.get(sample.name, 0)
         expected = [min(length + kept, family.max_prompt_tokens) for length in counted]
         if "" in texts:

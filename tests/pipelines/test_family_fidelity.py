@@ -68,7 +68,7 @@ def read_pipeline(sample: Sample) -> Any:
     """
     pipeline: Any = family_sample.read_pipeline(sample.family.folder.path)
     pipeline.set_progress_bar_config(disable=True)
-    if sample.family.prompt_sees_images:  # its own processor of texts and images needs torchvision
+    if sample.family.edits.prompt_sees_images:  # its own processor of texts and images needs torchvision
         pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)
     if sample.name == "chroma":
         # diffusers issue 12116: a mask of numbers, which torch adds to the attention's scores, hides nothing.
@@ -372,7 +372,7 @@ def test_a_prompts_cache_key_changes_with_the_length_at_which_it_is_cut(
     sample: Sample, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = sample.family.max_prompt_tokens // 2
-    seen = sample.media[0].inputs if sample.family.prompt_sees_images else ()
+    seen = sample.media[0].inputs if sample.family.edits.prompt_sees_images else ()
     prompts = [Prompt(text="circle " * limit, images=seen)]
     before, encoded = identity(sample, folder, "prompt"), load_encoder(sample, folder, "prompt")(prompts)
     monkeypatch.setattr(type(sample.family), "max_prompt_tokens", limit)

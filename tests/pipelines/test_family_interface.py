@@ -27,7 +27,7 @@ from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.media import Media
-from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
+from diffsynth_lite.pipelines import EditInputs, ModelFamily, PipelineFolder
 from diffsynth_lite.pipelines.base.model_function import INPUT
 
 
@@ -215,7 +215,7 @@ TOO_NARROW = {"flux_kontext": (8, 900), "qwen_image_edit": (8000, 2)}
 
 
 @pytest.mark.further_layouts
-@pytest.mark.families(lambda _, family: family.input_size is not ModelFamily.input_size)
+@pytest.mark.families(lambda _, family: issubclass(family, EditInputs))
 def test_the_size_of_an_image_to_edit_is_known_before_it_is_encoded(sample: Sample) -> None:
     family, frames = sample.family, sample.media[0].frames
     encode = family.load_media_encoder(torch.float32, CPU)

@@ -201,7 +201,7 @@ def test_an_input_above_a_megapixel_is_encoded_as_by_the_pipeline(tmp_path: Path
         expected = pipeline._encode_vae_image(pixels[0], generator=None)[0]
     (latents,) = encoded_inputs(family, given).values()
     assert torch.equal(latents, expected)
-    assert latents.shape == family.latents_shape(*family.input_size(1300, 900), 1) == (128, 53, 76)
+    assert latents.shape == family.latents_shape(*family.edits.input_size(1300, 900), 1) == (128, 53, 76)
 
 
 @pytest.mark.parametrize("size", [(63, 200), (200, 63), (700, 70), (513, 64), (64, 513)])

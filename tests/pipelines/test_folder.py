@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import PipelineFolder, require_family, resolve_folder
-from diffsynth_lite.pipelines.base import hub as hub_module
 from diffsynth_lite.pipelines.base.folder import ComponentFile
+from diffsynth_lite.pipelines.base.folder import hub as hub_module
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 

@@ -239,7 +239,7 @@ def test_a_download_that_somebody_stops_reports_how_it_resumes(
     def stopped(*_args: object, **_settings: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("diffsynth_lite.pipelines.base.hub.snapshot_download", stopped)
+    monkeypatch.setattr("diffsynth_lite.pipelines.base.folder.hub.snapshot_download", stopped)
     with pytest.raises(
         RunInterrupted, match=r"owner/name was interrupted\. The same command continues with it"
     ):

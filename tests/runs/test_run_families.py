@@ -202,7 +202,9 @@ def check_card(
             shutil.copyfile(run.root / folder, file)
     lora = run.root / "whole" / "lora"
     folders = {"path/to/the/base/model": run.root / "model", "path/to/this/folder": lora}
-    drawn, pipeline = generated(code_of(lora / "README.md"), folders, sees_images=family.prompt_sees_images)
+    drawn, pipeline = generated(
+        code_of(lora / "README.md"), folders, sees_images=family.edits.prompt_sees_images
+    )
     assert all(getattr(pipeline, part).peft_config for part in family.trained)
     assert difference(drawn, preview) <= LARGEST_DIFFERENCE
     if request.num_layers:

@@ -12,6 +12,7 @@ from diffsynth_lite.core.noise import FlowMatchingPath, LossBreakdown, MeanLosse
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import AudioBatch, Batch, Bucket
 from diffsynth_lite.lora import add_adapter
+from diffsynth_lite.pipelines import WithAudio
 from diffsynth_lite.training.evaluation import FixedNoiseErrors, FixedNoiseLoss, ValidationItem
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 
@@ -36,10 +37,11 @@ def estimate(model: TwoHeads, noisy: torch.Tensor, sigma: torch.Tensor, conditio
     return model.layer(noisy) * (1 + scale)
 
 
-class Family:
+class Family(WithAudio):
     """Hears."""
 
     noise_path = FlowMatchingPath()
+    audio_format = audio_latents_shape = None
 
     def predict(
         self, model: Any, noisy: torch.Tensor, sigma: torch.Tensor, conditioning: Any

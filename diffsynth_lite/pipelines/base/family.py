@@ -13,9 +13,10 @@ from diffsynth_lite.core.weights import BaseShards, HostBlocks, Quantization
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.layer_names import LoraLayers
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
-from diffsynth_lite.media import AudioFormat, Drawn, Media, Prompt, RecordKind
+from diffsynth_lite.media import Drawn, Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
 from diffsynth_lite.pipelines.base.lora_files import LoraFiles
+from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.preview_request import Conditioning as Conditioning
 from diffsynth_lite.pipelines.base.preview_request import PreviewRequest as PreviewRequest
 from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory
@@ -54,7 +55,6 @@ class ModelFamily(ABC):
             they are multiplied with does not train; the recompute then leaves their products out.
         refused_in_prompts: texts that its pipeline refuses in prompts, as they are placeholders of an image
             or a video.
-        prompt_sees_images: whether the text encoder also sees the input images of an edit.
         sequence_split: how context parallelism splits its model; None where it cannot.
         default_num_layers: of a preview unless the user or the data set it; 0 in families without layers.
         splits_batches: whether ``predict`` runs the model several times for some batches.
@@ -68,8 +68,8 @@ class ModelFamily(ABC):
         vae_tiles: that the autoencoder works in; None leaves images and clips whole. A run sets it, too.
         training_guidance: guidance scale given in training to a model that takes one; 1 is none. A run sets
             it.
-        with_audio: whether clips are trained and generated with their audio; those of a family with an
-            ``audio_format`` may be. A run sets it.
+        with_audio: whether clips are trained and generated with their audio, which those of a family that is
+            ``WithAudio`` have. A run sets it.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
@@ -83,7 +83,6 @@ class ModelFamily(ABC):
     unused_matmuls: ClassVar[tuple[str, ...]] = ()
     refused_in_prompts: ClassVar[tuple[str, ...]] = ()
     blocks_by_hook: ClassVar[bool] = True
-    prompt_sees_images: ClassVar[bool] = False
     splits_batches: ClassVar[bool] = False
     sequence_split: ClassVar[SequenceSplit | None] = None
     default_num_layers: ClassVar[int] = 0
@@ -216,35 +215,9 @@ class ModelFamily(ABC):
         return None
 
     @property
-    def audio_format(self) -> AudioFormat | None:
-        """Form of the audio that the model makes with its clips, whose ``default_fps`` is given; or None."""
-        return None
-
-    def audio_latents_shape(self, num_frames: int, fps: float) -> tuple[int, ...] | None:
-        """Shape of the latents of a clip's audio, without a batch axis; None of images.
-
-        Raises:
-            UserError: the clip is too short for its audio.
-        """
-        return None
-
-    @property
-    def max_inputs(self) -> int | None:
-        """Input images that an edit may start from; None where any number will do."""
-        return None
-
-    @property
-    def prompt_tokens_of_an_input(self) -> int:
-        """Tokens that an input image of an edit takes in the prompt, about."""
-        return 0
-
-    def input_size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height in pixels that an input image of this width and height is encoded at.
-
-        Raises:
-            UserError: it has a shape that cannot be encoded.
-        """
-        return width, height
+    def edits(self) -> EditInputs:
+        """What it does with the images that an edit starts from."""
+        return self if isinstance(self, EditInputs) else EditInputs()
 
     @property
     def takes_last_frames(self) -> bool:
@@ -457,23 +430,6 @@ class ModelFamily(ABC):
         Returns:
             Tensor of the shape of ``noisy_latents``.
         """
-
-    def predict_with_audio(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        noisy_audio_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-        *,
-        audio_sigma: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``predict``, of clips with their audio: the estimate of each of the two, in its shape.
-
-        Args:
-            audio_sigma: (B,), noise level of the audio, in fp32; None where it is ``sigma``.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has an audio_format: it needs predict_with_audio")
 
     @abstractmethod
     def sample(

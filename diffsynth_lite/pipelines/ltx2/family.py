@@ -36,6 +36,7 @@ from diffsynth_lite.pipelines.base.first_frame import (
     start_code,
     with_first_frames,
 )
+from diffsynth_lite.pipelines.base.mixins import WithAudio
 from diffsynth_lite.pipelines.ltx2.audio import COMPRESSION, encode_audio, num_audio_latents
 from diffsynth_lite.pipelines.ltx2.drawing import Connected, guidance_arguments, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.forward import BLOCK_LISTS, UNUSED_MATMULS, model_fn_ltx2
@@ -53,7 +54,7 @@ _AUDIO_ONLY = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_au
 """Parts of a block that do nothing for a clip without its audio."""
 
 
-class LTX2(DiffusersFamily):
+class LTX2(WithAudio, DiffusersFamily):
     """LTX-2 19B and LTX-2.3 22B, from text, and from text with a first frame, with audio and without.
 
     48 blocks with two streams, one for the clip and one for its audio, prompts by Gemma 3, a causal video VAE

@@ -148,7 +148,7 @@ def check_tokens_of_previews(config: Config, family: ModelFamily, width: int, he
     for path in (Path(each).expanduser() for each in inputs):
         if path.is_file():
             with Image.open(path) as image:
-                sizes.append(replace(size, inputs=(family.input_size(*image.size),)))
+                sizes.append(replace(size, inputs=(family.edits.input_size(*image.size),)))
     check_tokens(config, family, sizes or [size], owner="the previews")
 
 

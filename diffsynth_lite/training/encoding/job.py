@@ -52,7 +52,7 @@ class EncodingJob:
         self.datasets: list[tuple[DatasetPlan, ItemTable]] = []
         self.preview_keys: list[tuple[str, str]] = []
         self._tag_separator = config.data.tag_separator
-        self._prompt_sees_images = family.prompt_sees_images
+        self._prompt_sees_images = family.edits.prompt_sees_images
         self._media_encoder = Encoder(
             what="items",
             identity=f"{family.media_encoder_id(vae_dtype)}{tiles}",

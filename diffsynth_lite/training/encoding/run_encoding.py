@@ -128,7 +128,7 @@ def _add_previews(
     for place, text in enumerate(config.validation.prompts):
         if not part.owns(f"preview {place}"):
             continue
-        images = input_files(config, place) if family.prompt_sees_images else ()
+        images = input_files(config, place) if family.edits.prompt_sees_images else ()
         content = tuple(index.content(path) for path in images)
         prompt = PromptItem(text=text, images=images, content=content, background=background)
         job.add_preview(prompt, negative=config.validation.negative_prompt)

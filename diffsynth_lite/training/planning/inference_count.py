@@ -94,8 +94,9 @@ def _calls_with_longest_prompt(
     # The place of the weights does not change the memory of calls.
     copied.text_encoder_memory = TextEncoderMemory(quantizations=memory.quantizations)
     # Qwen-Image encodes twice as many tokens as it keeps; with images, nothing is cut.
-    num_tokens = family.max_prompt_tokens * (1 if family.prompt_sees_images else 2)
-    images = [Image.new("RGB", (size.width, size.height))] * (num_inputs if family.prompt_sees_images else 0)
+    sees_images = family.edits.prompt_sees_images
+    num_tokens = family.max_prompt_tokens * (1 if sees_images else 2)
+    images = [Image.new("RGB", (size.width, size.height))] * (num_inputs if sees_images else 0)
     with counted_silently():
         empty, full = copied.prompt_lengths(["", "word " * _WORDS])
         text = "word " * math.ceil(num_tokens / (full - empty) * _WORDS)
@@ -115,7 +116,7 @@ def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_i
     vae = copied.loaded["vae"]
     sizes = [(size.width, size.height, size.num_frames)]
     if num_inputs:
-        sizes.append((*family.input_size(size.width, size.height), 1))
+        sizes.append((*family.edits.input_size(size.width, size.height), 1))
     channels = _num_channels(vae)
     for width, height, num_frames in sizes:
         frames = [num_frames] if has_frames(vae) else []

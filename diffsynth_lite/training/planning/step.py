@@ -21,7 +21,7 @@ from diffsynth_lite.core.planning import (
     backward_in_scope,
 )
 from diffsynth_lite.core.transfer.backends import smallest_worth_moving
-from diffsynth_lite.pipelines import Conditioning, ModelFamily
+from diffsynth_lite.pipelines import Conditioning, ModelFamily, WithAudio
 
 _META = torch.device("meta")
 
@@ -195,6 +195,7 @@ class MetaStep:
             if self._noisy_audio is None:
                 estimate = self._family.predict(self.model, self._noisy, self._sigma, self._conditioning)
                 return estimate.float().square().mean()
+            assert isinstance(self._family, WithAudio), "the audio of no other is learned"
             own = {} if self._audio_sigma is None else {"audio_sigma": self._audio_sigma}
             parts = self._family.predict_with_audio(
                 self.model, self._noisy, self._noisy_audio, self._sigma, self._conditioning, **own

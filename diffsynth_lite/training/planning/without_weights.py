@@ -98,7 +98,7 @@ class WithoutWeights(DiffusersFamily):
 
     def load_component(self, name: str, dtype: torch.dtype, encoder_blocks: HostBlocks | None = None) -> Any:
         model = self.loaded[name] = frozen_component(self, name, dtype)
-        if self.prompt_sees_images and name in self.text_encoders:
+        if self.edits.prompt_sees_images and name in self.text_encoders:
             # Not where the release has it, if the tokenizer is a small one.
             settings: Any = model.config
             settings.image_token_id = self.load_tokenizer().convert_tokens_to_ids(_IMAGE_TOKEN)

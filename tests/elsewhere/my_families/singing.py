@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Drawn, Media
-from diffsynth_lite.pipelines import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines import Conditioning, EncodedMedia, PreviewRequest, WithAudio
 from diffsynth_lite.pipelines.ltx_video import LTXVideo
 from diffsynth_lite.pipelines.ltx_video import tiny as tiny_ltx_video
 
@@ -17,7 +17,7 @@ _PIECES_A_SECOND = 25
 _SAMPLES_A_PIECE = 64  # of each of two channels: 128 numbers, as many as LTX-Video's latents have channels
 
 
-class Singing(LTXVideo):
+class Singing(WithAudio, LTXVideo):
     """LTX-Video with audio."""
 
     pipelines = LTXVideo.pipelines

@@ -1,6 +1,5 @@
 """This folder finds a pipeline's files, on disk or on the hub: its index, and where each component is."""
 
-from diffsynth_lite.pipelines.base.folder.pipeline_folder import ComponentFile, PipelineFolder
-from diffsynth_lite.pipelines.base.folder.resolving import resolve_folder
+from diffsynth_lite.pipelines.base.folder.pipeline_folder import ComponentFile, PipelineFolder, resolve_folder
 
 __all__ = ["ComponentFile", "PipelineFolder", "resolve_folder"]

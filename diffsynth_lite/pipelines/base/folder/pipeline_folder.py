@@ -8,8 +8,15 @@ from typing import Any
 
 from diffsynth_lite.core.weights import is_scale
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines.base.folder.index import IndexEntry, index_file, read_entries
-from diffsynth_lite.pipelines.base.folder.places import ComponentPlace, OtherRepositories, holds_component
+from diffsynth_lite.pipelines.base.folder.hub import HubCommit, fetch_all
+from diffsynth_lite.pipelines.base.folder.index import (
+    ComponentPlace,
+    IndexEntry,
+    OtherRepositories,
+    holds_component,
+    index_file,
+    read_entries,
+)
 from diffsynth_lite.pipelines.base.folder.weight_files import (
     WEIGHT_SUFFIX,
     StoredTensor,
@@ -19,7 +26,6 @@ from diffsynth_lite.pipelines.base.folder.weight_files import (
     variants,
     which_variant,
 )
-from diffsynth_lite.pipelines.base.hub import HubCommit, fetch_all
 from diffsynth_lite.pipelines.base.model_settings import (
     ModelSettings,
     read_settings,
@@ -407,3 +413,49 @@ def _near(folder: Path) -> str:
                 "a pipeline as model.path, which all else is from"
             )
     return ""
+
+
+def resolve_folder(
+    location: str, *, revision: str | None = None, variant: str | None = None
+) -> PipelineFolder:
+    """The pipeline at a local folder, or in the hub's cache, with all of its components but their weights.
+
+    Components that a modular index places in other repositories are looked for when they are used.
+
+    Args:
+        location: a local folder, or a hub id such as ``Qwen/Qwen-Image``. A folder that exists wins.
+        revision: branch, tag or commit on the hub.
+        variant: weight variant, such as ``fp16``.
+
+    Raises:
+        UserError: a missing local folder; a hub id that does not exist, is gated or cannot be reached.
+    """
+    local = Path(location).expanduser()
+    if local.is_dir():
+        if revision is not None:
+            raise UserError(
+                f"model.revision: {revision!r} has no effect on the local folder {location}; remove it"
+            )
+        return PipelineFolder(path=local, variant=variant)
+    if local.exists():
+        raise UserError(
+            f"model.path: {location} is a file; give the pipeline's folder or a hub id, and the file "
+            "as model.transformer_file"
+        )
+    if _looks_local(location):
+        raise UserError(f"model.path: there is no folder {location} (a hub id has the form owner/name)")
+    hub = HubCommit.find(location, revision)
+    folder = PipelineFolder(path=hub.path, variant=variant, hub=hub)
+    hub.fetch_settings(folder.own_subfolders())
+    return folder
+
+
+def _looks_local(location: str) -> bool:
+    parts = location.split("/")
+    return (
+        location.startswith((".", "~", "/"))
+        or "\\" in location
+        or len(parts) != 2
+        or not all(parts)
+        or Path(parts[0]).is_dir()
+    )
