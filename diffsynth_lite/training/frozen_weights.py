@@ -128,10 +128,9 @@ def _check_stream(
             f"{config.memory.stream_slots}, so that all would stay on the device; take fewer slots, or set "
             "it to false"
         )
-    min_bytes = config.memory.min_bytes
-    min_bytes = smallest_worth_moving(device) if min_bytes is None else min_bytes
+    num_slots, min_bytes = config.memory.stream_slots, _min_bytes(config, device)
     try:
-        require_saving(stacks, device, num_slots=config.memory.stream_slots, min_bytes=min_bytes)
+        require_saving(stacks, device, num_slots=num_slots, min_bytes=min_bytes)
     except ValueError as error:
         raise UserError(f"memory.stream_text_encoder: {error}") from None
     _, num_bytes = memory.num_bytes(list(encoders.values()), device)

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,18 +42,6 @@ _BY_LAYER = ("target_modules", "rank_pattern", "alpha_pattern")
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportedLora:
-    """LoRA files that were written.
-
-    Attributes:
-        rounding: norm of the update's error in the files' dtype, over the norm of the update.
-    """
-
-    files: list[Path]
-    rounding: float
-
-
 def export_lora(
     family: ModelFamily,
     folder: Path,
@@ -63,7 +50,7 @@ def export_lora(
     describe: Callable[[NoiseRange], Mapping[str, str]],
     *,
     dtype: torch.dtype = torch.float32,
-) -> ExportedLora:
+) -> tuple[list[Path], float]:
     """Write an adapter in its family's format, have it loaded, compare, and only then replace the last one.
 
     Args:
@@ -72,6 +59,9 @@ def export_lora(
         settings: peft's settings, alpha included; the file holds them with secrets masked, layers by name.
         describe: metadata of a file, by the noise levels that it is for.
         dtype: of the files.
+
+    Returns:
+        The files, and the norm of the update's error in their dtype, over the norm of the update.
 
     Raises:
         RunStoppedError: a number is too large for the dtype.
@@ -99,7 +89,7 @@ def export_lora(
             sync(file)
         replaced = [file.replace(folder / file.name) for file in written]
         sync(folder)
-        return ExportedLora(files=replaced, rounding=rounding)
+        return replaced, rounding
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

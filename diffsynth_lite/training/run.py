@@ -10,7 +10,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.distributed.agreement import on_main_process
 from diffsynth_lite.training.saver import Saver
-from diffsynth_lite.training.session import Run, Start, StartupClock, open_run
+from diffsynth_lite.training.session import Run, StartupClock, open_run
 from diffsynth_lite.training.stages import (
     begin_run_folder,
     build,
@@ -34,7 +34,8 @@ def run_training(
         run = with_chosen_memory(run)
         start = find_start(run)
         if start.is_finished:
-            _show_finished(run, start)
+            run.page.restore()
+            _log_results(run.folder, f"This run is finished (step {start.step})")
             return
         with run.recorded(start.step) as remarks:
             initial = initial_lora(run, start)
@@ -54,18 +55,14 @@ def _conclude(run: Run, built: TrainingObjects, step: int, remarks: list[str]) -
     if step < steps:
         raise RunInterrupted(f"stopped after step {step} of {steps}, saved; the same command continues it")
     remarks += built.divergence.remarks()
-    finished = "; ".join([f"Finished after {step} steps", *remarks])
-    logger.info("%s. %s", finished, _results(run.folder), extra=ON_EACH_MACHINE)
+    _log_results(run.folder, "; ".join([f"Finished after {step} steps", *remarks]))
 
 
-def _show_finished(run: Run, start: Start) -> None:
-    run.page.restore()
-    finished = f"This run is finished (step {start.step})"
-    logger.info("%s. %s", finished, _results(run.folder), extra=ON_EACH_MACHINE)
-
-
-def _results(folder: RunFolder) -> str:
-    if not folder.path.is_dir():
-        return f"Its folder is on the machine of the main process: {folder.path}"
-    previews = f"previews: {folder.previews_folder}; " if folder.previews_folder.is_dir() else ""
-    return f"Page: {folder.report_file}; LoRA: {folder.lora_folder}; {previews}metrics: {folder.metrics_file}"
+def _log_results(folder: RunFolder, message: str) -> None:
+    """Log how the run ended, and where its results are."""
+    places = f"Its folder is on the machine of the main process: {folder.path}"
+    if folder.path.is_dir():
+        previews = f"previews: {folder.previews_folder}; " if folder.previews_folder.is_dir() else ""
+        places = f"Page: {folder.report_file}; LoRA: {folder.lora_folder}; "
+        places += f"{previews}metrics: {folder.metrics_file}"
+    logger.info("%s. %s", message, places, extra=ON_EACH_MACHINE)

@@ -238,7 +238,7 @@ class Saver:
         run, transformer = self._run, self._built.transformer
         # Before and after, as diffusers makes a run folder again that is gone.
         run.folder.require_held()
-        exported = export_lora(
+        _, self._rounding = export_lora(
             run.family,
             folder,
             exported_tensors(transformer, tensors, run.accelerator.device),
@@ -247,7 +247,6 @@ class Saver:
             dtype=self.lora_dtype,
         )
         run.folder.require_held()
-        self._rounding = exported.rounding
 
     def _description(self, step: int, *, is_average: bool) -> Callable[[NoiseRange], Mapping[str, str]]:
         """Metadata of a file with the weights of a step, by the noise levels that it is for."""

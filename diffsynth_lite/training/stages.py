@@ -146,7 +146,20 @@ def begin_run_folder(run: Run, start: Start, data: TrainingData) -> Start:
     lineage = extended_lineage(earlier, start.checkpoint, changes, accelerator, chosen=run.chosen)
     start = replace(start, fingerprint=fingerprint, lineage=lineage)
     on_main_process(accelerator, _write_start, run, start)
-    on_main_process(accelerator, _start_trackers, run, start.run_id)
+    settings = run.config.logging
+    on_main_process(
+        accelerator,
+        start_trackers,
+        accelerator,
+        names=settings.trackers,
+        project=settings.project,
+        # Unresolved: no tracker gets the value of an environment variable.
+        settings=load_yaml(run.loaded.resolved_yaml),
+        folder=run.folder.path / "trackers",
+        run_name=settings.run_name,
+        run_id=start.run_id,
+        wandb_mode=settings.wandb_mode,
+    )
     return start
 
 
@@ -180,21 +193,6 @@ def _warn_of_lost_rows(run: Run, start: Start) -> None:
     last = next((step for step in own_steps if is_logged(step, every_steps)), None)
     if last is not None:
         MetricsFile(run.folder.metrics_file).warn_of_lost_rows(last)
-
-
-def _start_trackers(run: Run, run_id: str) -> None:
-    settings = run.config.logging
-    start_trackers(
-        run.accelerator,
-        names=settings.trackers,
-        project=settings.project,
-        # Unresolved: no tracker gets the value of an environment variable.
-        settings=load_yaml(run.loaded.resolved_yaml),
-        folder=run.folder.path / "trackers",
-        run_name=settings.run_name,
-        run_id=run_id,
-        wandb_mode=settings.wandb_mode,
-    )
 
 
 def build(

@@ -154,7 +154,7 @@ def test_the_metadata_of_a_lora_are_masked_but_never_its_layers(
     monkeypatch.setattr(family.lora_files, "loaded", lambda _: pairs_of(tensors, settings))
     # The value of a secret variable, and the name of a layer.
     with in_force(Redactor({"KEY": "transformer_blocks"})):
-        (file,) = export_lora(family, tmp_path / "lora", tensors, settings, lambda _: {}).files
+        (file,), _ = export_lora(family, tmp_path / "lora", tensors, settings, lambda _: {})
     with safetensors.safe_open(file, "pt") as opened:
         metadata = str(opened.metadata())
     assert "https://REDACTED@example.org/model" in metadata

@@ -25,7 +25,6 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training import saver
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.lora_file import ExportedLora
 
 LORA = "pytorch_lora_weights.safetensors"
 
@@ -101,7 +100,7 @@ def test_a_run_killed_before_its_best_lora_was_written_writes_it_when_it_goes_on
     measure(monkeypatch, 9.0, 5.0, 3.0)
     export = saver.export_lora
 
-    def killed(family: ModelFamily, folder: Path, *rest: Any, **more: Any) -> ExportedLora:
+    def killed(family: ModelFamily, folder: Path, *rest: Any, **more: Any) -> Any:
         if folder.name == "lora_best" and folder.exists():
             raise KeyboardInterrupt
         return export(family, folder, *rest, **more)
@@ -137,7 +136,9 @@ def test_a_stop_at_a_planned_save_and_a_best_step_are_saved_and_exported_once(
     written: list[tuple[str, int]] = []
     export, save = saver.export_lora, CheckpointStore.save
 
-    def counted_export(family: ModelFamily, folder: Path, *rest: Any, **more: Any) -> ExportedLora:
+    def counted_export(
+        family: ModelFamily, folder: Path, *rest: Any, **more: Any
+    ) -> tuple[list[Path], float]:
         written.append((folder.name, max(steps_kept(tiny_run))))
         return export(family, folder, *rest, **more)
 

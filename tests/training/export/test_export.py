@@ -46,7 +46,7 @@ def family(tmp_path: Path) -> QwenImage:
 
 
 def test_the_file_is_in_its_place_and_nothing_else_is_left(family: QwenImage, tmp_path: Path) -> None:
-    (file,) = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe).files
+    (file,), _ = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lora", "pipeline"]
     assert list((tmp_path / "lora").iterdir()) == [file]
     assert file == tmp_path / "lora" / "pytorch_lora_weights.safetensors"
@@ -84,7 +84,8 @@ class Careless(LoraFiles):
 def test_a_file_that_does_not_hold_the_adapter_never_replaces_a_good_one(
     family: QwenImage, tmp_path: Path, change: str
 ) -> None:
-    before = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe).files[0].read_bytes()
+    (file,), _ = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe)
+    before = file.read_bytes()
     careless = with_files(Careless, family)
     careless.lora_files.change = change
     with pytest.raises(RuntimeError, match="LoRA file"):
@@ -96,7 +97,8 @@ def test_a_file_that_does_not_hold_the_adapter_never_replaces_a_good_one(
 def test_a_full_disk_is_the_systems_error_and_leaves_the_last_file(
     family: QwenImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe).files[0].read_bytes()
+    (file,), _ = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe)
+    before = file.read_bytes()
 
     def full(*_args: object, **_options: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -125,7 +127,7 @@ class OfItsOwn(LoraFiles):
 def test_a_family_that_writes_files_of_its_own_reads_them_itself(family: QwenImage, tmp_path: Path) -> None:
     own = with_files(OfItsOwn, family)
     own.lora_files.settle(own.empty_transformer(), LAYERS, rank=2)
-    (file,) = export_lora(own, tmp_path / "lora", TENSORS, SETTINGS, describe).files
+    (file,), _ = export_lora(own, tmp_path / "lora", TENSORS, SETTINGS, describe)
     assert file == tmp_path / "lora" / "own.safetensors"
 
 
@@ -146,8 +148,7 @@ def test_what_a_dtype_loses_of_the_update_is_measured(
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in TENSORS.items()}
     settings = SETTINGS | {"lora_alpha": alpha}
-    exported = export_lora(family, tmp_path / "lora", tensors, settings, describe, dtype=dtype)
-    (file,) = exported.files
+    (file,), rounding = export_lora(family, tmp_path / "lora", tensors, settings, describe, dtype=dtype)
     stored = load_file(file)
     assert {tensor.dtype for tensor in stored.values()} == {dtype}
 
@@ -165,9 +166,9 @@ def test_what_a_dtype_loses_of_the_update_is_measured(
     lost = torch.cat([product(layer) - update for layer, update in updates.items()]).norm()
     expected = float(lost / torch.cat(list(updates.values())).norm())
     # The norms are those of float32, of the factors.
-    assert exported.rounding == pytest.approx(expected, rel=1e-4, abs=2e-7)
-    assert (exported.rounding == 0) == (dtype == torch.float32)
-    assert exported.rounding < 2 * torch.finfo(dtype).eps
+    assert rounding == pytest.approx(expected, rel=1e-4, abs=2e-7)
+    assert (rounding == 0) == (dtype == torch.float32)
+    assert rounding < 2 * torch.finfo(dtype).eps
 
 
 def test_numbers_too_large_for_a_dtype_are_refused_with_what_would_do(
@@ -186,7 +187,7 @@ def test_small_numbers_lose_more_in_float16(family: QwenImage, tmp_path: Path) -
     rounding = {
         dtype: export_lora(
             family, tmp_path / "lora", small, SETTINGS | {"lora_alpha": 1}, describe, dtype=dtype
-        ).rounding
+        )[1]
         for dtype in (torch.float16, torch.bfloat16)
     }
     assert rounding[torch.bfloat16] == 0
