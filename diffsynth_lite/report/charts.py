@@ -30,6 +30,14 @@ Kind = Literal[
     "key",  # of a setting
     "link",  # to a file of the run
     "noted",  # a text and a note
+    "folded",  # a text, and versions to unfold
+    "lines",  # texts below each other
+    "moment",  # seconds since 1970 or None, and a note
+    "image",  # a data URL, or None
+    "item",  # name, size and caption
+    "bar",  # a number, with a bar
+    "trend",  # a change, with a colour
+    "course",  # numbers as a line
 ]
 
 
@@ -115,11 +123,13 @@ class Column:
         title: empty in a table without a heading.
         kind: of its cells; decides how the template shows them.
         is_wide: whether a phone leaves it out.
+        sort: its name in the address of a page that is sorted by it; empty where it cannot be.
     """
 
     title: str = ""
     kind: Kind = "text"
     is_wide: bool = False
+    sort: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ about the same level in about the same part of the run: 1 is the expected value,
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -80,7 +79,10 @@ def noise_levels(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any]
     middle = measured[len(measured) // 2] if len(measured) > 2 else [None] * len(levels)
     courses = zip(levels, measured[0], middle, measured[-1], strict=True)
     return Table(
-        columns=(_LEVEL, *_COURSE), rows=[(f"{level:.2g}", *_course(*losses)) for level, *losses in courses]
+        columns=(_LEVEL, *_COURSE),
+        rows=[(f"{level:.2g}", *_course(*losses)) for level, *losses in courses],
+        summary="The same of the single items above, with the same noise each time: these losses compare "
+        "exactly.",
     )
 
 
@@ -123,57 +125,11 @@ def _mean_loss(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return sum(loss * samples for loss, samples in pairs) / total if total else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ItemLoss:
-    """A training item and how its loss on fixed noise changed.
+def item_progress(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """How the losses of items on fixed noise changed; empty before they were measured twice.
 
-    Attributes:
-        losses: in order, thinned between the first and the last.
-        by_level: the last loss at each of the item's noise levels; empty if these were not stored.
-    """
-
-    item: MeasuredItem
-    before: float
-    after: float
-    losses: Sequence[float]
-    by_level: Sequence[float | None]
-
-    @property
-    def change(self) -> float:
-        """Relative change of the loss; negative if it fell."""
-        return self.after / self.before - 1 if self.before else 0.0
-
-    @property
-    def thumbnail(self) -> str | None:
-        """A small image of the item as a data URL."""
-        url = self.item.thumbnail
-        return url if isinstance(url, str) and url.startswith("data:image/") else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ItemProgress:
-    """Losses of single items on fixed noise.
-
-    Attributes:
-        noise_levels: of the losses by level; empty if these were not stored.
-        shown: the items with the highest and the lowest losses, the highest first.
-        num_measured: number of all measured items, shown or left out.
-        median: of the last losses of all measured items.
-        median_change: of all measured items.
-    """
-
-    first_step: int
-    last_step: int
-    noise_levels: Sequence[float]
-    shown: Sequence[ItemLoss]
-    num_measured: int
-    num_better: int
-    median: float
-    median_change: float
-
-
-def item_progress(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any]]) -> ItemProgress | None:
-    """How the losses of items changed; None before they were measured twice.
+    The items with the highest and the lowest losses, the highest first: each with its thumbnail, its losses,
+    the last ones at each of its noise levels, and the course of the loss.
 
     Args:
         rows: of ``item_losses.jsonl``; one that is of other items is left out.
@@ -183,38 +139,56 @@ def item_progress(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any
         for row in rows
         if len(_list(row.get("losses"))) == len(items) and as_number(row.get("step")) is not None
     ]
-    found = [each for place, item in enumerate(items) if (each := _item_loss(item, place, measured))]
+    levels = _levels(items) if any(_list(row.get("by_level")) for row in measured) else []
+    found = [each for place, item in enumerate(items) if (each := _item(item, place, measured, len(levels)))]
     if not found:
-        return None
-    found.sort(key=lambda each: each.after, reverse=True)
-    half = _MAX_ITEMS // 2
-    return ItemProgress(
-        first_step=int(measured[0]["step"]),
-        last_step=int(measured[-1]["step"]),
-        noise_levels=_levels(items) if any(each.by_level for each in found) else (),
-        shown=found if len(found) <= _MAX_ITEMS else [*found[:half], *found[-half:]],
-        num_measured=len(found),
-        num_better=sum(each.change < 0 for each in found),
-        median=median(each.after for each in found),
-        median_change=median(each.change for each in found),
+        return NO_TABLE
+    found.sort(key=lambda row: row[3], reverse=True)
+    shown, half = found, _MAX_ITEMS // 2
+    after, changes = [row[3] for row in found], [row[4] for row in found]
+    summary = (
+        f"From step {int(measured[0]['step'])} to step {int(measured[-1]['step'])}. Half of the items are "
+        f"above {median(after):.4g} now. {sum(change < 0 for change in changes)} of {len(found)} got better, "
+        f"the median by {100 * median(changes):+.1f} %."
+    )
+    if len(found) > _MAX_ITEMS:
+        shown = [*found[:half], *found[-half:]]
+        summary += f" The {_MAX_ITEMS} with the highest and the lowest losses are shown."
+    return Table(
+        columns=(
+            Column(kind="image"),
+            Column(title="item", kind="item", sort="name"),
+            Column(title="at the start", kind="number", is_wide=True, sort="start"),
+            Column(title="now", kind="bar", sort="now"),
+            Column(title="change", kind="trend", sort="change"),
+            *(Column(title=f"now at {level:.2g}", kind="number", is_wide=True) for level in levels),
+            Column(title="course", kind="course", is_wide=True),
+        ),
+        rows=shown,
+        summary=summary,
     )
 
 
-def _item_loss(item: MeasuredItem, place: int, rows: Sequence[Mapping[str, Any]]) -> ItemLoss | None:
-    """How the loss of the item at a place changed; None where fewer than two are known."""
+def _item(
+    item: MeasuredItem, place: int, rows: Sequence[Mapping[str, Any]], num_levels: int
+) -> tuple[Any, ...] | None:
+    """The row of the item at a place; None where fewer than two of its losses are known."""
     known = [(loss, row) for row in rows if (loss := as_number(row["losses"][place])) is not None]
     if len(known) < 2:
         return None
     losses = [loss for loss, _ in known]
-    after, last = known[-1]
-    stride = -(-len(losses) // _MAX_POINTS)
+    before, (after, last) = losses[0], known[-1]
     by_level = _list(last.get("by_level"))
-    return ItemLoss(
-        item=item,
-        before=losses[0],
-        after=after,
-        losses=[*losses[:-1:stride], after],
-        by_level=[as_number(level) for level in _list(by_level[place] if place < len(by_level) else None)],
+    own = [as_number(level) for level in _list(by_level[place] if place < len(by_level) else None)]
+    is_shown = isinstance(item.thumbnail, str) and item.thumbnail.startswith("data:image/")
+    return (
+        item.thumbnail if is_shown else None,
+        (item.name, item.size, item.caption),
+        before,
+        after,
+        _change(before, after) or 0.0,
+        *(own + [None] * num_levels)[:num_levels],
+        [*losses[: -1 : -(-len(losses) // _MAX_POINTS)], after],
     )
 
 

@@ -160,26 +160,6 @@ def started_at(entry: object) -> float | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """One start of the run.
-
-    Attributes:
-        at: seconds since 1970; None where the entry has no time.
-        step: the last step before it.
-        machine: processes and device.
-        changes: changed settings, with old and new value.
-        chosen: settings that ``memory.auto`` chose.
-    """
-
-    at: float | None
-    step: str
-    machine: str
-    versions: str
-    changes: Sequence[str]
-    chosen: Sequence[str]
-
-
 def changed_settings(settings: Mapping[str, Any]) -> Table:
     """The settings that differ from their defaults, in the order of the file.
 
@@ -197,9 +177,16 @@ def changed_settings(settings: Mapping[str, Any]) -> Table:
     return Table(columns=(Column(kind="key"), Column()), rows=rows)
 
 
-def starts(lineage: Sequence[Any]) -> list[Start]:
-    """The starts of the run, the first one first; anything else is left out."""
-    return [_start(entry) for entry in lineage if isinstance(entry, dict)]
+def starts(lineage: Sequence[Any]) -> Table:
+    """When and where the run was started, and what changed then, the first start first."""
+    return Table(
+        columns=(
+            Column(title="when", kind="moment"),
+            Column(title="on", kind="folded"),
+            Column(title="what changed", kind="lines"),
+        ),
+        rows=[_start(entry) for entry in lineage if isinstance(entry, dict)],
+    )
 
 
 def skipped_items(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -208,8 +195,11 @@ def skipped_items(rows: Sequence[Mapping[str, Any]]) -> Table:
     Args:
         rows: of ``quarantine.jsonl``.
     """
+    summary = f"{len(rows)} item{'s' * (len(rows) > 1)}" if rows else ""
+    if len(rows) > _MAX_LISTED:
+        summary += f", of which {_MAX_LISTED} are listed; the others are in quarantine.jsonl"
     listed = [(str(row.get("item")), str(row.get("reason"))) for row in rows[:_MAX_LISTED]]
-    return Table(columns=(Column(), Column()), rows=listed)
+    return Table(columns=(Column(), Column()), rows=listed, summary=summary)
 
 
 def run_files(folder: Path) -> Table:
@@ -222,20 +212,23 @@ def run_files(folder: Path) -> Table:
     return Table(columns=(Column(kind="link"), Column(), Column(kind="count")), rows=rows)
 
 
-def _start(entry: Mapping[str, Any]) -> Start:
-    changed, chosen = _mapping(entry, "changed"), _mapping(entry, "chosen")
+def _start(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Time, note, machine, versions and changes of a start."""
     versions = {**_mapping(entry, "versions"), "python": entry.get("python")}
-    return Start(
-        at=started_at(entry),
-        step=str(entry.get("step")),
-        machine=f"{entry.get('processes')} x {entry.get('device')}",
-        versions=", ".join(f"{name} {version}" for name, version in versions.items()),
-        changes=[
-            f"{key}: {as_yaml(change.get('from'))} to {as_yaml(change.get('to'))}"
-            for key, change in changed.items()
-            if isinstance(change, dict)
-        ],
-        chosen=[f"{key}: {as_yaml(value)}" for key, value in chosen.items()],
+    changes = [
+        f"{key}: {as_yaml(change.get('from'))} to {as_yaml(change.get('to'))}"
+        for key, change in _mapping(entry, "changed").items()
+        if isinstance(change, dict)
+    ]
+    chosen = _mapping(entry, "chosen")
+    changes += [f"memory.auto chose {key}: {as_yaml(value)}" for key, value in chosen.items()]
+    return (
+        (started_at(entry), f"after step {entry.get('step')}"),
+        (
+            f"{entry.get('processes')} x {entry.get('device')}",
+            ", ".join(f"{name} {version}" for name, version in versions.items()),
+        ),
+        changes or ["nothing"],
     )
 
 

@@ -12,11 +12,10 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.report.charts import NO_TABLE, Series, Table, as_number, read_series, update_series
 from diffsynth_lite.report.layers import Layers, read_layers
-from diffsynth_lite.report.losses import ItemProgress, hard_items, item_progress, noise_levels, noise_tenths
+from diffsynth_lite.report.losses import hard_items, item_progress, noise_levels, noise_tenths
 from diffsynth_lite.report.previews import PromptPreviews, find_previews
 from diffsynth_lite.report.record import (
     RunState,
-    Start,
     changed_settings,
     memory_use,
     read_state,
@@ -49,7 +48,7 @@ class RunReport:
     series: Mapping[str, Series] = field(default_factory=dict)
     prompts: Sequence[PromptPreviews] = ()
     has_audio: bool = False
-    item_progress: ItemProgress | None = None
+    items: Table = NO_TABLE
     hard_items: Table = NO_TABLE
     noise: Table = NO_TABLE
     noise_levels: Table = NO_TABLE
@@ -57,9 +56,8 @@ class RunReport:
     memory: Table = NO_TABLE
     changed_settings: Table = NO_TABLE
     settings: str = ""
-    starts: Sequence[Start] = ()
+    starts: Table = NO_TABLE
     skipped: Table = NO_TABLE
-    num_skipped: int = 0
     files: Table = NO_TABLE
     problems: Sequence[str]
 
@@ -72,7 +70,6 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
     rows = reader.rows(folder.metrics_file.name)
     layer_rows = reader.rows(folder.layers_file.name)
     items, loss_rows = _items(folder, reader), reader.rows(folder.item_losses_file.name)
-    quarantine = reader.rows(folder.quarantine_file.name)
     state = read_state(
         reader.mapping(folder.status_file.name),
         rows,
@@ -94,7 +91,7 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
             generated_on=Path(model_path).name if isinstance(model_path, str) else None,
         ),
         has_audio=_section(settings, "data").get("audio") is True,
-        item_progress=item_progress(items, loss_rows),
+        items=item_progress(items, loss_rows),
         hard_items=hard_items(reader.rows(folder.sample_losses_file.name)),
         noise=noise_tenths(rows),
         noise_levels=noise_levels(items, loss_rows),
@@ -103,8 +100,7 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
         changed_settings=changed_settings(settings),
         settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True) if settings else "",
         starts=starts(lineage),
-        skipped=skipped_items(quarantine),
-        num_skipped=len(quarantine),
+        skipped=skipped_items(reader.rows(folder.quarantine_file.name)),
         files=run_files(path),
         problems=reader.problems,
     )

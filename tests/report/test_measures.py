@@ -139,15 +139,19 @@ def test_items_are_sorted_by_their_last_loss_and_compared_with_their_first() -> 
         {"step": 9, "losses": [0.5, 3.0, 5.0], "by_level": [[0.2, 0.8], [1.5, None], [1.0, 9.0]]},
     ]
     found = item_progress(items(3), rows)
-    assert (found.first_step, found.last_step, found.noise_levels) == (0, 9, [0.2, 0.8])
-    assert [(each.item.name, each.change, each.losses) for each in found.shown] == [
-        ("2", 0.25, [4.0, 5.0]),
-        ("1", 0.5, [2.0, 9.0, 3.0]),
-        ("0", -0.5, [1.0, 9.0, 0.5]),
+    assert [column.title for column in found.columns[2:]] == [
+        *("at the start", "now", "change", "now at 0.2", "now at 0.8", "course")
     ]
-    assert [each.by_level for each in found.shown] == [[1.0, 9.0], [1.5, None], [0.2, 0.8]]
-    assert (found.median, found.median_change) == (3.0, 0.25)
-    assert (found.num_measured, found.num_better) == (3, 1)
+    assert found.rows == [
+        (None, ("2", "8x8", ""), 4.0, 5.0, 0.25, 1.0, 9.0, [4.0, 5.0]),
+        (None, ("1", "8x8", ""), 2.0, 3.0, 0.5, 1.5, None, [2.0, 9.0, 3.0]),
+        (None, ("0", "8x8", ""), 1.0, 0.5, -0.5, 0.2, 0.8, [1.0, 9.0, 0.5]),
+    ]
+    assert found.summary == (
+        "From step 0 to step 9. Half of the items are above 3 now. 1 of 3 got better, the median by +25.0 %."
+    )
+    without = [{name: row[name] for name in ("step", "losses")} for row in rows]
+    assert len(item_progress(items(3), without).columns) == len(found.columns) - 2
 
 
 @pytest.mark.parametrize(
@@ -161,21 +165,23 @@ def test_items_are_sorted_by_their_last_loss_and_compared_with_their_first() -> 
     ],
 )
 def test_one_measurement_shows_no_progress(rows: list[dict[str, object]]) -> None:
-    assert item_progress(items(1), rows) is None
+    assert not item_progress(items(1), rows)
 
 
 def test_of_many_items_the_highest_and_the_lowest_are_shown() -> None:
     losses = [1.0 + place for place in range(500)]
     found = item_progress(items(500), [{"step": 0, "losses": [1.0] * 500}, {"step": 1, "losses": losses}])
     highest_first = (*range(499, 399, -1), *range(99, -1, -1))
-    assert [each.item.name for each in found.shown] == [str(place) for place in highest_first]
-    assert found.num_measured == 500
+    assert [item[0] for _, item, *_ in found.rows] == [str(place) for place in highest_first]
+    assert "of 500 got better" in found.summary
+    assert found.summary.endswith("The 200 with the highest and the lowest losses are shown.")
 
 
 def test_the_course_of_a_loss_has_few_points_the_first_and_the_last_among_them() -> None:
-    (shown,) = item_progress(items(1), [{"step": each, "losses": [each]} for each in range(1, 1001)]).shown
-    assert len(shown.losses) <= 42
-    assert (shown.losses[0], shown.losses[-1]) == (1.0, 1000.0)
+    rows = [{"step": each, "losses": [each]} for each in range(1, 1001)]
+    [(*_, course)] = item_progress(items(1), rows).rows
+    assert len(course) <= 42
+    assert (course[0], course[-1]) == (1.0, 1000.0)
 
 
 def test_the_mean_of_the_items_at_each_noise_level_is_shown_for_the_start_half_way_and_now() -> None:
