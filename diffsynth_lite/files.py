@@ -71,11 +71,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file, or replace it, durably; line breaks stay as they are.
-
-    Raises:
-        OSError: it could not be written; the old file is as it was.
-    """
+    """Write a UTF-8 file, or replace it, durably; line breaks stay as they are."""
     write_bytes(path, text.encode())
 
 
@@ -83,7 +79,6 @@ def write_json(path: Path, value: Any) -> None:
     """Write a json file for people to read, or replace it, durably and with secrets masked.
 
     Raises:
-        OSError: it could not be written; the old file is as it was.
         ValueError: ``value`` holds a number that json has no way to write (NaN, infinity).
     """
     write_text(path, _json(value))

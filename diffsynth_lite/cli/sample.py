@@ -93,12 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Draw, and say where the images are.
-
-    Raises:
-        UserError: something that the user can fix, before weights load wherever that is possible.
-        RunStoppedError: the device is full.
-    """
+    """Generate the images, and log where they are."""
     request = _request(parsed)
     # The libraries take seconds to import: wrong arguments are refused before that.
     join_processes(os.environ, sys.argv)

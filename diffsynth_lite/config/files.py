@@ -34,8 +34,6 @@ class ConfigFile:
     """A yaml file, read.
 
     Args:
-        path: where it is.
-        text: its content.
         sections: its top-level keys, ``extends`` left out, and what was written for them.
     """
 
@@ -49,7 +47,6 @@ class Preset(ConfigFile):
     """A few settings for one goal, for any recipe.
 
     Args:
-        name: as on the command line.
         families: the model families that it is for; none where it is for all.
     """
 
@@ -90,8 +87,11 @@ def read_config_files(path: Path) -> list[ConfigFile]:
     while next_path is not None:
         seen.append(next_path.resolve())
         text = _read_text(next_path)
-        if files:
-            _require_sections(next_path, text)
+        # Before anything that is in a file that a config names is part of a message.
+        if files and not any(key == EXTENDS or key in section_types() for key in _FIRST_KEY.findall(text)):
+            raise UserError(
+                f"{next_path}:1: is not a config: no line of it begins a section, such as 'train:'"
+            )
         entries = _top_level(next_path, text)
         sections = [(key, node) for key, node in entries if key.value != EXTENDS]
         files.insert(0, ConfigFile(path=next_path, text=text, sections=sections))
@@ -166,7 +166,6 @@ def _extended(path: Path, written: list[tuple[yaml.ScalarNode, yaml.Node]], seen
     """The file that one extends.
 
     Args:
-        path: of the file that extends it.
         written: its keys ``extends``, with their values.
         seen: the files so far, this one last.
     """
@@ -195,12 +194,6 @@ def _extended(path: Path, written: list[tuple[yaml.ScalarNode, yaml.Node]], seen
         circle = " -> ".join(file.name for file in [*seen[seen.index(found.resolve()) :], found])
         raise UserError(f"{place}: a file cannot extend itself: {circle}")
     return found
-
-
-def _require_sections(path: Path, text: str) -> None:
-    """Check that a file that a config names is one, before anything that is in it is part of a message."""
-    if not any(key == EXTENDS or key in section_types() for key in _FIRST_KEY.findall(text)):
-        raise UserError(f"{path}:1: is not a config: no line of it begins a section, such as 'train:'")
 
 
 def _top_level(path: Path, text: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:

@@ -107,7 +107,6 @@ def unknown_section(name: str, sections: Mapping[str, Collection[str]]) -> str:
     """A message for a top-level name that is not a section.
 
     Args:
-        name: as written.
         sections: the keys of every section, by its name.
     """
     if name == EXTENDS:  # in a file it is none
@@ -132,9 +131,6 @@ def unknown_key(section: str, key: str, own: Collection[str], sections: Mapping[
 
     Args:
         section: its name, which may be that of an entry of a list, such as ``data.sources[0]``.
-        key: as written.
-        own: the keys that it has.
-        sections: the keys of every section, by its name.
     """
     if f"{section}.{key}" in _PLANNED:
         return "planned, not available yet; remove it"
@@ -162,7 +158,6 @@ def in_place_of_flag(flag: str, sections: Mapping[str, Collection[str]]) -> str 
 
     Args:
         flag: as it was typed, such as ``--lr`` or ``--lr=1e-4``.
-        sections: the keys of every section, by its name.
     """
     name, _, value = flag.lstrip("-").partition("=")
     section, _, key = name.replace("-", "_").rpartition(".")

@@ -124,9 +124,8 @@ class ValidationSettings(Settings):
                 message = f"{len(files)} for {len(self.prompts)} validation.prompts; give one for each prompt"
                 yield Problem((key, "prompts"), message)
         if self.last_frames and not self.inputs:
-            yield Problem(
-                ("last_frames", "inputs"), "needs inputs: a preview that ends with an image starts from one"
-            )
+            message = "needs inputs: a preview that ends with an image starts from one"
+            yield Problem(("last_frames", "inputs"), message)
 
 
 class LoggingSettings(Settings):

@@ -96,8 +96,14 @@ class Config(Settings):
             yield Problem(("train.warmup_steps",), message)
 
     def conflicts(self) -> Iterator[Problem]:
-        if not self.train.use_gradient_checkpointing:
-            yield from self._checkpointing_conflicts()
+        for key, off in (("policy", "all"), ("save_attention", "no")):
+            value = getattr(self.memory, key)
+            if value != off and not self.train.use_gradient_checkpointing:
+                yield Problem(
+                    (f"memory.{key}", "train.use_gradient_checkpointing"),
+                    f"{value} is a way of checkpointing, which train.use_gradient_checkpointing turns off; "
+                    f"turn it on, or set memory.{key}: {off}",
+                )
         if self.model.dtype == "float16" and self.train.mixed_precision == "no":
             # As small as on a clip of 81 x 480 x 832, gradients of a tiny Wan were 28 % off; in bf16, 0.5 %.
             yield Problem(
@@ -201,15 +207,6 @@ class Config(Settings):
             yield Problem(("output.dir", key), message)
         if _is_same_folder(self.data.cache_dir, folder):
             yield Problem(("data.cache_dir", key), f"data.cache_dir is {key}; name another folder")
-
-    def _checkpointing_conflicts(self) -> Iterator[Problem]:
-        for key, off in (("policy", "all"), ("save_attention", "no")):
-            if getattr(self.memory, key) != off:
-                yield Problem(
-                    (f"memory.{key}", "train.use_gradient_checkpointing"),
-                    f"{getattr(self.memory, key)} is a way of checkpointing, which "
-                    f"train.use_gradient_checkpointing turns off; turn it on, or set memory.{key}: {off}",
-                )
 
 
 @cache

@@ -1,6 +1,7 @@
 """The base class of the config's sections, and the types that they share."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,6 @@ def _require_distinct(entries: list[_Entry]) -> list[_Entry]:
     return entries
 
 
-def _as_text(path: object) -> object:
-    return str(path) if isinstance(path, Path) else path
-
-
 def _require_possible_path(path: str) -> str:
     try:
         parts = Path(path).expanduser().parts
@@ -50,7 +47,9 @@ MOST_PIXELS = 16_384
 NonEmptyStr: TypeAlias = Annotated[str, Field(pattern=r"\S")]
 """Text with something in it that is not white space."""
 FilePath: TypeAlias = Annotated[
-    NonEmptyStr, AfterValidator(_require_possible_path), BeforeValidator(_as_text)
+    NonEmptyStr,
+    AfterValidator(_require_possible_path),
+    BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path),
 ]
 """A path; ``~`` is a home folder. In Python a ``Path`` is accepted, too."""
 Count: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_COUNT)]
@@ -141,7 +140,7 @@ class Settings(BaseModel):
     def _require_storable(cls, value: Any) -> Any:
         """Text must survive being written to a file as yaml, used in a path, and read again."""
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and not _is_storable(text):
+            if isinstance(text, str) and (text == "???" or re.search(r"\$\{|[\0\ud800-\udfff]", text)):
                 raise ValueError("must not contain '${', a zero byte or half a character, nor be '???'")
         return value
 
@@ -150,8 +149,3 @@ class Settings(BaseModel):
         if problems := list(self.conflicts()):
             raise ConflictError(problems)
         return self
-
-
-def _is_storable(text: str) -> bool:
-    is_unicode = not any("\ud800" <= character <= "\udfff" for character in text)
-    return is_unicode and "\0" not in text and "${" not in text and text != "???"

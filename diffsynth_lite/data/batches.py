@@ -102,7 +102,6 @@ class Batch:
     """The samples of one forward pass, on the CPU.
 
     Attributes:
-        bucket: size in pixels and frames, the same for all of them.
         positions: index of each sample in the run, consecutive.
         latents: (B, ...), in the encoder's precision.
         noise: (B, ...), float32.

@@ -21,7 +21,6 @@ class Bucket:
 
     Attributes:
         width: in pixels.
-        num_frames: frames of a clip; 1 for images.
         inputs: width and height at which the input images are encoded, in the order of the images.
         num_layers: layers that the image is split into; 0 for data without layers.
     """
@@ -132,8 +131,12 @@ class BucketRule:
             self._known[place] = self._best((width, height), allowed)
         size = self._known[place]
         if size is None:
-            least_sizes = [(self.step, self.step)] if self.resolutions else _smallest(self.sizes)
-            least = " or ".join(f"{w}x{h}" for w, h in least_sizes)
+            given = set(self.sizes) or {(self.step, self.step)}
+            least = " or ".join(
+                f"{w}x{h}"
+                for w, h in sorted(given)
+                if not any(other != (w, h) and other[0] <= w and other[1] <= h for other in given)
+            )
             raise UserError(
                 f"{width}x{height} pixels are too few: the least is {least}; "
                 "leave the item out or allow upscaling"
@@ -181,12 +184,3 @@ def kept_ratio(item: Size, size: Size) -> Fraction:
     """Part of an item's area that is left after it is scaled to cover a size and cropped, in (0, 1]."""
     one, other = item[0] * size[1], item[1] * size[0]
     return Fraction(min(one, other), max(one, other))
-
-
-def _smallest(sizes: tuple[Size, ...]) -> list[Size]:
-    """Sizes that exceed no other."""
-    return sorted(
-        (w, h)
-        for w, h in set(sizes)
-        if not any(other != (w, h) and other[0] <= w and other[1] <= h for other in sizes)
-    )

@@ -96,10 +96,8 @@ def encode_missing(
     """Encode the items that the cache lacks. Killed at any time, it resumes where it was.
 
     Args:
-        items: by key.
         encoder: loaded only when something is missing.
         memory: remembers the entries that were read and are complete.
-        shard: the keys that this process encodes.
         stop_at_bad: after the first bad item only look for more of them and encode nothing, as the run will
             stop.
     """

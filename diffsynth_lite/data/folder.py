@@ -226,13 +226,6 @@ def _named(
     return path
 
 
-def refuse_mixed_kinds(target: str, companions: Companions) -> None:
-    """Refuse files that belong to the other kind of target."""
-    for role in companions.by_role:
-        if role.only is not None and not role.only(target):
-            raise UserError(role.misfit)
-
-
 def is_regular_file(path: Path) -> bool:
     """Whether a path is an existing file; one that is too long or not permitted counts as missing.
 

@@ -27,7 +27,6 @@ class ItemRow:
     """One item of training, and the cache entries with its tensors.
 
     Attributes:
-        bucket: size in pixels and frames that it is trained at.
         source: index of its source.
         media_key: cache entry of its latents, 64 hexadecimal digits.
         caption_keys: entry of each of its captions, at least one.

@@ -311,8 +311,6 @@ class DataIdentity:
         items: their number, and a hash of the content, crop, times and pairing of each, in order. Names and
             paths are not part of it, as no number depends on them.
         decoder: name of the code that turns files into pixels.
-        media_encoder: name of the encoder of latents.
-        prompt_encoder: name of the encoder of captions.
     """
 
     items: str

@@ -61,11 +61,7 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path | str) -> "FileState":
-        """The state of a file.
-
-        Raises:
-            OSError: there is no such file, or its state cannot be read.
-        """
+        """The state of a file."""
         stat = os.stat(path)  # noqa: PTH116 - one of a million, and Path.stat costs twice as much
         return cls(stat.st_size, stat.st_mtime_ns)
 

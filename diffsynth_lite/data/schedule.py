@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -59,7 +60,6 @@ class SampleSchedule:
         groups: the items, by their buckets and sources, in ascending order.
         passes: times that an item of each source is seen in a pass: repeats x weight, more than 0.
         sizes: samples of a block of each bucket, at least 1.
-        orders: stores random orders.
     """
 
     def __init__(
@@ -110,17 +110,12 @@ class SampleSchedule:
     def block(self, index: int) -> dict[int, int]:
         """Index of the item at each position of block number ``index``, from 0; positions have no gaps."""
         if not 0 <= index - self._cycle_start < len(self._cycle):
-            number, self._cycle_start = _find(
-                self._blocks_before, self.blocks_per_pass, len(self.sizes), index
-            )
+            number, self._cycle_start = _find(self._blocks_per_pass, index)
             self._cycle = self._draw_cycle(number)
         bucket, before = self._cycle.block(index - self._cycle_start)
         position, size = int(before @ self._cycle.sizes), self.sizes[bucket]
         start, stream = int(before[bucket]) * size, self._streams[bucket]
         return {position + place: stream.item(start + place) for place in range(size)}
-
-    def _blocks_before(self, cycle: int) -> int:
-        return sum(_floor(cycle, rate) for rate in self._blocks_per_pass)
 
     def _draw_cycle(self, number: int) -> "_Cycle":
         before, until = (
@@ -141,7 +136,6 @@ class _Cycle:
 
     Args:
         before: number of blocks of each bucket before the cycle.
-        sizes: samples of a block of each bucket.
         labels: bucket of each block.
     """
 
@@ -188,10 +182,8 @@ class _BucketStream:
     def item(self, place: int) -> int:
         """Index of the item at a place of the stream."""
         if not self._start <= place < self._end:
-            self._pass, self._start = _find(
-                self._samples_before, self.samples_per_pass, len(self._rates), place
-            )
-            self._end = self._samples_before(self._pass + 1)
+            self._pass, self._start = _find(self._rates, place)
+            self._end = _before(self._rates, self._pass + 1)
             self._order = self._orders(
                 f"{self._purpose}, pass of {_name(self._rates)} samples, seed {self._seed}",
                 self._pass,
@@ -200,9 +192,6 @@ class _BucketStream:
             )
         at = place - self._start
         return int(self._order[at : at + 1][0])
-
-    def _samples_before(self, number: int) -> int:
-        return sum(_floor(number, rate) for rate in self._rates)
 
     def _draw_pass(self, number: int) -> Indices:
         """Items of a pass, in their order."""
@@ -232,13 +221,19 @@ def _floor(count: int, rate: Fraction) -> int:
     return count * rate.numerator // rate.denominator
 
 
-def _find(before: Callable[[int], int], rate: Fraction, num_terms: int, place: int) -> tuple[int, int]:
+def _before(rates: Sequence[Fraction], number: int) -> int:
+    """Blocks or samples, of these rates, before a cycle or pass."""
+    return sum(_floor(number, rate) for rate in rates)
+
+
+def _find(rates: Sequence[Fraction], place: int) -> tuple[int, int]:
     """Number of the cycle or pass that contains a place, and its start.
 
-    ``before`` is a sum of ``num_terms`` rounded-down terms, so it lies less than that below its mean.
+    That is a sum of terms that are rounded down, so it lies less than their number below its mean.
     """
+    rate, before = sum(rates, Fraction(0)), partial(_before, rates)
     lowest = int(place / rate)
-    highest = int((place + num_terms) / rate) + 1
+    highest = int((place + len(rates)) / rate) + 1
     number = bisect_right(range(highest + 1), place, lo=lowest, key=before) - 1
     return number, before(number)
 

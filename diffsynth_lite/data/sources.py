@@ -16,7 +16,7 @@ from diffsynth_lite.data.captions import (
     has_trigger,
     with_trigger,
 )
-from diffsynth_lite.data.folder import Folder, PairFolders, companions_in_row, list_folder, refuse_mixed_kinds
+from diffsynth_lite.data.folder import Folder, PairFolders, companions_in_row, list_folder
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.data.metadata import Table, read_table
 from diffsynth_lite.data.plan import OnBadItem
@@ -260,7 +260,8 @@ class _Reader:
         paired = _NOTHING
         if self._source.pair_columns or self._source.pair_dirs:
             paired = problems.attempt(companions) or _NOTHING
-            problems.attempt(lambda: refuse_mixed_kinds(target.name, paired))
+            misfits = (role.misfit for role in paired.by_role if role.only and not role.only(target.name))
+            problems += list(misfits)[:1]
         if problems:
             raise UserError(", and ".join(problems))
         if trigger := self._source.trigger:

@@ -121,7 +121,8 @@ def clip_start(path: Path) -> ClipStart:
     """Decode the frame that is shown first; the times of a clip count from it."""
     with opened_clip(path) as clip:
         for frame in _decoded(_from_start(clip)):
-            width, height = upright_size(frame)
+            turned = transposition(frame) in tuple(_UPRIGHT.values())[4:]
+            width, height = (frame.height, frame.width) if turned else (frame.width, frame.height)
             return ClipStart(pts=_time(frame), time_base=_time_base(clip), width=width, height=height)
         raise UserError("holds no frame")
 
@@ -327,9 +328,3 @@ def transposition(frame: VideoFrame) -> Image.Transpose | None:
     if (a, b, c, d) not in _UPRIGHT:
         raise UserError("is shown at an angle that is not a multiple of 90 degrees; save it upright")
     return _UPRIGHT[a, b, c, d]
-
-
-def upright_size(frame: VideoFrame) -> tuple[int, int]:
-    """Width and height of a frame as it is shown, in pixels."""
-    turned = tuple(_UPRIGHT.values())[4:]
-    return (frame.height, frame.width) if transposition(frame) in turned else (frame.width, frame.height)

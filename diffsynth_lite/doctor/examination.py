@@ -140,7 +140,8 @@ class _Examiner:
 
     def examine(self, found: FoundRecords, rules: PlanRules) -> tuple[ExaminedData, Decoded]:
         """The records planned by the rules, and decoded."""
-        records = self._usable_kinds(found.records)
+        self.problems.attempt(check_records, found.records, self.family)
+        records = [record for record in found.records if record.kind in self.family.record_kinds]
         planned = plan_items(records, index=MediaIndex(self.memory), rules=rules)
         plan = planned.without(found.unread if self.config.data.on_bad_item == "skip" else {})
         decoded = decode(plan.items, cache=self.cache, memory=self.memory, sheet_size=self.sheet_size)
@@ -172,10 +173,6 @@ class _Examiner:
                     found += [record.name] if index.audio(record.target) else []
         return found
 
-    def _usable_kinds(self, records: Sequence[Record]) -> Sequence[Record]:
-        self.problems.attempt(lambda: check_records(records, self.family))
-        return [record for record in records if record.kind in self.family.record_kinds]
-
 
 def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
     """What training and held-out data are looked at for alike."""
@@ -184,9 +181,12 @@ def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
     learned = _contents(data, only_learned=True)
     equal = equal_files(learned)
     hashes = {name: value for name, value in decoded.hashes.items() if name in learned}
+    coverage = {}
+    if decoded.num_seen < decoded.num_items:
+        coverage["decoded"] = f"{decoded.num_seen} of {decoded.num_items} items, evenly spread"
     return Findings(
         sources=source_table(data),
-        facts=number_table(data, captions) | _coverage(decoded),
+        facts=number_table(data, captions) | coverage,
         buckets=bucket_table(data),
         captions=captions,
         dropped=data.dropped,
@@ -266,9 +266,3 @@ def _of_both(groups: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     return [
         names for names in ordered if names[-1].startswith(_TRAINING) and not names[0].startswith(_TRAINING)
     ]
-
-
-def _coverage(decoded: Decoded) -> dict[str, str]:
-    if decoded.num_seen == decoded.num_items:
-        return {}
-    return {"decoded": f"{decoded.num_seen} of {decoded.num_items} items, evenly spread"}

@@ -43,10 +43,7 @@ class ExaminedData:
 
     Attributes:
         family: bound to its folder, without weights.
-        sources: where the records are from.
-        records: that could be read.
         without_trigger: names of those that lacked their trigger.
-        plan: of the records.
         dropped: name of a record to the reason why it cannot be used.
         caption_tokens: of each caption, uncut.
         unheard: names of clips that have audio, where the model could learn it and does not.
@@ -112,7 +109,9 @@ class ExaminedData:
             if not isinstance(facts, VideoFacts):
                 continue
             num_frames = item.bucket.num_frames
-            num_repeats = num_frames - _num_different_frames(item, facts)
+            # About that many where their rate varies.
+            different = {int(time_s * facts.fps + _FRAME_TOLERANCE) for time_s in item.times()}
+            num_repeats = num_frames - len(different)
             if num_repeats > _MUCH_REPEATED * num_frames:
                 doubled[item.name] = (
                     f"{num_repeats} of {num_frames} frames are repeats: it has {facts.fps:.4g} a second"
@@ -139,21 +138,9 @@ class ExaminedData:
         return [found[name] for found in oddities if name in found]
 
 
-def _num_different_frames(item: TrainingItem, facts: VideoFacts) -> int:
-    """Frames of the file that a clip is made of, about that many where their rate varies."""
-    return len({int(time_s * facts.fps + _FRAME_TOLERANCE) for time_s in item.times()})
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheEstimate:
-    """Entries of the cache that a run reads.
-
-    Attributes:
-        num_present: entries that are there.
-        present_bytes: their size.
-        num_missing: entries that will be made.
-        missing_bytes: estimate of their size.
-    """
+    """Entries of the cache that a run reads."""
 
     num_present: int
     present_bytes: int

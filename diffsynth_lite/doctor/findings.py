@@ -59,9 +59,7 @@ class BucketFindings:
 
     Attributes:
         name: its size in words, such as ``832x480x81``.
-        num_items: items that fall into it.
         samples_per_pass: with repeats and weights.
-        micro_batch_size: samples of one forward pass.
         num_tokens: of one sample in the transformer, with its inputs.
     """
 
@@ -85,7 +83,6 @@ class NoiseFindings:
         name: its scope: all steps, a size, an expert, or audio with noise levels of its own.
         part: of all steps.
         shift: of their noise levels; None where sizes differ in it.
-        shares: how they are spread.
     """
 
     COLUMNS: ClassVar = ("steps", "shift", "mean", "<0.5", *(f"{tenth / 10}" for tenth in range(10)))
@@ -155,7 +152,6 @@ class SheetEntry:
     """One item as the model will see it.
 
     Attributes:
-        name: of the item.
         bucket: its size in words.
         captions: as encoded, one after the other.
         images: by what they are: input, target, mask, ...
@@ -174,13 +170,10 @@ class Findings:
     """All findings of the doctor, or those of the held-out data.
 
     Attributes:
-        sources: one each.
         facts: numbers in words by name: sizes, durations, passes, sizes of the cache.
         buckets: the largest first.
         noise: how the steps are spread over the noise levels; of all steps, and of parts of them.
         noise_level: what such a level is, in words.
-        captions: of all items.
-        machine: facts by name.
         model: facts by name: its release, components and LoRA.
         problems: errors that stop a run, except bad single files, one a line.
         dropped: name of a record to the reason why it cannot be used.

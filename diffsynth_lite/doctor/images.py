@@ -5,7 +5,7 @@ Source of the hash: difference hash, N. Krawetz, "Kind of Like That" (2013).
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import PIL.Image
 from PIL.Image import Image
 
-from diffsynth_lite.data import ROLES, FileMemory, FileState, Role, TensorCache, TrainingItem, unpacked
+from diffsynth_lite.data import ROLES, FileMemory, FileState, TensorCache, TrainingItem, unpacked
 from diffsynth_lite.doctor.findings import SheetEntry
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, frame_strip
@@ -112,11 +112,9 @@ class Decoded:
     """What decoding showed.
 
     Attributes:
-        num_items: all there are.
         num_seen: that were decoded, now or earlier.
         hashes: of the middle frame of each item seen, by record.
         bad: name of a record to the reason why it cannot be decoded.
-        entries: for the contact sheet.
     """
 
     num_items: int
@@ -134,10 +132,10 @@ def decode(
     Args:
         items: evenly spread ones are decoded where they are too many.
         cache: names what is remembered.
-        memory: of hashes.
         sheet_size: items on the sheet, evenly spread.
     """
-    chosen = evenly_spaced(items, _affordable(items))
+    num_frames = max(1, sum(item.bucket.num_frames for item in items))
+    chosen = evenly_spaced(items, min(_MAX_PICTURES, _MAX_FRAMES * len(items) // num_frames))
     decoded = Decoded(num_items=len(items), num_seen=len(chosen))
     on_sheet = {item.name for item in evenly_spaced(chosen, sheet_size)}
     progress = ProgressLog("looked at %d of %d items", len(chosen))
@@ -166,11 +164,6 @@ def evenly_spaced(items: Sequence[TrainingItem], count: int) -> Sequence[Trainin
     return [items[place * len(items) // count] for place in range(count)]
 
 
-def _affordable(items: Sequence[TrainingItem]) -> int:
-    num_frames = sum(item.bucket.num_frames for item in items)
-    return min(_MAX_PICTURES, _MAX_FRAMES * len(items) // max(1, num_frames))
-
-
 def _text(found: PerceptualHash) -> str:
     return json.dumps([found.bits, found.thumbnail.tobytes().hex()])
 
@@ -185,10 +178,8 @@ def _parsed(text: str | None) -> PerceptualHash | None:
 
 
 def _entry(item: TrainingItem, media: Media) -> SheetEntry:
-    before = (role for role in ROLES if not role.follows_crop)
-    like_it = (role for role in ROLES if role.follows_crop)
-    images = {**_companions(media, before), "target": frame_strip(media.frames)}
-    images |= _companions(media, like_it)
+    images = _companions(media, follow_crop=False) | {"target": frame_strip(media.frames)}
+    images |= _companions(media, follow_crop=True)
     return SheetEntry(
         name=item.name,
         bucket=item.bucket.name,
@@ -198,10 +189,10 @@ def _entry(item: TrainingItem, media: Media) -> SheetEntry:
     )
 
 
-def _companions(media: Media, roles: Iterable[Role]) -> dict[str, Image]:
+def _companions(media: Media, *, follow_crop: bool) -> dict[str, Image]:
     """The images that belong to a target, by what they are."""
     named: dict[str, Image] = {}
-    for role in roles:
+    for role in (role for role in ROLES if role.follows_crop == follow_crop):
         images, label = unpacked(getattr(media, role.name)), role.setting.replace("_", " ")
         if len(images) > 1 and not role.is_several:
             images = (frame_strip(images),)

@@ -51,7 +51,6 @@ class StartingPoint:
     """The starting point of a run on a folder.
 
     Attributes:
-        family: name.
         recipe: the config, as ``extends`` names it.
         kind: of the data that the recipe is for.
         reason: why the family was taken; empty where it was given.
@@ -68,12 +67,6 @@ class FolderFindings:
     """The content of a folder of media.
 
     Attributes:
-        path: as given.
-        num_images: files of images.
-        num_clips: files of clips.
-        input_dirs: folders with the images that those in it come from, as given.
-        layer_dirs: folders with their layers, from the bottom up, as given.
-        mask_dir: folder with the masks of their regenerated parts, as given; or None.
         sizes: from the headers of the images and clips that can be read.
         records: its items that can be used, by all that is known without their pixels.
         problems: errors in captions and names, as a run would report them.
@@ -114,9 +107,6 @@ def starting_point(
 
     Args:
         family: name, or the dotted path of a module elsewhere.
-        has_inputs: its images come from others, which are known.
-        has_layers: they have layers, which are known.
-        has_masks: they have masks of the parts that are regenerated.
     """
     own = load_family(family).starting_recipes if family else {}
     kinds: tuple[RecordKind, ...] = ("image", "video")
@@ -215,7 +205,10 @@ def write_start(found: FolderFindings, start: StartingPoint, out: Path) -> Path 
     if path is None:
         return None
     if start.kind == "inpaint":
-        drawn = _middle_of(check_image(found.records[0].target))
+        size = check_image(found.records[0].target)
+        drawn = Image.new("L", (size.width, size.height))  # its middle is white, half of each side
+        box = (size.width // 4, size.height // 4, 3 * size.width // 4, 3 * size.height // 4)
+        drawn.paste(255, box)
     else:
         [drawn] = read_frames(found.records[0].target, [0.0])
     try:
@@ -224,14 +217,6 @@ def write_start(found: FolderFindings, start: StartingPoint, out: Path) -> Path 
     except OSError as error:
         raise UserError(f"{path}: the image that previews start from: {error.strerror}") from None
     return path
-
-
-def _middle_of(size: ImageFacts) -> Image.Image:
-    """A mask whose middle is white, of half the sides."""
-    mask = Image.new("L", (size.width, size.height))
-    box = (size.width // 4, size.height // 4, 3 * size.width // 4, 3 * size.height // 4)
-    mask.paste(255, box)
-    return mask
 
 
 def _start_file(found: FolderFindings, start: StartingPoint, out: Path) -> Path | None:
@@ -269,7 +254,9 @@ def starting_config(
         for section, values in yaml.safe_load(preset.text).items():
             for key, value in values.items() if isinstance(values, dict) else ():
                 lines[section][key] = _line(key, value, f"preset {preset.name}")
-    cards = ", ".join(_cards_of(start.recipe))
+    recipes = sorted((find_config_file(start.recipe).parent / "cards").glob("*.yaml"))
+    extends = f"extends: {start.recipe}"
+    cards = ", ".join(path.name for path in recipes if f"\n{extends}\n" in path.read_text(encoding="utf-8"))
     head = [
         f"# A LoRA for {config.model.family} from {shortened(str(found.path))}: {found.summary}.",
         "#",
@@ -277,7 +264,7 @@ def starting_config(
         "#",
         "# All else is as in the recipe that it extends; docs/configuration.md explains every setting.",
         "",
-        f"extends: {start.recipe}" + (f"  # by the memory of the card: {cards}" if cards else ""),
+        extends + (f"  # by the memory of the card: {cards}" if cards else ""),
     ]
     if not any("trigger:" in line for line in lines["data"].values()):
         remark = "names what is learned; captions without it get it in front"
@@ -330,19 +317,16 @@ def _proposed_previews(
         yield "prompts", prompts, "a caption of yours, and one without what is learned"
     if config.validation.inputs:
         is_masked = bool(config.validation.inpaint_masks)
-        own = [_start_of(record, is_masked=is_masked) for record in found.records[:1]]
-        starts = own[0] if own and (is_masked or not start) else [start]
+        starts: Sequence[Path | None] = [start]
+        if found.records and (is_masked or not start):
+            first = found.records[0]
+            starts = [first.target] if first.layers or is_masked else first.inputs
         inputs = [str(path) for path in starts[:1] if path] * len(prompts)
         yield "inputs", inputs, "what each starts from; images that you do not train on show more"
         if is_masked:
             masks = [start, *(record.inpaint_mask for record in found.records[:1])]
             files = [str(path) for path in masks if path][:1] * len(prompts)
             yield "inpaint_masks", files, "white is what is regenerated"
-
-
-def _start_of(record: Record, *, is_masked: bool) -> Sequence[Path]:
-    """The image that a preview of a record's kind starts from."""
-    return [record.target] if record.layers or is_masked else record.inputs[:1]
 
 
 def _proposed_sizes(
@@ -393,11 +377,6 @@ def _sizes(paths: Iterator[Path]) -> Iterator[ImageFacts | VideoFacts]:
 
 def _area(size: ImageFacts | VideoFacts) -> int:
     return size.width * size.height
-
-
-def _cards_of(recipe: str) -> list[str]:
-    cards = sorted((find_config_file(recipe).parent / "cards").glob("*.yaml"))
-    return [path.name for path in cards if f"\nextends: {recipe}\n" in path.read_text(encoding="utf-8")]
 
 
 def _line(key: str, value: object, why: str) -> str:

@@ -115,7 +115,15 @@ def bucket_table(data: ExaminedData) -> list[BucketFindings]:
 
 def number_table(data: ExaminedData, captions: CaptionFindings) -> dict[str, str]:
     """Numbers in words by name: sizes, durations, audio, captions."""
-    table = _sizes(data)
+    targets = list(data.plan.facts.values())
+    clips = [facts for facts in targets if isinstance(facts, VideoFacts)]
+    spreads: dict[str, Sequence[float]] = {
+        "width": [facts.width for facts in targets],
+        "height": [facts.height for facts in targets],
+        "seconds": [round(clip.duration_s, 3) for clip in clips],
+        "frames per second": [round(clip.fps, 3) for clip in clips],
+    }
+    table = {name: str(Spread.of(numbers)) for name, numbers in spreads.items() if numbers}
     if data.family.with_audio:
         table["sound"] = _sound(data)
     if captions.tokens:
@@ -138,39 +146,19 @@ def pass_table(
         table["one pass"] = (
             f"{_rounded(steps)} steps; {train.steps} steps are {_rounded(train.steps / steps)} passes"
         )
-    if estimate is None:
-        table["cache"] = "off: encoded while training"
-    else:
-        table["cache"] = _cache_in_words(estimate)
-    return table
+    parts = [] if estimate else ["off: encoded while training"]
+    if estimate and estimate.num_missing:
+        parts.append(
+            f"{counted(estimate.num_missing, 'entry')} to make, about {format_bytes(estimate.missing_bytes)}"
+        )
+    if estimate and estimate.num_present:
+        parts.append(f"{estimate.num_present} there already, {format_bytes(estimate.present_bytes)}")
+    return table | {"cache": "; ".join(parts) or "nothing to keep"}
 
 
 def _rounded(number: float) -> str:
     """Three digits of a small number, all of a large one: never an exponent."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _cache_in_words(estimate: CacheEstimate) -> str:
-    parts = []
-    if estimate.num_missing:
-        parts.append(
-            f"{counted(estimate.num_missing, 'entry')} to make, about {format_bytes(estimate.missing_bytes)}"
-        )
-    if estimate.num_present:
-        parts.append(f"{estimate.num_present} there already, {format_bytes(estimate.present_bytes)}")
-    return "; ".join(parts) or "nothing to keep"
-
-
-def _sizes(data: ExaminedData) -> dict[str, str]:
-    targets = list(data.plan.facts.values())
-    clips = [facts for facts in targets if isinstance(facts, VideoFacts)]
-    spreads: dict[str, Sequence[float]] = {
-        "width": [facts.width for facts in targets],
-        "height": [facts.height for facts in targets],
-        "seconds": [round(clip.duration_s, 3) for clip in clips],
-        "frames per second": [round(clip.fps, 3) for clip in clips],
-    }
-    return {name: str(Spread.of(numbers)) for name, numbers in spreads.items() if numbers}
 
 
 def _sound(data: ExaminedData) -> str:
@@ -232,7 +220,6 @@ def noise_table(
     """All steps, each size where they differ in their shift, each expert, and audio with levels of its own.
 
     Args:
-        levels: of the run.
         samples: of each bucket in a pass over the data, at least one above 0.
         audio_shape: of the latents of the audio of so many frames, where it has levels of its own.
     """
