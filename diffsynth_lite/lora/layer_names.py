@@ -6,7 +6,7 @@ trainers write them.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from diffsynth_lite.lora.spelling import Spelling
 from diffsynth_lite.lora.updates import LoraPair
 
 _NUMBER = "*"
@@ -57,6 +58,20 @@ def fused(*layers: str, rows: tuple[int, ...] | None = None) -> Original:
     return Original(layers, rows, growth=sum(rows))
 
 
+def under(prefix: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Names of what is in one part of a model, after the name of the part."""
+    return tuple(f"{prefix}.{name}" for name in names)
+
+
+def renamed_in(prefixes: Mapping[str, str], names: Mapping[str, str]) -> dict[str, Original]:
+    """Layers by their other names, from those within some blocks, and what the blocks are called."""
+    return {
+        f"{other}.{name}": renamed(f"{ours}.{layer}")
+        for other, ours in prefixes.items()
+        for name, layer in names.items()
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerNames:
     """The layers of one component that files may have a LoRA on. ``*`` in a name is the number of a block.
@@ -73,6 +88,12 @@ class LayerNames:
     kohya: Mapping[str, Original] = field(default_factory=dict)
     others: Mapping[str, Original] = field(default_factory=dict)
     num_blocks: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def spelled(cls, spelling: Spelling, layers: tuple[str, ...]) -> "LayerNames":
+        """Layers of a transformer that kohya's trainers call by the names of one spelling."""
+        names = {spelling.key(f"transformer.{layer}").partition(".")[2]: renamed(layer) for layer in layers}
+        return cls(layers=layers, kohya=names)
 
     def find(self, name: str) -> Original | None:
         """The layers of a name in a file, with dots or ``_`` between its parts; None if unknown."""

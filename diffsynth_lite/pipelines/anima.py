@@ -30,8 +30,9 @@ from transformers import Qwen3Model
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import known_names
-from diffsynth_lite.lora.spelling import ANIMA_NAMES
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
+from diffsynth_lite.lora.shared_names import ATTENTIONS, EMBEDDER
+from diffsynth_lite.lora.spelling import Spelling
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
@@ -200,6 +201,44 @@ ANIMA: tuple[Release, ...] = (
 )
 
 
+_NAMES = Spelling(
+    prefixes={"transformer": "diffusion_model"},
+    renames=(
+        ("transformer_blocks", "blocks"),
+        ("norm1.linear_1", "adaln_modulation_self_attn.1"),
+        ("norm1.linear_2", "adaln_modulation_self_attn.2"),
+        ("norm2.linear_1", "adaln_modulation_cross_attn.1"),
+        ("norm2.linear_2", "adaln_modulation_cross_attn.2"),
+        ("norm3.linear_1", "adaln_modulation_mlp.1"),
+        ("norm3.linear_2", "adaln_modulation_mlp.2"),
+        ("attn1", "self_attn"),
+        ("attn2", "cross_attn"),
+        ("to_q", "q_proj"),
+        ("to_k", "k_proj"),
+        ("to_v", "v_proj"),
+        ("to_out.0", "output_proj"),
+        ("ff.net.0.proj", "mlp.layer1"),
+        ("ff.net.2", "mlp.layer2"),
+        ("norm_out.linear_1", "final_layer.adaln_modulation.1"),
+        ("norm_out.linear_2", "final_layer.adaln_modulation.2"),
+        ("proj_out", "final_layer.linear"),
+        ("time_embed.t_embedder", "t_embedder.1"),
+        ("patch_embed.proj", "x_embedder.proj.1"),
+    ),
+    unknown_to_comfyui=(),
+)
+"""The names of the models' own repository, which ComfyUI has, too."""
+_LORA_LAYERS = LayerNames.spelled(
+    _NAMES,
+    (
+        *under("transformer_blocks.*", (*ATTENTIONS, "ff.net.0.proj", "ff.net.2")),
+        *(f"transformer_blocks.*.norm{norm}.{layer}" for norm in (1, 2, 3) for layer in EMBEDDER),
+        *under("time_embed.t_embedder", EMBEDDER),
+        *(*under("norm_out", EMBEDDER), "patch_embed.proj", "proj_out"),
+    ),
+)
+
+
 class Anima(DiffusersFamily):
     """Anima, from text or tags.
 
@@ -227,8 +266,8 @@ class Anima(DiffusersFamily):
     releases = ANIMA
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "anima_lora.yaml"}
     transformer_class = CosmosTransformer3DModel
-    lora_spelling = ANIMA_NAMES
-    lora_layers = known_names.ANIMA
+    lora_spelling = _NAMES
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": Qwen3Model,
         "text_conditioner": AnimaTextConditioner,

@@ -13,7 +13,17 @@ from diffusers import AutoencoderKL, ChromaPipeline, ChromaTransformer2DModel, F
 from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed_in, under
+from diffsynth_lite.lora.shared_names import (
+    DOUBLE,
+    EMBEDDER,
+    FLUX_BLOCKS,
+    FLUX_FEED_FORWARD,
+    FLUX_SINGLE,
+    JOINT_ATTENTION,
+    ORIGINAL_EMBEDDER,
+    SINGLE,
+)
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
@@ -131,6 +141,22 @@ _BASE = replace(
 CHROMA: tuple[Release, ...] = (_HD, _BASE)
 
 
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *under(DOUBLE, (*JOINT_ATTENTION, *FLUX_FEED_FORWARD)),
+        *under(SINGLE, FLUX_SINGLE),
+        *under("distilled_guidance_layer", ("in_proj", "out_proj", *under("layers.*", EMBEDDER))),
+        *("x_embedder", "context_embedder", "proj_out"),
+    ),
+    kohya={
+        **FLUX_BLOCKS,
+        **renamed_in(
+            {"distilled_guidance_layer.layers.*": "distilled_guidance_layer.layers.*"}, ORIGINAL_EMBEDDER
+        ),
+    },
+)
+
+
 class Chroma(Flux):
     """Chroma1 Base and HD, from text.
 
@@ -159,7 +185,7 @@ class Chroma(Flux):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "chroma_lora.yaml"}
     transformer_class = ChromaTransformer2DModel
     lora_spelling = taken_by_comfyui(but=("distilled_guidance_layer",))
-    lora_layers = known_names.CHROMA
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": T5EncoderModel, "vae": AutoencoderKL}
     tokenizers = ("tokenizer",)
     prompt_tokenizer = "tokenizer"

@@ -22,8 +22,9 @@ from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import known_names
-from diffsynth_lite.lora.spelling import COGVIDEOX_NAMES
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
+from diffsynth_lite.lora.shared_names import EMBEDDER
+from diffsynth_lite.lora.spelling import Spelling, converted_for_comfyui
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
@@ -194,6 +195,36 @@ _1_5 = replace(
 COGVIDEOX: tuple[Release, ...] = (_2B, _5B, _1_5)
 
 
+_IN_COMFYUI = Spelling(
+    prefixes={"transformer": "diffusion_model"},
+    renames=(
+        ("transformer_blocks", "blocks"),
+        ("attn1.to_q", "q"),
+        ("attn1.to_k", "k"),
+        ("attn1.to_v", "v"),
+        ("attn1.to_out.0", "attn_out"),
+        ("ff.net.0.proj", "ff_proj"),
+        ("ff.net.2", "ff_out"),
+        ("time_embedding.linear_1", "time_embedding_linear_1"),
+        ("time_embedding.linear_2", "time_embedding_linear_2"),
+    ),
+    unknown_to_comfyui=(),
+)
+"""The names of ComfyUI's own model, which diffusers' pipeline does not load.
+
+Source: ComfyUI's ``comfy/ldm/cogvideo/model.py``.
+"""
+_LORA_LAYERS = LayerNames.spelled(
+    _IN_COMFYUI,
+    (
+        *under("transformer_blocks.*.attn1", ("to_q", "to_k", "to_v", "to_out.0")),
+        *under("transformer_blocks.*", ("ff.net.0.proj", "ff.net.2", "norm1.linear", "norm2.linear")),
+        *under("time_embedding", EMBEDDER),
+        *("patch_embed.proj", "patch_embed.text_proj", "norm_out.linear", "proj_out"),
+    ),
+)
+
+
 class CogVideoX(DiffusionFamily):
     """CogVideoX 2B and 5B, and CogVideoX 1.5 5B, from text.
 
@@ -213,8 +244,8 @@ class CogVideoX(DiffusionFamily):
     releases = COGVIDEOX
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "cogvideox_lora.yaml"}
     transformer_class = CogVideoXTransformer3DModel
-    lora_spelling = COGVIDEOX_NAMES
-    lora_layers = known_names.COGVIDEOX
+    lora_spelling = converted_for_comfyui(_IN_COMFYUI)
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": T5EncoderModel,
         "vae": AutoencoderKLCogVideoX,

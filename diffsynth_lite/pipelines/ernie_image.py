@@ -21,7 +21,8 @@ from PIL.Image import Image
 from transformers import Mistral3Model
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
+from diffsynth_lite.lora.shared_names import EMBEDDER, QKV
 from diffsynth_lite.lora.spelling import Spelling
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
@@ -175,6 +176,16 @@ _TURBO = replace(
 ERNIE_IMAGE: tuple[Release, ...] = (_BASE, _TURBO)
 
 
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *under("layers.*.self_attention", (*QKV, "to_out.0")),
+        *under("layers.*.mlp", ("gate_proj", "up_proj", "linear_fc2")),
+        *under("time_embedding", EMBEDDER),
+        *("x_embedder.proj", "text_proj", "adaLN_modulation.1", "final_norm.linear", "final_linear"),
+    )
+)
+
+
 class ErnieImage(DiffusersFamily):
     """ERNIE-Image and ERNIE-Image-Turbo, from text.
 
@@ -201,7 +212,7 @@ class ErnieImage(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "ernie_image_lora.yaml"}
     transformer_class = ErnieImageTransformer2DModel
     lora_spelling = ERNIE_IMAGE_NAMES
-    lora_layers = known_names.ERNIE_IMAGE
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Mistral3Model, "vae": AutoencoderKLFlux2}
     block_lists = ("layers",)
     unused_matmuls = ("mlp.linear_fc2",)

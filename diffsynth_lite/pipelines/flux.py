@@ -1,7 +1,8 @@
 """This file trains FLUX.1 (text to image): dev, which takes a guidance scale, and schnell, which does not.
 
 Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels.
-Sources: diffusers ``transformer_flux.py`` and ``pipeline_flux.py``.
+Sources: diffusers ``transformer_flux.py`` and ``pipeline_flux.py``; for names in files of others,
+its ``lora_conversion_utils.py`` (XLabs') and DiffSynth-Studio's ``utils/lora/flux.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,20 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.core.parallel import SequenceSplit
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, fused, renamed, renamed_in, under
+from diffsynth_lite.lora.shared_names import (
+    CLIP,
+    DOUBLE,
+    EMBEDDER,
+    FLUX_BLOCKS,
+    FLUX_FEED_FORWARD,
+    FLUX_SINGLE,
+    JOINT_ATTENTION,
+    LAST_NORM,
+    ORIGINAL_EMBEDDER,
+    QKV,
+    SINGLE,
+)
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
@@ -220,6 +234,59 @@ _KREA = replace(
 FLUX: tuple[Release, ...] = (FLUX_DEV, _KREA, _SCHNELL)
 
 
+_TIME_AND_TEXT = tuple(
+    f"time_text_embed.{part}.{layer}"
+    for part in ("timestep_embedder", "guidance_embedder", "text_embedder")
+    for layer in EMBEDDER
+)
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *under(DOUBLE, (*JOINT_ATTENTION, *FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear")),
+        *under(SINGLE, (*FLUX_SINGLE, "norm.linear")),
+        *_TIME_AND_TEXT,
+        *("x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
+    ),
+    kohya={
+        **FLUX_BLOCKS,
+        "double_blocks.*.img_mod.lin": renamed(f"{DOUBLE}.norm1.linear"),
+        "double_blocks.*.txt_mod.lin": renamed(f"{DOUBLE}.norm1_context.linear"),
+        "single_blocks.*.modulation.lin": renamed(f"{SINGLE}.norm.linear"),
+        **renamed_in(
+            {
+                "time_in": "time_text_embed.timestep_embedder",
+                "guidance_in": "time_text_embed.guidance_embedder",
+                "vector_in": "time_text_embed.text_embedder",
+            },
+            ORIGINAL_EMBEDDER,
+        ),
+        "final_layer.adaLN_modulation.1": LAST_NORM,
+    },
+    others={
+        # DiffSynth-Studio's
+        "blocks.*.attn.a_to_qkv": FLUX_BLOCKS["double_blocks.*.img_attn.qkv"],
+        "blocks.*.attn.b_to_qkv": FLUX_BLOCKS["double_blocks.*.txt_attn.qkv"],
+        "blocks.*.attn.a_to_out": renamed(f"{DOUBLE}.attn.to_out.0"),
+        "blocks.*.attn.b_to_out": renamed(f"{DOUBLE}.attn.to_add_out"),
+        "blocks.*.ff_a.0": renamed(f"{DOUBLE}.ff.net.0.proj"),
+        "blocks.*.ff_a.2": renamed(f"{DOUBLE}.ff.net.2"),
+        "blocks.*.ff_b.0": renamed(f"{DOUBLE}.ff_context.net.0.proj"),
+        "blocks.*.ff_b.2": renamed(f"{DOUBLE}.ff_context.net.2"),
+        "blocks.*.norm1_a.linear": renamed(f"{DOUBLE}.norm1.linear"),
+        "blocks.*.norm1_b.linear": renamed(f"{DOUBLE}.norm1_context.linear"),
+        "single_blocks.*.to_qkv_mlp": FLUX_BLOCKS["single_blocks.*.linear1"],
+        "single_blocks.*.proj_out": renamed(f"{SINGLE}.proj_out"),
+        "single_blocks.*.norm.linear": renamed(f"{SINGLE}.norm.linear"),
+        # XLabs'
+        "double_blocks.*.processor.qkv_lora1": FLUX_BLOCKS["double_blocks.*.img_attn.qkv"],
+        "double_blocks.*.processor.qkv_lora2": FLUX_BLOCKS["double_blocks.*.txt_attn.qkv"],
+        "double_blocks.*.processor.proj_lora1": renamed(f"{DOUBLE}.attn.to_out.0"),
+        "double_blocks.*.processor.proj_lora2": renamed(f"{DOUBLE}.attn.to_add_out"),
+        "single_blocks.*.processor.qkv_lora": fused(*under(f"{SINGLE}.attn", QKV)),
+        "single_blocks.*.processor.proj_lora": renamed(f"{SINGLE}.proj_out"),
+    },
+)
+
+
 class Flux(DiffusersFamily):
     """FLUX.1 dev and schnell, from text.
 
@@ -241,7 +308,7 @@ class Flux(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "flux_lora.yaml"}
     transformer_class = FluxTransformer2DModel
     lora_spelling = taken_by_comfyui()
-    lora_layers = known_names.FLUX
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS, "text_encoder": CLIP}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": CLIPTextModel,
         "text_encoder_2": T5EncoderModel,

@@ -26,7 +26,16 @@ from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, renamed_in, under
+from diffsynth_lite.lora.shared_names import (
+    DOUBLE,
+    EMBEDDER,
+    FLUX_BLOCKS,
+    JOINT_ATTENTION,
+    LAST_NORM,
+    ORIGINAL_EMBEDDER,
+    SINGLE,
+)
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
@@ -241,6 +250,42 @@ _KLEIN_9B = _distilled(_KLEIN_9B_BASE, "klein 9B")
 FLUX2: tuple[Release, ...] = (_DEV, _KLEIN_4B_BASE, _KLEIN_4B, _KLEIN_9B_BASE, _KLEIN_9B)
 
 
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *under(DOUBLE, JOINT_ATTENTION),
+        *under(DOUBLE, ("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out")),
+        *under(SINGLE, ("attn.to_qkv_mlp_proj", "attn.to_out")),
+        *under("time_guidance_embed.timestep_embedder", EMBEDDER),
+        *under("time_guidance_embed.guidance_embedder", EMBEDDER),
+        *("double_stream_modulation_img.linear", "double_stream_modulation_txt.linear"),
+        *("single_stream_modulation.linear", "x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
+    ),
+    kohya={
+        **{
+            name: place for name, place in FLUX_BLOCKS.items() if "_mlp." not in name and "linear" not in name
+        },
+        "double_blocks.*.img_mlp.0": renamed(f"{DOUBLE}.ff.linear_in", 6),
+        "double_blocks.*.img_mlp.2": renamed(f"{DOUBLE}.ff.linear_out"),
+        "double_blocks.*.txt_mlp.0": renamed(f"{DOUBLE}.ff_context.linear_in", 6),
+        "double_blocks.*.txt_mlp.2": renamed(f"{DOUBLE}.ff_context.linear_out"),
+        "single_blocks.*.linear1": renamed(f"{SINGLE}.attn.to_qkv_mlp_proj", 9),
+        "single_blocks.*.linear2": renamed(f"{SINGLE}.attn.to_out"),
+        **renamed_in(
+            {
+                "time_in": "time_guidance_embed.timestep_embedder",
+                "guidance_in": "time_guidance_embed.guidance_embedder",
+            },
+            ORIGINAL_EMBEDDER,
+        ),
+        "double_stream_modulation_img.lin": renamed("double_stream_modulation_img.linear"),
+        "double_stream_modulation_txt.lin": renamed("double_stream_modulation_txt.linear"),
+        "single_stream_modulation.lin": renamed("single_stream_modulation.linear"),
+        "final_layer.linear": renamed("proj_out"),
+        "final_layer.adaLN_modulation.1": LAST_NORM,
+    },
+)
+
+
 class Flux2(EditInputs, DiffusersFamily):
     """FLUX.2 dev and klein (4B and 9B, base and distilled), from text and from reference images.
 
@@ -267,7 +312,7 @@ class Flux2(EditInputs, DiffusersFamily):
     }
     transformer_class = Flux2Transformer2DModel
     lora_spelling = taken_by_comfyui(but=("time_guidance_embed", "double_stream_", "single_stream_"))
-    lora_layers = known_names.FLUX2
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     record_kinds = ("image", "edit")
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     unused_matmuls = ("ff.linear_out", "ff_context.linear_out", "attn.to_out")

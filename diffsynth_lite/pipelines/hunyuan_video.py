@@ -1,7 +1,9 @@
 """This file trains HunyuanVideo (text to video), the first version, of 13 billion parameters.
 
 Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
-Sources: diffusers ``transformer_hunyuan_video.py`` and ``pipeline_hunyuan_video.py``.
+Sources: diffusers ``transformer_hunyuan_video.py`` and ``pipeline_hunyuan_video.py``; for what other programs
+call its layers, ``comfy/ldm/hunyuan_video/model.py`` of ComfyUI and ``single_file_utils.py`` of diffusers,
+which has the names of Tencent's repository.
 """
 
 import math
@@ -22,7 +24,8 @@ from PIL.Image import Image
 from transformers import CLIPTextModel, LlamaModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
-from diffsynth_lite.lora import hunyuan_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, fused, renamed, renamed_in, under
+from diffsynth_lite.lora.shared_names import DOUBLE, EMBEDDER, JOINT_ATTENTION, ORIGINAL_EMBEDDER, QKV, SINGLE
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -35,6 +38,7 @@ from diffsynth_lite.pipelines.base.model_function import (
     pad_tokens,
     without_padding,
 )
+from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.releases.components import CLIP_L, DIFFUSERS, MUSUBI
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
@@ -49,19 +53,16 @@ _NUM_CUT: int = DEFAULT_PROMPT_TEMPLATE["crop_start"]
 _NUM_TIMESTEPS = 1000
 _GUIDANCE_SCALE = 1000.0
 """What the model has a guidance scale multiplied by."""
-# The blocks of the token refiner, before these, have layers of the same names.
-_DOUBLE, _SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
-_QKV = ("to_q", "to_k", "to_v")
+# In full: the blocks of the token refiner have layers of the same names.
 _ATTENTION = (
-    *(f"{_DOUBLE}.attn.{layer}" for layer in (*_QKV, "to_out.0")),
-    *(f"{_DOUBLE}.attn.{layer}" for layer in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-    *(f"{_SINGLE}.attn.{layer}" for layer in _QKV),
+    *under(DOUBLE, JOINT_ATTENTION),
+    *(f"{SINGLE}.attn.{layer}" for layer in QKV),
 )
 _FEED_FORWARD = (
-    *(f"{_DOUBLE}.{ff}.net.{end}" for ff in ("ff", "ff_context") for end in ("0.proj", "2")),
-    *(f"{_SINGLE}.{layer}" for layer in ("proj_mlp", "proj_out")),
+    *(f"{DOUBLE}.{ff}.net.{end}" for ff in ("ff", "ff_context") for end in ("0.proj", "2")),
+    *(f"{SINGLE}.{layer}" for layer in ("proj_mlp", "proj_out")),
 )
-_MODULATION = (f"{_DOUBLE}.norm1.linear", f"{_DOUBLE}.norm1_context.linear", f"{_SINGLE}.norm.linear")
+_MODULATION = (f"{DOUBLE}.norm1.linear", f"{DOUBLE}.norm1_context.linear", f"{SINGLE}.norm.linear")
 
 
 @model_function
@@ -169,6 +170,88 @@ _T2V = Release(
 HUNYUAN_VIDEO: tuple[Release, ...] = (_T2V,)
 
 
+OTHER_DOUBLE = "double_blocks.*"
+"""What Tencent's repository and ComfyUI call the blocks, which are those of FLUX.1."""
+_REFINER, _OTHER_REFINER = (
+    "context_embedder.token_refiner.refiner_blocks.*",
+    "txt_in.individual_token_refiner.blocks.*",
+)
+_TEXT, _OTHER_TEXT = "context_embedder.time_text_embed", "txt_in"
+_OF_FLUX = Flux.lora_layers["transformer"]
+DOUBLE_LAYERS = tuple(layer for layer in _OF_FLUX.layers if layer.startswith(DOUBLE))
+MLP = {"mlp.0": "linear_1", "mlp.2": "linear_2"}
+BLOCKS_IN_COMFYUI = {
+    **{
+        name: place
+        for name, place in _OF_FLUX.kohya.items()
+        if name.startswith((OTHER_DOUBLE, "final_layer."))
+    },
+    f"{_OTHER_REFINER}.self_attn.qkv": fused(*under(f"{_REFINER}.attn", QKV)),
+    f"{_OTHER_REFINER}.self_attn.proj": renamed(f"{_REFINER}.attn.to_out.0"),
+    f"{_OTHER_REFINER}.adaLN_modulation.1": renamed(f"{_REFINER}.norm_out.linear"),
+    **renamed_in({_OTHER_REFINER: _REFINER}, {"mlp.0": "ff.net.0.proj", "mlp.2": "ff.net.2"}),
+    **renamed_in(
+        {
+            f"{_OTHER_TEXT}.t_embedder": f"{_TEXT}.timestep_embedder",
+            f"{_OTHER_TEXT}.c_embedder": f"{_TEXT}.text_embedder",
+        },
+        ORIGINAL_EMBEDDER,
+    ),
+    f"{_OTHER_TEXT}.input_embedder": renamed("context_embedder.proj_in"),
+    "img_in.proj": renamed("x_embedder.proj"),
+}
+TENCENT = {
+    **renamed_in(
+        {OTHER_DOUBLE: DOUBLE},
+        {
+            "img_mlp.fc1": "ff.net.0.proj",
+            "img_mlp.fc2": "ff.net.2",
+            "txt_mlp.fc1": "ff_context.net.0.proj",
+            "txt_mlp.fc2": "ff_context.net.2",
+            "img_mod.linear": "norm1.linear",
+            "txt_mod.linear": "norm1_context.linear",
+        },
+    ),
+    **renamed_in({_OTHER_REFINER: _REFINER}, {"mlp.fc1": "ff.net.0.proj", "mlp.fc2": "ff.net.2"}),
+    **renamed_in({f"{_OTHER_TEXT}.t_embedder": f"{_TEXT}.timestep_embedder"}, MLP),
+    **renamed_in(
+        {f"{_OTHER_TEXT}.c_embedder": f"{_TEXT}.text_embedder"}, {layer: layer for layer in EMBEDDER}
+    ),
+}
+TEXT_LAYERS = (
+    *under(_REFINER, (*under("attn", (*QKV, "to_out.0")), "ff.net.0.proj", "ff.net.2", "norm_out.linear")),
+    *under(f"{_TEXT}.timestep_embedder", EMBEDDER),
+    *under(f"{_TEXT}.text_embedder", EMBEDDER),
+    "context_embedder.proj_in",
+)
+
+_PARTS_OF_FLUX = ("single_blocks.", "time_in.", "guidance_in.", "vector_in.")
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *(layer for layer in _OF_FLUX.layers if layer not in ("x_embedder", "context_embedder")),
+        *TEXT_LAYERS,
+        "x_embedder.proj",
+    ),
+    kohya={
+        **BLOCKS_IN_COMFYUI,
+        **{name: place for name, place in _OF_FLUX.kohya.items() if name.startswith(_PARTS_OF_FLUX)},
+    },
+    others={
+        **TENCENT,
+        "single_blocks.*.modulation.linear": renamed("single_transformer_blocks.*.norm.linear"),
+        **renamed_in(
+            {
+                "time_in": "time_text_embed.timestep_embedder",
+                "guidance_in": "time_text_embed.guidance_embedder",
+            },
+            MLP,
+        ),
+    },
+    # FLUX.1 has 19 and 38 of these, of the same width.
+    num_blocks={"transformer_blocks": 20, "single_transformer_blocks": 40},
+)
+
+
 class HunyuanVideo(DiffusersFamily):
     """HunyuanVideo, the first version, text to video.
 
@@ -199,7 +282,7 @@ class HunyuanVideo(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "hunyuan_video_lora.yaml"}
     transformer_class = HunyuanVideoTransformer3DModel
     lora_spelling = JOINED_IN_COMFYUI
-    lora_layers = hunyuan_names.HUNYUAN_VIDEO
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": LlamaModel,
         "text_encoder_2": CLIPTextModel,

@@ -23,7 +23,8 @@ from torch.nn.functional import pad
 from transformers import BatchEncoding, Qwen3VLModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, fused, renamed, under
+from diffsynth_lite.lora.shared_names import QKV
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -136,6 +137,22 @@ IDEOGRAM4: tuple[Release, ...] = (
 )
 
 
+_BLOCK = "layers.*"
+_GATED = under("feed_forward", ("w1", "w2", "w3"))
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *under(f"{_BLOCK}.attention", (*QKV, "to_out.0")),
+        *under(_BLOCK, (*_GATED, "adaln_modulation")),
+        *("input_proj", "llm_cond_proj", "t_embedding.mlp_in", "t_embedding.mlp_out", "adaln_proj"),
+        *("final_layer.linear", "final_layer.adaln_modulation"),
+    ),
+    kohya={
+        f"{_BLOCK}.attention.qkv": fused(*under(f"{_BLOCK}.attention", QKV)),
+        f"{_BLOCK}.attention.o": renamed(f"{_BLOCK}.attention.to_out.0"),
+    },
+)
+
+
 class Ideogram4(DiffusersFamily):
     """Ideogram 4, from text.
 
@@ -172,7 +189,7 @@ class Ideogram4(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "ideogram4_lora.yaml"}
     transformer_class = Ideogram4Transformer2DModel
     lora_spelling = JOINED_IN_COMFYUI
-    lora_layers = known_names.IDEOGRAM4
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Qwen3VLModel, "vae": AutoencoderKLFlux2}
     block_lists = ("layers",)
     size_divisor = 16

@@ -21,7 +21,8 @@ from PIL.Image import Image
 from transformers import Qwen3VLModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, renamed_in, under
+from diffsynth_lite.lora.shared_names import DOUBLE, QKV
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -176,6 +177,42 @@ _TURBO = replace(
 KREA2: tuple[Release, ...] = (_RAW, _TURBO)
 
 
+_BLOCK_LAYERS = (*under("attn", (*QKV, "to_gate", "to_out.0")), *under("ff", ("gate", "up", "down")))
+_BLOCKS = {
+    "blocks.*": DOUBLE,
+    "txtfusion.layerwise_blocks.*": "text_fusion.layerwise_blocks.*",
+    "txtfusion.refiner_blocks.*": "text_fusion.refiner_blocks.*",
+}
+_OTHERS = {
+    "first": "img_in",
+    "tmlp.0": "time_embed.linear_1",
+    "tmlp.2": "time_embed.linear_2",
+    "tproj.1": "time_mod_proj",
+    "txtmlp.1": "txt_in.linear_1",
+    "txtmlp.3": "txt_in.linear_2",
+    "txtfusion.projector": "text_fusion.projector",
+    "last.linear": "final_layer.linear",
+}
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *(f"{block}.{layer}" for block in _BLOCKS.values() for layer in _BLOCK_LAYERS),
+        *_OTHERS.values(),
+    ),
+    kohya={
+        **renamed_in(
+            _BLOCKS,
+            {
+                **{f"attn.w{part}": f"attn.to_{part}" for part in "qkv"},
+                "attn.gate": "attn.to_gate",
+                "attn.wo": "attn.to_out.0",
+                **{f"mlp.{part}": f"ff.{part}" for part in ("gate", "up", "down")},
+            },
+        ),
+        **{name: renamed(layer) for name, layer in _OTHERS.items()},
+    },
+)
+
+
 class Krea2(DiffusersFamily):
     """Krea 2 Raw, from text; its LoRA is used on Turbo.
 
@@ -208,7 +245,7 @@ class Krea2(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "krea2_lora.yaml"}
     transformer_class = Krea2Transformer2DModel
     lora_spelling = taken_by_comfyui()
-    lora_layers = known_names.KREA2
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": Qwen3VLModel,
         "vae": AutoencoderKLQwenImage,

@@ -21,7 +21,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.core.parallel import SequenceSplit
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
+from diffsynth_lite.lora.shared_names import DOUBLE, EMBEDDER, JOINT_ATTENTION
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -217,6 +218,17 @@ QWEN_EDIT = replace(
 )
 
 
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *under(DOUBLE, JOINT_ATTENTION),
+        *under(DOUBLE, ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")),
+        *under(DOUBLE, ("img_mod.1", "txt_mod.1")),
+        *under("time_text_embed.timestep_embedder", EMBEDDER),
+        *("img_in", "txt_in", "norm_out.linear", "proj_out"),
+    )
+)
+
+
 class QwenImage(DiffusersFamily):
     """Qwen-Image, from text.
 
@@ -231,7 +243,7 @@ class QwenImage(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "qwen_lora.yaml"}
     transformer_class = QwenImageTransformer2DModel
     lora_spelling = taken_by_comfyui()
-    lora_layers = known_names.QWEN_IMAGE
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": Qwen2_5_VLForConditionalGeneration,
         "vae": AutoencoderKLQwenImage,

@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, Original, under
+from diffsynth_lite.lora.shared_names import DOUBLE, EMBEDDER, QKV
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
@@ -171,6 +172,21 @@ QWEN_IMAGE_21: tuple[Release, ...] = (
 )
 
 
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *under(f"{DOUBLE}.attn", (*QKV, "to_out.0")),
+        *under(f"{DOUBLE}.img_mlp", ("gate_layer", "proj", "out")),
+        *under("time_text_embed.timestep_embedder", EMBEDDER),
+        *("img_in", "txt_in.in_layer", "txt_in.out_layer", "modulation.1", "norm_out.linear", "proj_out"),
+    ),
+    others={  # in ComfyUI's model
+        f"{DOUBLE}.img_mlp.gate_up": Original(
+            under(f"{DOUBLE}.img_mlp", ("gate_layer", "proj")), rows=(1, 1), growth=6
+        )
+    },
+)
+
+
 class QwenImage21(DiffusersFamily):
     """Qwen-Image 2.1, from text.
 
@@ -199,7 +215,7 @@ class QwenImage21(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "qwen_image_21_lora.yaml"}
     transformer_class = QwenImage21Transformer2DModel
     lora_spelling = taken_by_comfyui(by_kohya_names=False)
-    lora_layers = known_names.QWEN_IMAGE_21
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": Qwen3VLForConditionalGeneration,
         "vae": AutoencoderKLQwenImage21,

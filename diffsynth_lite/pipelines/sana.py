@@ -16,7 +16,8 @@ from PIL.Image import Image
 from transformers import Gemma2Model
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
+from diffsynth_lite.lora.shared_names import ATTENTIONS, DOUBLE, EMBEDDER
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -185,6 +186,16 @@ _15_4800M = replace(
 SANA: tuple[Release, ...] = (_600M, _1600M, _15_1600M, _15_4800M)
 
 
+_TIME = ("time_embed.emb.timestep_embedder.linear_1", "time_embed.emb.timestep_embedder.linear_2")
+_CAPTIONS = under("caption_projection", EMBEDDER)
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *under(DOUBLE, (*ATTENTIONS, "ff.conv_inverted", "ff.conv_depth", "ff.conv_point")),
+        *(*_TIME, "time_embed.linear", *_CAPTIONS, "patch_embed.proj", "proj_out"),
+    )
+)
+
+
 class Sana(DiffusersFamily):
     """Sana 1.0 and 1.5, from text.
 
@@ -205,7 +216,7 @@ class Sana(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "sana_lora.yaml"}
     transformer_class = SanaTransformer2DModel
     lora_spelling = taken_by_comfyui(but=("",))
-    lora_layers = known_names.SANA
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Gemma2Model, "vae": AutoencoderDC}
     block_lists = ("transformer_blocks",)
     unused_matmuls = ("ff.conv_point",)

@@ -21,7 +21,24 @@ from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import (
+    LayerNames,
+    LoraLayers,
+    Original,
+    fused,
+    renamed,
+    renamed_in,
+    under,
+)
+from diffsynth_lite.lora.shared_names import (
+    ADDED_QKV,
+    DOUBLE,
+    EMBEDDER,
+    FLUX_FEED_FORWARD,
+    JOINT_ATTENTION,
+    LAST_NORM,
+    QKV,
+)
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
@@ -221,6 +238,54 @@ _LARGE_TURBO = replace(
 SD3_RELEASES: tuple[Release, ...] = (_MEDIUM, _LARGE, _LARGE_TURBO, _MEDIUM_3)
 
 
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *under(DOUBLE, (*JOINT_ATTENTION, *FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear")),
+        *under(f"{DOUBLE}.attn2", (*QKV, "to_out.0")),
+        *under("time_text_embed.timestep_embedder", EMBEDDER),
+        *under("time_text_embed.text_embedder", EMBEDDER),
+        *("pos_embed.proj", "context_embedder", "norm_out.linear", "proj_out"),
+    ),
+    kohya={
+        "joint_blocks.*.x_block.attn.qkv": fused(*under(f"{DOUBLE}.attn", QKV)),
+        "joint_blocks.*.x_block.attn2.qkv": fused(*under(f"{DOUBLE}.attn2", QKV)),
+        "joint_blocks.*.context_block.attn.qkv": fused(*under(f"{DOUBLE}.attn", ADDED_QKV)),
+        **renamed_in(
+            {"joint_blocks.*.x_block": DOUBLE},
+            {
+                "attn.proj": "attn.to_out.0",
+                "attn2.proj": "attn2.to_out.0",
+                "mlp.fc1": "ff.net.0.proj",
+                "mlp.fc2": "ff.net.2",
+                "adaLN_modulation.1": "norm1.linear",
+            },
+        ),
+        **renamed_in(
+            {"joint_blocks.*.context_block": DOUBLE},
+            {
+                "attn.proj": "attn.to_add_out",
+                "mlp.fc1": "ff_context.net.0.proj",
+                "mlp.fc2": "ff_context.net.2",
+            },
+        ),
+        # Of the last block it has scale and shift only.
+        "joint_blocks.*.context_block.adaLN_modulation.1": Original(
+            (f"{DOUBLE}.norm1_context.linear",), halves_swapped=True
+        ),
+        **renamed_in(
+            {
+                "t_embedder.mlp": "time_text_embed.timestep_embedder",
+                "y_embedder.mlp": "time_text_embed.text_embedder",
+            },
+            {"0": "linear_1", "2": "linear_2"},
+        ),
+        "x_embedder.proj": renamed("pos_embed.proj"),
+        "final_layer.linear": renamed("proj_out"),
+        "final_layer.adaLN_modulation.1": LAST_NORM,
+    },
+)
+
+
 class SD3(DiffusersFamily):
     """Stable Diffusion 3 medium and 3.5 (medium, large and large turbo), from text.
 
@@ -247,7 +312,7 @@ class SD3(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "sd35_medium_lora.yaml"}
     transformer_class = SD3Transformer2DModel
     lora_spelling = taken_by_comfyui()
-    lora_layers = known_names.SD3
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": CLIPTextModelWithProjection,
         "text_encoder_2": CLIPTextModelWithProjection,

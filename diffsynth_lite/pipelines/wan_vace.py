@@ -6,6 +6,7 @@ its ``single_file_utils.py`` and ``comfy/ldm/wan/model.py`` of ComfyUI.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -13,9 +14,8 @@ from diffusers import WanVACEPipeline, WanVACETransformer3DModel
 from PIL import Image, ImageOps
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
-from diffsynth_lite.lora.known_names import WAN
-from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed
-from diffsynth_lite.lora.spelling import WAN_VACE_IN_COMFYUI, WAN_VACE_NAMES
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers
+from diffsynth_lite.lora.spelling import converted_for_comfyui
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
@@ -23,22 +23,31 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, LANCZOS, Code
+from diffsynth_lite.pipelines.wan.names import WAN_LAYERS, WAN_NAMES
 from diffsynth_lite.pipelines.wan.releases import WAN_VACE
 from diffsynth_lite.testing import seeded
 
 _GREY = (127, 127, 127)
 """Of what is regenerated where nothing guides it: the middle of what the autoencoder takes."""
 
-_OF_WAN = WAN["transformer"].layers
-_LAYERS = (
-    *_OF_WAN,
-    *(f"vace_{layer}" for layer in _OF_WAN if layer.startswith("blocks.*.")),
-    *("vace_blocks.*.proj_in", "vace_blocks.*.proj_out", "vace_patch_embedding"),
+_IN_COMFYUI = replace(
+    WAN_NAMES,
+    renames=(
+        ("vace_blocks.*.proj_in", "vace_blocks.*.before_proj"),
+        ("vace_blocks.*.proj_out", "vace_blocks.*.after_proj"),
+        *WAN_NAMES.renames,
+    ),
 )
-_IN_COMFYUI = {
-    WAN_VACE_IN_COMFYUI.key(f"transformer.{layer}").partition(".")[2]: renamed(layer) for layer in _LAYERS
-}
-_LORA_LAYERS: LoraLayers = {"transformer": LayerNames(layers=_LAYERS, kohya=_IN_COMFYUI)}
+"""Also the names of VACE's further blocks, which diffusers' pipeline does not load."""
+_OF_WAN = WAN_LAYERS["transformer"].layers
+_LORA_LAYERS = LayerNames.spelled(
+    _IN_COMFYUI,
+    (
+        *_OF_WAN,
+        *(f"vace_{layer}" for layer in _OF_WAN if layer.startswith("blocks.*.")),
+        *("vace_blocks.*.proj_in", "vace_blocks.*.proj_out", "vace_patch_embedding"),
+    ),
+)
 
 
 @model_function
@@ -108,8 +117,8 @@ class WanVACE(wan.Wan):
     releases = WAN_VACE
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "wan_vace_lora.yaml"}
     transformer_class = WanVACETransformer3DModel
-    lora_spelling = WAN_VACE_NAMES
-    lora_layers = _LORA_LAYERS
+    lora_spelling = converted_for_comfyui(_IN_COMFYUI)
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     block_lists = ("vace_blocks", "blocks")
     sequence_split = None
     # What a further block gives waits for the one that it is added to.

@@ -20,7 +20,8 @@ from transformers import Qwen3Model
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, fused, renamed, under
+from diffsynth_lite.lora.shared_names import QKV
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
@@ -129,6 +130,26 @@ _TURBO = replace(
 Z_IMAGE: tuple[Release, ...] = (_BASE, _TURBO)
 
 
+_BLOCKS = ("layers.*", "noise_refiner.*", "context_refiner.*")
+_GATED = under("feed_forward", ("w1", "w2", "w3"))
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *(f"{block}.attention.{layer}" for block in _BLOCKS for layer in (*QKV, "to_out.0")),
+        *(f"{block}.{layer}" for block in _BLOCKS for layer in _GATED),
+        *("layers.*.adaLN_modulation.0", "noise_refiner.*.adaLN_modulation.0"),
+        *("all_x_embedder.2-1", "all_final_layer.2-1.linear", "all_final_layer.2-1.adaLN_modulation.1"),
+        *("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1"),
+    ),
+    others={
+        **{f"{block}.attention.qkv": fused(*under(f"{block}.attention", QKV)) for block in _BLOCKS},
+        **{f"{block}.attention.out": renamed(f"{block}.attention.to_out.0") for block in _BLOCKS},
+        "x_embedder": renamed("all_x_embedder.2-1"),
+        "final_layer.linear": renamed("all_final_layer.2-1.linear"),
+        "final_layer.adaLN_modulation.1": renamed("all_final_layer.2-1.adaLN_modulation.1"),
+    },
+)
+
+
 class ZImage(DiffusersFamily):
     """Z-Image and Z-Image-Turbo, from text.
 
@@ -180,7 +201,7 @@ class ZImage(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "z_image_lora.yaml"}
     transformer_class = ZImageTransformer2DModel
     lora_spelling = taken_by_comfyui(by_kohya_names=False)
-    lora_layers = known_names.Z_IMAGE
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Qwen3Model, "vae": AutoencoderKL}
     block_lists = ("noise_refiner", "context_refiner", "layers")
     size_divisor = 16

@@ -11,17 +11,21 @@ from diffusers.loaders import lora_conversion_utils as diffusers_converters
 from safetensors.torch import load_file
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.conversion import FamilyNames, Target, convert, write_conversion
 from diffsynth_lite.lora.layer_names import LayerNames, Original, fused, join, renamed, split
 from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs
-from diffsynth_lite.lora.spelling import DIFFUSERS, SDXL_NAMES, WAN_NAMES, Spelling, taken_by_comfyui
+from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling, taken_by_comfyui
 from diffsynth_lite.lora.updates import LoraPair
+from diffsynth_lite.pipelines import family_names, load_family
+from diffsynth_lite.pipelines.flux import Flux
+from diffsynth_lite.pipelines.sana import Sana
+from diffsynth_lite.pipelines.sdxl import SDXL
+from diffsynth_lite.pipelines.wan import Wan
 
-FLUX = FamilyNames(layers=known_names.FLUX, comfyui=taken_by_comfyui())
-WAN = FamilyNames(layers=known_names.WAN, comfyui=WAN_NAMES)
-SDXL = FamilyNames(layers=known_names.SDXL, comfyui=SDXL_NAMES)
-SANA = FamilyNames(layers=known_names.SANA, comfyui=DIFFUSERS)
+FLUX = FamilyNames(layers=Flux.lora_layers, comfyui=taken_by_comfyui())
+WAN = FamilyNames(layers=Wan.lora_layers, comfyui=Wan.lora_spelling)
+SDXL_NAMES = FamilyNames(layers=SDXL.lora_layers, comfyui=SDXL.lora_spelling)
+SANA = FamilyNames(layers=Sana.lora_layers, comfyui=DIFFUSERS)
 FILE = Path("out.safetensors")
 
 
@@ -72,7 +76,9 @@ def equal(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("contents", "names"), [(OF_FLUX, FLUX), (OF_WAN, WAN), (OF_SDXL, SDXL)], ids=["flux", "wan", "sdxl"]
+    ("contents", "names"),
+    [(OF_FLUX, FLUX), (OF_WAN, WAN), (OF_SDXL, SDXL_NAMES)],
+    ids=["flux", "wan", "sdxl"],
 )
 @pytest.mark.parametrize("to", ["diffusers", "comfyui", "kohya"])
 def test_there_and_back_is_the_identity(contents: LoraContents, names: FamilyNames, to: Target) -> None:
@@ -115,8 +121,10 @@ def test_each_program_gets_its_names() -> None:
     assert first(WAN, OF_WAN, "diffusers") == "transformer.blocks.0.attn1.to_out.0.lora_A.weight"
     assert first(WAN, OF_WAN, "comfyui") == "diffusion_model.blocks.0.self_attn.o.lora_A.weight"
     unet = "down_blocks.2.attentions.0.transformer_blocks.9.attn2.to_out.0"
-    assert first(SDXL, OF_SDXL, "diffusers") == f"unet.{unet}.lora_A.weight"
-    assert f"lora_unet_{unet.replace('.', '_')}.alpha" in convert(OF_SDXL, SDXL, "comfyui", FILE).tensors
+    assert first(SDXL_NAMES, OF_SDXL, "diffusers") == f"unet.{unet}.lora_A.weight"
+    assert (
+        f"lora_unet_{unet.replace('.', '_')}.alpha" in convert(OF_SDXL, SDXL_NAMES, "comfyui", FILE).tensors
+    )
 
 
 def assert_updates_alike(
@@ -177,7 +185,7 @@ def test_updates_are_those_that_diffusers_converters_of_wan_find() -> None:
 
 def test_layers_are_those_that_diffusers_converter_of_sdxl_finds() -> None:
     """All layers of the released UNet, by the names of its own code, and two of a text encoder."""
-    names = known_names.SDXL["unet"].kohya
+    names = SDXL.lora_layers["unet"].kohya
     keys = [f"lora_unet_{name.replace('*', '1').replace('.', '_')}" for name in names]
     contents = kohya(*((key, 2, 3) for key in keys), ("lora_te1_text_model_encoder_layers_1_mlp_fc1", 2, 3))
     content = diffusers_converters._maybe_map_sgm_blocks_to_diffusers(
@@ -187,8 +195,8 @@ def test_layers_are_those_that_diffusers_converter_of_sdxl_finds() -> None:
     assert set(alphas.values()) == {2.0}
     # In names of their own, of before peft.
     theirs = contents_of(FILE, content, {})
-    pairs = known_pairs(contents, SDXL.layers)
-    found = known_pairs(theirs, SDXL.layers)
+    pairs = known_pairs(contents, SDXL_NAMES.layers)
+    found = known_pairs(theirs, SDXL_NAMES.layers)
     assert found.keys() == pairs.keys()
     assert all(torch.equal(found[layer].up, pair.up) for layer, pair in pairs.items())
 
@@ -324,8 +332,12 @@ def test_halves_in_the_other_order_are_swapped_there_and_back() -> None:
     assert same(join({"norm": others}, place), pair(30))
 
 
-TABLES = {name: value for name, value in vars(known_names).items() if isinstance(value, LayerNames)}
-WAN_LAYERS, UNET = known_names.WAN["transformer"], known_names.SDXL["unet"]
+TABLES = {
+    f"{component} of {name}": names
+    for name in family_names()
+    for component, names in load_family(name).lora_layers.items()
+}
+WAN_LAYERS, UNET = Wan.lora_layers["transformer"], SDXL.lora_layers["unet"]
 
 
 def numbered(pattern: str) -> str:

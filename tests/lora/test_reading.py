@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.layer_names import LayerNames
 from diffsynth_lite.lora.reading import contents_of, known_pairs, read_contents
 from diffsynth_lite.lora.updates import LoraPair
+from diffsynth_lite.pipelines import load_family
 
-FLUX, SDXL, WAN = known_names.FLUX, known_names.SDXL, known_names.WAN
+FLUX, SDXL, WAN = (load_family(name).lora_layers for name in ("flux", "sdxl", "wan"))
 DOUBLE, SINGLE = "transformer.transformer_blocks.1", "transformer.single_transformer_blocks.37"
 QKV = ["attn.to_q", "attn.to_k", "attn.to_v"]
 UNET = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1"
@@ -76,13 +76,13 @@ def read(
         (
             "diffusion_model.double_blocks.1.txt_mlp.2",
             "lora_A lora_B",
-            known_names.FLUX2,
+            load_family("flux2").lora_layers,
             [f"{DOUBLE}.ff_context.linear_out"],
         ),
         (
             "diffusion_model.transformer_blocks.0.attn1.to_out.0",
             "lora_A lora_B",
-            known_names.LTX_VIDEO,
+            load_family("ltx_video").lora_layers,
             ["transformer.transformer_blocks.0.attn1.to_out.0"],
         ),
         ("transformer.single_transformer_blocks.37.proj_out", "lora_A lora_B", FLUX, [f"{SINGLE}.proj_out"]),
@@ -111,7 +111,7 @@ def read(
         (
             "base_model.model.transformer_blocks.1.img_mod.1",
             "lora_A lora_B",
-            known_names.QWEN_IMAGE,
+            load_family("qwen_image").lora_layers,
             [f"{DOUBLE}.img_mod.1"],
         ),
         # diffusers before it used peft
@@ -135,7 +135,7 @@ def read(
         (
             "diffusion_model.noise_refiner.1.attention.qkv",
             "lora_A lora_B",
-            known_names.Z_IMAGE,
+            load_family("z_image").lora_layers,
             [f"transformer.noise_refiner.1.attention.{x}" for x in ("to_q", "to_k", "to_v")],
         ),
     ],

@@ -34,7 +34,6 @@ from transformers import PreTrainedTokenizerFast
 
 from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.spelling import COGVIDEOX_IN_COMFYUI
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import (
     PipelineFolder,
@@ -393,7 +392,8 @@ def test_comfyui_has_each_linear_layer_of_a_release(release: Release, num_layers
     with torch.device("meta"):
         model = CogVideoXTransformer3DModel(**release.components["transformer"].config)
     layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    keys = {COGVIDEOX_IN_COMFYUI.key(f"transformer.{layer}") for layer in layers}
+    in_comfyui = CogVideoX.lora_spelling.for_comfyui
+    keys = {in_comfyui.key(f"transformer.{layer}") for layer in layers}
     assert len(keys) == len(layers) == num_layers
     # Of 1.0 it is a convolution.
     convolutions = set() if model.config.patch_size_t else {"diffusion_model.patch_embed.proj"}

@@ -30,7 +30,6 @@ from transformers import (
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import hunyuan_names
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -38,6 +37,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.first_frame import preview_start, require_later_frames, start_code
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.hunyuan_video_15.names import HUNYUAN_VIDEO_15_LAYERS
 from diffsynth_lite.pipelines.hunyuan_video_15.prompts import (
     SYSTEM_MESSAGE,
     encode_prompts,
@@ -153,7 +153,7 @@ class HunyuanVideo15(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "hunyuan_video_15_lora.yaml"}
     transformer_class = HunyuanVideo15Transformer3DModel
     lora_spelling = JOINED_IN_COMFYUI
-    lora_layers = hunyuan_names.HUNYUAN_VIDEO_15
+    lora_layers = HUNYUAN_VIDEO_15_LAYERS
     tokenizers = ("tokenizer", "tokenizer_2")
     block_lists = ("transformer_blocks",)
     unused_matmuls = ("ff.net.2", "ff_context.net.2")

@@ -26,7 +26,8 @@ from transformers import T5EncoderModel
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, under
+from diffsynth_lite.lora.shared_names import ATTENTIONS, DOUBLE, EMBEDDER
 from diffsynth_lite.lora.spelling import Spelling
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -136,6 +137,21 @@ def _causal_positions(shape: Sequence[int], frame_rate: torch.Tensor) -> dict[st
     return {"video_coords": coords}
 
 
+_TIME = ("time_embed.emb.timestep_embedder.linear_1", "time_embed.emb.timestep_embedder.linear_2")
+_CAPTIONS = under("caption_projection", EMBEDDER)
+_LORA_LAYERS = LayerNames(
+    layers=(
+        *under(DOUBLE, (*ATTENTIONS, "ff.net.0.proj", "ff.net.2")),
+        *(*_TIME, "time_embed.linear", *_CAPTIONS, "proj_in", "proj_out"),
+    ),
+    kohya={
+        "patchify_proj": renamed("proj_in"),
+        "adaln_single.linear": renamed("time_embed.linear"),
+        **{layer.replace("time_embed", "adaln_single"): renamed(layer) for layer in _TIME},
+    },
+)
+
+
 class LTXVideo(DiffusersFamily):
     """LTX-Video 0.9 to 0.9.8, 2B and 13B, from text, and from text with a first frame.
 
@@ -162,7 +178,7 @@ class LTXVideo(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "ltx_video_lora.yaml"}
     transformer_class = LTXVideoTransformer3DModel
     lora_spelling = LTX_VIDEO_NAMES
-    lora_layers = known_names.LTX_VIDEO
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": T5EncoderModel,
         "vae": AutoencoderKLLTXVideo,

@@ -25,8 +25,6 @@ from diffsynth_lite.core.gradient import (
     unwrapped,
 )
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import known_names
-from diffsynth_lite.lora.spelling import SDXL_NAMES
 from diffsynth_lite.media import Crop, Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
@@ -39,6 +37,7 @@ from diffsynth_lite.pipelines.base.latents import (
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, model_function
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.base.single_file import holds, names_in
+from diffsynth_lite.pipelines.sdxl.names import SDXL_LAYERS, SDXL_NAMES
 from diffsynth_lite.pipelines.sdxl.releases import SDXL as RELEASES
 from diffsynth_lite.pipelines.sdxl.text_encoders import (
     clip_prompt_embeds,
@@ -153,7 +152,7 @@ class SDXL(DiffusionFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "sdxl_lora.yaml"}
     transformer_class = UNet2DConditionModel
     lora_spelling = SDXL_NAMES
-    lora_layers = known_names.SDXL
+    lora_layers = SDXL_LAYERS
     # transformers 5 has no such level in its CLIPTextModel; earlier versions and ComfyUI look for it.
     lora_prefixes: ClassVar[Mapping[str, str]] = {"text_encoder": "text_encoder.text_model."}
     encoder_classes: ClassVar[Mapping[str, Any]] = {**_TEXT_ENCODERS, "vae": AutoencoderKL}

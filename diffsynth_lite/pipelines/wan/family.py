@@ -24,8 +24,6 @@ from transformers import UMT5EncoderModel
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import known_names
-from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
@@ -39,6 +37,7 @@ from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.wan.experts import ExpertFamily
+from diffsynth_lite.pipelines.wan.names import WAN_LAYERS, WAN_NAMES
 from diffsynth_lite.pipelines.wan.releases import WAN
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_wan_vae
@@ -106,7 +105,7 @@ class Wan(ExpertFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "wan_t2v_lora.yaml"}
     transformer_class = WanTransformer3DModel
     lora_spelling = WAN_NAMES
-    lora_layers = known_names.WAN
+    lora_layers = WAN_LAYERS
     block_lists: ClassVar[tuple[str, ...]] = ("blocks",)
     unused_matmuls = ("ffn.net.2",)
     sequence_split: ClassVar[SequenceSplit | None] = SequenceSplit(whole_attention=("attn2",))

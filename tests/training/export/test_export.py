@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from diffsynth_lite.errors import RunStoppedError
-from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.base.lora_files import LoraFiles
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.pipelines.wan import Wan
 from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.saver import Saver
 
@@ -76,7 +76,7 @@ class Careless(LoraFiles):
         elif self.change == "alpha":
             settings.pop("lora_alpha")
         elif self.change == "names":
-            self.spelling = WAN_NAMES
+            self.spelling = Wan.lora_spelling
         return super().save(folder, tensors, settings, **options)
 
 
