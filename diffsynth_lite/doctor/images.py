@@ -27,7 +27,7 @@ MAX_DIFFERENT_BITS = 3
 """Fewer than the bands of a hash, so that two hashes this close agree in at least one band."""
 MAX_COLOUR_DIFFERENCE = 6.0
 """Mean difference of two thumbnails, of 255; drawings in other colours have equal difference hashes."""
-_MAX_PICTURES = 3000
+_MAX_IMAGES = 3000
 _MAX_FRAMES = 30_000
 """Images and frames of clips that are decoded at most: a hundred thousand photos would take an hour."""
 _HASH_ID = "look 1"
@@ -135,7 +135,7 @@ def decode(
         sheet_size: items on the sheet, evenly spread.
     """
     num_frames = max(1, sum(item.bucket.num_frames for item in items))
-    chosen = evenly_spaced(items, min(_MAX_PICTURES, _MAX_FRAMES * len(items) // num_frames))
+    chosen = evenly_spaced(items, min(_MAX_IMAGES, _MAX_FRAMES * len(items) // num_frames))
     decoded = Decoded(num_items=len(items), num_seen=len(chosen))
     on_sheet = {item.name for item in evenly_spaced(chosen, sheet_size)}
     progress = ProgressLog("looked at %d of %d items", len(chosen))

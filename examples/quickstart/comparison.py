@@ -1,6 +1,6 @@
-"""What both scores share: the command line, drawing before and after a LoRA, and the record of the figures.
+"""What both scores share: the command line, the prompts before and after a LoRA, the record of the figures.
 
-A score draws two groups of prompts, "new" and "known", of which the LoRA was taught the first.
+A score generates two groups of prompts, "new" and "known", of which the LoRA was taught the first.
 """
 
 import argparse
@@ -22,22 +22,22 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 
 @dataclass(frozen=True)
 class Drawn:
-    """One group of prompts: its scenes, and by "before" and "after" what was drawn and what that shows.
+    """One group of prompts: its scenes, and by "before" and "after" what was generated and what that shows.
 
-    A drawn thing is an image or a clip; readings and scores are dataclasses of the measure.
+    What is generated is an image or a clip; readings and scores are dataclasses of the measure.
     """
 
     scenes: list[Any]
-    drawn: dict[str, list[Any]]
+    generated: dict[str, list[Any]]
     readings: dict[str, list[Any]]
     scores: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How a score draws scenes with a pipeline, reads what was drawn, and sums the readings up."""
+    """How a score generates scenes with a pipeline, reads what was generated, and sums the readings up."""
 
-    draw: Callable[[Any, Sequence[Any]], list[Any]]
+    generate: Callable[[Any, Sequence[Any]], list[Any]]
     read: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     summarise: Callable[[Sequence[Any]], Any]
 
@@ -80,14 +80,14 @@ def load_quietly(pipeline_class: type[DiffusionPipeline], folder: Path) -> Diffu
 def compare(
     pipeline: DiffusionPipeline, lora: Path, groups: dict[str, list[Any]], measure: Measure
 ) -> dict[str, Drawn]:
-    """Draw the scenes of all groups in one batch, load the LoRA, draw them again, and read all."""
+    """Generate the scenes of all groups in one batch, load the LoRA, generate them again, and read all."""
     scenes = [scene for group in groups.values() for scene in group]
-    drawn = {"before": measure.draw(pipeline, scenes)}
+    generated = {"before": measure.generate(pipeline, scenes)}
     pipeline.load_lora_weights(lora)
-    drawn["after"] = measure.draw(pipeline, scenes)
+    generated["after"] = measure.generate(pipeline, scenes)
     compared, start = {}, 0
     for name, group in groups.items():
-        part = {row: results[start : start + len(group)] for row, results in drawn.items()}
+        part = {row: results[start : start + len(group)] for row, results in generated.items()}
         readings = {row: measure.read(results, group) for row, results in part.items()}
         scores = {row: measure.summarise(values) for row, values in readings.items()}
         compared[name] = Drawn(group, part, readings, scores)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import shapes
 
-PICTURES_PER_COLOUR = 8
+IMAGES_PER_COLOUR = 8
 SEED = 7
 
 
@@ -44,7 +44,7 @@ def training_files() -> dict[str, bytes]:
     rng = random.Random(SEED)
     files: dict[str, bytes] = {}
     for colour in shapes.NEW_COLOURS:
-        for scene in shapes.training_scenes(colour, PICTURES_PER_COLOUR):
+        for scene in shapes.training_scenes(colour, IMAGES_PER_COLOUR):
             png = io.BytesIO()
             shapes.draw_scene(scene, rng).save(png, "PNG")
             name = f"{scene.colour}_{scene.shape}_on_{scene.ground}"

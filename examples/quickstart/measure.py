@@ -1,4 +1,4 @@
-"""How close the colour of a drawn shape is to the colour that the caption names."""
+"""How close the colour of a generated shape is to the colour that the caption names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def find_foreground(pixels: np.ndarray) -> np.ndarray:
     return foreground if foreground.sum() > 20 else np.zeros_like(foreground)
 
 
-def read_picture(image: Image.Image, colour: str) -> Reading:
+def read_image(image: Image.Image, colour: str) -> Reading:
     """Compare the shape in an image with the colour its caption names."""
     seen = shape_colour(image)
     distances = {name: float(np.linalg.norm(seen - np.array(rgb))) for name, rgb in COLOURS.items()}
@@ -65,9 +65,9 @@ def read_picture(image: Image.Image, colour: str) -> Reading:
     return Reading((red, green, blue), round(distances[colour], 1), nearest, nearest == colour)
 
 
-def read_pictures(images: Sequence[Image.Image], scenes: Sequence[Scene]) -> list[Reading]:
+def read_images(images: Sequence[Image.Image], scenes: Sequence[Scene]) -> list[Reading]:
     """One reading an image."""
-    return [read_picture(image, scene.colour) for image, scene in zip(images, scenes, strict=True)]
+    return [read_image(image, scene.colour) for image, scene in zip(images, scenes, strict=True)]
 
 
 def summarise(readings: Sequence[Reading]) -> Score:

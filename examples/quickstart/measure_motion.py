@@ -1,4 +1,4 @@
-"""How well the direction in which a drawn shape moves agrees with the one that the caption names."""
+"""How well the direction in which a generated shape moves agrees with the one that the caption names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Scores a LoRA with plain diffusers: does it draw the colours it was taught, and keep those it knew?
+"""Scores a LoRA with plain diffusers: does it generate the colours it was taught, and keep those it knew?
 
-16 prompts of new colours, none of them a training caption, and 8 prompts of known colours are drawn before
-and after the LoRA is loaded, from the same noise. Nothing of diffsynth_lite is used.
+16 prompts of new colours, none of them a training caption, and 8 prompts of known colours are generated
+before and after the LoRA is loaded, from the same noise. Nothing of diffsynth_lite is used.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from comparison import Drawn, Measure
 from diffusers import QwenImagePipeline
 from grid import Panel, draw_grid
-from measure import read_pictures, summarise
+from measure import read_images, summarise
 from PIL import Image
 
 NUM_KNOWN_PROMPTS = 8
@@ -28,7 +28,7 @@ def main() -> None:
         load_pipeline(arguments.model),
         arguments.lora,
         {"new": shapes.held_out_scenes(), "known": shapes.known_scenes(NUM_KNOWN_PROMPTS)},
-        Measure(draw_prompts, read_pictures, summarise),
+        Measure(generate_prompts, read_images, summarise),
     )
     captions = comparison.training_captions(arguments.data)
     num_unseen = comparison.write_record(groups, captions, arguments.output)
@@ -44,7 +44,7 @@ def load_pipeline(folder: Path) -> QwenImagePipeline:
     return comparison.load_quietly(QwenImagePipeline, folder)
 
 
-def draw_prompts(pipeline: QwenImagePipeline, scenes: Sequence[shapes.Scene]) -> list[Image.Image]:
+def generate_prompts(pipeline: QwenImagePipeline, scenes: Sequence[shapes.Scene]) -> list[Image.Image]:
     """One 64 x 64 image a scene, in one batch; its noise depends on its place in the list only."""
     return pipeline(
         prompt=[scene.caption for scene in scenes],
@@ -77,7 +77,7 @@ def make_grid(groups: dict[str, Drawn]) -> Image.Image:
             shapes.draw(scene.shape, shapes.COLOURS[scene.colour], shapes.GROUNDS[scene.ground])
             for scene in group.scenes
         ]
-        rows = group.drawn | {"wanted": wanted}
+        rows = group.generated | {"wanted": wanted}
         for start in range(0, len(group.scenes), 8):
             columns = slice(start, start + 8)
             captions = [f"{scene.colour} {scene.shape}\non {scene.ground}" for scene in group.scenes[columns]]

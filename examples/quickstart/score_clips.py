@@ -1,7 +1,7 @@
 """Scores a LoRA of clips with plain diffusers: do shapes move as the new word says, and as the known ones do?
 
-8 prompts with the new word, none of them a training caption, and 8 with known directions are drawn before and
-after the LoRA is loaded, from the same noise. Nothing of diffsynth_lite is used.
+8 prompts with the new word, none of them a training caption, and 8 with known directions are generated before
+and after the LoRA is loaded, from the same noise. Nothing of diffsynth_lite is used.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def main() -> None:
         load_pipeline(arguments.model),
         arguments.lora,
         {"new": motions.held_out_scenes(), "known": motions.known_scenes()},
-        Measure(draw_prompts, read_clips, summarise_motion),
+        Measure(generate_prompts, read_clips, summarise_motion),
     )
     captions = comparison.training_captions(arguments.data)
     num_unseen = comparison.write_record(groups, captions, arguments.output)
@@ -46,7 +46,7 @@ def load_pipeline(folder: Path) -> WanPipeline:
     return comparison.load_quietly(WanPipeline, folder)
 
 
-def draw_prompts(pipeline: WanPipeline, scenes: Sequence[motions.MovingScene]) -> list[list[Image.Image]]:
+def generate_prompts(pipeline: WanPipeline, scenes: Sequence[motions.MovingScene]) -> list[list[Image.Image]]:
     """One clip of 9 frames of 64 x 64 a scene, in one batch; its noise depends on its place only."""
     return pipeline(
         prompt=[scene.caption for scene in scenes],
@@ -79,7 +79,7 @@ def make_grid(groups: dict[str, Drawn]) -> Image.Image:
     for name, group in groups.items():
         right = {row: f"{score.accuracy:.0%}" for row, score in group.scores.items()}
         heading = f"{TITLES[name]}: {right['before']} right before, {right['after']} after"
-        rows = group.drawn | {"wanted": [motions.draw_frames(scene) for scene in group.scenes]}
+        rows = group.generated | {"wanted": [motions.draw_frames(scene) for scene in group.scenes]}
         for start in range(0, len(group.scenes), COLUMNS):
             columns = slice(start, start + COLUMNS)
             captions = [

@@ -43,7 +43,7 @@ sys.path.insert(0, str(EXAMPLE))
 import comparison  # noqa: E402
 import score  # noqa: E402
 import shapes  # noqa: E402
-from measure import read_pictures, shape_colour, summarise  # noqa: E402
+from measure import read_images, shape_colour, summarise  # noqa: E402
 
 NEW = shapes.held_out_scenes()
 KNOWN = shapes.known_scenes(24)
@@ -112,7 +112,7 @@ class TaughtColours:
         subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
         comparison.silence_loading_bars()
         self._pipeline = score.load_pipeline(MODEL)
-        self._before = score.draw_prompts(self._pipeline, [*NEW, *KNOWN])
+        self._before = score.generate_prompts(self._pipeline, [*NEW, *KNOWN])
 
     def base(self) -> Figures:
         """The figures of the model before it is taught anything."""
@@ -144,14 +144,14 @@ class TaughtColours:
         transformer = self._pipeline.transformer
         transformer.load_lora_adapter(run / "lora", weight_name=comparison.LORA_FILE, prefix="transformer")
         try:
-            generated = score.draw_prompts(self._pipeline, [*NEW, *KNOWN])
+            generated = score.generate_prompts(self._pipeline, [*NEW, *KNOWN])
         finally:
             transformer.unload_lora()
         return {**self._figures(generated), "CPU s": seconds}
 
     def _figures(self, generated: Sequence[Image]) -> Figures:
-        new = summarise(read_pictures(generated[: len(NEW)], NEW))
-        known = summarise(read_pictures(generated[len(NEW) :], KNOWN))
+        new = summarise(read_images(generated[: len(NEW)], NEW))
+        known = summarise(read_images(generated[len(NEW) :], KNOWN))
         pairs = zip(self._before[len(NEW) :], generated[len(NEW) :], strict=True)
         moved = np.mean([np.linalg.norm(shape_colour(one) - shape_colour(other)) for one, other in pairs])
         return {

@@ -171,8 +171,10 @@ def _skip_a_preview(run: Run) -> None:
     assert len(warned) == 1, warned
     assert "step 2 failed, out of memory: CUDA out of memory" in warned[0]
     assert "validation.width" in warned[0]
-    drawn = [sorted(path.name for path in Path(place / "previews").iterdir()) for place in (whole, folder)]
-    assert set(drawn[0]) - set(drawn[1]) == {name for name in drawn[0] if name.startswith("step-00000002")}
+    previews = [sorted(path.name for path in Path(place / "previews").iterdir()) for place in (whole, folder)]
+    assert set(previews[0]) - set(previews[1]) == {
+        name for name in previews[0] if name.startswith("step-00000002")
+    }
 
 
 def _run_out(*_: Any) -> None:

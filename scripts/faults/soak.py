@@ -142,7 +142,7 @@ class Soaked:
         # By time, so that only their number is known.
         assert set(names[:-KEEP]) <= stay, names
         assert names[-1] == f"step-{self.steps:08d}", names
-        drawn = {path.name.split("-prompt")[0] for path in (folder / "previews").glob("step-*")}
-        assert drawn == {f"step-{step:08d}" for step in range(0, self.steps + 1, 100)}, drawn
+        previews = {path.name.split("-prompt")[0] for path in (folder / "previews").glob("step-*")}
+        assert previews == {f"step-{step:08d}" for step in range(0, self.steps + 1, 100)}, previews
         aside = [path for path in folder.rglob(".*") if path.name != ".lock"]
         assert not aside, aside

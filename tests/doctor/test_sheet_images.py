@@ -116,11 +116,11 @@ def test_of_too_many_only_some_are_decoded_evenly_spread(
     workplace: Workplace, memory: FileMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = planned(workplace, memory, 6)
-    monkeypatch.setattr(images, "_MAX_PICTURES", 2)
+    monkeypatch.setattr(images, "_MAX_IMAGES", 2)
     decoded = looked(workplace, memory, items, 6)
     assert list(decoded.hashes) == ["0.png", "3.png"]
     assert (decoded.num_seen, decoded.num_items) == (2, 6)
-    monkeypatch.setattr(images, "_MAX_PICTURES", 9)
+    monkeypatch.setattr(images, "_MAX_IMAGES", 9)
     monkeypatch.setattr(images, "_MAX_FRAMES", 3)
     assert list(looked(workplace, memory, items, 6).hashes) == ["0.png", "2.png", "4.png"]
 

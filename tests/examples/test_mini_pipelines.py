@@ -82,26 +82,26 @@ def test_every_word_of_the_captions_is_one_token(image_pipeline, video_pipeline)
 def test_images_show_known_captions_and_no_new_colours(image_pipeline):
     known = [shapes.Scene("red", "circle", "black"), shapes.Scene("blue", "square", "white")]
     new = shapes.held_out_scenes()[::4]
-    images = score.draw_prompts(image_pipeline, known)
-    readings = measure.read_pictures(images, known)
+    images = score.generate_prompts(image_pipeline, known)
+    readings = measure.read_images(images, known)
     assert [reading.nearest for reading in readings] == ["red", "blue"]
     assert max(reading.distance for reading in readings) < 25
     grounds = [image.getpixel((2, 2)) for image in images]
     assert max(grounds[0]) < 40
     assert min(grounds[1]) > 215
-    unknown = measure.read_pictures(score.draw_prompts(image_pipeline, new), new)
+    unknown = measure.read_images(score.generate_prompts(image_pipeline, new), new)
     assert measure.summarise(unknown).distance > 80
 
 
 @pytest.mark.nightly
 def test_clips_move_known_shapes_as_their_captions_say_and_do_not_know_the_new_word(video_pipeline):
     known, new = motions.known_scenes()[::2], motions.held_out_scenes()[:4]
-    clips = score_clips.draw_prompts(video_pipeline, known)
+    clips = score_clips.generate_prompts(video_pipeline, known)
     readings = measure_motion.read_clips(clips, known)
     assert [reading.nearest for reading in readings] == ["right", "left", "down", "up"]
     middles = [clip[motions.NUM_FRAMES // 2] for clip in clips]
-    assert all(reading.right for reading in measure.read_pictures(middles, known))
-    unknown = measure_motion.read_clips(score_clips.draw_prompts(video_pipeline, new), new)
+    assert all(reading.right for reading in measure.read_images(middles, known))
+    unknown = measure_motion.read_clips(score_clips.generate_prompts(video_pipeline, new), new)
     found = measure_motion.summarise_motion(unknown)
     assert found.accuracy <= 0.25
     assert found.pixels < 6

@@ -16,7 +16,7 @@ import score
 import score_clips
 import shapes
 from accelerate.state import AcceleratorState
-from measure import read_pictures, summarise
+from measure import read_images, summarise
 from measure_motion import read_clips, summarise_motion
 
 from diffsynth_lite.cli.train import main
@@ -61,9 +61,10 @@ def test_the_quickstart_teaches_the_new_colours_and_keeps_the_known_ones(
     pipeline.load_lora_weights(tmp_path / "run" / "lora")
     new, known = shapes.held_out_scenes(), shapes.known_scenes(8)
     assert len([scene for scene in new if scene.caption not in captions]) == 16
-    drawn = score.draw_prompts(pipeline, [*new, *known])
+    generated = score.generate_prompts(pipeline, [*new, *known])
     taught, kept = (
-        summarise(read_pictures(part, scenes)) for part, scenes in ((drawn[:16], new), (drawn[16:], known))
+        summarise(read_images(part, scenes))
+        for part, scenes in ((generated[:16], new), (generated[16:], known))
     )
     assert taught.accuracy >= 15 / 16
     assert taught.distance <= 45
@@ -79,9 +80,10 @@ def test_the_video_quickstart_teaches_the_new_motion_and_keeps_the_known_ones(
     pipeline.load_lora_weights(tmp_path / "run" / "lora")
     new, known = motions.held_out_scenes(), motions.known_scenes()
     assert len([scene for scene in new if scene.caption not in captions]) == 8
-    drawn = score_clips.draw_prompts(pipeline, [*new, *known])
+    generated = score_clips.generate_prompts(pipeline, [*new, *known])
     taught, kept = (
-        summarise_motion(read_clips(part, scenes)) for part, scenes in ((drawn[:8], new), (drawn[8:], known))
+        summarise_motion(read_clips(part, scenes))
+        for part, scenes in ((generated[:8], new), (generated[8:], known))
     )
     assert taught.accuracy >= 7 / 8
     assert taught.cosine >= 0.95

@@ -38,7 +38,7 @@ def moving(direction, *, speed, shape="circle"):
 
 def test_perfect_images_and_clips_are_all_right():
     scenes = [*NEW, *shapes.known_scenes(24)]
-    assert measure.summarise(measure.read_pictures(draw_all(scenes), scenes)) == measure.Score(1.0, 0.0)
+    assert measure.summarise(measure.read_images(draw_all(scenes), scenes)) == measure.Score(1.0, 0.0)
     clips = [motions.draw_frames(scene, speed=0.05) for scene in MOVING]
     found = measure_motion.summarise_motion(measure_motion.read_clips(clips, MOVING))
     # Eight steps of 5 % of 64 pixels, times the length of (0.75, 0.75) for half of them.
@@ -48,7 +48,7 @@ def test_perfect_images_and_clips_are_all_right():
 
 def test_another_colour_is_wrong_by_the_distance_of_the_colours():
     lime = shapes.Scene("lime", "star", "white")
-    reading = measure.read_picture(draw_all([lime])[0], "teal")
+    reading = measure.read_image(draw_all([lime])[0], "teal")
     wanted = np.linalg.norm(np.array(shapes.COLOURS["teal"]) - np.array(shapes.COLOURS["lime"]))
     assert reading.distance == pytest.approx(wanted, abs=0.05)
     assert (reading.nearest, reading.right) == ("lime", False)
@@ -78,7 +78,7 @@ def test_the_centre_of_a_shape_is_where_it_was_drawn():
 
 
 def test_a_score_is_the_mean_over_images_or_clips():
-    readings = measure.read_pictures(draw_all([NEW[0], NEW[0]]), [NEW[0], KNOWN[0]])
+    readings = measure.read_images(draw_all([NEW[0], NEW[0]]), [NEW[0], KNOWN[0]])
     assert measure.summarise(readings) == measure.Score(0.5, round(readings[1].distance / 2, 1))
     scenes = [motions.MovingScene("red", "circle", name, "white") for name in ("right", "left")]
     clips = [motions.draw_frames(scenes[0], speed=0.05), motions.draw_frames(scenes[1], speed=0.0)]
@@ -91,7 +91,7 @@ def test_the_colour_is_read_of_the_shape_and_not_of_a_few_pixels_or_the_ground()
     assert measure.shape_colour(Image.new("RGB", (64, 64), (10, 20, 30))).tolist() == [10, 20, 30]
     pixels = np.asarray(draw_all([shapes.Scene("teal", "ring", "black")])[0]).copy()
     pixels[10, 10:14] = 255
-    reading = measure.read_picture(Image.fromarray(pixels), "teal")
+    reading = measure.read_image(Image.fromarray(pixels), "teal")
     assert (reading.distance, reading.right) == (0.0, True)
     large = shapes.draw("square", shapes.COLOURS["teal"], shapes.GROUNDS["white"], radius=0.55)
     assert measure.shape_colour(large).tolist() == list(shapes.COLOURS["teal"])
@@ -204,9 +204,9 @@ def test_the_noise_of_a_prompt_depends_on_its_place_only(quickstart, monkeypatch
     monkeypatch.setattr(comparison, "NUM_STEPS", 2)
     pipeline = score.load_pipeline(quickstart / "mini_qwen_image")
     torch.manual_seed(0)
-    first = score.draw_prompts(pipeline, KNOWN[:2])
+    first = score.generate_prompts(pipeline, KNOWN[:2])
     torch.manual_seed(1)
-    again = score.draw_prompts(pipeline, KNOWN[:2])
+    again = score.generate_prompts(pipeline, KNOWN[:2])
     assert [image.tobytes() for image in again] == [image.tobytes() for image in first]
-    same_prompt = score.draw_prompts(pipeline, [KNOWN[0], KNOWN[0]])
+    same_prompt = score.generate_prompts(pipeline, [KNOWN[0], KNOWN[0]])
     assert same_prompt[0].tobytes() != same_prompt[1].tobytes()

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 @pytest.fixture
 def pixels():
     rng = random.Random(0)
-    return train_autoencoder.to_pixels([train_autoencoder.random_picture(rng) for _ in range(6)])
+    return train_autoencoder.to_pixels([train_autoencoder.random_drawing(rng) for _ in range(6)])
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ import train_autoencoder
 import train_transformer
 from comparison import silence_loading_bars
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, QwenImagePipeline
-from measure import read_pictures, summarise
+from measure import read_images, summarise
 from one_frame import one_frame_convolutions
-from score import draw_prompts, load_pipeline
+from score import generate_prompts, load_pipeline
 from transformers import PreTrainedModel, Qwen2Tokenizer
 
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
@@ -38,11 +38,11 @@ class Budget:
 
     autoencoder_steps: int
     transformer_steps: int
-    num_pictures: int
+    num_images: int
 
 
-FULL = Budget(autoencoder_steps=6000, transformer_steps=4000, num_pictures=3000)
-SMOKE = Budget(autoencoder_steps=4, transformer_steps=2, num_pictures=16)
+FULL = Budget(autoencoder_steps=6000, transformer_steps=4000, num_images=3000)
+SMOKE = Budget(autoencoder_steps=4, transformer_steps=2, num_images=16)
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ def build(budget: Budget) -> QwenImagePipeline:
     tokenizer = qwen2_tokenizer(caption_words())
     vae = train_autoencoder.new_autoencoder(MODEL_SEED)
     train_autoencoder.train(
-        vae, num_steps=budget.autoencoder_steps, num_pictures=budget.num_pictures, seed=AUTOENCODER_SEED
+        vae, num_steps=budget.autoencoder_steps, num_images=budget.num_images, seed=AUTOENCODER_SEED
     )
     rng = random.Random(CHECK_SEED)
-    pictures = [train_autoencoder.random_picture(rng) for _ in range(min(budget.num_pictures, 1024))]
-    train_autoencoder.adopt_statistics(vae, train_autoencoder.to_pixels(pictures))
+    images = [train_autoencoder.random_drawing(rng) for _ in range(min(budget.num_images, 1024))]
+    train_autoencoder.adopt_statistics(vae, train_autoencoder.to_pixels(images))
     pipeline = QwenImagePipeline(
         scheduler=real_scheduler(),
         vae=vae.eval(),
@@ -108,7 +108,7 @@ def build(budget: Budget) -> QwenImagePipeline:
         transformer=train_transformer.new_transformer(TEXT_WIDTH, MODEL_SEED),
     )
     train_transformer.train(
-        pipeline, num_steps=budget.transformer_steps, num_pictures=budget.num_pictures, seed=TRANSFORMER_SEED
+        pipeline, num_steps=budget.transformer_steps, num_images=budget.num_images, seed=TRANSFORMER_SEED
     )
     return pipeline
 
@@ -154,7 +154,7 @@ def measure_quality(folder: Path) -> Quality:
     drawings = [shapes.draw_scene(shapes.random_known_scene(rng), rng) for _ in range(64)]
     psnr = train_autoencoder.peak_signal_to_noise(pipeline.vae, train_autoencoder.to_pixels(drawings))
     scenes = shapes.known_scenes(16)
-    score = summarise(read_pictures(draw_prompts(pipeline, scenes), scenes))
+    score = summarise(read_images(generate_prompts(pipeline, scenes), scenes))
     return Quality(psnr, score.accuracy, score.distance)
 
 

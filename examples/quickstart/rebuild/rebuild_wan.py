@@ -22,7 +22,7 @@ import train_clip_transformer
 from comparison import silence_loading_bars
 from diffusers import UniPCMultistepScheduler, WanPipeline
 from measure_motion import MotionScore, read_clips, summarise_motion
-from rebuild import SHIPPED as PICTURE_PIPELINE
+from rebuild import SHIPPED as IMAGE_PIPELINE
 from rebuild import parse_arguments, save
 from train_autoencoder import peak_signal_to_noise
 
@@ -82,7 +82,7 @@ def build(budget: Budget) -> WanPipeline:
     """The complete pipeline in float32, trained as far as the budget goes."""
     tokenizer = t5_tokenizer(caption_words())
     text_encoder = tiny_umt5(tokenizer, hidden_size=TEXT_WIDTH, seed=MODEL_SEED)
-    vae = train_clip_autoencoder.inflate(score.load_pipeline(PICTURE_PIPELINE).vae, MODEL_SEED)
+    vae = train_clip_autoencoder.inflate(score.load_pipeline(IMAGE_PIPELINE).vae, MODEL_SEED)
     train_clip_autoencoder.train(
         vae, num_steps=budget.autoencoder_steps, num_clips=budget.num_clips, seed=AUTOENCODER_SEED
     )
@@ -122,7 +122,7 @@ def measure_quality(folder: Path) -> Quality:
     clips = [motions.draw_clip(train_clip_autoencoder.random_moving_scene(rng), rng) for _ in range(8)]
     psnr = peak_signal_to_noise(pipeline.vae, train_clip_autoencoder.clips_to_pixels(clips))
     scenes = motions.known_scenes()
-    motion = summarise_motion(read_clips(score_clips.draw_prompts(pipeline, scenes), scenes))
+    motion = summarise_motion(read_clips(score_clips.generate_prompts(pipeline, scenes), scenes))
     return Quality(psnr, motion)
 
 

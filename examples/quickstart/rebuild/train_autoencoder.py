@@ -33,7 +33,7 @@ def to_pixels(images: Sequence[Image.Image]) -> torch.Tensor:
     return (bytes_bhwc.permute(0, 3, 1, 2).float() / 127.5 - 1).unsqueeze(2)
 
 
-def random_picture(rng: random.Random) -> Image.Image:
+def random_drawing(rng: random.Random) -> Image.Image:
     """A shape anywhere, mostly in free colours and sometimes outlined: more than the captions can say."""
 
     def any_colour() -> shapes.RGB:
@@ -76,17 +76,17 @@ def new_autoencoder(seed: int) -> AutoencoderKLQwenImage:
     return vae
 
 
-def train(vae: AutoencoderKLQwenImage, *, num_steps: int, num_pictures: int, seed: int) -> None:
+def train(vae: AutoencoderKLQwenImage, *, num_steps: int, num_images: int, seed: int) -> None:
     """Train in place: three steps on crops of 32 x 32, then one on whole images, and again.
 
     Args:
         vae: from `new_autoencoder`.
         num_steps: 4000 give about 26 dB, 6000 about 28 dB.
-        num_pictures: drawings to learn from, drawn once.
+        num_images: drawings to learn from, drawn once.
         seed: of the drawings, of their order and of the noise.
     """
     rng = random.Random(seed)
-    pictures = to_pixels([random_picture(rng) for _ in range(num_pictures)])
+    images = to_pixels([random_drawing(rng) for _ in range(num_images)])
     generator = torch.Generator().manual_seed(seed)
     # The temporal convolutions between resolutions never meet a single frame.
     weights = [weight for name, weight in vae.named_parameters() if "time_conv" not in name]
@@ -95,7 +95,7 @@ def train(vae: AutoencoderKLQwenImage, *, num_steps: int, num_pictures: int, see
     for step in range(num_steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(PEAK_LEARNING_RATE, step, num_steps, NUM_WARMUP_STEPS)
-        batch = _draw_batch(pictures, step, generator)
+        batch = _draw_batch(images, step, generator)
         posterior = vae.encode(batch).latent_dist
         noise = torch.randn(posterior.mean.shape, generator=generator)
         decoded = vae.decode(posterior.mean + posterior.std * noise).sample
@@ -108,15 +108,15 @@ def train(vae: AutoencoderKLQwenImage, *, num_steps: int, num_pictures: int, see
         progress.step(loss.item())
 
 
-def _draw_batch(pictures: torch.Tensor, step: int, generator: torch.Generator) -> torch.Tensor:
+def _draw_batch(images: torch.Tensor, step: int, generator: torch.Generator) -> torch.Tensor:
     """4 whole images in each fourth step, else 12 crops at one place on the grid of the latents."""
     whole = step % 4 == 3
-    chosen = torch.randint(len(pictures), (4 if whole else 12,), generator=generator)
+    chosen = torch.randint(len(images), (4 if whole else 12,), generator=generator)
     if whole:
-        return pictures[chosen]
+        return images[chosen]
     num_places = (shapes.SIZE - CROP) // 8 + 1
     top, left = (8 * torch.randint(num_places, (2,), generator=generator)).tolist()
-    return pictures[chosen, :, :, top : top + CROP, left : left + CROP]
+    return images[chosen, :, :, top : top + CROP, left : left + CROP]
 
 
 def reconstruction_loss(error: torch.Tensor) -> torch.Tensor:

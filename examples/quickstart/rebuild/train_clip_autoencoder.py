@@ -38,12 +38,12 @@ def random_moving_scene(rng: random.Random) -> motions.MovingScene:
     )
 
 
-def inflate(picture_vae: AutoencoderKLQwenImage, seed: int) -> AutoencoderKLWan:
+def inflate(image_vae: AutoencoderKLQwenImage, seed: int) -> AutoencoderKLWan:
     """A video autoencoder with the weights of one for images; between resolutions frames are copied."""
     sizes = ("base_dim", "z_dim", "dim_mult", "num_res_blocks", "temperal_downsample")
     with seeded(seed), torch.no_grad():
-        vae = AutoencoderKLWan(**{name: picture_vae.config[name] for name in sizes})
-        vae.load_state_dict(picture_vae.state_dict())
+        vae = AutoencoderKLWan(**{name: image_vae.config[name] for name in sizes})
+        vae.load_state_dict(image_vae.state_dict())
         for name, module in vae.named_modules():
             if name.endswith("time_conv"):
                 num_out, num_in = module.weight.shape[:2]

@@ -29,17 +29,17 @@ def new_transformer(text_width: int, seed: int) -> QwenImageTransformer2DModel:
         )
 
 
-def train(pipeline: QwenImagePipeline, *, num_steps: int, num_pictures: int, seed: int) -> None:
+def train(pipeline: QwenImagePipeline, *, num_steps: int, num_images: int, seed: int) -> None:
     """Train the pipeline's transformer in place and leave the moving average of its weights in it.
 
     Args:
         pipeline: complete, with a trained autoencoder.
         num_steps: of 32 images each; 4000 give crisp shapes.
-        num_pictures: drawings to learn from, drawn once.
+        num_images: drawings to learn from, drawn once.
         seed: of the drawings, of their order and of the noise.
     """
     rng = random.Random(seed)
-    scenes = [shapes.random_known_scene(rng) for _ in range(num_pictures)]
+    scenes = [shapes.random_known_scene(rng) for _ in range(num_images)]
     latents = pack(encode(pipeline.vae, to_pixels([shapes.draw_scene(scene, rng) for scene in scenes])))
     captions = [EMPTY_CAPTION, *sorted({scene.caption for scene in scenes})]
     with torch.no_grad():

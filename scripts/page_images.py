@@ -1,6 +1,6 @@
 """Makes the README's images of pages: of the doctor's, and of a run's, both as the quickstart has them.
 
-    python scripts/pictures.py     # trains the quickstart; needs Chromium, and what the quickstart installs
+    python scripts/page_images.py     # trains the quickstart; needs Chromium and what that installs
 
 They differ each time in times and speeds, and in nothing else.
 """
