@@ -4,6 +4,7 @@ import importlib
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -107,7 +108,7 @@ def outputs_and_gradients(model: torch.nn.Module, outputs: Sequence[Any]) -> dic
 
 def test_weights_that_come_for_the_run_of_a_block_change_nothing(sample: Sample) -> None:
     """From host memory, whenever copies run, and from shards."""
-    resident, streamed, backend = sample.adapted(), adapted_transformer(sample), LazyBackend()
+    resident, streamed, backend = sample.adapted(), deepcopy(sample.adapted()), LazyBackend()
     blocks = blocks_of(streamed, sample.family.block_lists)
     stream = WeightStream([blocks], CPU, num_slots=1, backend=backend)
     # Some blocks keep what they compute, the others offload their inputs.
