@@ -6,18 +6,16 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from processes import FORKED, LIMIT_S
 
-import diffsynth_lite
 from diffsynth_lite.errors import (
     DifferentRunError,
     RunDivergedError,
@@ -166,34 +164,27 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, below: str
     assert file.read_text() == "precious"
 
 
-HOLD_THE_LOCK = """
-import sys
-from pathlib import Path
-from diffsynth_lite.run_folder.folder import RunFolder
-with RunFolder(Path(sys.argv[1])).lock():
-    sys.stdout.write("locked\\n")
-    sys.stdout.flush()
-    sys.stdin.read()
-"""
+def hold_the_lock(folder: RunFolder, is_locked: Any) -> None:
+    with folder.lock():
+        is_locked.set()
+        time.sleep(LIMIT_S)
 
 
 def test_a_second_trainer_is_refused_by_name_of_the_first_until_that_one_is_killed(folder: RunFolder) -> None:
     start(folder)
-    environment = {**os.environ, "PYTHONPATH": str(Path(diffsynth_lite.__file__).parents[1])}
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD_THE_LOCK, str(folder.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-    ) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == b"locked\n"
+    is_locked = FORKED.Event()
+    first = FORKED.Process(target=hold_the_lock, args=(folder, is_locked))
+    first.start()
+    try:
+        assert is_locked.wait(LIMIT_S)
         for _ in range(2):
             with pytest.raises(UserError) as caught, folder.lock():
                 pytest.fail("the lock was given")
             assert f"in use by process {first.pid} on {socket.gethostname()}" in str(caught.value)
             assert "\n" not in str(caught.value)
-        first.send_signal(signal.SIGKILL)
+    finally:
+        first.kill()
+        first.join()
     start(folder)
 
 

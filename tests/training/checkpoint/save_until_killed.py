@@ -1,13 +1,8 @@
-"""Save checkpoints in a tight loop in a child that is killed at a random moment, again and again.
-
-A script of its own, so that torch is imported once and each child is a fork of a process without threads:
-``python save_until_killed.py FOLDER NUM_KILLS``. Its last line says how many checkpoints were acknowledged.
-"""
+"""Saves checkpoints in a tight loop in a child that is killed at a random moment, again and again."""
 
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -65,16 +60,9 @@ def check(folder: Path, last_acknowledged: int) -> None:
     assert not list(folder.glob(".bad-*"))
 
 
-def main(folder: Path, num_kills: int) -> None:
+def kill_again_and_again(folder: Path) -> None:
+    """Twenty times, in a process without threads, as each child is a fork of it."""
     torch.set_num_threads(1)
     dice = random.Random(0)
-    total = 0
-    for _ in range(num_kills):
-        steps = kill_one(folder, num_saves=dice.uniform(0, 2))
-        check(folder, steps[-1])
-        total += len(steps)
-    sys.stdout.write(f"{total}\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    for _ in range(20):
+        check(folder, kill_one(folder, num_saves=dice.uniform(0, 2))[-1])

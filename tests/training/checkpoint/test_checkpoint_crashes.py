@@ -3,21 +3,22 @@
 import errno
 import itertools
 import os
-import re
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from disk_model import Operation, Tree, crash_states, read_tree, record, write_tree
-from processes import LIMIT_S
+from processes import FORKED, LIMIT_S
+from save_until_killed import kill_again_and_again
 
-import diffsynth_lite
 from diffsynth_lite.errors import CheckpointError, RunStoppedError
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
+
+if sys.platform != "win32":
+    import resource
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -84,21 +85,16 @@ class FailingDisk:
         return wrapped
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a script that finds the package, installed or not."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(diffsynth_lite.__file__).parents[1])}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment
-    )
+def in_a_process(work: Callable[[Path], None], folder: Path) -> None:
+    process = FORKED.Process(target=work, args=(folder,))
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_kill_9_at_any_moment_loses_no_acknowledged_checkpoint(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("save_until_killed.py")
-    command = [sys.executable, str(script), str(tmp_path / "checkpoints"), "20"]
-    done = run(command)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 20
+    in_a_process(kill_again_and_again, tmp_path / "checkpoints")
 
 
 def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
@@ -158,27 +154,16 @@ def test_a_disk_that_fails_at_any_call_stops_the_run_and_leaves_earlier_checkpoi
     assert all("step-00000003" in message and os.strerror(error) in message for message in messages)
 
 
-SAVE_WITH_A_FILE_SIZE_LIMIT = """
-import resource, sys
-from pathlib import Path
-import torch
-from diffsynth_lite.training.checkpoint.store import CheckpointStore
-store = CheckpointStore(Path(sys.argv[1]), keep=2)
-store.save(1, {"adapter": {"a": torch.zeros(8)}}, {})
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-store.save(2, {"adapter": {"a": torch.zeros(5000)}}, {})
-"""
+def save_with_a_file_size_limit(folder: Path) -> None:
+    store = CheckpointStore(folder, keep=2)
+    save(store, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    needed = r"needs about 19\.5 KiB, \d+\.\d GiB are free there; the checkpoints before it are intact"
+    with pytest.raises(RunStoppedError, match=rf"checkpoint {folder}/step-00000002 could not .*{needed}"):
+        store.save(2, {"adapter": {"a": torch.zeros(5000)}}, {})
+    assert [entry.name for entry in folder.iterdir()] == ["step-00000001"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs resource limits")
 def test_a_real_write_that_does_not_fit_names_path_needed_and_free_bytes(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SAVE_WITH_A_FILE_SIZE_LIMIT, str(tmp_path)]
-    done = run(command)
-    message = done.stderr.strip().splitlines()[-1]
-    assert message.startswith(
-        f"diffsynth_lite.errors.RunStoppedError: checkpoint {tmp_path / 'step-00000002'}"
-    )
-    assert re.search(
-        r"needs about 19.5 KiB, \d+\.\d GiB are free there; the checkpoints before it are intact", message
-    )
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+    in_a_process(save_with_a_file_size_limit, tmp_path)
