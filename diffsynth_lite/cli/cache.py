@@ -116,12 +116,12 @@ def _verify(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
 
     refuse_group(os.environ, "cache verify")
     with _progress("verifying") as progress:
-        verified = verify(TensorCache(cache_folder(loaded[0].config)), progress)
-    logger.info("%d entries are whole", verified.num_entries - len(verified.damaged))
-    if verified.damaged:
+        num_entries, damaged = verify(TensorCache(cache_folder(loaded[0].config)), progress)
+    logger.info("%d entries are whole", num_entries - len(damaged))
+    if damaged:
         logger.warning(
             "%d entries were damaged and are set aside; the next run that needs them makes them again",
-            len(verified.damaged),
+            len(damaged),
         )
     for config in (one.config for one in loaded if one.config.data.sealed is not None):
         seal = open_config_seal(config)
@@ -131,10 +131,8 @@ def _verify(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
         with _progress("verifying the sealed cache") as progress:
             problems = list(seal.problems(sealed_folder(config), progress))
         if problems:
-            damaged = join_lines([f"data.sealed: {problem}" for problem in problems])
-            raise UserError(
-                f"{damaged}\nrestore {seal.folder} from a copy, or seal again into another folder"
-            )
+            lines = join_lines([f"data.sealed: {problem}" for problem in problems])
+            raise UserError(f"{lines}\nrestore {seal.folder} from a copy, or seal again into another folder")
         logger.info("%s: its table and %d entries are whole", seal.folder, seal.document.num_entries)
 
 
@@ -149,9 +147,9 @@ def _seal(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     accelerator = caching_accelerator(loaded[0].config)
     for one in loaded:
         with _progress("sealing") as progress:
-            sealed = seal_run(one.config, accelerator, progress)
-        document, folder = sealed.document, one.config.data.sealed
-        if sealed.was_there:
+            document, was_there = seal_run(one.config, accelerator, progress)
+        folder = one.config.data.sealed
+        if was_there:
             logger.info("%s: %s holds just these data already; nothing was written.", one.path, folder)
             continue
         logger.info(

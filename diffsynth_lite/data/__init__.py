@@ -13,10 +13,8 @@ from diffsynth_lite.data.cache import Pruned, TensorCache, prune, verify
 from diffsynth_lite.data.captions import TagCounts, count_tags, tag_variants
 from diffsynth_lite.data.encoding import (
     Encodable,
-    EncodedShard,
     Encoder,
     LiveTensors,
-    Shard,
     encode_missing,
     find_undecodable,
 )
@@ -67,7 +65,6 @@ __all__ = [
     "DataIdentity",
     "DatasetPlan",
     "Encodable",
-    "EncodedShard",
     "Encoder",
     "EntryReader",
     "FileMemory",
@@ -86,7 +83,6 @@ __all__ = [
     "Record",
     "Role",
     "SampleSchedule",
-    "Shard",
     "Source",
     "TagCounts",
     "TensorCache",

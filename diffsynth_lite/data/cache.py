@@ -139,18 +139,6 @@ def _digest(key: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verified:
-    """Result of a check of all entries.
-
-    Attributes:
-        damaged: keys of the damaged entries, which were set aside.
-    """
-
-    num_entries: int
-    damaged: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
     """Files that were deleted: how many, and their size in bytes."""
 
@@ -198,11 +186,14 @@ def remember_written(cache: TensorCache, memory: FileMemory, key: str) -> None:
     memory.remember(_name(key), FileState.of(cache.path(key)), "")
 
 
-def verify(cache: TensorCache, progress: Callable[[int, int], None]) -> Verified:
+def verify(cache: TensorCache, progress: Callable[[int, int], None]) -> tuple[int, list[str]]:
     """Read all entries; damaged ones are set aside, and made again by the next run that needs them.
 
     Args:
         progress: called after each entry with the number of those read, and of all.
+
+    Returns:
+        The number of all entries, and the keys of the damaged ones.
     """
     keys = list(_keys(cache))
     damaged = []
@@ -211,7 +202,7 @@ def verify(cache: TensorCache, progress: Callable[[int, int], None]) -> Verified
         if is_there and not _is_whole(cache, key):
             damaged.append(key)
         progress(place, len(keys))
-    return Verified(num_entries=len(keys), damaged=tuple(damaged))
+    return len(keys), damaged
 
 
 def prune(cache: TensorCache, keep: Collection[str], *, dry_run: bool) -> Pruned:

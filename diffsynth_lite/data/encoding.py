@@ -9,12 +9,14 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
 from diffsynth_lite.data.cache import TensorCache, is_present, remember_written, require_finite
+from diffsynth_lite.data.items import PromptItem, TrainingItem
 from diffsynth_lite.data.media_index import FileMemory, FileState
+from diffsynth_lite.data.records import Part
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.progress_log import ProgressLog
 
@@ -23,23 +25,7 @@ logger = logging.getLogger(__name__)
 Encode = Callable[[Sequence[Any]], list[dict[str, Tensor]]]
 
 
-class Encodable(Protocol):
-    """`TrainingItem` or `PromptItem`."""
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def group(self) -> Any: ...
-
-    @property
-    def has_media(self) -> bool: ...
-
-    def key(self, cache: TensorCache, encoder_id: str) -> str: ...
-
-    def load(self) -> Any: ...
-
-    def complete(self, tensors: Mapping[str, Tensor], loaded: Any) -> dict[str, Tensor]: ...
+Encodable: TypeAlias = TrainingItem | PromptItem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,43 +42,15 @@ class Encoder:
     load: Callable[[], Encode]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """The keys that are encoded by one of ``num_processes`` processes.
-
-    A key's owner depends only on the key, so that processes which look at a changing cache at different
-    times still leave nothing out.
-    """
-
-    num_processes: int = 1
-    process_index: int = 0
-
-    def owns(self, key: str) -> bool:
-        """Whether this process encodes a key."""
-        return int(key[:8], 16) % self.num_processes == self.process_index
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodedShard:
-    """Result of encoding a shard.
-
-    Attributes:
-        bad: key to the reason why an item cannot be used.
-    """
-
-    num_new: int
-    bad: Mapping[str, str]
-
-
 def encode_missing(
     items: Mapping[str, Encodable],
     encoder: Encoder,
     *,
     cache: TensorCache,
     memory: FileMemory,
-    shard: Shard,
+    share: Part,
     stop_at_bad: bool,
-) -> EncodedShard:
+) -> tuple[int, dict[str, str]]:
     """Encode the items that the cache lacks. Killed at any time, it resumes where it was.
 
     Args:
@@ -100,12 +58,17 @@ def encode_missing(
         memory: remembers the entries that were read and are complete.
         stop_at_bad: after the first bad item only look for more of them and encode nothing, as the run will
             stop.
+
+    Returns:
+        The number of new entries, and the key of each item that cannot be used to the reason.
     """
-    missing = [key for key in items if shard.owns(key) and not is_present(cache, memory, key)]
-    missing.sort(key=lambda key: items[key].group)
+    # A key's owner depends only on the key, so that processes which look at a changing cache at different
+    # times leave nothing out.
+    missing = [key for key in items if share.owns(key) and not is_present(cache, memory, key)]
+    missing.sort(key=lambda key: cast(Any, items[key].group))
     bad: dict[str, str] = {}
     if not missing:
-        return EncodedShard(num_new=0, bad=bad)
+        return 0, bad
     what = encoder.what if len(missing) > 1 else encoder.what.removesuffix("s")
     logger.info("encoding %d %s that the cache does not hold", len(missing), what)
     encode: Encode | None = None
@@ -117,10 +80,10 @@ def encode_missing(
             remember_written(cache, memory, key)
             num_new += 1
     memory.flush()
-    return EncodedShard(num_new=num_new, bad=bad)
+    return num_new, bad
 
 
-def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shard: Shard) -> dict[str, str]:
+def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, share: Part) -> dict[str, str]:
     """Decode the items that were not decoded before, for runs without a cache, and remember the good ones.
 
     Returns:
@@ -130,7 +93,7 @@ def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shar
     unknown = [
         key
         for key, item in items.items()
-        if item.has_media and shard.owns(key) and memory.recall(f"decodes {key}", seen) is None
+        if item.has_media and share.owns(key) and memory.recall(f"decodes {key}", seen) is None
     ]
     bad: dict[str, str] = {}
     if not unknown:

@@ -17,7 +17,7 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of several parts of all records; only the name of a record decides which part it is in.
+    """One of several parts of all records, or of all entries; only a name or key decides which part it is in.
 
     So parts may be processed in any order and at any time, and miss nothing in a folder that grows.
 
@@ -34,7 +34,7 @@ class Part:
         return self.count == 1
 
     def owns(self, name: str) -> bool:
-        """Whether the item of this name is in the part."""
+        """Whether the item of this name, or the entry of this key, is in the part."""
         return part_index(name, self.count) == self.index
 
     def __str__(self) -> str:

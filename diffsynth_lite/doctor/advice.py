@@ -93,23 +93,24 @@ def _about_copies(found: Findings) -> list[str]:
 
 
 def _about_sizes(data: ExaminedData) -> list[str]:
-    example = next(iter(data.repeated.values()), "")
+    odd = {kind: data.records_of(found) for kind, found in data.oddities.items()}
+    example = next(iter(data.oddities["repeated"].values()), "")
     return [
         *_remark(
-            data.records_of(data.cropped),
+            odd["cropped"],
             "item",
             f"of which the crop takes more than {MUCH_CROPPED:.0%}; a larger data.max_aspect_ratio, or sizes "
             "of other shapes, keep more",
         ),
-        *_remark(data.records_of(data.enlarged), "item", "enlarged, so not sharp"),
+        *_remark(odd["enlarged"], "item", "enlarged, so not sharp"),
         *_remark(
-            data.records_of(data.small),
+            odd["small"],
             "item",
             "with fewer pixels than the resolution, learned at a smaller size (data.upscale: true would "
             "enlarge them)",
         ),
         *_remark(
-            data.records_of(data.repeated),
+            odd["repeated"],
             "clip",
             "with fewer frames a second than asked for, so that some are repeated and motion stutters "
             f"({example}); a lower data.fps, or faster clips, help",

@@ -65,58 +65,36 @@ class ExaminedData:
         return [item for item in self.plan.items if item.record.name not in self.dropped]
 
     @cached_property
-    def cropped(self) -> Mapping[str, str]:
-        """Items of which much is cut away, with how much."""
-        cut = {}
-        for item in self.items:
-            facts = self.plan.facts[item.record.name]
-            lost = 1 - kept_ratio((facts.width, facts.height), (item.bucket.width, item.bucket.height))
-            if lost > MUCH_CROPPED:
-                cut[item.name] = f"{float(lost):.0%} of {facts.width}x{facts.height} is cropped"
-        return cut
+    def oddities(self) -> Mapping[str, Mapping[str, str]]:
+        """What is unusual: cropped, enlarged, small or repeated, and by the name of an item how much.
 
-    @cached_property
-    def enlarged(self) -> Mapping[str, str]:
-        """Items that are scaled up, with how much."""
-        grown = {}
-        for item in self.items:
-            facts = self.plan.facts[item.record.name]
-            scale = max(item.bucket.width / facts.width, item.bucket.height / facts.height)
-            if scale > 1:
-                grown[item.name] = f"enlarged {scale:.2g} times from {facts.width}x{facts.height}"
-        return grown
-
-    @cached_property
-    def small(self) -> Mapping[str, str]:
-        """Items that have too few pixels for a resolution, and so are trained at a smaller size."""
+        Small items have too few pixels for a resolution, and so are trained at a smaller size. Clips of fewer
+        frames a second than asked for repeat some.
+        """
         data = self.config.data
-        if data.given_sizes or data.upscale:
-            return {}
-        wanted = _MUCH_SMALLER * max(data.resolutions) ** 2
-        small = {}
+        wanted = 0 if data.given_sizes or data.upscale else _MUCH_SMALLER * max(data.resolutions) ** 2
+        found: dict[str, dict[str, str]] = {"cropped": {}, "enlarged": {}, "small": {}, "repeated": {}}
         for item in self.items:
-            facts = self.plan.facts[item.record.name]
+            facts, name, bucket = self.plan.facts[item.record.name], item.name, item.bucket
+            size, num_frames = f"{facts.width}x{facts.height}", bucket.num_frames
+            lost = 1 - kept_ratio((facts.width, facts.height), (bucket.width, bucket.height))
+            if lost > MUCH_CROPPED:
+                found["cropped"][name] = f"{float(lost):.0%} of {size} is cropped"
+            scale = max(bucket.width / facts.width, bucket.height / facts.height)
+            if scale > 1:
+                found["enlarged"][name] = f"enlarged {scale:.2g} times from {size}"
             if facts.width * facts.height < wanted:
-                small[item.name] = f"only {facts.width}x{facts.height}"
-        return small
-
-    @cached_property
-    def repeated(self) -> Mapping[str, str]:
-        """Clips of fewer frames a second than asked for, so that frames are repeated, with how many."""
-        doubled = {}
-        for item in self.items:
-            facts = self.plan.facts[item.record.name]
+                found["small"][name] = f"only {size}"
             if not isinstance(facts, VideoFacts):
                 continue
-            num_frames = item.bucket.num_frames
             # About that many where their rate varies.
             different = {int(time_s * facts.fps + _FRAME_TOLERANCE) for time_s in item.times()}
             num_repeats = num_frames - len(different)
             if num_repeats > _MUCH_REPEATED * num_frames:
-                doubled[item.name] = (
+                found["repeated"][name] = (
                     f"{num_repeats} of {num_frames} frames are repeats: it has {facts.fps:.4g} a second"
                 )
-        return doubled
+        return found
 
     @cached_property
     def clips_with_audio(self) -> Sequence[str]:
@@ -134,8 +112,7 @@ class ExaminedData:
 
     def remarks(self, name: str) -> list[str]:
         """Remarks on an item."""
-        oddities = (self.cropped, self.enlarged, self.small, self.repeated)
-        return [found[name] for found in oddities if name in found]
+        return [found[name] for found in self.oddities.values() if name in found]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,6 @@
 """This file fills the cache of a run ahead of it, seals it, and finds what in it no run needs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -110,16 +109,10 @@ def prune_cache(configs: Sequence[Config], needed: set[str], *, dry_run: bool) -
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sealed:
-    """A seal, and whether it was there before with the same data."""
-
-    document: SealDocument
-    was_there: bool
-
-
 @shortages_explained()
-def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, int], None]) -> Sealed:
+def seal_run(
+    config: Config, accelerator: Accelerator, progress: Callable[[int, int], None]
+) -> tuple[SealDocument, bool]:
     """Seal the data of a run as the media are now, or compare them with a seal that is there.
 
     Nothing is encoded. Thumbnails are made of the items whose losses are to be measured.
@@ -128,6 +121,9 @@ def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, 
         config: names the data, the cache and the seal.
         accelerator: of one process.
         progress: called after each entry with the number of those written, and of all.
+
+    Returns:
+        What was sealed, and whether it was there before with the same data.
 
     Raises:
         UserError: a problem would stop the run; the cache lacks entries; the folder holds a seal of other
@@ -151,7 +147,7 @@ def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, 
     validation = measured if checked.held_out.records else None
     if there is not None:
         _require_same_items(there, trained_on, validation)
-        return Sealed(document=there.document, was_there=True)
+        return there.document, True
     thumbnails = _thumbnails(config, job, trained_on)
     assert config.data.sealed is not None
     folder = SealFolder(config.data.sealed)
@@ -174,7 +170,7 @@ def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, 
             f"data.sealed: {folder} could not be written: {first_line(error)}; the folder holds no seal, and "
             "the same command starts over"
         ) from error
-    return Sealed(document=document, was_there=False)
+    return document, False
 
 
 def _require_same_items(seal: Seal, trained_on: UsableData, validation: UsableData | None) -> None:

@@ -52,20 +52,19 @@ def test_a_log_line_is_masked_with_its_arguments_and_its_traceback(console: Cons
     assert "OSError: https://REDACTED@example.org/x" in printed(console)
 
 
-def test_a_name_that_reads_like_markup_is_printed_as_it_is(console: Console) -> None:
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("--lora runs/[bold]:abc: is not there", "--lora runs/[bold]:abc: is not there"),
+        ("output.dir: runs/swordfish is a file", "output.dir: runs/REDACTED is a file"),
+    ],
+)
+def test_the_line_of_an_error_is_printed_as_it_is_and_masked(console: Console, text: str, line: str) -> None:
     def work() -> None:
-        raise UserError("--lora runs/[bold]:abc: is not there")
+        raise UserError(text)
 
     assert run(work, console) == 2
-    assert "--lora runs/[bold]:abc: is not there" in printed(console)
-
-
-def test_the_line_of_an_error_is_masked(console: Console) -> None:
-    def work() -> None:
-        raise UserError("output.dir: runs/swordfish is a file")
-
-    assert run(work, console) == 2
-    assert "output.dir: runs/REDACTED is a file" in printed(console)
+    assert line in printed(console)
 
 
 @pytest.mark.parametrize(("error", "code"), [(UserError, 2), (RunInterrupted, 75), (None, 0)])

@@ -113,54 +113,46 @@ def test_processes_of_mpirun_on_several_machines_meet_where_they_are_told_to() -
     assert environment["MASTER_ADDR"] == "node-a"
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_tasks_of_srun_without_torchrun_are_refused_with_the_command_that_is_right(nodes: int) -> None:
-    agent = {
-        1: "srun --ntasks=1 --ntasks-per-node=1 torchrun --standalone --nproc_per_node 8",
-        2: "srun --ntasks=2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d",
-    }
-    text = refusal(SRUN | {"SLURM_STEP_NUM_NODES": str(nodes)})
-    assert "started 8 tasks that know nothing of each other" in text
-    assert agent[nodes] in text
-    assert PROGRAM in text
+ALONE = "started 8 tasks that know nothing of each other"
+ONE_MACHINE = "srun --ntasks=1 --ntasks-per-node=1 torchrun --standalone --nproc_per_node 8"
+TWO_MACHINES = "srun --ntasks=2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d"
+# The parent of the process that tests has set no such variables.
+ASKED_FOR_SEVERAL = ACCELERATE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
-def test_what_a_launcher_would_shard_is_refused(kind: str) -> None:
-    text = refusal(TORCHRUN | {f"ACCELERATE_USE_{kind}": "true"})
-    assert f"{kind} is not supported" in text
-    assert "set memory.shard_base: all" in text
+def torchrun(num_processes: int) -> str:
+    return f"torchrun --standalone --nproc_per_node {num_processes} {PROGRAM}"
 
 
 @pytest.mark.parametrize(
-    ("environment", "missing", "num_processes"),
+    ("environment", "words"),
     [
-        ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT", 2),
-        ({"WORLD_SIZE": "2", "RANK": "0", **MEETING}, "LOCAL_RANK", 2),
-        ({"LOCAL_RANK": "0"}, "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT", 1),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1", **MEETING}, "LOCAL_RANK", 2),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "1"}, (ALONE, ONE_MACHINE, PROGRAM)),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "2"}, (ALONE, TWO_MACHINES, PROGRAM)),
+        *(
+            (
+                TORCHRUN | {f"ACCELERATE_USE_{kind}": "true"},
+                (f"{kind} is not supported", "set memory.shard_base: all"),
+            )
+            for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+        ),
+        ({"WORLD_SIZE": "2"}, ("without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT;", torchrun(2))),
+        ({"WORLD_SIZE": "2", "RANK": "0", **MEETING}, ("without LOCAL_RANK;", torchrun(2))),
+        ({"LOCAL_RANK": "0"}, ("without WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT;", torchrun(1))),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", **MEETING}, ("without LOCAL_RANK;", torchrun(2))),
+        ({"WORLD_SIZE": "two"}, ("WORLD_SIZE: is 'two'",)),
+        (ASKED_FOR_SEVERAL, ("started one", "several with torchrun --standalone --nproc_per_node")),
+        (
+            ASKED_FOR_SEVERAL | {"ACCELERATE_USE_CPU": "True"},
+            ("started one", "several with ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node"),
+        ),
     ],
 )
-def test_some_of_the_variables_of_torchrun_without_the_others_are_refused(
-    environment: dict[str, str], missing: str, num_processes: int
+def test_processes_that_would_not_be_one_run_are_refused_with_what_would_do(
+    environment: dict[str, str], words: tuple[str, ...]
 ) -> None:
     text = refusal(environment)
-    assert f"without {missing};" in text
-    assert f"torchrun --standalone --nproc_per_node {num_processes} {PROGRAM}" in text
-
-
-def test_a_number_that_is_none_is_refused() -> None:
-    assert "WORLD_SIZE: is 'two'" in refusal({"WORLD_SIZE": "two"})
-
-
-@pytest.mark.parametrize("use_cpu", [False, True])
-def test_one_process_of_accelerate_launch_that_was_asked_for_several_is_refused(use_cpu: bool) -> None:
-    # The parent of this process has set no such variables.
-    environment = ACCELERATE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    prefix = "ACCELERATE_USE_CPU=true " if use_cpu else ""
-    text = refusal(environment | {"ACCELERATE_USE_CPU": str(use_cpu)})
-    assert "started one" in text
-    assert f"several with {prefix}torchrun --standalone --nproc_per_node" in text
+    assert [word for word in words if word not in text] == []
 
 
 def test_without_a_gpu_processes_of_torchrun_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,27 +163,21 @@ def test_without_a_gpu_processes_of_torchrun_run_on_the_cpu(monkeypatch: pytest.
     assert "on GPUs, and torch sees none" in refusal(TORCHRUN | ACCELERATE)
 
 
-@pytest.mark.parametrize(("num_gpus", "named"), [(1, "1 GPU;"), (3, "3 GPUs (CUDA_VISIBLE_DEVICES=0,1,2);")])
-def test_more_processes_than_gpus_are_refused(
-    monkeypatch: pytest.MonkeyPatch, num_gpus: int, named: str
-) -> None:
-    seen_by_torch(monkeypatch, num_gpus=num_gpus)
-    visible = {"CUDA_VISIBLE_DEVICES": "0,1,2"} if num_gpus == 3 else {}
-    text = refusal(TORCHRUN | visible)
-    assert f"4 processes were started on this machine, where torch sees {named}" in text
-    assert f"--nproc_per_node {num_gpus} {PROGRAM}" in text
-
-
-def test_as_many_processes_as_gpus_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_gpus, visible, named in (
+        (1, {}, "1 GPU;"),
+        (3, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, "3 GPUs (CUDA_VISIBLE_DEVICES=0,1,2);"),
+    ):
+        seen_by_torch(monkeypatch, num_gpus=num_gpus)
+        text = refusal(TORCHRUN | visible)
+        assert f"4 processes were started on this machine, where torch sees {named}" in text
+        assert f"--nproc_per_node {num_gpus} {PROGRAM}" in text
+    seen_by_torch(monkeypatch, num_gpus=0, kind="mps")
+    assert "not supported on mps" in refusal(dict(TORCHRUN))
     seen_by_torch(monkeypatch, num_gpus=4)
     environment = dict(TORCHRUN)
     join_processes(environment, COMMAND)
     assert environment == TORCHRUN
-
-
-def test_several_processes_on_another_kind_of_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen_by_torch(monkeypatch, num_gpus=0, kind="mps")
-    assert "not supported on mps" in refusal(dict(TORCHRUN))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

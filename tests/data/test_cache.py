@@ -296,7 +296,7 @@ def test_an_entry_with_numbers_that_are_not_finite_is_set_aside_before_a_run_rea
             filled.write(key, {"latents": torch.tensor([1.0, torch.nan])})
     assert not is_present(filled, memory, KEYS[0])
     assert f"{filled.path(KEYS[0])}: damaged cache entry is set aside: latents holds NaN" in caplog.text
-    assert verify(filled, lambda done, total: None).damaged == (KEYS[1],)
+    assert verify(filled, lambda done, total: None)[1] == [KEYS[1]]
 
 
 def test_an_entry_that_the_system_cannot_read_is_not_present_and_stays(filled, memory, monkeypatch, caplog):
@@ -313,15 +313,14 @@ def test_verify_reads_all_and_names_what_is_damaged(filled):
     damage(filled.path(KEYS[1]))
     progress = []
     verified = verify(filled, lambda done, total: progress.append((done, total)))
-    assert (verified.num_entries, verified.damaged) == (4, (KEYS[1],))
+    assert verified == (4, [KEYS[1]])
     assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert filled.path(KEYS[1]).with_suffix(".damaged").exists()
-    assert verify(filled, lambda done, total: None).damaged == ()
+    assert verify(filled, lambda done, total: None) == (3, [])
 
 
 def test_verify_of_no_cache_finds_nothing(tmp_path):
-    verified = verify(TensorCache(tmp_path / "none"), lambda done, total: None)
-    assert (verified.num_entries, verified.damaged) == (0, ())
+    assert verify(TensorCache(tmp_path / "none"), lambda done, total: None) == (0, [])
 
 
 def test_prune_deletes_what_is_not_kept_and_nothing_that_is_not_an_entry(filled):

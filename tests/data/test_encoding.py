@@ -10,10 +10,11 @@ from processes import FORKED
 
 from diffsynth_lite.data.buckets import BucketRule
 from diffsynth_lite.data.cache import TensorCache
-from diffsynth_lite.data.encoding import Encoder, LiveTensors, Shard, encode_missing, find_undecodable
+from diffsynth_lite.data.encoding import Encoder, LiveTensors, encode_missing, find_undecodable
 from diffsynth_lite.data.items import PromptItem
 from diffsynth_lite.data.media_index import FileMemory, FileState, MediaIndex
 from diffsynth_lite.data.plan import PlanRules, plan_items
+from diffsynth_lite.data.records import WHOLE, Part
 from diffsynth_lite.errors import UserError
 
 RULES = PlanRules(buckets=BucketRule(divisor=4, step=4, sizes=((8, 8), (8, 4))))
@@ -58,10 +59,10 @@ def keyed(records, cache, memory, rules=RULES, encoder_id="vae"):
     return {item.key(cache, encoder_id): item for item in planned}
 
 
-def run(planned, cache, memory, encoder, shard=Shard(), stop_at_bad=False):  # noqa: B008
+def run(planned, cache, memory, encoder, share=WHOLE, stop_at_bad=False):
     return encode_missing(
-        planned, encoder.encoder, cache=cache, memory=memory, shard=shard, stop_at_bad=stop_at_bad
-    ).bad
+        planned, encoder.encoder, cache=cache, memory=memory, share=share, stop_at_bad=stop_at_bad
+    )[1]
 
 
 def break_image(record):
@@ -162,11 +163,11 @@ def test_after_a_bad_item_nothing_is_encoded_where_nothing_will_be_trained(cache
 
 def test_processes_share_all_keys_out_and_none_twice(cache, memory, make_records):
     planned = keyed(make_records(12), cache, memory)
-    shards = [Shard(num_processes=3, process_index=index) for index in range(3)]
-    assert all(sum(shard.owns(key) for shard in shards) == 1 for key in planned)
-    encoders = [CountingEncoder() for _ in shards]
-    for shard, encoder in zip(shards, encoders, strict=True):
-        run(planned, cache, memory, encoder, shard)
+    shares = [Part(index, 3) for index in range(3)]
+    assert all(sum(share.owns(key) for share in shares) == 1 for key in planned)
+    encoders = [CountingEncoder() for _ in shares]
+    for share, encoder in zip(shares, encoders, strict=True):
+        run(planned, cache, memory, encoder, share)
     assert sum(len(encoder.given) for encoder in encoders) == 12
     assert sum(encoder.num_loads > 0 for encoder in encoders) > 1
     assert all(cache.read(key) for key in planned)
@@ -215,11 +216,11 @@ def test_without_a_cache_each_item_is_decoded_once_to_find_bad_ones(cache, memor
     records = make_records(4)
     break_image(records[2])
     planned = keyed(records, cache, memory)
-    bad = find_undecodable(planned, memory=memory, shard=Shard())
+    bad = find_undecodable(planned, memory=memory, share=WHOLE)
     assert [planned[key].record.name for key in bad] == ["2.png"]
     loaded = []
     monkeypatch.setattr(type(next(iter(planned.values()))), "load", lambda item: loaded.append(item.name))
-    assert find_undecodable(planned, memory=memory, shard=Shard()) == {}
+    assert find_undecodable(planned, memory=memory, share=WHOLE) == {}
     assert loaded == ["2.png"]
 
 
@@ -235,7 +236,7 @@ def test_captions_are_not_decoded_but_the_images_beside_them_are(cache, memory, 
         )
     }
     with caplog.at_level(logging.INFO):
-        bad = find_undecodable(prompts, memory=memory, shard=Shard())
+        bad = find_undecodable(prompts, memory=memory, share=WHOLE)
     assert [prompts[key].text for key in bad] == ["make it red"]
     assert "decoding 2 new items" in caplog.text
     remembered = [memory.recall(f"decodes {key}", FileState(0, 0)) is not None for key in prompts]

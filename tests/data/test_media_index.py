@@ -15,7 +15,7 @@ from clip_makers import write_clip
 from PIL import Image, ImageFile
 from processes import FORKED
 
-from diffsynth_lite.data.encoding import Shard, find_undecodable
+from diffsynth_lite.data.encoding import find_undecodable
 from diffsynth_lite.data.images import check_image, load_image, load_layer, load_mask
 from diffsynth_lite.data.media_index import (
     FileMemory,
@@ -25,7 +25,7 @@ from diffsynth_lite.data.media_index import (
     adopt_parts,
     parts_folder,
 )
-from diffsynth_lite.data.records import Part
+from diffsynth_lite.data.records import WHOLE, Part
 from diffsynth_lite.data.video import check_video, read_frames
 from diffsynth_lite.errors import UserError
 
@@ -258,4 +258,4 @@ def test_an_error_of_the_machine_ends_the_search_for_bad_items(tmp_path):
             raise MemoryError
 
     with FileMemory(tmp_path / "index.sqlite") as memory, pytest.raises(MemoryError):
-        find_undecodable({"0" * 64: Planned()}, memory=memory, shard=Shard())
+        find_undecodable({"0" * 64: Planned()}, memory=memory, share=WHOLE)

@@ -21,7 +21,6 @@ from diffsynth_lite.data import (
     DataIdentity,
     DatasetPlan,
     Encodable,
-    EncodedShard,
     Encoder,
     EntryReader,
     FileMemory,
@@ -32,7 +31,6 @@ from diffsynth_lite.data import (
     Orders,
     Part,
     PromptItem,
-    Shard,
     UsableData,
     draw_order,
     encode_missing,
@@ -236,14 +234,14 @@ def _encode_passes(
     """Key to the reason, of bad entries; agreed on before the next encoder loads."""
     stop_at_bad = config.data.on_bad_item == "error"
     is_hopeless = stop_at_bad and any(plan.bad for plan, _ in job.datasets)
-    own = Shard(num_processes=len(job.group.ranks), process_index=job.group.place)
+    own = Part(job.group.place, len(job.group.ranks))
 
     @shortages_explained()  # here, so that all processes end alike
-    def work(items: Mapping[str, Encodable], encoder: Encoder, shard: Shard) -> EncodedShard:
+    def work(items: Mapping[str, Encodable], encoder: Encoder, share: Part) -> tuple[int, dict[str, str]]:
         if is_hopeless or not config.data.cache:
-            return EncodedShard(num_new=0, bad=find_undecodable(items, memory=memory, shard=shard))
+            return 0, find_undecodable(items, memory=memory, share=share)
         found = encode_missing(
-            items, encoder, cache=job.cache, memory=memory, shard=shard, stop_at_bad=stop_at_bad
+            items, encoder, cache=job.cache, memory=memory, share=share, stop_at_bad=stop_at_bad
         )
         free_memory()
         return found
@@ -252,11 +250,11 @@ def _encode_passes(
     num_new = 0
     for items, encoder in job.passes:
         # Each process its share, then its missing entries: none, unless a file system shows files late.
-        for shard in [own, Shard()][: accelerator.num_processes]:
+        for share in [own, WHOLE][: accelerator.num_processes]:
             left = {key: item for key, item in items.items() if key not in bad}
-            for found in on_all_processes(accelerator, work, left, encoder, shard):
-                bad |= found.bad
-                num_new += found.num_new
+            for num_encoded, found in on_all_processes(accelerator, work, left, encoder, share):
+                bad |= found
+                num_new += num_encoded
             if bad and stop_at_bad:
                 return bad
         if is_hopeless:
