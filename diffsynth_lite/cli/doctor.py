@@ -2,7 +2,7 @@
 
 import argparse
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 
 if TYPE_CHECKING:  # Wrong arguments are reported before torch is imported, which takes seconds.
-    from diffsynth_lite.doctor.findings import Findings
+    from diffsynth_lite.doctor.findings import BucketFindings, Findings, NoiseFindings, SourceFindings
 
 logger = logging.getLogger(__name__)
 
@@ -81,33 +81,11 @@ def print_findings(console: Console, findings: "Findings") -> None:
 
 
 def _print_data(console: Console, findings: "Findings", *, title: str, unused: str) -> None:
-    sources = [
-        (
-            source.place,
-            source.contents,
-            f"{source.num_captions}",
-            f"{source.num_dropped}",
-            f"{source.passes:g}",
-        )
-        for source in findings.sources
-    ]
-    columns: tuple[str, ...] = ("source", "holds", "captions", unused.lower(), "times a pass")
-    console.print(_table(title, columns, sources, num_texts=2))
+    _print_table(console, title, findings.sources, num_texts=2)
     console.print(_pairs("", findings.facts))
-    if findings.buckets:
-        buckets = [
-            (
-                *(row.name, f"{row.num_items}", f"{row.samples_per_pass:g}", f"{row.micro_batch_size}"),
-                *(f"{row.batches_per_pass:.4g}", f"{row.num_tokens}"),
-            )
-            for row in findings.buckets
-        ]
-        columns = ("size", "items", "samples a pass", "batch", "batches a pass", "tokens a sample")
-        console.print(_table("Buckets", columns, buckets))
-    if noise := findings.noise:
-        levels = f"Noise levels ({findings.noise_level}): % of the steps"
-        rows = [(row.name, *row.cells) for row in noise]
-        console.print(_table(levels, ("", *noise[0].COLUMNS), rows, padding=0))
+    _print_table(console, "Buckets", findings.buckets)
+    levels = f"Noise levels ({findings.noise_level}): % of the steps"
+    _print_table(console, levels, findings.noise, padding=0)
     _print_names(console, unused, [f"{name}: {why}" for name, why in findings.dropped.items()])
     _print_names(console, "Equal files", _joined(" = ", findings.equal))
     _print_names(console, "Look alike", _joined(" ~ ", findings.alike))
@@ -117,16 +95,23 @@ def _joined(sign: str, groups: Sequence[Sequence[str]]) -> list[str]:
     return [sign.join(names) for names in groups]
 
 
-def _table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_texts: int = 1, padding: int = 1
-) -> Table:
-    """A table whose first columns hold texts, and the others numbers."""
+def _print_table(
+    console: Console,
+    title: str,
+    rows: "Sequence[SourceFindings | BucketFindings | NoiseFindings]",
+    *,
+    num_texts: int = 1,
+    padding: int = 1,
+) -> None:
+    """Print a table whose first columns hold texts, and the others numbers; none without rows."""
+    if not rows:
+        return
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, padding))
-    for place, name in enumerate(columns):
+    for place, name in enumerate(rows[0].COLUMNS):
         table.add_column(name, justify="left" if place < num_texts else "right", overflow="fold")
     for row in rows:
-        table.add_row(*map(escape, row))
-    return table
+        table.add_row(*map(escape, row.cells))
+    console.print(table)
 
 
 def _pairs(title: str, facts: Mapping[str, str]) -> Table:

@@ -38,7 +38,7 @@ from diffsynth_lite.data.plan import (
     refuse_other_kinds,
     summary_of_bad,
 )
-from diffsynth_lite.data.records import ROLES, WHOLE, Part, Record, Role, Source, unpacked
+from diffsynth_lite.data.records import ROLES, WHOLE, Part, Record, Source, unpacked
 from diffsynth_lite.data.schedule import (
     BatchLayout,
     Orders,
@@ -81,7 +81,6 @@ __all__ = [
     "PromptItem",
     "Pruned",
     "Record",
-    "Role",
     "SampleSchedule",
     "Source",
     "TagCounts",

@@ -39,6 +39,8 @@ class SourceFindings:
         is_preserved: whether it is not learned.
     """
 
+    COLUMNS: ClassVar = ("source", "holds", "captions", "not used", "times a pass")
+
     place: str
     num_records: Mapping[str, int]
     num_captions: int
@@ -52,6 +54,12 @@ class SourceFindings:
         held = ", ".join(counted(count, _KINDS[kind]) for kind, count in self.num_records.items()) or "none"
         return f"{held}, preserved" if self.is_preserved else held
 
+    @property
+    def cells(self) -> list[str]:
+        """Its row of a table."""
+        counts = (self.num_captions, self.num_dropped, f"{self.passes:g}")
+        return [self.place, self.contents, *map(str, counts)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketFindings:
@@ -62,6 +70,8 @@ class BucketFindings:
         samples_per_pass: with repeats and weights.
         num_tokens: of one sample in the transformer, with its inputs.
     """
+
+    COLUMNS: ClassVar = ("size", "items", "samples a pass", "batch", "batches a pass", "tokens a sample")
 
     name: str
     num_items: int
@@ -74,6 +84,13 @@ class BucketFindings:
         """Micro-batches that a pass over the data takes from it, on all devices together."""
         return self.samples_per_pass / self.micro_batch_size
 
+    @property
+    def cells(self) -> list[str]:
+        """Its row of a table."""
+        samples, batches = f"{self.samples_per_pass:g}", f"{self.batches_per_pass:.4g}"
+        counts = (self.num_items, samples, self.micro_batch_size, batches, self.num_tokens)
+        return [self.name, *map(str, counts)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseFindings:
@@ -85,7 +102,7 @@ class NoiseFindings:
         shift: of their noise levels; None where sizes differ in it.
     """
 
-    COLUMNS: ClassVar = ("steps", "shift", "mean", "<0.5", *(f"{tenth / 10}" for tenth in range(10)))
+    COLUMNS: ClassVar = ("", "steps", "shift", "mean", "<0.5", *(f"{tenth / 10}" for tenth in range(10)))
     """What ``cells`` are: percentages but for shift and mean; the last ten of the tenths that begin there."""
 
     name: str
@@ -95,10 +112,10 @@ class NoiseFindings:
 
     @property
     def cells(self) -> list[str]:
-        """Its numbers, rounded."""
+        """Its name and numbers, rounded."""
         shift = "" if self.shift is None else f"{self.shift:.3g}"
         parts = map(_percent, (self.shares.below_half, *self.shares.tenths))
-        return [_percent(self.part), shift, f"{self.shares.mean:.2f}", *parts]
+        return [self.name, _percent(self.part), shift, f"{self.shares.mean:.2f}", *parts]
 
 
 def _percent(part: float) -> str:

@@ -115,7 +115,9 @@ def test_processes_of_mpirun_on_several_machines_meet_where_they_are_told_to() -
 
 ALONE = "started 8 tasks that know nothing of each other"
 ONE_MACHINE = "srun --ntasks=1 --ntasks-per-node=1 torchrun --standalone --nproc_per_node 8"
-TWO_MACHINES = "srun --ntasks=2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d"
+TWO_MACHINES = (
+    "srun --ntasks=2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d"
+)
 # The parent of the process that tests has set no such variables.
 ASKED_FOR_SEVERAL = ACCELERATE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 

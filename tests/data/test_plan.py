@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from diffsynth_lite.data.plan import (
 from diffsynth_lite.data.records import Record
 from diffsynth_lite.data.video import read_frames, write_video
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +101,8 @@ def test_an_image_is_one_item_of_its_bucket(index, gradient):
     assert (item.crop_x, item.crop_y, item.clip_start_s, item.fps) == (0.5, 0.5, None, None)
     assert (planned.facts["a.png"].width, planned.facts["a.png"].height) == (32, 16)
     media = item.load()
-    [frame] = media.frames
-    assert frame.size == (8, 8)
-    assert (media.inputs, media.first_frame, media.last_frame, media.mask, media.fps) == (
-        (),
-        None,
-        None,
-        None,
-        None,
-    )
+    assert media == Media(frames=media.frames, crop=media.crop)
+    assert [frame.size for frame in media.frames] == [(8, 8)]
 
 
 def test_each_resolution_and_crop_is_an_item_of_its_own(index, gradient):
@@ -266,27 +261,34 @@ def test_unchanged_media_is_not_read_again(index, memory, gradient, clip, monkey
         plan(records, MediaIndex(memory))
 
 
-def test_kinds_that_the_family_does_not_train_are_refused_by_name(gradient, tmp_path):
-    records = [record(gradient()), record(tmp_path / "a.mp4"), record(tmp_path / "b.mp4")]
-    refuse_other_kinds(records, ("image", "video"))
-    with pytest.raises(
-        UserError, match=r"2 of kind video, such as a\.mp4; this family trains on the kinds image"
-    ):
-        refuse_other_kinds(records, ("image",))
-    with pytest.raises(UserError, match=r"1 of kind control, such as a\.mp4"):
-        refuse_other_kinds([record(tmp_path / "a.mp4", control=gradient(), random_masks=1)], ("inpaint",))
+IMAGE, CLIP = ({"target": Path(name)} for name in ("a.png", "a.mp4"))
+GUIDED = CLIP | {"control": Path("b.png"), "random_masks": 1}
+NAMED = r"name the files that belong to them \("
 
 
-def test_items_without_the_files_that_a_family_needs_are_told_the_settings(gradient, tmp_path):
-    named = (
-        r"name the files that belong to them \(inpaint_mask_dir, inpaint_mask_column, random_masks\), choose"
-    )
-    with pytest.raises(UserError, match=named):
-        refuse_other_kinds([record(gradient())], ("inpaint",))
-    with pytest.raises(UserError, match=r"image_to_video: choose another"):
-        refuse_other_kinds([record(gradient())], ("image_to_video",))
-    with pytest.raises(UserError, match=r"\(first_frame_dir, first_frame_column, last_frame_dir"):
-        refuse_other_kinds([record(tmp_path / "a.mp4")], ("image_to_video",))
+@pytest.mark.parametrize(
+    ("records", "kinds", "message"),
+    [
+        (
+            [IMAGE, CLIP, CLIP],
+            "image",
+            r"2 of kind video, such as a\.mp4; this family trains on the kinds image",
+        ),
+        ([GUIDED], "inpaint", r"1 of kind control, such as a\.mp4"),
+        ([IMAGE], "inpaint", NAMED + r"inpaint_mask_dir, inpaint_mask_column, random_masks\), choose"),
+        ([IMAGE], "image_to_video", "image_to_video: choose another"),
+        ([CLIP], "image_to_video", NAMED + "first_frame_dir, first_frame_column, last_frame_dir"),
+    ],
+)
+def test_kinds_that_a_family_does_not_train_are_refused_with_the_settings_that_would_do(
+    records, kinds, message
+):
+    with pytest.raises(UserError, match=message):
+        refuse_other_kinds([record(**each) for each in records], (kinds,))
+
+
+def test_kinds_that_a_family_trains_are_not_refused():
+    refuse_other_kinds([record(**IMAGE), record(**CLIP)], ("image", "video"))
 
 
 def test_each_input_of_a_media_key_changes_it(index, gradient, clip):
@@ -408,29 +410,29 @@ def names_of(count: int) -> list[str]:
     return [f"{index}.png" for index in range(count)]
 
 
-def test_error_accepts_good_data_and_lists_every_bad_item_and_the_way_out():
-    assert refuse_bad_items(names_of(3), {}, on_bad_item="error", max_bad_ratio=0.5) is None
-    bad = {"0.png": "damaged", "2.png": "animated"}
-    with pytest.raises(UserError, match=r"2 of 3 .*0\.png: damaged; 2\.png: animated.*on_bad_item=skip"):
-        refuse_bad_items(names_of(3), bad, on_bad_item="error", max_bad_ratio=1.0)
-
-
-def test_those_past_the_twentieth_are_counted():
-    bad = {f"{index}.png": "damaged" for index in range(25)}
-    for on_bad_item in ("error", "skip"):
-        with pytest.raises(BadItemsError, match="and 5 more"):
-            refuse_bad_items(names_of(26), bad, on_bad_item=on_bad_item, max_bad_ratio=0.1)
+FEW = {"0.png": "damaged", "2.png": "animated"}
+MANY = {f"{index}.png": "damaged" for index in range(25)}
 
 
 @pytest.mark.parametrize(
-    ("num_bad", "max_bad_ratio", "is_refused"),
-    [(0, 0.5, False), (2, 0.5, False), (1, 0.2, True), (3, 0.7, True), (3, 0.5, True), (4, 1.0, True)],
+    ("count", "bad", "on_bad_item", "max_bad_ratio", "message"),
+    [
+        (3, {}, "error", 0.5, None),
+        (3, FEW, "error", 1.0, r"2 of 3 .*0\.png: damaged; 2\.png: animated.*on_bad_item=skip"),
+        (26, MANY, "error", 0.1, "and 5 more"),
+        (26, MANY, "skip", 0.1, "and 5 more"),
+        (4, {}, "skip", 0.5, None),
+        (4, FEW, "skip", 0.5, None),
+        (4, FEW, "skip", 0.2, "Too many to skip: data.max_bad_ratio is 0.2"),
+        (26, MANY, "skip", 0.9, "Too many to skip: data.max_bad_ratio is 0.9"),
+        (25, MANY, "skip", 1.0, "Too many to skip: data.max_bad_ratio is 1.0"),  # nothing is good
+    ],
 )
-def test_skip_leaves_out_as_many_as_the_limit_says_unless_nothing_is_good(num_bad, max_bad_ratio, is_refused):
-    bad = {f"{index}.png": "damaged" for index in range(num_bad)}
-    message = rf"Too many to skip: data.max_bad_ratio is {max_bad_ratio}"
-    with pytest.raises(UserError, match=message) if is_refused else nullcontext():
-        refuse_bad_items(names_of(4), bad, on_bad_item="skip", max_bad_ratio=max_bad_ratio)
+def test_bad_items_are_refused_by_name_or_left_out_as_far_as_the_limit_says(
+    count, bad, on_bad_item, max_bad_ratio, message
+):
+    with pytest.raises(BadItemsError, match=message) if message else nullcontext():
+        refuse_bad_items(names_of(count), bad, on_bad_item=on_bad_item, max_bad_ratio=max_bad_ratio)
 
 
 def test_a_summary_counts_and_names_the_bad_items():

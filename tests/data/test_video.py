@@ -39,33 +39,8 @@ from diffsynth_lite.data.video import (
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Audio
 
-VARYING = [
-    0,
-    3,
-    4,
-    9,
-    10,
-    30,
-    31,
-    33,
-    40,
-    41,
-    42,
-    60,
-    62,
-    63,
-    70,
-    71,
-    90,
-    95,
-    96,
-    99,
-    100,
-    101,
-    120,
-    125,
-    126,
-]
+TIMES = "0 3 4 9 10 30 31 33 40 41 42 60 62 63 70 71 90 95 96 99 100 101 120 125 126"
+VARYING = [int(time) for time in TIMES.split()]
 
 LONG_CLIPS = {
     "cfr.mp4": {},
@@ -130,31 +105,24 @@ def test_a_frame_of_a_varying_clip_is_shown_until_the_next(tmp_path):
     assert [index_shown(image) for image in read_frames(path, seconds)] == expected
 
 
-@pytest.mark.parametrize("time", [1.0, 1.5, 100.0])
-def test_nothing_is_shown_after_the_end(tmp_path, time):
-    path = write_clip(tmp_path / "clip.mp4")
-    with pytest.raises(UserError, match=rf"clip\.mp4: a frame at {time:g} s .* ends before"):
-        read_frames(path, [0.5, time])
-    assert index_shown(read_frames(path, [0.999])[0]) == 24
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    """One second of 25 frames, which tests only read."""
+    return write_clip(tmp_path_factory.mktemp("clip") / "clip.mp4")
 
 
-def test_nothing_is_shown_before_the_start(tmp_path):
-    path = write_clip(tmp_path / "clip.mp4")
+def test_times_may_come_in_any_order_and_repeat_and_outside_of_the_clip_nothing_is_shown(clip):
+    assert [index_shown(image) for image in read_frames(clip, [0.9, 0.0, 0.9, 0.4])] == [22, 0, 22, 10]
+    assert index_shown(read_frames(clip, [0.999])[0]) == 24
+    assert read_frames(clip, []) == []
+    for time in (1.0, 1.5, 100.0):
+        with pytest.raises(UserError, match=rf"clip\.mp4: a frame at {time:g} s .* ends before"):
+            read_frames(clip, [0.5, time])
     with pytest.raises(UserError, match=r"clip\.mp4: a frame at -0\.1 s"):
-        read_frames(path, [-0.1, 0.5])
+        read_frames(clip, [-0.1, 0.5])
 
 
-def test_no_times_give_no_frames(tmp_path):
-    assert read_frames(write_clip(tmp_path / "clip.mp4"), []) == []
-
-
-def test_times_may_come_in_any_order_and_repeat(tmp_path):
-    path = write_clip(tmp_path / "clip.mp4")
-    assert [index_shown(image) for image in read_frames(path, [0.9, 0.0, 0.9, 0.4])] == [22, 0, 22, 10]
-
-
-def test_frames_are_made_smaller_one_by_one_so_that_no_two_whole_ones_are_held(tmp_path):
-    path = write_clip(tmp_path / "clip.mp4")
+def test_frames_are_made_smaller_one_by_one_so_that_no_two_whole_ones_are_held(clip):
     whole = []
 
     def smaller(image):
@@ -162,7 +130,7 @@ def test_frames_are_made_smaller_one_by_one_so_that_no_two_whole_ones_are_held(t
         whole.append(weakref.ref(image))
         return image.resize((2, 2))
 
-    images = read_frames(path, [0.0, 0.0, 0.4, 0.8], each=smaller)
+    images = read_frames(clip, [0.0, 0.0, 0.4, 0.8], each=smaller)
     assert [image.size for image in images] == [(2, 2)] * 4
     assert len(whole) == 3
 
@@ -339,33 +307,39 @@ def test_times_are_equally_far_apart():
     assert clip_times(2.0, num_frames=3, fps=4) == [2.0, 2.25, 2.5]
 
 
-def test_places_of_clips():
-    assert starts(3.0, 1.0, "start", 1) == [0.0]
-    assert starts(3.0, 1.0, "center", 1) == [1.0]
-    assert starts(3.0, 1.0, "uniform", 1) == [1.0]
-    assert starts(3.0, 1.0, "uniform", 2) == [0.0, 2.0]
-    assert starts(3.0, 1.0, "uniform", 3) == [0.0, 1.0, 2.0]
-    assert starts(3.0, 1.0, "random", 3, draw=[0.999, 0.0, 0.5].__getitem__) == [0.0, 1.0, 2.0]
+@pytest.mark.parametrize(
+    ("where", "count", "expected"),
+    [
+        ("start", 1, [0.0]),
+        ("center", 1, [1.0]),
+        ("uniform", 1, [1.0]),
+        ("uniform", 2, [0.0, 2.0]),
+        ("uniform", 3, [0.0, 1.0, 2.0]),
+        ("random", 3, [0.0, 1.0, 2.0]),
+    ],
+)
+def test_places_of_clips(where, count, expected):
+    draw = [0.999, 0.0, 0.5].__getitem__ if where == "random" else never
+    assert starts(3.0, 1.0, where, count, draw=draw) == expected
 
 
-def test_a_file_as_long_as_a_clip_gives_it_once():
+def test_a_file_as_long_as_a_clip_gives_it_once_and_the_rounding_of_a_container_makes_none_too_short():
     for where in ("uniform", "random"):
         assert starts(1.0, 1.0, where, 4, draw=lambda index: index / 4) == [0.0]
-
-
-def test_the_rounding_of_a_container_makes_no_file_too_short():
     assert starts(1.334, 40 * 1001 / 30000, "start", 1) == [0.0]
 
 
-def test_a_file_that_is_too_short_is_refused():
-    with pytest.raises(UserError, match=r"0\.9 s are too short for a clip of 1 s"):
-        starts(0.9, 1.0, "start", 1)
-
-
-@pytest.mark.parametrize("where", ["start", "center"])
-def test_several_clips_cannot_be_at_one_place(where):
-    with pytest.raises(UserError, match=f"2 clips .* {where}; use random or uniform"):
-        starts(9.0, 1.0, where, 2)
+@pytest.mark.parametrize(
+    ("duration_s", "where", "count", "message"),
+    [
+        (0.9, "start", 1, r"0\.9 s are too short for a clip of 1 s"),
+        (9.0, "start", 2, "2 clips .* start; use random or uniform"),
+        (9.0, "center", 2, "2 clips .* center; use random or uniform"),
+    ],
+)
+def test_clips_that_a_file_does_not_have_are_refused(duration_s, where, count, message):
+    with pytest.raises(UserError, match=message):
+        starts(duration_s, 1.0, where, count)
 
 
 @given(
@@ -429,12 +403,8 @@ def test_players_are_told_the_colours(tmp_path):
     with av.open(str(tmp_path / "clip.mp4")) as file:
         context = file.streams.video[0].codec_context
         assert (context.name, context.pix_fmt) == ("h264", "yuv420p")
-        assert (context.colorspace, context.color_primaries, context.color_trc, context.color_range) == (
-            1,
-            1,
-            1,
-            1,
-        )
+        colours = (context.colorspace, context.color_primaries, context.color_trc, context.color_range)
+        assert colours == (1, 1, 1, 1)
 
 
 def test_equal_frames_give_equal_bytes_and_an_old_file_is_replaced(tmp_path):

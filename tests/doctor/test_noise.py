@@ -57,7 +57,7 @@ def test_one_shift_for_all_sizes_is_one_row(workplace: Workplace) -> None:
     add_images(workplace, "data", 2, (160, 80))
     add_images(workplace, "data/square", 2, (64, 64))
     (row,) = findings(workplace.config(f"data.path={workplace.root}/data", "objective.shift=none")).noise
-    assert row.cells == ["100", "1", "0.50", "50", *["10"] * 10]
+    assert row.cells == [row.name, "100", "1", "0.50", "50", *["10"] * 10]
 
 
 def test_each_of_two_experts_has_its_part_of_the_steps(workplace: Workplace) -> None:
@@ -138,5 +138,5 @@ def test_audio_with_levels_of_its_own_has_a_row_of_the_clips_that_have_some(work
 def test_numbers_are_rounded_for_reading() -> None:
     shares = LevelShares(tenths=[0.125, 0.004, *[0.0] * 7, 0.871], mean=0.8449)
     row = NoiseFindings(name="all steps", part=1.0, shift=7.7679, shares=shares)
-    assert row.cells == ["100", "7.77", "0.84", "13", "12", "0", *["0"] * 7, "87"]
+    assert row.cells == [row.name, "100", "7.77", "0.84", "13", "12", "0", *["0"] * 7, "87"]
     assert len(row.cells) == len(NoiseFindings.COLUMNS)
