@@ -2,10 +2,9 @@
 
 import os
 import signal
+import sys
 import time
 from typing import Any
-
-from tiny_run import LAUNCH, TRAIN
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training import trainer
@@ -26,9 +25,13 @@ from faults.bench import (
 )
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+TRAIN = (sys.executable, "train.py")
 LAUNCHERS: dict[str, tuple[str, ...]] = {
     "train.py": TRAIN,
-    "accelerate launch": LAUNCH,
+    "accelerate launch": (
+        *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "train.py"),
+    ),
     "torchrun": torchrun(2, "train.py"),
 }
 GRACE_S = 60.0

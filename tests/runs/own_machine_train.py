@@ -1,15 +1,36 @@
-"""The training command of the only process of a machine, which has a run folder and a cache of its own.
+"""Training processes of torchrun's agent, each the only one of a machine with its own run and cache folder.
 
-The first argument is the folder of all machines; the others are those of the training command.
+The agent forks them; those of torchrun import the libraries, each for itself. The arguments are the number of
+processes, the folder of all machines, and those of the training command.
 """
 
 import os
 import sys
 from pathlib import Path
 
+from torch.distributed.launcher import LaunchConfig, elastic_launch
+
 from diffsynth_lite.cli.train import main
 
-if __name__ == "__main__":
-    own = Path(sys.argv[1]) / f"machine {os.environ['RANK']}"
+
+def train(machines: str, *arguments: str) -> None:
+    """The training command of one process."""
+    own = Path(machines) / f"machine {os.environ['RANK']}"
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    sys.exit(main([*sys.argv[2:], f"output.dir={own / 'run'}", f"data.cache_dir={own / 'cache'}"]))
+    code = main([*arguments, f"output.dir={own / 'run'}", f"data.cache_dir={own / 'cache'}"])
+    if code:
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=int(sys.argv[1]),
+        run_id="run",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    elastic_launch(agent, train)(*sys.argv[2:])

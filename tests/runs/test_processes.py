@@ -1,5 +1,6 @@
-"""Runs as processes of their own: real launchers, signals and exit codes."""
+"""Runs as processes of their own: launchers, signals and exit codes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,56 +8,51 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import LIMIT_S
-from tiny_run import LAUNCH, UNWATCHED, TinyRun, checkpoint_tensors, differing, forked, start
+from processes import LIMIT_S, wait_for
+from tiny_run import REPOSITORY, UNWATCHED, TinyRun, checkpoint_tensors, differing, forked
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+from diffsynth_lite.run_folder.folder import RunFolder
+
 OWN_MACHINE = Path(__file__).with_name("own_machine_train.py")
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stderr is not None
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if text in line:
-            return
-    pytest.fail("".join(seen))
-
-
 def test_the_config_is_refused_without_importing_torch(tiny_run: TinyRun) -> None:
-    process = start(tiny_run, "train.stesp=3", command=(sys.executable, "-X", "importtime", "train.py"))
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2
-    assert "did you mean" in errors
-    imported = {
-        line.rsplit("|", 1)[-1].strip() for line in errors.splitlines() if line.startswith("import time")
-    }
+    command = (sys.executable, "-X", "importtime", "train.py", *tiny_run.arguments, "train.stesp=3")
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    assert done.returncode == 2
+    assert "did you mean" in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time")]
+    imported = {line.rsplit("|", 1)[-1].strip() for line in lines}
     assert "omegaconf" in imported
     assert not imported & {"torch", "diffusers", "transformers", "accelerate"}
 
 
-@pytest.mark.slow
 def test_a_trainer_whose_launcher_is_killed_saves_and_stops_and_is_continued_exactly(
     tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     endless = ("train.steps=100000", "output.checkpoint_every_steps=100000")
-    process = start(tiny_run, *endless, "--use_gradient_checkpointing_offload", command=LAUNCH)
-    read_until(process, "step 3/")
-    process.kill()
-    process.communicate(timeout=LIMIT_S)  # the trainer holds the pipe until it ends
-    status = tiny_run.status()
+    machine = RunFolder(tiny_run.root / "machine 0" / "run")
+    agent = forked(
+        tiny_run, *endless, "--use_gradient_checkpointing_offload", script=(OWN_MACHINE, 1, tiny_run.root)
+    )
+    agent.read_until("step 3/")
+    agent.kill()
+    wait_for(machine.is_abandoned)
+    status = json.loads(machine.status_file.read_text())
     assert status["state"] == "interrupted"
     assert 3 <= status["step"] < 100000
 
     last = status["step"] + 2
     settings = (f"train.steps={last}", "output.checkpoint_every_steps=100000")
     caplog.set_level("INFO")
-    assert tiny_run.train(*settings, "--use_gradient_checkpointing_offload") == 0
+    assert (
+        tiny_run.train(*settings, f"output.dir={machine.path}", "--use_gradient_checkpointing_offload") == 0
+    )
     assert f"step-{status['step']:08d}" in caplog.text
-    whole = tiny_run.root / "whole"
-    assert tiny_run.train(*settings, f"output.dir={whole}") == 0
-    assert differing(checkpoint_tensors(whole, last), checkpoint_tensors(tiny_run.folder, last)) == []
+    assert tiny_run.train(*settings) == 0
+    assert differing(checkpoint_tensors(tiny_run.folder, last), checkpoint_tensors(machine.path, last)) == []
 
 
 def test_a_signal_to_the_whole_process_group_does_not_take_the_data_workers_first(tiny_run: TinyRun) -> None:
@@ -76,10 +72,9 @@ def test_two_processes_train_on_the_same_samples_as_one_and_their_machines_share
     settings = ("lora.dropout=0", "train.micro_batch_size=1", "train.use_gradient_checkpointing_offload=true")
     settings = (*settings, "lora.kind=dora")
     assert watched_run.train(*settings, *UNWATCHED, f"output.dir={single}") == 0
-    process = start(watched_run, *settings, command=(*TORCHRUN, str(OWN_MACHINE), str(machines)))
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, errors
-    assert "Runs in 2 processes of 2 machines on the CPU" in errors
+    program = forked(watched_run, *settings, script=(OWN_MACHINE, 2, machines))
+    assert program.wait() == 0, program.printed()
+    assert "Runs in 2 processes of 2 machines on the CPU" in program.printed()
     rows = [[row for row in watched_run.metrics(folder) if "loss" in row] for folder in (single, double)]
     for one, other in zip(*rows, strict=True):
         for name in (name for name in one if "loss" in name or "samples_by_noise" in name):
@@ -96,7 +91,7 @@ def test_two_processes_train_on_the_same_samples_as_one_and_their_machines_share
     assert ours.keys() == theirs.keys()
 
     settings = (*settings, *UNWATCHED, "train.steps=7")
-    program = forked(watched_run, *settings, script=(OWN_MACHINE, machines), num_processes=2)
+    program = forked(watched_run, *settings, script=(OWN_MACHINE, 2, machines))
     assert program.wait() == 0, program.printed()
     assert "step-00000006" in program.printed()
     assert checkpoint_tensors(double, 7).keys() == theirs.keys()

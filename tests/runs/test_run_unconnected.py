@@ -1,11 +1,13 @@
 """Runs on local files need no network, and do not try to use one."""
 
+import os
 import subprocess
 import sys
 
 import pytest
-from tiny_run import LOG_LINE, TinyRun
-from unconnected_train import SCRIPT, train_unconnected
+from accelerate.commands import launch
+from tiny_run import LOG_LINE, TinyRun, forked
+from unconnected_train import SCRIPT
 
 CONNECT = """
 import socket, sys
@@ -16,13 +18,20 @@ socket.create_connection((sys.argv[2], 9))
 """
 
 
-def test_a_run_on_local_files_opens_no_connection(watched_run: TinyRun) -> None:
+LAUNCH = ("--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+
+
+def test_accelerate_launches_a_run_on_local_files_which_opens_no_connection(
+    watched_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notes = watched_run.root / "notes"
     settings = ("train.steps=1", "output.checkpoint_every_steps=1")
-    # In a process of its own: also while the libraries are imported.
-    done = train_unconnected(notes, *watched_run.arguments, *settings, is_offline=False)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stderr.splitlines() if not LOG_LINE.match(line)] == []
+    for name in (name for name in os.environ if name.startswith("HF_")):
+        monkeypatch.delenv(name)
+    # It starts the command in an interpreter of its own: also while the libraries are imported.
+    program = forked(watched_run, *settings, script=(launch.__file__, *LAUNCH, SCRIPT, notes))
+    assert program.wait() == 0, program.printed()
+    assert [line for line in program.printed().splitlines() if not LOG_LINE.match(line)] == []
     assert not notes.exists()
     assert (watched_run.folder / "previews" / "grid.png").is_file()
 

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +22,6 @@ from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 
 REPOSITORY = Path(__file__).parents[2]
-TRAIN = (sys.executable, "train.py")
-LAUNCH = (
-    *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
-    *("--mixed_precision", "no", "--dynamo_backend", "no", "train.py"),
-)
 UNWATCHED = ("validation.prompts=[]", "validation.loss_items=0", "validation.item_losses=0")
 LOG_LINE = re.compile(r"\d\d:\d\d:\d\d ")
 
@@ -124,18 +117,6 @@ class TinyRun:
         rows = [json.loads(line) for line in ((folder or self.folder) / name).read_text().splitlines()]
         measured = ("time", "samples_per_s", "peak_memory_gib")
         return [{name: value for name, value in row.items() if name not in measured} for row in rows]
-
-
-def start(run: TinyRun, *arguments: str, command: tuple[str, ...] = TRAIN) -> subprocess.Popen[str]:
-    """The command as a user types it, in a process group of its own; for what :func:`forked` leaves out."""
-    return subprocess.Popen(
-        [*command, *run.arguments, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def forked(
