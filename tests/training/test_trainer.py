@@ -247,17 +247,12 @@ def test_the_global_random_state_is_left_as_it_was() -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def config_of(folder: Path, *overrides: str) -> LoadedConfig:
-    file = folder / "run.yaml"
-    file.write_text(
-        "model: {family: qwen_image, path: model}\ndata: {path: pictures}\noutput: {dir: run}\n"
-        'train: {mixed_precision: "no"}\n'
-    )
-    return load_config(file, overrides)
+def config_of(*overrides: str) -> LoadedConfig:
+    return load_config("qwen_lora.yaml", ["data.path=pictures", "train.mixed_precision=no", *overrides])
 
 
 def built_accelerator(folder: Path) -> Accelerator:
-    return build_accelerator(config_of(folder).config, folder / "trackers")
+    return build_accelerator(config_of().config, folder / "trackers")
 
 
 def test_a_launchers_variable_does_not_scale_the_gradients(
@@ -291,7 +286,7 @@ class Life:
             num_processes=1, is_main_process=True, device=torch.device("cpu"), log=lambda *_, **__: None
         )
         run = Run(
-            loaded=config_of(self._folder, *settings),
+            loaded=config_of(*settings),
             accelerator=process,
             folder=RunFolder(self._folder),
             store=None,

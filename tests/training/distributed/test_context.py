@@ -1,14 +1,12 @@
 """What processes cannot share of samples is refused before weights load, with what would do."""
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from diffsynth_lite.config import load_config
+from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux, qwen_image, wan
@@ -16,14 +14,8 @@ from diffsynth_lite.training.distributed import agreement
 from diffsynth_lite.training.distributed.context import check_context, check_split, check_tokens
 
 
-@pytest.fixture
-def config_with(tmp_path: Path) -> Callable[..., Any]:
-    def load(*settings: str) -> Any:
-        file = tmp_path / "run.yaml"
-        file.write_text("model: {family: wan, path: model}\ndata: {path: clips}\noutput: {dir: run}\n")
-        return load_config(file, settings).config
-
-    return load
+def config_with(*settings: str) -> Config:
+    return load_config("wan22_ti2v_5b_lora.yaml", ["data.path=clips", *settings]).config
 
 
 def processes(num: int, device: str = "cuda") -> SimpleNamespace:
@@ -44,7 +36,6 @@ def processes(num: int, device: str = "cuda") -> SimpleNamespace:
     ],
 )
 def test_processes_that_cannot_share_samples_are_refused(
-    config_with: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     settings: tuple[str, ...],
     num: int,
@@ -57,9 +48,7 @@ def test_processes_that_cannot_share_samples_are_refused(
         check_context(config_with(*settings), processes(num))
 
 
-def test_a_ring_is_refused_where_it_would_fail_or_be_wrong(
-    config_with: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_is_refused_where_it_would_fail_or_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "on_all_processes", lambda _accelerator, _work: [0, 1])
     ring = ("train.context_parallel=2", "train.context_parallel_kind=ring")
     check_context(config_with(*ring), processes(2))
@@ -82,9 +71,7 @@ def test_a_ring_is_refused_where_it_would_fail_or_be_wrong(
         ("train.context_parallel=2", "train.context_parallel_kind=ring", "memory.save_attention=keep"),
     ],
 )
-def test_settings_that_context_parallelism_cannot_do_are_refused(
-    config_with: Callable[..., Any], settings: tuple[str, ...]
-) -> None:
+def test_settings_that_context_parallelism_cannot_do_are_refused(settings: tuple[str, ...]) -> None:
     with pytest.raises(UserError, match=r"context_parallel"):
         config_with(*settings)
 
@@ -103,7 +90,7 @@ def split_family(**facts: Any) -> Any:
     return SimpleNamespace(**known | facts), model
 
 
-def test_models_that_cannot_be_split_are_refused_with_what_would_do(config_with: Callable[..., Any]) -> None:
+def test_models_that_cannot_be_split_are_refused_with_what_would_do() -> None:
     def refuse(text: str, *settings: str, **facts: Any) -> None:
         with pytest.raises(UserError, match=text):
             check_split(config_with(*settings), *split_family(**facts))
@@ -129,7 +116,7 @@ def test_models_that_cannot_be_split_are_refused_with_what_would_do(config_with:
     refuse("has no plan to split", "train.context_parallel=2", model=torch.nn.Linear(1, 1))
 
 
-def test_sizes_whose_tokens_do_not_divide_are_named(config_with: Callable[..., Any]) -> None:
+def test_sizes_whose_tokens_do_not_divide_are_named() -> None:
     family: Any = SimpleNamespace(
         latents_shape=lambda width, height, frames: (frames, height // 16, width // 16),
         num_tokens=lambda shape: shape[0] * shape[1] * shape[2],

@@ -14,7 +14,7 @@ from processes import NUM_RANKS, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diffsynth_lite.config import load_config
+from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.parallel import FailedWithinPassError, PeerFailedError, SequenceSplit
 from diffsynth_lite.core.weights import (
     BaseShards,
@@ -252,16 +252,8 @@ def test_each_machine_holds_one_base(tmp_path: Path) -> None:
     assert sum(num_bytes for _, num_bytes, _ in shares[:2]) == shares[0][2] + 4
 
 
-@pytest.fixture
-def config_with(tmp_path: Path) -> Callable[..., Any]:
-    def load(*settings: str) -> Any:
-        file = tmp_path / "run.yaml"
-        file.write_text(
-            "model: {family: qwen_image, path: model}\ndata: {path: pictures}\noutput: {dir: run}\n"
-        )
-        return load_config(file, settings).config
-
-    return load
+def config_with(*settings: str) -> Config:
+    return load_config("qwen_lora.yaml", ["data.path=pictures", *settings]).config
 
 
 @pytest.fixture
@@ -295,7 +287,7 @@ def test_machines_are_told_apart_where_their_processes_are_numbered_one_after_th
 
 
 def test_what_sharding_could_not_do_is_refused_with_what_would_do(
-    config_with: Callable[..., Any], places: list[int], monkeypatch: pytest.MonkeyPatch
+    places: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = SimpleNamespace(num_processes=1), SimpleNamespace(num_processes=2, local_process_index=0)
     check_sharding(config_with(), one)
@@ -315,7 +307,7 @@ def test_what_sharding_could_not_do_is_refused_with_what_would_do(
             config_with("memory.shard_base=node", setting)
 
 
-def test_what_is_sharded_runs_as_often_in_each_process(config_with: Callable[..., Any]) -> None:
+def test_what_is_sharded_runs_as_often_in_each_process() -> None:
     splitting: Any = SimpleNamespace(shards=object(), splits_batches=True)
     whole: Any = SimpleNamespace(shards=None, splits_batches=True)
     other: Any = SimpleNamespace(shards=object(), splits_batches=False)
@@ -329,7 +321,7 @@ def test_what_is_sharded_runs_as_often_in_each_process(config_with: Callable[...
             require_as_many_passes(config_with(*settings), splitting)
 
 
-def test_experts_that_are_chosen_by_size_are_not_sharded(config_with: Callable[..., Any]) -> None:
+def test_experts_that_are_chosen_by_size_are_not_sharded() -> None:
     config = config_with("memory.shard_base=all")
     sharded: Any = SimpleNamespace(shards=object(), noise_ranges=[(0.5, 1.0), (0.0, 0.5)])
     whole = SimpleNamespace(shards=None, noise_ranges=sharded.noise_ranges)
