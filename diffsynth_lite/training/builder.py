@@ -1,7 +1,7 @@
 """This file builds the objects that a run trains with from its config: settings become things here, once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -193,10 +193,10 @@ def build_run(
 ) -> TrainingObjects:
     """Put the objective, the batches and the evaluation around a transformer and its optimizer."""
     objective = _build_objective(config, checked.family, accelerator)
-    errors = partial(
-        FixedNoiseErrors,
+    errors = FixedNoiseErrors(
         objective=objective,
         seed=config.validation.seed,
+        purpose="validation-noise",
         batch_size=config.train.micro_batch_size,
     )
     is_main = accelerator.is_main_process
@@ -217,11 +217,11 @@ def build_run(
         validation_loss=FixedNoiseLoss(
             name="validation_loss" if config.validation.data else "train_fixed_noise_loss",
             items=encoded.validation_items,
-            errors=errors(purpose="validation-noise"),
+            errors=errors,
         ),
         item_losses=ItemLosses(
             items=encoded.tracked_items,
-            errors=errors(purpose="item-noise"),
+            errors=replace(errors, purpose="item-noise"),
             is_average=measures_average(config, averaged),
             folder=folder,
             writes=is_main,

@@ -226,12 +226,8 @@ def share_host_memory(config: Config, family: ModelFamily, accelerator: Accelera
     num_bytes = _packed_bytes(config, blocks, device)
 
     def require(num_copies: int, num_processes: int) -> None:
-        on_all_processes(
-            accelerator,
-            lambda: _require_host_memory(
-                config, num_bytes, available, num_copies=num_copies, num_processes=num_processes
-            ),
-        )
+        copies = {"num_copies": num_copies, "num_processes": num_processes}
+        on_all_processes(accelerator, _require_host_memory, config, num_bytes, available, **copies)
 
     # Less memory may be available than when the run was checked; all of it is taken at once.
     require(1, num_local_processes())
