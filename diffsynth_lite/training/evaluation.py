@@ -1,12 +1,12 @@
 """This file measures the model between steps: its loss on fixed items and noise, and the LoRA's updates.
 
-It also decides when two losses compare, and logs the losses of samples as they were trained on.
+It also logs the losses of samples as they were trained on.
 """
 
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -17,7 +17,7 @@ from PIL.Image import Image
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.noise import SampleLosses
 from diffsynth_lite.core.randomness import normal
-from diffsynth_lite.data import AudioBatch, Bucket, DataIdentity, ItemRow, TrainingItem
+from diffsynth_lite.data import AudioBatch, Bucket, ItemRow, TrainingItem
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.lora import UpdateSize, UpdateSizes
 from diffsynth_lite.media import STRIP_FRAMES, frame_strip, jpeg_url
@@ -36,12 +36,6 @@ _PARTS = (1 / 6, 1 / 2, 5 / 6)
 
 _THUMBNAIL_PX = 128
 _NUM_NAMED = 3
-
-_PROTOCOL_SETTINGS = {
-    "items": "validation.data and validation.loss_items",
-    "seed": "validation.seed",
-    "is_average": "validation.use_ema and train.ema_decay",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,37 +405,6 @@ class LayerUpdates:
                 "much as rounding to bfloat16 does. Raise %s, or train for more steps.",
                 self._rate_setting,
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationProtocol:
-    """How the validation loss is measured: two losses compare only where this is the same.
-
-    What may never change in a run is left out.
-
-    Attributes:
-        data: the held-out items, as many as ``validation.loss_items`` takes files.
-        num_items: how many of them are measured; fewer where a file gives several clips.
-        seed: of the noise.
-        is_average: whether it is the loss of the averaged weights.
-    """
-
-    data: DataIdentity
-    num_items: int
-    seed: int
-    is_average: bool
-
-    def document(self) -> dict[str, Any]:
-        """The protocol as a checkpoint keeps it."""
-        items = {**asdict(self.data), "num_measured": self.num_items}
-        return {"items": items, "seed": self.seed, "is_average": self.is_average}
-
-    def changed_settings(self, saved: Mapping[str, Any] | None) -> list[str]:
-        """The settings in which it differs from the document ``saved``; all of them where there is none."""
-        given = self.document()
-        return [
-            name for key, name in _PROTOCOL_SETTINGS.items() if saved is None or saved.get(key) != given[key]
-        ]
 
 
 def _small(frame: Image) -> Image:

@@ -4,12 +4,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
+from diffsynth_lite.config import Config
 from diffsynth_lite.errors import CheckpointError
 from diffsynth_lite.files import set_aside
 from diffsynth_lite.lora import (
@@ -25,7 +27,6 @@ from diffsynth_lite.training.checkpoint.manifest import Checkpoint, folder_name,
 from diffsynth_lite.training.checkpoint.store import SavedBytes
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
-from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
 from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.optimization.averages import AveragedWeights, MovingAverage
@@ -34,6 +35,24 @@ from diffsynth_lite.training.optimization.optimizers import measures_average
 from diffsynth_lite.training.session import Run, Start
 
 logger = logging.getLogger(__name__)
+
+_MEASURED_BY = {
+    "items": "validation.data and validation.loss_items",
+    "seed": "validation.seed",
+    "is_average": "validation.use_ema and train.ema_decay",
+}
+"""What decides how the validation loss is measured, by its key in a checkpoint: two losses compare only where
+it is the same. What may never change in a run is left out."""
+
+
+def measured_by(config: Config, data: TrainingData, *, is_average: bool) -> dict[str, Any]:
+    """How the validation loss is measured, as a checkpoint keeps it.
+
+    Args:
+        is_average: whether it is the loss of the averaged weights.
+    """
+    items = {**asdict(data.validation_identity), "num_measured": len(data.validation_items)}
+    return {"items": items, "seed": config.validation.seed, "is_average": is_average}
 
 
 class Saver:
@@ -50,12 +69,7 @@ class Saver:
         self._run, self._start, self._built = run, start, built
         self._facts = gather_lora_facts(config, run.family, data, start.fingerprint)
         self.measures_average = measures_average(config, averaged)
-        self._protocol = ValidationProtocol(
-            data=data.validation_identity,
-            num_items=len(data.validation_items),
-            seed=config.validation.seed,
-            is_average=self.measures_average,
-        )
+        self._measured_by = measured_by(config, data, is_average=self.measures_average)
         self._card = CardWriter(
             config=config,
             family=run.family,
@@ -76,7 +90,12 @@ class Saver:
 
     def _comparable(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
         """The best checkpoint so far, unless its loss was measured in another way than later ones will be."""
-        changed = self._protocol.changed_settings(best.get("measured_by")) if best else []
+        saved = best.get("measured_by") if best else None
+        changed = [
+            name
+            for key, name in _MEASURED_BY.items()
+            if saved is None or saved.get(key) != self._measured_by[key]
+        ]
         if best and self._keeps_best and changed:
             logger.warning(
                 "The loss of the best checkpoint (step %d, loss %.4f) cannot be compared with later ones "
@@ -181,7 +200,7 @@ class Saver:
         is_trained = step > 0
         if not is_trained or not math.isfinite(loss) or (self.best and self.best["loss"] <= loss):
             return
-        self.best = {"step": step, "loss": loss, "measured_by": self._protocol.document()}
+        self.best = {"step": step, "loss": loss, "measured_by": self._measured_by}
         self._run.store.pinned = step
         self._write(step)
         self._export(self._run.folder.best_lora_folder, step, average=self.measures_average)
