@@ -130,13 +130,13 @@ class Prompt:
     is_negative: bool = False
 
 
-Drawn = list[Image] | ClipWithAudio
+Generated = list[Image] | ClipWithAudio
 """One preview: the frames of a clip, or an image as a clip of one frame; or a clip with its audio."""
 
 
-def frames_of(drawn: Drawn) -> list[Image]:
+def frames_of(generated: Generated) -> list[Image]:
     """The generated images."""
-    return drawn.frames if isinstance(drawn, ClipWithAudio) else drawn
+    return generated.frames if isinstance(generated, ClipWithAudio) else generated
 
 
 def evenly_spread(values: Sequence[_Value], count: int) -> list[_Value]:

@@ -97,13 +97,13 @@ def run(parsed: argparse.Namespace) -> None:
     request = _request(parsed)
     # The libraries take seconds to import: wrong arguments are refused before that.
     join_processes(os.environ, sys.argv)
-    from diffsynth_lite.sampling.drawing import draw_samples
+    from diffsynth_lite.sampling.generation import generate_samples
 
     if request.config.train.deterministic:
         make_cublas_repeatable()
     if not Console(stderr=True).is_terminal:
         hide_progress_bars()
-    grid, here = draw_samples(request), Path.cwd()
+    grid, here = generate_samples(request), Path.cwd()
     logger.info("Images: %s", grid.relative_to(here) if grid.is_relative_to(here) else grid)
 
 
@@ -150,7 +150,7 @@ def _of_run(run: RunFolder | None, output_dir: str, scales: Sequence[float]) -> 
     if run is None:
         raise UserError(
             f"--lora: is missing, and the config's output.dir {output_dir} holds no run; name a LoRA, or "
-            "draw with the base model only: --scale 0"
+            "generate with the base model only: --scale 0"
         )
     return [find_lora(str(run.path))]
 

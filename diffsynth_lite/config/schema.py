@@ -119,7 +119,7 @@ class Config(Settings):
             )
         if self.train.context_parallel > 1:
             yield from self._context_conflicts()
-        yield from self._drawing_conflicts()
+        yield from self._preview_model_conflicts()
         yield from self._audio_conflicts()
         if self.train.compile != "off" and self.memory.shard_base != "no":
             yield Problem(
@@ -135,8 +135,8 @@ class Config(Settings):
         for key, source in self.data.sources_by_key.items():
             yield from self._folder_conflicts(f"{key}.path", source.path)
 
-    def _drawing_conflicts(self) -> Iterator[Problem]:
-        """Of a run that draws on another model."""
+    def _preview_model_conflicts(self) -> Iterator[Problem]:
+        """Of a run whose previews are another model's."""
         if self.validation.model_path is None:
             return
         is_split = {

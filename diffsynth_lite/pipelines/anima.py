@@ -376,15 +376,15 @@ class Anima(DiffusersFamily):
     def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
         whole = super().preview_pipeline(model, vae_dtype, **settings)
         blocks = AnimaAutoBlocks().get_workflow("text2image").sub_blocks
-        drawing = SequentialPipelineBlocks.from_blocks_dict(
+        generation = SequentialPipelineBlocks.from_blocks_dict(
             {name: block for name, block in blocks.items() if name not in _ENCODING}
         )
-        pipeline = self.pipeline(blocks=drawing)
+        pipeline = self.pipeline(blocks=generation)
         pipeline.update_components(transformer=whole.transformer, vae=whole.vae, scheduler=whole.scheduler)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like, is_guided = device_and_dtype(pipeline.transformer), request.guidance_scale > 1
         pipeline.guider = pipeline.guider.new(guidance_scale=request.guidance_scale, enabled=is_guided)
         with without_torchvision():

@@ -360,7 +360,7 @@ class CogVideoX(DiffusionFamily):
             **gradient_flags(),
         )
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         prompts = {"prompt_embeds": request.conditioning, "negative_prompt_embeds": request.negative}
         frames: list[Image] = pipeline(

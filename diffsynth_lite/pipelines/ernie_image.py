@@ -266,7 +266,7 @@ class ErnieImage(DiffusersFamily):
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"use_pe": False}
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         images: list[Image] = pipeline(
             prompt_embeds=[request.conditioning["prompt_embeds"].to(**like)],

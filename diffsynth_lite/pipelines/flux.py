@@ -422,7 +422,7 @@ class Flux(DiffusersFamily):
         """(B, L, D), further channels of the tokens of the noisy image."""
         return None
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         images: list[Image] = pipeline(
             **self._prompt_arguments(request, device_and_dtype(pipeline.transformer)),
             **self._input_arguments(pipeline, request),

@@ -455,12 +455,12 @@ class Flux2(EditInputs, DiffusersFamily):
     ) -> list[list[Image]]:
         settings = {} if self._is_guided else {"is_distilled": self._is_distilled}
         pipeline = self.preview_pipeline(transformer, vae_dtype, **settings)
-        return [self.draw(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in requests]
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"image": INPUT_IMAGE} if request.inputs else {}
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         negative = {} if self._is_guided else {"negative_prompt_embeds": request.negative}
         prompts = {"prompt_embeds": request.conditioning} | negative

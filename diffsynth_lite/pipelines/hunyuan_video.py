@@ -392,7 +392,7 @@ class HunyuanVideo(DiffusersFamily):
             **gradient_flags(),
         )
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         frames: list[Image] = pipeline(
             **self._prompt_arguments(request, device_and_dtype(pipeline.transformer)),
             **request.call_arguments(),

@@ -274,13 +274,13 @@ class Ideogram4(DiffusersFamily):
         if any(request.guidance_scale > 1 for request in requests):
             guide = self.load_component(_GUIDE, like["dtype"]).requires_grad_(False).to(like["device"])
         pipeline = self.preview_pipeline(transformer, vae_dtype, unconditional_transformer=guide)
-        return [self.draw(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in requests]
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         # Without these it has scales of its own, one a step; its guidance is off at 1.
         return {"guidance_scale": max(request.guidance_scale, 1.0), "guidance_schedule": None}
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         embeds_bld = request.conditioning["prompt_embeds"][None].to(**like)
         length = embeds_bld.shape[1]

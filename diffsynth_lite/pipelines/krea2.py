@@ -349,9 +349,9 @@ class Krea2(DiffusersFamily):
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
         pipeline = self.preview_pipeline(transformer, vae_dtype, is_distilled=self._is_distilled)
-        return [self.draw(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in requests]
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         guided = request.guidance_scale > 1
         prompts = {"": request.conditioning} | ({"negative_": request.negative} if guided else {})
         rows = [prompt["prompt_embeds"] for prompt in prompts.values()]

@@ -324,7 +324,7 @@ class QwenImage(DiffusersFamily):
         multiple = 1 if self.context is None else self.context.num_processes
         return pad_tokens([sample["prompt_embeds"] for sample in conditioning], multiple=multiple, **like)
 
-    def draw(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
         guided = request.guidance_scale > 1
         prompt = self._prompt_arguments(request.conditioning, pipeline)
         negative = self._prompt_arguments(request.negative, pipeline, "negative_") if guided else {}

@@ -316,9 +316,9 @@ class QwenImage21(DiffusersFamily):
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
         pipeline = self.preview_pipeline(transformer, vae_dtype, **self._sampling_levels)
-        return [self.draw(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in requests]
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         prompts = {"prompt_embeds": request.conditioning}
         if request.guidance_scale > 1:

@@ -172,7 +172,7 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
     ) -> list[list[Image]]:
         # Not in ``vae_dtype``: the pipelines encode the input images in the dtype of the embeddings.
         pipeline = self.preview_pipeline(transformer, device_and_dtype(transformer)["dtype"])
-        return [self.draw(pipeline, request, image=self._given(request.inputs)) for request in requests]
+        return [self.generate(pipeline, request, image=self._given(request.inputs)) for request in requests]
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"image": INPUT_IMAGE}

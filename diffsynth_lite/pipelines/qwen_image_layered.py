@@ -192,7 +192,7 @@ class QwenImageLayered(qwen_image.QwenImage):
         # Not in ``vae_dtype``: the pipeline encodes the image in the dtype of the embeddings.
         dtype = device_and_dtype(transformer)["dtype"]
         pipeline = self.preview_pipeline(transformer, dtype, text_encoder=_NoEncoder(dtype))
-        return [self.draw(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in requests]
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         edge = math.sqrt(request.width * request.height)
@@ -202,11 +202,11 @@ class QwenImageLayered(qwen_image.QwenImage):
             "image": Code(f'{INPUT_IMAGE}.convert("RGBA")'),
         }
 
-    def draw(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
         guided = request.guidance_scale > 1
         arguments = request.call_arguments()
         size = arguments.pop("width"), arguments.pop("height")
-        with _drawn_in(*size):
+        with _generated_at(*size):
             (layers,) = pipeline(
                 **inputs,
                 image=_only_image(request.inputs),
@@ -217,11 +217,11 @@ class QwenImageLayered(qwen_image.QwenImage):
                 true_cfg_scale=request.guidance_scale,
                 layers=request.num_layers,
                 max_sequence_length=qwen_image.LONGEST_PROMPT,
-                resolution=_OWN_RESOLUTIONS[0],  # of no effect: see _drawn_in
+                resolution=_OWN_RESOLUTIONS[0],  # of no effect: see _generated_at
                 **arguments,
             ).images
-        drawn: list[Image] = layers
-        return drawn
+        generated: list[Image] = layers
+        return generated
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class _NoEncoder:
 
 
 @contextmanager
-def _drawn_in(width: int, height: int) -> Iterator[None]:
+def _generated_at(width: int, height: int) -> Iterator[None]:
     """Scope in which the pipeline draws in this size: by itself it has two areas for any shape."""
     own = layered.calculate_dimensions
     layered.calculate_dimensions = lambda _area, _ratio: (width, height)

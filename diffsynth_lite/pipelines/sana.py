@@ -300,7 +300,7 @@ class Sana(DiffusersFamily):
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"use_resolution_binning": False}
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         device = device_and_dtype(pipeline.transformer)["device"]
         is_guided = request.guidance_scale > 1
         conditionings = (request.conditioning, request.negative) if is_guided else (request.conditioning,)

@@ -399,7 +399,7 @@ class SD3(DiffusersFamily):
             **gradient_flags(),
         )
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         prompts = {"": request.conditioning, "negative_": request.negative}
         images: list[Image] = pipeline(

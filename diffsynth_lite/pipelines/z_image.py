@@ -280,7 +280,7 @@ class ZImage(DiffusersFamily):
             **gradient_flags(),
         )
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         images: list[Image] = pipeline(
             prompt_embeds=[request.conditioning["prompt_embeds"].to(**like)],

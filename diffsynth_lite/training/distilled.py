@@ -124,16 +124,16 @@ def find_preview_family(config: Config, family: ModelFamily, layers: Sequence[st
     try:
         folder = resolve_folder(location)
         require_family(type(family), folder)
-        drawing = type(family)(folder, trained=family.trained)
-        drawing.with_audio = family.with_audio
-        drawing.check_folder()
-        drawing.check_vae_dtype(getattr(torch, config.model.vae_dtype))
+        other = type(family)(folder, trained=family.trained)
+        other.with_audio = family.with_audio
+        other.check_folder()
+        other.check_vae_dtype(getattr(torch, config.model.vae_dtype))
         if config.model.vae_tiling:
-            drawing.tile_vae()
+            other.tile_vae()
     except UserError as error:
         raise UserError(str(error).replace("model.path", "validation.model_path")) from error
-    _require_layers(drawing.empty_transformer(), family.empty_transformer(), layers, location)
-    return drawing
+    _require_layers(other.empty_transformer(), family.empty_transformer(), layers, location)
+    return other
 
 
 def _require_layers(

@@ -241,7 +241,7 @@ def share_host_memory(config: Config, family: ModelFamily, accelerator: Accelera
     return _host_blocks(config, family, device, memory)
 
 
-def load_to_draw(
+def load_for_previews(
     config: Config,
     family: ModelFamily,
     device: torch.device,

@@ -41,7 +41,7 @@ from diffsynth_lite.lora.updates import tensors_of, updates_of
 from diffsynth_lite.media import (
     STRIP_FRAMES,
     ClipWithAudio,
-    Drawn,
+    Generated,
     evenly_spread,
     frame_strip,
     frames_of,
@@ -50,7 +50,7 @@ from diffsynth_lite.media import (
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.redaction import redacted
-from diffsynth_lite.training.frozen_weights import load_to_draw
+from diffsynth_lite.training.frozen_weights import load_for_previews
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ OUT_OF_MEMORY_ADVICE = (
 )
 """What helps where previews do not fit on the device."""
 
-_DRAWN = "drawn"
+_PREVIEWED = "previewed"
 """peft's name of the LoRA on a model that is loaded only for previews."""
 _MAX_COLUMNS = 12
 _MIN_CELL_PX = 128
@@ -98,7 +98,7 @@ class Previews:
     other: Config | None = None
     writes: bool = True
 
-    def draw(self, transformer: torch.nn.Module, step: int) -> Path | None:
+    def generate(self, transformer: torch.nn.Module, step: int) -> Path | None:
         """Generate all previews and refresh the grid; a failure is logged, and training continues.
 
         The model's mode and the global random state are as before.
@@ -141,7 +141,7 @@ class Previews:
         finally:
             free_memory()
 
-    def _sample(self, transformer: torch.nn.Module) -> Sequence[Drawn]:
+    def _sample(self, transformer: torch.nn.Module) -> Sequence[Generated]:
         # Processes that share sequences are among those that share a base.
         shared = self.family.shards or self.family.context
         together = nullcontext() if shared is None else shared.failing_together()
@@ -163,11 +163,11 @@ class Previews:
         # As in the LoRA file: alpha is folded, so that each layer's is its rank.
         of_file = tensors_of(updates, DIFFUSERS).items()
         tensors = {name: tensor for name, tensor in of_file if not name.endswith(COMFYUI_SCALE)}
-        model = load_to_draw(
+        model = load_for_previews(
             config,
             self.family,
             device,
-            lambda loaded: add_finished_lora(loaded, _DRAWN, tensors, {}, device=device),
+            lambda loaded: add_finished_lora(loaded, _PREVIEWED, tensors, {}, device=device),
         )
         # One of its own, as the run's would keep the model.
         prepared = Accelerator(mixed_precision=config.train.mixed_precision).prepare_model(
@@ -184,7 +184,7 @@ class Previews:
         """
         if not self.requests:
             return None
-        trained = [drawn for drawn in self.drawn_steps() if 0 < drawn <= step]
+        trained = [shown for shown in self.generated_steps() if 0 < shown <= step]
         if not trained:
             return None
         try:
@@ -192,26 +192,26 @@ class Previews:
         except (OSError, SyntaxError) as error:  # PIL's errors for a damaged PNG
             logger.warning("The LoRA has no thumbnail of step %d: %s", trained[-1], error)
             return None
-        drawn = self.requests[0]
-        count = drawn.num_layers or min(drawn.num_frames, STRIP_FRAMES)
+        first = self.requests[0]
+        count = first.num_layers or min(first.num_frames, STRIP_FRAMES)
         width = image.width // count
         middle = image.crop((count // 2 * width, 0, (count // 2 + 1) * width, image.height))
         middle.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
         return jpeg_url(middle)
 
-    def _save(self, previews: Sequence[Drawn], step: int) -> Path:
+    def _save(self, previews: Sequence[Generated], step: int) -> Path:
         self.folder.mkdir(exist_ok=True)
         # Before the first step a LoRA changes nothing.
         loras = [(f"step-{step:08d}", 1.0)] if step else []
-        for place, drawn in enumerate(previews):
+        for place, preview in enumerate(previews):
             request, file = self.requests[place], self.file(step, place)
             text = generation_parameters(request, loras, model=self.model, sampler=self.sampler)
-            save_drawn(file, drawn, fps=request.fps, parameters=text)
-        steps = evenly_spread([known for known in self.drawn_steps() if known <= step], _MAX_COLUMNS)
+            save_generated(file, preview, fps=request.fps, parameters=text)
+        steps = evenly_spread([known for known in self.generated_steps() if known <= step], _MAX_COLUMNS)
         rows = [[_open(self.file(known, place)) for known in steps] for place in range(len(self.requests))]
         path = self.folder / "grid.png"
         prompts = redacted([request.prompt for request in self.requests])
-        save_png(path, preview_grid(rows, prompts, [f"step {drawn}" for drawn in steps]))
+        save_png(path, preview_grid(rows, prompts, [f"step {shown}" for shown in steps]))
         return path
 
     def file(self, step: int, place: int) -> Path:
@@ -220,10 +220,10 @@ class Previews:
 
     @cached_property
     def _marks(self) -> list[str]:
-        drawn_on = None if self.other is None else self.family.fingerprint()
-        return [_mark(request, drawn_on) for request in self.requests]
+        generated_by = None if self.other is None else self.family.fingerprint()
+        return [_mark(request, generated_by) for request in self.requests]
 
-    def drawn_steps(self) -> list[int]:
+    def generated_steps(self) -> list[int]:
         """Steps that have a file for every prompt, also from before a resume."""
         matches = [match for path in self.folder.glob("*") if (match := _FILE_NAME.fullmatch(path.name))]
         steps = sorted({int(match[1]) for match in matches})
@@ -234,33 +234,33 @@ class Previews:
         ]
 
 
-def _mark(request: PreviewRequest, drawn_on: str | None) -> str:
+def _mark(request: PreviewRequest, generated_by: str | None) -> str:
     is_guided = request.guidance_scale > 1
-    drawn_as: tuple[object, ...] = (
+    generated_as: tuple[object, ...] = (
         *(request.prompt, request.negative_prompt if is_guided else "", request.guidance_scale),
         *(request.width, request.height, request.num_frames, request.seed, request.num_inference_steps),
     )
     # Nothing is added for the trained model and without layers: files of earlier versions have these names.
-    drawn_as += () if drawn_on is None else (drawn_on,)
-    drawn_as += (f"{request.num_layers} layers",) if request.num_layers else ()
-    digest = hashlib.blake2b(repr(drawn_as).encode(), digest_size=3)
+    generated_as += () if generated_by is None else (generated_by,)
+    generated_as += (f"{request.num_layers} layers",) if request.num_layers else ()
+    digest = hashlib.blake2b(repr(generated_as).encode(), digest_size=3)
     for image in (*request.inputs, *request.control, *request.inpaint_mask):
         digest.update(repr(image.size).encode() + image.tobytes())
     return digest.hexdigest()
 
 
-def save_drawn(path: Path, drawn: Drawn, *, fps: float | None, parameters: str) -> None:
+def save_generated(path: Path, generated: Generated, *, fps: float | None, parameters: str) -> None:
     """Write an image; of a video an MP4, with its audio, and a strip of its frames as the image.
 
     Layers are written to a folder, with a strip of them as the image.
 
     Args:
         path: of the image; the MP4, or the folder with a PNG of each layer, is next to it.
-        drawn: RGB frames, a single one for an image; RGBA frames are the layers of an image.
+        generated: RGB frames, a single one for an image; RGBA frames are the layers of an image.
         fps: frames per second of a video.
         parameters: how it was generated; written into the files, with secrets masked.
     """
-    parameters, frames = redacted(parameters), frames_of(drawn)
+    parameters, frames = redacted(parameters), frames_of(generated)
     if frames[0].mode == "RGBA":
         layers = path.with_suffix("")
         layers.mkdir(exist_ok=True)
@@ -268,7 +268,7 @@ def save_drawn(path: Path, drawn: Drawn, *, fps: float | None, parameters: str) 
             save_png(layers / f"layer-{place}.png", layer, parameters)
     elif len(frames) > 1:
         assert fps is not None, "a family of videos has a frame rate"
-        audio = drawn.audio if isinstance(drawn, ClipWithAudio) else None
+        audio = generated.audio if isinstance(generated, ClipWithAudio) else None
         write_video(path.with_suffix(".mp4"), frames, fps=fps, audio=audio, comment=parameters)
     save_png(path, frame_strip(frames), parameters)
 

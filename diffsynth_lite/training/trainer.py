@@ -194,7 +194,7 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
     with nullcontext() if averaged is None else averaged.applied():
         loss = _between_steps(built, measure_loss)
         _between_steps(built, lambda: built.item_losses.record(built.transformer, step))
-        _between_steps(built, lambda: built.previews.draw(built.transformer, step))
+        _between_steps(built, lambda: built.previews.generate(built.transformer, step))
     measure_updates(built, step)
     built.sample_losses.write(step)  # The best so far is saved below.
     if loss is not None:

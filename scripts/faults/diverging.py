@@ -34,7 +34,7 @@ def diverge(bench: Bench) -> str:
             assert run.exit_code(folder, "output.keep_checkpoints=1") == 3
         status = assert_ended(folder, "diverged", 3)
         named = f"checkpoints/step-{LAST_GOOD:08d}"
-        assert f"continue from {named}" in status["message"], status
+        assert f"resume from {named}" in status["message"], status
         assert_same(whole, folder, LAST_GOOD)  # No save after it took it away.
         for place, source in ((folder, folder / named), (f"{way}, undisturbed", whole / named)):
             run.finish(place, "--resume", str(source), *SLOWER)

@@ -135,7 +135,7 @@ def test_guidance_is_that_of_the_request_and_off_at_one(sample: Sample) -> None:
     request = sample.request(num_inference_steps=2, guidance_scale=7.0, seed=0)
     scales = []
     for scale in (7.0, 1.0):
-        family.draw(pipeline, replace(request, guidance_scale=scale))
+        family.generate(pipeline, replace(request, guidance_scale=scale))
         scales.append((pipeline.guider.guidance_scale, pipeline.guider.num_conditions))
     assert scales == [(7.0, 2), (1.0, 1)]
 

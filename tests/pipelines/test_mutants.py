@@ -48,8 +48,10 @@ class LeavesLatentsUnscaled(QwenImage):
 
 
 class SteersAwayFromThePrompt(QwenImage):
-    def draw(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
-        return super().draw(pipeline, dataclasses.replace(request, negative=request.conditioning), **inputs)
+    def generate(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
+        return super().generate(
+            pipeline, dataclasses.replace(request, negative=request.conditioning), **inputs
+        )
 
 
 class HasOneKeyForAllEncoders(QwenImage):

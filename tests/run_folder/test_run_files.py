@@ -163,7 +163,7 @@ def test_the_metadata_of_a_lora_are_masked_but_never_its_layers(
 
 
 def test_the_labels_of_the_preview_grid_and_what_stands_in_previews_are_masked(tmp_path: Path) -> None:
-    def draw(prompt: str, folder: Path) -> bytes:
+    def grid_of(prompt: str, folder: Path) -> bytes:
         family = SimpleNamespace(
             sample=lambda *_args: [[Image.new("RGB", (64, 32), "red")]], shards=None, context=None
         )
@@ -185,12 +185,16 @@ def test_the_labels_of_the_preview_grid_and_what_stands_in_previews_are_masked(t
             sampler="Euler",
             vae_dtype=torch.float32,
         )
-        grid = previews.draw(torch.nn.Linear(1, 1), 0)
+        grid = previews.generate(torch.nn.Linear(1, 1), 0)
         assert grid is not None
         (preview,) = folder.glob("step-*.png")
         return grid.read_bytes() + preview.read_bytes()
 
-    assert draw(TOKEN, tmp_path / "a") == draw("REDACTED", tmp_path / "b") != draw("else", tmp_path / "c")
+    assert (
+        grid_of(TOKEN, tmp_path / "a")
+        == grid_of("REDACTED", tmp_path / "b")
+        != grid_of("else", tmp_path / "c")
+    )
 
 
 def test_what_the_trackers_get_is_masked_and_wandb_takes_no_more(tmp_path: Path) -> None:

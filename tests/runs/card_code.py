@@ -15,7 +15,7 @@ from family_sample import pairs_on
 from PIL import Image
 
 from diffsynth_lite.lora.updates import pairs_of
-from diffsynth_lite.media import Audio, ClipWithAudio, Drawn, frames_of
+from diffsynth_lite.media import Audio, ClipWithAudio, Generated, frames_of
 from diffsynth_lite.pipelines.anima import without_torchvision
 from diffsynth_lite.pipelines.qwen_image_edit import TextAndImages
 
@@ -37,7 +37,7 @@ def code_of(card: Path) -> str:
 
 def generated(
     code: str, replaced: Mapping[str, Path] | None = None, *, pipeline: Any = None, sees_images: bool = False
-) -> tuple[Drawn, Any]:
+) -> tuple[Generated, Any]:
     """What a program saves, and its pipeline; its files are in the current folder.
 
     Args:
@@ -62,9 +62,9 @@ def generated(
 
 
 @contextmanager
-def _saved_clips() -> Iterator[list[Drawn]]:
+def _saved_clips() -> Iterator[list[Generated]]:
     """Scope that keeps the clips that a program would write, and reads clips without imageio."""
-    clips: list[Drawn] = []
+    clips: list[Generated] = []
 
     def keep(frames: list[Image.Image], *_path: str, fps: float) -> None:
         clips.append(frames)
@@ -106,7 +106,7 @@ def assert_diffusers_loads(lora: Path, tensors: dict[str, torch.Tensor], model: 
     assert all(pair.distance(loaded[layer]) == 0 for layer, pair in expected.items())
 
 
-def difference(one: Drawn, other: Drawn) -> int:
+def difference(one: Generated, other: Generated) -> int:
     """The largest one of two previews of one size, of 255; with the same audio, or without any."""
     assert isinstance(one, ClipWithAudio) == isinstance(other, ClipWithAudio)
     if isinstance(one, ClipWithAudio) and isinstance(other, ClipWithAudio):

@@ -21,7 +21,7 @@ from tiny_run import TinyRun, checkpoint_tensors, differing
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.lora.updates import pairs_of
-from diffsynth_lite.media import Drawn, frame_strip, frames_of
+from diffsynth_lite.media import Generated, frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.training.export.usage import usage_code
@@ -163,7 +163,7 @@ def check_loaded(parts: dict[str, torch.nn.Module], trained: dict[str, torch.Ten
 
 def check_previews(
     family: ModelFamily, model: torch.nn.Module, requests: Sequence[PreviewRequest], previews: Path
-) -> Drawn:
+) -> Generated:
     """Diffusers' pipeline draws with the loaded LoRA what the run drew last, which is not what it drew first.
 
     The family gives it what the prompt was encoded to.
@@ -191,7 +191,7 @@ def check_samples(folder: Path, samples: Path) -> None:
 
 
 def check_card(
-    run: TinyRun, family: ModelFamily, model: torch.nn.Module, request: PreviewRequest, preview: Drawn
+    run: TinyRun, family: ModelFamily, model: torch.nn.Module, request: PreviewRequest, preview: Generated
 ) -> None:
     """The code in the model card takes the LoRA into all that was trained, and generates the preview.
 

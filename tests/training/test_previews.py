@@ -1,4 +1,4 @@
-"""Preview files and their grid, with a family that draws plain colours."""
+"""Preview files and their grid, with a family that generates plain colours."""
 
 import base64
 import dataclasses
@@ -55,7 +55,7 @@ def previews(folder: Path, sample, prompts=PROMPTS, shards=None, **settings) -> 
     )
 
 
-def draw_colours(_transformer, _dtype, requests) -> list[list[Image.Image]]:
+def generate_colours(_transformer, _dtype, requests) -> list[list[Image.Image]]:
     torch.rand(1)
     return [[Image.new("RGB", (64, 32), request.prompt)] for request in requests]
 
@@ -81,17 +81,17 @@ def test_a_failure_that_other_processes_wait_for_ends_the_run_and_one_process_wr
         raise ValueError("of one process")
 
     with pytest.raises(RunStoppedError, match=r"previews at step 3 failed .*: of one process What helps:"):
-        previews(tmp_path, fail, shards=Shards()).draw(torch.nn.Linear(1, 1), 3)
-    drawn = previews(tmp_path, draw_colours, shards=Shards(), writes=False)
-    assert drawn.draw(torch.nn.Linear(1, 1), 3) is None
+        previews(tmp_path, fail, shards=Shards()).generate(torch.nn.Linear(1, 1), 3)
+    shown = previews(tmp_path, generate_colours, shards=Shards(), writes=False)
+    assert shown.generate(torch.nn.Linear(1, 1), 3) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_grid_has_a_row_a_prompt_and_a_column_a_step(tmp_path: Path) -> None:
-    drawn = previews(tmp_path, draw_colours)
+    shown = previews(tmp_path, generate_colours)
     model = torch.nn.Linear(1, 1)
-    one_column = pixel_counts(drawn.draw(model, 0))
-    two_columns = pixel_counts(drawn.draw(model, 100))
+    one_column = pixel_counts(shown.generate(model, 0))
+    two_columns = pixel_counts(shown.generate(model, 100))
     for colour in ((255, 0, 0), (0, 0, 255)):
         assert one_column[colour] == 128 * 64  # small previews are scaled up to be seen
         assert two_columns[colour] == 2 * 128 * 64
@@ -102,31 +102,31 @@ def test_the_grid_has_a_row_a_prompt_and_a_column_a_step(tmp_path: Path) -> None
     ]
 
 
-def test_steps_drawn_before_a_resume_are_in_the_grid_and_incomplete_ones_are_not(tmp_path: Path) -> None:
+def test_steps_generated_before_a_resume_are_in_the_grid_and_incomplete_ones_are_not(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
-    previews(tmp_path, draw_colours).draw(model, 0)
+    previews(tmp_path, generate_colours).generate(model, 0)
     first = next(tmp_path.glob("step-00000000-prompt-00-*.png"))
     first.with_name(first.name.replace("00000000", "00000050")).write_bytes(b"")  # killed before its second
     (tmp_path / "notes.txt").write_text("mine")
-    path = previews(tmp_path, draw_colours).draw(model, 100)
+    path = previews(tmp_path, generate_colours).generate(model, 100)
     assert pixel_counts(path)[255, 0, 0] == 2 * 128 * 64
 
 
 def test_a_long_run_shows_its_first_and_last_step_and_some_between(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
-    drawn = previews(tmp_path, draw_colours)
+    shown = previews(tmp_path, generate_colours)
     for step in range(0, 200, 10):
-        path = drawn.draw(model, step)
+        path = shown.generate(model, step)
     assert pixel_counts(path)[255, 0, 0] == 12 * 128 * 64
 
 
 def test_a_thumbnail_is_of_the_last_previews_up_to_a_step_and_of_a_clip_its_middle(tmp_path: Path) -> None:
     model, colours = torch.nn.Linear(1, 1), iter(["black", "red", "lime", "blue"])
-    drawn = previews(tmp_path / "new", lambda *_: [[Image.new("RGB", (512, 64), next(colours))]], ["one"])
-    assert drawn.thumbnail(0) is None
+    shown = previews(tmp_path / "new", lambda *_: [[Image.new("RGB", (512, 64), next(colours))]], ["one"])
+    assert shown.thumbnail(0) is None
     for step in (0, 10, 20):
-        drawn.draw(model, step)
-    seen = {step: thumbnail_of(drawn, step) for step in (9, 10, 19, 20, 99)}
+        shown.generate(model, step)
+    seen = {step: thumbnail_of(shown, step) for step in (9, 10, 19, 20, 99)}
     assert seen[9] is None  # what the model drew before is not the LoRA's
     assert [seen[step].size for step in (10, 99)] == [(256, 32)] * 2
     assert [dominant(seen[step]) for step in (10, 19, 20, 99)] == [0, 0, 1, 1]
@@ -134,7 +134,7 @@ def test_a_thumbnail_is_of_the_last_previews_up_to_a_step_and_of_a_clip_its_midd
     frames = [Image.new("RGB", (16, 8), name) for name in ("red", "red", "lime", "blue", "blue")]
     clip = previews(tmp_path / "clip", lambda *_: [[*frames]], ["one"])
     clip = dataclasses.replace(clip, requests=[dataclasses.replace(clip.requests[0], num_frames=5)])
-    clip.draw(model, 1)
+    clip.generate(model, 1)
     assert thumbnail_of(clip, 1).size == (16, 8)
     assert dominant(thumbnail_of(clip, 1)) == 1
 
@@ -142,18 +142,18 @@ def test_a_thumbnail_is_of_the_last_previews_up_to_a_step_and_of_a_clip_its_midd
 def test_a_preview_that_was_damaged_is_no_thumbnail_and_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drawn = previews(tmp_path, draw_colours)
-    drawn.draw(torch.nn.Linear(1, 1), 5)
+    shown = previews(tmp_path, generate_colours)
+    shown.generate(torch.nn.Linear(1, 1), 5)
     path = next(tmp_path.glob("step-*-prompt-00-*.png"))
     for content in (b"", path.read_bytes()[:60]):
         path.write_bytes(content)
-        assert drawn.thumbnail(5) is None
+        assert shown.thumbnail(5) is None
         assert "no thumbnail of step 5" in caplog.text
         caplog.clear()
 
 
-def thumbnail_of(drawn: Previews, step: int) -> Image.Image | None:
-    url = drawn.thumbnail(step)
+def thumbnail_of(shown: Previews, step: int) -> Image.Image | None:
+    url = shown.thumbnail(step)
     return url and Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
 
 
@@ -172,9 +172,9 @@ def test_a_failure_is_logged_and_mode_and_random_state_are_as_before(
         raise error("no memory for an image\nmore")
 
     model = torch.nn.Linear(1, 1).train()
-    for sample, expected in ((fail, False), (draw_colours, True)):
+    for sample, expected in ((fail, False), (generate_colours, True)):
         state = torch.get_rng_state()
-        assert (previews(tmp_path, sample).draw(model, 3) is not None) is expected
+        assert (previews(tmp_path, sample).generate(model, 3) is not None) is expected
         assert torch.equal(torch.get_rng_state(), state)
         assert model.training
     assert "Previews at step 3 failed" in caplog.text
@@ -199,15 +199,18 @@ def test_an_image_that_is_not_finite_is_logged_in_one_line(
     def fail(*_args):
         raise error
 
-    assert previews(tmp_path, fail).draw(torch.nn.Linear(1, 1), 3) is None
+    assert previews(tmp_path, fail).generate(torch.nn.Linear(1, 1), 3) is None
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert ending in record.getMessage()
     assert isinstance(error, torch.OutOfMemoryError) or record.getMessage().endswith(ending)
     assert isinstance(error, torch.OutOfMemoryError) or not record.exc_info
 
 
-def test_without_prompts_nothing_is_drawn(tmp_path: Path) -> None:
-    assert previews(tmp_path / "previews", draw_colours, prompts=[]).draw(torch.nn.Linear(1, 1), 0) is None
+def test_without_prompts_nothing_is_generated(tmp_path: Path) -> None:
+    assert (
+        previews(tmp_path / "previews", generate_colours, prompts=[]).generate(torch.nn.Linear(1, 1), 0)
+        is None
+    )
     assert not (tmp_path / "previews").exists()
 
 
@@ -227,11 +230,11 @@ def test_a_strip_has_the_first_and_the_last_frame_and_an_image_is_its_own_strip(
 
 
 def test_a_clip_is_kept_as_a_video_beside_its_strip_and_the_grid_shows_the_strip(tmp_path: Path) -> None:
-    def draw_clips(_transformer, _dtype, requests) -> list[list[Image.Image]]:
+    def generate_clips(_transformer, _dtype, requests) -> list[list[Image.Image]]:
         shades = [Image.new("RGB", (64, 32), (shade, 0, 0)) for shade in range(0, 250, 50)]
         return [shades for _ in requests]
 
-    grid = previews(tmp_path, draw_clips).draw(torch.nn.Linear(1, 1), 20)
+    grid = previews(tmp_path, generate_clips).generate(torch.nn.Linear(1, 1), 20)
     clips, strips = (sorted(tmp_path.glob(f"step-*.{suffix}")) for suffix in ("mp4", "png"))
     assert [path.stem for path in clips] == [path.stem for path in strips]
     assert len(clips) == len(PROMPTS)
@@ -249,7 +252,7 @@ def test_a_clip_is_kept_as_a_video_beside_its_strip_and_the_grid_shows_the_strip
 
 
 def test_what_stands_in_an_image_is_read_back_by_the_rules_of_the_program_that_it_is_for() -> None:
-    (request,) = previews(Path(), draw_colours, prompts=["red"]).requests
+    (request,) = previews(Path(), generate_colours, prompts=["red"]).requests
     request = dataclasses.replace(
         request, prompt="ein Hündchen,\n\U0001f436", negative_prompt="blurry", guidance_scale=4.5
     )
@@ -277,11 +280,11 @@ def test_what_stands_in_an_image_is_read_back_by_the_rules_of_the_program_that_i
 
 
 def test_another_input_image_negative_prompt_or_number_of_layers_is_another_preview(tmp_path: Path) -> None:
-    drawn = previews(tmp_path, draw_colours)
+    shown = previews(tmp_path, generate_colours)
 
     def marks(**changes: object) -> list[str]:
-        requests = [dataclasses.replace(request, **changes) for request in drawn.requests]
-        return dataclasses.replace(drawn, requests=requests)._marks
+        requests = [dataclasses.replace(request, **changes) for request in shown.requests]
+        return dataclasses.replace(shown, requests=requests)._marks
 
     assert marks() == marks(negative_prompt="blurry")  # the guidance scale is 1, so it steers nothing
     guided, otherwise = marks(guidance_scale=4.0), marks(guidance_scale=4.0, negative_prompt="blurry")
@@ -293,16 +296,16 @@ def test_another_input_image_negative_prompt_or_number_of_layers_is_another_prev
 def test_layers_are_kept_as_images_with_transparency_and_the_grid_shows_them_over_a_board(
     tmp_path: Path,
 ) -> None:
-    def draw_layers(_transformer, _dtype, requests) -> list[list[Image.Image]]:
+    def generate_layers(_transformer, _dtype, requests) -> list[list[Image.Image]]:
         return [
             [Image.new("RGBA", (64, 32), (0, 0, shade, 255 * (shade > 0))) for shade in range(0, 240, 40)]
             for _ in requests
         ]
 
-    drawn = previews(tmp_path, draw_layers, prompts=["red"])
-    taken_apart = [dataclasses.replace(request, num_layers=6) for request in drawn.requests]
-    drawn = dataclasses.replace(drawn, requests=taken_apart)
-    drawn.draw(torch.nn.Linear(1, 1), 20)
+    layered = previews(tmp_path, generate_layers, prompts=["red"])
+    taken_apart = [dataclasses.replace(request, num_layers=6) for request in layered.requests]
+    layered = dataclasses.replace(layered, requests=taken_apart)
+    layered.generate(torch.nn.Linear(1, 1), 20)
     [strip] = tmp_path.glob("step-*.png")
     files = sorted(strip.with_suffix("").iterdir())
     assert [file.name for file in files] == [f"layer-{place}.png" for place in range(1, 7)]
@@ -316,6 +319,6 @@ def test_layers_are_kept_as_images_with_transparency_and_the_grid_shows_them_ove
         empty, middle = (shown.crop((left, 0, left + 64, 32)) for left in (0, 3 * 64))
         assert sorted(empty.getcolors()) == [(1024, (204, 204, 204)), (1024, (255, 255, 255))]
         assert empty.getpixel((0, 0)) != empty.getpixel((8, 0)) == empty.getpixel((0, 8))
-        thumbnail = thumbnail_of(drawn, 20)
+        thumbnail = thumbnail_of(layered, 20)
         assert thumbnail is not None
         assert abs(thumbnail.getpixel((9, 9))[2] - middle.getpixel((9, 9))[2]) < 6

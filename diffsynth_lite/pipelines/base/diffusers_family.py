@@ -20,7 +20,7 @@ from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.core.weights import HostBlocks
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
-from diffsynth_lite.media import Drawn, Media
+from diffsynth_lite.media import Generated, Media
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.lora_files import LoraFiles
@@ -122,7 +122,7 @@ class DiffusersFamily(ModelFamily):
         # Seconds; else the captions of a run would find out, or a download of gigabytes before them.
         for name in self.tokenizers:
             self.load_tokenizer(name)
-        # Else missed at the first preview, which only warns, or drawn from a sampler of another kind.
+        # Else missed at the first preview, which only warns, or generated with a sampler of another kind.
         self.check_scheduler(self.load_scheduler())
 
     def check_scheduler(self, scheduler: Any) -> None:
@@ -210,7 +210,7 @@ class DiffusersFamily(ModelFamily):
     def load_preview_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The autoencoder for previews: what it cannot decode as a whole on a full device goes in tiles.
 
-        It raises FloatingPointError where an image holds NaN or infinity, which diffusers draws in black.
+        It raises FloatingPointError where an image holds NaN or infinity, which diffusers shows in black.
         """
         vae = self.load_component("vae", dtype).to(device)
         vae.decoder.register_forward_hook(lambda _module, _inputs, output: _require_finite(output))
@@ -328,14 +328,14 @@ class DiffusersFamily(ModelFamily):
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> Sequence[Drawn]:
-        """For families whose previews need no more than a ``preview_pipeline``: they write ``draw``."""
+    ) -> Sequence[Generated]:
+        """For families whose previews need no more than a ``preview_pipeline``: they write ``generate``."""
         pipeline = self.preview_pipeline(transformer, vae_dtype)
-        return [self.draw(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in requests]
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> Drawn:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> Generated:
         """The frames of one preview, by what ``preview_pipeline`` gave."""
-        raise NotImplementedError(f"{type(self).__name__} has neither draw nor sample")
+        raise NotImplementedError(f"{type(self).__name__} has neither generate nor sample")
 
     def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
         """The folder's pipeline around a transformer or UNet, for previews: with its own sampler, and silent.
@@ -467,7 +467,7 @@ def assemble(pipeline_class: Any, **parts: Any) -> Any:
 def _require_finite(decoded: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
     """Check the output of a decoder; that of CogVideoX's also returns what it keeps for the next frames."""
     pixels = decoded[0] if isinstance(decoded, tuple) else decoded
-    if pixels.is_meta:  # counted, not drawn
+    if pixels.is_meta:  # counted, not generated
         return
     if not torch.isfinite(pixels).all():
         raise FloatingPointError("the decoded image holds NaN or infinity")

@@ -359,7 +359,7 @@ class HunyuanVideo15(DiffusersFamily):
     ) -> list[list[Image]]:
         device = device_and_dtype(transformer)["device"]
         pipeline = self.preview_pipeline(transformer, vae_dtype, **self._image_parts(vae_dtype, device))
-        return [self.draw(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in requests]
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return start_code(request)
@@ -374,7 +374,7 @@ class HunyuanVideo15(DiffusersFamily):
             "pipeline.video_processor.calculate_default_height_width = size_of_image",
         )
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         guided = request.guidance_scale > 1
         # One for all previews: diffusers warns of each that is made.
         self._guider.guidance_scale = request.guidance_scale

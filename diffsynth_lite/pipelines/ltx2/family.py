@@ -27,7 +27,7 @@ from transformers import Gemma3ForConditionalGeneration
 
 from diffsynth_lite.core.gradient import count_blocks, gradient_flags
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Drawn, Media, Prompt, RecordKind
+from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Generated, Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
@@ -38,8 +38,8 @@ from diffsynth_lite.pipelines.base.first_frame import (
 )
 from diffsynth_lite.pipelines.base.mixins import WithAudio
 from diffsynth_lite.pipelines.ltx2.audio import COMPRESSION, encode_audio, num_audio_latents
-from diffsynth_lite.pipelines.ltx2.drawing import Connected, guidance_arguments, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.forward import BLOCK_LISTS, UNUSED_MATMULS, model_fn_ltx2
+from diffsynth_lite.pipelines.ltx2.generation import Connected, guidance_arguments, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.names import LTX2_LAYERS, LTX2_NAMES
 from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, prompt_encoder
 from diffsynth_lite.pipelines.ltx2.releases import LTX_2
@@ -334,7 +334,7 @@ class LTX2(WithAudio, DiffusersFamily):
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[Drawn]:
+    ) -> list[Generated]:
         like = device_and_dtype(transformer)
         # The image-to-video pipeline hands images to the VAE in the dtype of the prompt.
         dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
@@ -343,12 +343,12 @@ class LTX2(WithAudio, DiffusersFamily):
         }
         vae = self.load_preview_vae(dtype, like["device"])
         parts = {**audio_parts, "vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
-        drawn = []
+        generated = []
         for request in requests:
             pipeline = assemble(self.pipeline_for(request), **parts)
             pipeline.set_progress_bar_config(disable=True)
-            drawn.append(self.draw(pipeline, request))
-        return drawn
+            generated.append(self.generate(pipeline, request))
+        return generated
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
         return LTX2ImageToVideoPipeline if request.inputs else LTX2Pipeline
@@ -360,10 +360,10 @@ class LTX2(WithAudio, DiffusersFamily):
         perturbs = self._transformer_config.get("perturbed_attn", False)
         return guidance_arguments(request.guidance_scale, perturbs=perturbs)
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> Drawn:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> Generated:
         like = device_and_dtype(pipeline.transformer)
         pipeline.connectors = Connected(request.conditioning["prompt_embeds"].shape[-1])
-        drawn = pipeline(
+        generated = pipeline(
             **preview_start(request),
             **prompt_arguments(request.conditioning, like),
             **prompt_arguments(request.negative, like, "negative_"),
@@ -372,12 +372,12 @@ class LTX2(WithAudio, DiffusersFamily):
             num_frames=request.num_frames,
             frame_rate=request.fps or self.default_fps,
         )
-        frames: list[Image.Image] = drawn.frames[0]
+        frames: list[Image.Image] = generated.frames[0]
         if not self.with_audio or request.num_frames == 1:
             return frames
         rate = pipeline.vocoder.config.output_sampling_rate
         return ClipWithAudio(
-            frames=frames, audio=Audio(waveform=drawn.audio[0].float().cpu(), sample_rate=rate)
+            frames=frames, audio=Audio(waveform=generated.audio[0].float().cpu(), sample_rate=rate)
         )
 
 

@@ -225,7 +225,7 @@ class LTXVideo(DiffusersFamily):
         if self._takes_conditions and scheduler.config.get("use_dynamic_shifting"):
             raise UserError(
                 f"model.path: {self.folder.path / 'scheduler'} has use_dynamic_shifting, with which "
-                "LTXConditionPipeline cannot draw; set it to false there, as it is in 0.9.5 and 0.9.7"
+                "LTXConditionPipeline cannot generate; set it to false there, as it is in 0.9.5 and 0.9.7"
             )
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
@@ -341,18 +341,18 @@ class LTXVideo(DiffusersFamily):
     ) -> list[list[Image]]:
         if self._takes_conditions:
             pipeline = self.preview_pipeline(transformer, vae_dtype)
-            return [self.draw(pipeline, request) for request in requests]
+            return [self.generate(pipeline, request) for request in requests]
         like = device_and_dtype(transformer)
         # The image-to-video pipeline hands images and latents to the VAE in the dtype of the prompt.
         dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
         vae = self.load_preview_vae(dtype, like["device"])
         parts = {"vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
-        drawn = []
+        generated = []
         for request in requests:
             pipeline = assemble(self.pipeline_for(request), **parts)
             pipeline.set_progress_bar_config(disable=True)
-            drawn.append(self.draw(pipeline, request))
-        return drawn
+            generated.append(self.generate(pipeline, request))
+        return generated
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
         if self._takes_conditions:
@@ -361,11 +361,11 @@ class LTXVideo(DiffusersFamily):
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         arguments = {**_DECODING, **start_code(request)}
-        if self.pipeline_for(request) is LTXImageToVideoPipeline:  # on the device, as in draw
+        if self.pipeline_for(request) is LTXImageToVideoPipeline:  # on the device, as in generate
             arguments["generator"] = Code(f'torch.Generator("cuda").manual_seed({request.seed})')
         return arguments
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         guided = request.guidance_scale > 1
         prompts = [request.conditioning, *([request.negative] if guided else [])]

@@ -360,12 +360,12 @@ class SDXL(DiffusionFamily):
     ) -> list[list[Image]]:
         unet = self.parts_of(transformer)["unet"]
         pipeline = self.preview_pipeline(unet, vae_dtype, add_watermarker=False)
-        return [self._draw(pipeline, transformer, request) for request in requests]
+        return [self._generate(pipeline, transformer, request) for request in requests]
 
-    def _draw(self, pipeline: Any, transformer: torch.nn.Module, request: PreviewRequest) -> list[Image]:
+    def _generate(self, pipeline: Any, transformer: torch.nn.Module, request: PreviewRequest) -> list[Image]:
         embeds, pooled = self._prompt_embeds(transformer, [request.conditioning])
         negative_embeds, negative_pooled = self._prompt_embeds(transformer, [request.negative])
-        drawn: list[Image] = pipeline(
+        generated: list[Image] = pipeline(
             prompt_embeds=embeds,
             pooled_prompt_embeds=pooled,
             negative_prompt_embeds=negative_embeds,
@@ -373,7 +373,7 @@ class SDXL(DiffusionFamily):
             guidance_scale=request.guidance_scale,
             **request.call_arguments(),
         ).images
-        return drawn
+        return generated
 
 
 def _time_ids(media: Media) -> torch.Tensor:

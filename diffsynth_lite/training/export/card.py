@@ -79,15 +79,15 @@ class CardWriter:
     def _card(self, lora_folder: Path, step: int) -> ModelCard:
         is_best = lora_folder == self.folder.best_lora_folder
         is_average = self.measures_average if is_best else lora_folder == self.folder.ema_lora_folder
-        drawn = max((drawn for drawn in self.previews.drawn_steps() if drawn <= step), default=0)
-        samples = list(self._samples(drawn)) if drawn else []
+        newest = max((shown for shown in self.previews.generated_steps() if shown <= step), default=0)
+        samples = list(self._samples(newest)) if newest else []
         return ModelCard(
             header=self._header(),
             title=self.facts.title,
             summary=self._summary(step, is_average=is_average, is_best=is_best),
             triggers=self.facts.trigger_words,
             samples=samples,
-            sample_caption=self._sample_caption(drawn),
+            sample_caption=self._sample_caption(newest),
             code=self._code,
             comfy_files=self._comfy_files(),
             settings=self._settings(step) | self._losses(step),

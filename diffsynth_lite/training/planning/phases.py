@@ -76,7 +76,7 @@ class PhaseCounter:
             case "training":
                 return self._training(self._counter.count(settings))
             case "generating previews" if self.config.validation.prompts:
-                return self._drawing(self._counter.count(settings), settings)
+                return self._previewing(self._counter.count(settings), settings)
             case "generating previews":
                 return _phase(name, 0, 0)
 
@@ -147,7 +147,7 @@ class PhaseCounter:
         peak = max(step.device, step.between_steps + resident.calls)
         return _phase("training", resident.device + peak, resident.host + step.host)
 
-    def _drawing(self, step: MemoryCount, settings: StepSettings) -> Phase:
+    def _previewing(self, step: MemoryCount, settings: StepSettings) -> Phase:
         """The model without gradients, and the autoencoder, which is loaded for it; between two steps."""
         subject = self.config, self.family, self._counter, settings
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision

@@ -114,7 +114,7 @@ class AuraFlow(DiffusersFamily):
             **gradient_flags(),
         )
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         prompts = {"prompt": request.conditioning, "negative_prompt": request.negative}
         arguments: dict[str, torch.Tensor] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Drawn, Media
+from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Generated, Media
 from diffsynth_lite.pipelines import Conditioning, EncodedMedia, PreviewRequest, WithAudio
 from diffsynth_lite.pipelines.ltx_video import LTXVideo
 from diffsynth_lite.pipelines.ltx_video import tiny as tiny_ltx_video
@@ -76,7 +76,7 @@ class Singing(WithAudio, LTXVideo):
     @torch.no_grad()
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> Sequence[Drawn]:
+    ) -> Sequence[Generated]:
         drawn = super().sample(transformer, vae_dtype, requests)
         if not self.with_audio or requests[0].num_frames == 1:
             return drawn

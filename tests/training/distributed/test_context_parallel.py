@@ -218,7 +218,7 @@ def check_sharded(name: str, family: ModelFamily) -> dict[str, Tensor | None]:
     return gradients
 
 
-def draw(family: ModelFamily) -> Tensor:
+def generated(family: ModelFamily) -> Tensor:
     """What a preview makes of a prompt, which is padded where it is split."""
     model = family.load_transformer(torch.float32)
     if family.context is not None:
@@ -248,7 +248,7 @@ def draw(family: ModelFamily) -> Tensor:
         return SimpleNamespace(images=[])
 
     pipeline.transformer = model
-    family.draw(pipeline, request)
+    family.generate(pipeline, request)
     return torch.cat(seen)
 
 
@@ -299,9 +299,9 @@ def work_on_a_rank(rank: int, folder: Path) -> None:
     }
     found: dict[str, Any] = {name: check_family(name, folder, meshes) for name in CASES}
     family = family_of("qwen_image", folder)
-    whole = draw(family)
+    whole = generated(family)
     family.context = ContextParallel(meshes["ulysses"], CPU, kind="ulysses", split=family.sequence_split)
-    found["drawn"] = float((draw(family) - whole).norm() / whole.norm())
+    found["generated"] = float((generated(family) - whole).norm() / whole.norm())
     found["failures"] = failures(rank, folder, meshes["ulysses"])
     found["waits"] = waits_of_all(family)
     torch.save(found, folder / f"{rank}.pt")
@@ -351,7 +351,7 @@ def test_the_limit_of_a_step_is_not_that_of_the_caches_before_it(results: list[d
 
 
 def test_prompts_that_cannot_be_split_are_padded_in_previews_too(results: list[dict[str, Any]]) -> None:
-    assert all(0 < result["drawn"] < 1e-6 for result in results)
+    assert all(0 < result["generated"] < 1e-6 for result in results)
 
 
 def test_where_one_process_fails_between_passes_all_fail_and_go_on_together(

@@ -24,7 +24,7 @@ from diffsynth_lite.data.video import read_frames, write_video
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, exported_tensors
 from diffsynth_lite.lora.kinds import LORA, AdapterKind, Dora, Lokr
 from diffsynth_lite.lora.metadata import LoraFacts, SourceFacts
-from diffsynth_lite.media import Drawn
+from diffsynth_lite.media import Generated
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.release_folder import find_base_model, write_release
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -276,7 +276,7 @@ def code_for(family: ModelFamily, request: PreviewRequest, base: str = "model") 
     return usage_code(family, request, **told, **prompts, fps=family.default_fps)
 
 
-def previewed(family: ModelFamily, model: nn.Module, request: PreviewRequest) -> Drawn:
+def previewed(family: ModelFamily, model: nn.Module, request: PreviewRequest) -> Generated:
     with torch.no_grad():
         [preview] = family.sample(model, torch.float32, [request])
     return preview

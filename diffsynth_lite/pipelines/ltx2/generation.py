@@ -1,4 +1,4 @@
-"""This file has LTX-2's pipelines draw from prompts that are encoded, with the guidance of previews.
+"""This file has LTX-2's pipelines generate from prompts that are encoded, with the guidance of previews.
 
 Layouts: b batch, l tokens, d channels.
 """

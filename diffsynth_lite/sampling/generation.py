@@ -16,7 +16,7 @@ from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.lora import add_finished_lora, excludes_other_loras, require_fit, set_lora_weights
-from diffsynth_lite.media import Drawn, frame_strip, frames_of
+from diffsynth_lite.media import Generated, frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -35,7 +35,7 @@ from diffsynth_lite.training.previews import (
     generation_parameters,
     model_name,
     preview_grid,
-    save_drawn,
+    save_generated,
     save_png,
 )
 from diffsynth_lite.training.session import build_accelerator, deterministic_kernels
@@ -74,7 +74,7 @@ class _LoadedModel:
     loras: Sequence[_ReadLora]
     transformer: torch.nn.Module
 
-    def draw(self, requests: Sequence[PreviewRequest], scale: float) -> Sequence[Drawn]:
+    def generate(self, requests: Sequence[PreviewRequest], scale: float) -> Sequence[Generated]:
         """The frames of each sample, with the weights of all LoRAs multiplied by ``scale``.
 
         Raises:
@@ -92,7 +92,7 @@ class _LoadedModel:
             raise UserError(f"--scale {scale:g}: numbers overflow, {error}; {remedy}") from error
 
     def save(
-        self, folder: Path, requests: Sequence[PreviewRequest], generated: Sequence[Drawn], scale: float
+        self, folder: Path, requests: Sequence[PreviewRequest], generated: Sequence[Generated], scale: float
     ) -> None:
         """Write the files, each with the parameters that it was generated with."""
         model = model_name(self.family, self.config.model.path)
@@ -103,10 +103,10 @@ class _LoadedModel:
             text = generation_parameters(request, loras, model=model, sampler=sampler)
             place = number * num_prompts // len(requests)  # the seeds of a prompt follow each other
             name = f"prompt-{place:02d}-seed-{request.seed}-scale-{scale:g}.png"
-            save_drawn(folder / name, one, fps=request.fps, parameters=text)
+            save_generated(folder / name, one, fps=request.fps, parameters=text)
 
 
-def draw_samples(request: SampleRequest) -> Path:
+def generate_samples(request: SampleRequest) -> Path:
     """Generate each prompt from each seed at each scale, and one grid of all.
 
     Returns:
@@ -131,7 +131,7 @@ def draw_samples(request: SampleRequest) -> Path:
         columns = []
         for scale in request.scales:
             logger.info("Generating at scale %g.", scale)
-            generated = model.draw(requests, scale)
+            generated = model.generate(requests, scale)
             model.save(folder, requests, generated, scale)
             columns.append([frame_strip(frames_of(one)) for one in generated])
             free_memory()  # of the decoder, which is loaded for each scale as for each preview
