@@ -98,7 +98,7 @@ class Sample:
     first: Conditioning
     negative: Conditioning
     conditioning: list[Conditioning]
-    _adapted: dict[object, torch.nn.Module] = field(default_factory=dict, repr=False)
+    _adapted: dict[object, torch.nn.Module] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def model(self) -> torch.nn.Module:

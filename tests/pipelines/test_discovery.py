@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import diffusers
 import pytest
+from processes import Program
 
 from diffsynth_lite import pipelines
 from diffsynth_lite.config import Config
@@ -192,7 +191,7 @@ def test_what_is_refused_by_name_is_a_pipeline_of_diffusers_that_no_family_train
 FAMILIES = {f"diffsynth_lite.pipelines.{name}" for name in family_names()}
 
 
-# Each line is run in turn; then the interpreter prints what it holds.
+# Each line is run in turn; then the process prints what it holds.
 STEPS = {
     "package": "import diffsynth_lite",
     "families": "import diffsynth_lite.pipelines as pipelines; pipelines.family_names()",
@@ -201,12 +200,23 @@ STEPS = {
 }
 
 
+FORGET = """
+import sys
+for name in [*sys.modules]:
+    if name.partition(".")[0] in ("diffsynth_lite", "diffusers"):
+        del sys.modules[name]
+"""
+
+
 @pytest.fixture(scope="module")
-def loaded() -> dict[str, set[str]]:
-    """Names of the modules that a fresh interpreter holds after each of ``STEPS``."""
-    code = "\n".join(["import sys", *(f"{line}\nprint(*sorted(sys.modules))" for line in STEPS.values())])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Modules after each of ``STEPS``, in a process that begins without those of ours and of diffusers."""
+    folder = tmp_path_factory.mktemp("imports")
+    program = folder / "imports.py"
+    program.write_text(FORGET + "".join(f"{line}\nprint(*sorted(sys.modules))\n" for line in STEPS.values()))
+    run = Program(program, [], folder / "printed")
+    assert run.wait() == 0, run.printed()
+    lines = run.printed().splitlines()
     return {step: set(line.split()) for step, line in zip(STEPS, lines, strict=True)}
 
 

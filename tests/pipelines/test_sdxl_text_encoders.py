@@ -1,4 +1,7 @@
-"""SDXL with a LoRA on its text encoders too: several components in one model, run in one forward."""
+"""SDXL with a LoRA on its text encoders too: several components in one model, run in one forward.
+
+The tests of all families that are imported run on it, too.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +14,6 @@ import torch.distributed as dist
 from diffusers import StableDiffusionXLPipeline
 from family_sample import (
     CPU,
-    FLAGS,
     PROMPTS,
     SIGMA,
     Sample,
@@ -22,9 +24,21 @@ from family_sample import (
     pairs_on,
     velocity_and_gradients,
 )
-from held_step import assert_same_cost, step_on_cpu
 from processes import on_ranks
 from release_layouts import request_of_sdxl
+from test_family_gradients import (  # noqa: F401
+    test_the_flags_change_neither_the_velocity_nor_any_gradient_also_with_dropout,
+)
+from test_family_interface import (  # noqa: F401
+    test_an_example_of_the_conditioning_is_what_the_encoders_give_of_a_prompt_as_long_as_may_be,
+    test_default_targets_match_the_structure_without_weights,
+)
+from test_family_lora import (  # noqa: F401
+    test_every_adapter_of_a_set_learns_and_the_flags_change_nothing,
+)
+from test_family_memory import (  # noqa: F401
+    test_a_step_holds_what_is_counted_of_blocks_that_are_kept_and_of_those_that_are_recomputed,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,8 +56,6 @@ from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, split_adapter
 from diffsynth_lite.pipelines.sdxl import SDXL
 from diffsynth_lite.training.lora_file import read_initial_lora
-from diffsynth_lite.training.planning.memory_count import MemoryCounter
-from diffsynth_lite.training.planning.step import StepSettings
 
 ALL = ("unet", "text_encoder", "text_encoder_2")
 
@@ -130,14 +142,9 @@ def test_an_empty_prompt_to_steer_away_from_is_zeros_that_leave_the_encoders_a_g
 
 
 def test_both_encoders_get_a_lora_but_on_the_layer_that_the_unet_does_not_see(sample: Sample) -> None:
-    family = sample.family
-    empty, loaded = family.empty_transformer(), family.load_transformer(torch.float32)
-    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
-    found = [
-        find_target_layers(model, family.target_sets["all"], unused_modules=family.unused_modules(model))
-        for model in (empty, loaded)
-    ]
-    assert found[0] == found[1]
+    family, model = sample.family, sample.family.empty_transformer()
+    targets = family.target_sets["all"]
+    found = find_target_layers(model, targets, unused_modules=family.unused_modules(model))
     attention = [f"self_attn.{name}" for name in ("k_proj", "v_proj", "q_proj", "out_proj")]
     expected = {
         f"{encoder}.{layer}.{name}"
@@ -148,9 +155,9 @@ def test_both_encoders_get_a_lora_but_on_the_layer_that_the_unet_does_not_see(sa
         for layer in layers
         for name in (*attention, "mlp.fc1", "mlp.fc2")
     }
-    assert {name for name in found[0] if not name.startswith("unet.")} == expected
+    assert {name for name in found if not name.startswith("unet.")} == expected
     # Two attentions and a feed-forward part a block, and what is around the blocks.
-    assert sum(name.startswith("unet.") for name in found[0]) == (4 * 2 + 2) * (2 + 2 + 2 * 2) + 2 * 4
+    assert sum(name.startswith("unet.") for name in found) == (4 * 2 + 2) * (2 + 2 + 2 * 2) + 2 * 4
 
 
 def test_the_layer_left_out_would_get_no_gradient(sample: Sample) -> None:
@@ -160,16 +167,6 @@ def test_the_layer_left_out_would_get_no_gradient(sample: Sample) -> None:
     assert {name for name in without if not name.startswith("text_encoder.final_layer_norm")} == {
         name for name, _ in model.named_parameters() if name.startswith(unused)
     }
-
-
-def test_every_adapter_gets_the_same_gradient_under_all_flags(sample: Sample) -> None:
-    model = adapted_transformer(sample, dropout=0.3, targets=sample.family.target_sets["all"])
-    plain, *flagged = (gradients_of_a_step(sample, model, flags) for flags in FLAGS)
-    assert {name.split(".")[0] for name in plain} == set(ALL)
-    for name, gradient in plain.items():
-        assert gradient is not None, name
-        assert gradient.any(), name
-        assert all(torch.equal(gradient, other[name]) for other in flagged), name
 
 
 def test_a_saved_lora_is_one_file_that_the_pipeline_loads_into_all_three(
@@ -253,7 +250,7 @@ def train_on_a_rank(rank: int, folder: Path, sample: Sample) -> None:
 
 
 def test_two_processes_synchronise_the_gradients_of_all_three(sample: Sample, tmp_path: Path) -> None:
-    on_ranks(train_on_a_rank, tmp_path, sample)
+    on_ranks(train_on_a_rank, tmp_path, replace(sample))  # without models
     for rank in range(2):
         saved = torch.load(tmp_path / f"rank{rank}.pt")
         for gradients in saved["synchronised"]:
@@ -261,23 +258,6 @@ def test_two_processes_synchronise_the_gradients_of_all_three(sample: Sample, tm
             for name, gradient in gradients.items():
                 expected = saved["mean"][name.removeprefix("module.")]
                 torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_a_step_holds_what_is_counted_of_the_text_encoders_too(sample: Sample) -> None:
-    family, model = sample.family, adapted_transformer(sample)
-    shape = sample.latents.shape[1:]
-    example = family.example_conditioning(shape)
-    assert {name: value.shape for name, value in example.items()} == {
-        name: value.shape for name, value in sample.conditioning[0].items()
-    }
-    settings = StepSettings(micro_batch_size=2, mixed_precision="no", dtype=torch.float32, device_type="cpu")
-    plain = family.empty_transformer()
-    targets = family.default_target_modules
-    layers = find_target_layers(plain, targets, unused_modules=family.unused_modules(plain))
-    inputs = {"latents_shape": shape, "conditioning": example}
-    assert family.noise_path  # a table on the CPU
-    counted = MemoryCounter(family, layers, rank=4, **inputs).count(settings)
-    assert_same_cost(counted.step, step_on_cpu(family, model, settings, **inputs))
 
 
 LAYERS = ("first.0", "second.0", "second.2")

@@ -103,9 +103,9 @@ def family(sample: Sample) -> Iterator[ModelFamily]:
 
 
 def test_a_file_in_either_layout_gives_the_model_that_the_folder_gives(
-    family: ModelFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sample: Sample, family: ModelFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = family.load_transformer(torch.float32)
+    stored = sample.model
     convert_width_of(stored, monkeypatch)
     plain = family.load_transformer(torch.bfloat16)
     layers = tuple(quantizable_layers(stored, family.block_lists))
@@ -121,17 +121,17 @@ def test_a_file_in_either_layout_gives_the_model_that_the_folder_gives(
     assert differing(family.load_transformer(torch.bfloat16), quantised) == []
 
 
+@pytest.mark.of_the_model
 def test_tensors_are_converted_where_they_are_in_the_file(
-    family: ModelFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = family.load_transformer(torch.float32)
-    convert_width_of(model, monkeypatch)
-    *_, tensors = layouts(model).values()
+    convert_width_of(sample.model, monkeypatch)
+    *_, tensors = layouts(sample.model).values()
     file = write(tensors, tmp_path / "x.safetensors")
     stored = StoredTensors.in_files([file.path])
     monkeypatch.setattr(StoredTensors, "in_files", lambda _: stored)
     places = {tensor.untyped_storage().data_ptr() for tensor in stored.tensors.values()}
-    found = read_single_file(file, model).tensors
+    found = read_single_file(file, sample.model).tensors
     copied = {
         name.rpartition(".")[0] for name in found if found[name].untyped_storage().data_ptr() not in places
     }
@@ -139,12 +139,12 @@ def test_tensors_are_converted_where_they_are_in_the_file(
     assert copied <= {"norm_out.linear", "transformer_blocks.1.norm1_context.linear"}
 
 
+@pytest.mark.of_the_model
 def test_weights_with_scales_are_the_exact_products(
-    family: ModelFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sample: Sample, family: ModelFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = family.load_transformer(torch.float32)
-    convert_width_of(model, monkeypatch)
-    *_, tensors = layouts(model).values()
+    convert_width_of(sample.model, monkeypatch)
+    *_, tensors = layouts(sample.model).values()
     loaded = []
     for stored in scaled(tensors):
         bind(family, write(stored, tmp_path / "x.safetensors"))
@@ -152,8 +152,9 @@ def test_weights_with_scales_are_the_exact_products(
     assert differing(*loaded) == []
 
 
-def test_a_file_of_another_model_is_named_for_what_it_is(family: ModelFamily, tmp_path: Path) -> None:
-    model = family.load_transformer(torch.float32)
+@pytest.mark.of_the_model
+def test_a_file_of_another_model_is_named_for_what_it_is(sample: Sample, tmp_path: Path) -> None:
+    model = sample.model
     of_wan = WanTransformer3DModel, WanVACETransformer3DModel  # one has the layers of the other
     other = QwenImageTransformer2DModel if isinstance(model, of_wan) else WanTransformer3DModel
     with torch.device("meta"):
