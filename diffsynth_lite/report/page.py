@@ -49,7 +49,8 @@ _LAST = {
     "peak memory in GiB": "peak_memory_gib",
 }
 """Metrics whose last value is shown."""
-_LOWEST = {"lowest loss on held-out data": "validation_loss"}
+_LOWEST = "validation_loss"
+"""The metric whose lowest value is shown."""
 
 Rows = dict[str, list[str]]
 """Name of a row to one value for each run; empty if the run has none."""
@@ -253,22 +254,19 @@ class SharedPrompt:
 
 def results(runs: Sequence[RunReport]) -> Rows:
     """The last values of the runs' metrics, and the lowest validation loss."""
-    measures = [(name, metric, _last) for name, metric in _LAST.items()]
-    measures += [(name, metric, _lowest) for name, metric in _LOWEST.items()]
+
+    def points(run: RunReport, metric: str) -> list[tuple[int, float]]:
+        return run.series[metric].points if metric in run.series else []
+
     rows = {
-        name: [measure(run.series[metric].points) if metric in run.series else "" for run in runs]
-        for name, metric, measure in measures
+        name: [f"{found[-1][1]:.4g}" if (found := points(run, metric)) else "" for run in runs]
+        for name, metric in _LAST.items()
     }
+    lowest = [min(((value, step) for step, value in points(run, _LOWEST)), default=None) for run in runs]
+    rows["lowest loss on held-out data"] = [
+        "" if found is None else f"{found[0]:.4g} at step {found[1]}" for found in lowest
+    ]
     return {name: values for name, values in rows.items() if any(values)}
-
-
-def _last(points: Sequence[tuple[int, float]]) -> str:
-    return f"{points[-1][1]:.4g}"
-
-
-def _lowest(points: Sequence[tuple[int, float]]) -> str:
-    value, step = min((value, step) for step, value in points)
-    return f"{value:.4g} at step {step}"
 
 
 def differing_settings(settings: Sequence[str]) -> Rows:

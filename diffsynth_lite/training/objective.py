@@ -104,7 +104,8 @@ class NoiseLevels:
         low, high = self.ranges[place]
         sigma = self._whole(first + (last - first) * uniform.double(), latents_shape)
         # Rounding must not carry a level over to the neighbour, whose model is another one.
-        return sigma.clamp(low, 1.0 if high == 1.0 else _float32_below(high))
+        below = torch.nextafter(torch.tensor(high), torch.tensor(-math.inf)).item()
+        return sigma.clamp(low, 1.0 if high == 1.0 else below)
 
     def quantile(self, part: float) -> float:
         """The noise level that is ``part`` of the way, in [0, 1), through all that is trained."""
@@ -447,7 +448,3 @@ def _errors(predicted: torch.Tensor, target: torch.Tensor, huber_delta: float | 
     if huber_delta is None:
         return (predicted - target).square()
     return 2 * huber_loss(predicted, target, reduction="none", delta=huber_delta)
-
-
-def _float32_below(value: float) -> float:
-    return torch.nextafter(torch.tensor(value), torch.tensor(-math.inf)).item()

@@ -324,12 +324,12 @@ def generation_parameters(
     if request.num_layers:
         settings["Layers"] = request.num_layers
     settings["Version"] = f"diffsynth_lite {__version__}"
-    lines.append(", ".join(f"{name}: {_quoted(str(value))}" for name, value in settings.items()))
+    quoted = {
+        name: json.dumps(value, ensure_ascii=False) if re.search("[,:\n]", str(value)) else value
+        for name, value in settings.items()
+    }
+    lines.append(", ".join(f"{name}: {value}" for name, value in quoted.items()))
     return "\n".join(lines)
-
-
-def _quoted(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False) if re.search("[,:\n]", value) else value
 
 
 def _open(path: Path) -> Image.Image:

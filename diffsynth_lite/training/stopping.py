@@ -141,7 +141,8 @@ class Requests:
             is_lost = self._has_lost_folder()
             if not is_lost:  # A folder of the same name may be another run's.
                 self._look_at_files(asked)
-            asked[1] = asked[1] or self._is_time_to_save()
+            if self.save_every_minutes is not None:
+                asked[1] |= time.monotonic() - self._saved_at >= 60 * self.save_every_minutes
         if self.accelerator.num_processes > 1:
             flags = torch.tensor([is_lost, *asked], dtype=torch.float32, device=self.accelerator.device)
             counts = self.accelerator.reduce(flags, reduction="sum").tolist()
@@ -162,11 +163,6 @@ class Requests:
             if _take(path):
                 logger.info("%s: found in the run folder.", path.name)
                 asked[place] = True
-
-    def _is_time_to_save(self) -> bool:
-        if self.save_every_minutes is None:
-            return False
-        return time.monotonic() - self._saved_at >= 60 * self.save_every_minutes
 
 
 def _take(path: Path) -> bool:

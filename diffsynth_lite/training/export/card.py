@@ -104,7 +104,9 @@ class CardWriter:
         return replace(any_preview(self.config, self.family), inputs=inputs)
 
     def _header(self) -> dict[str, Any]:
-        base, task = self.facts.base, self._task()
+        base, made = self.facts.base, "image" if self.family.frame_step is None else "video"
+        # The hub's name for the task: from prompts with or without images.
+        task = f"{'image' if self._starts_from_images else 'text'}-to-{made}"
         return {
             "base_model": base.hub_id,
             "base_model_relation": "adapter" if base.hub_id else None,
@@ -117,11 +119,6 @@ class CardWriter:
             ],
             "instance_prompt": ", ".join(self.facts.trigger_words) or None,
         }
-
-    def _task(self) -> str:
-        """The hub's name for the task: from prompts with or without images."""
-        made = "image" if self.family.frame_step is None else "video"
-        return f"{'image' if self._starts_from_images else 'text'}-to-{made}"
 
     @property
     def _starts_from_images(self) -> bool:
