@@ -42,11 +42,11 @@ def noise_section(family: type[ModelFamily], recipes: Sequence[Path]) -> list[st
             noise_level, size, findings = _noise_of(family(folder, trained=config.lora.components), config)
         for row in findings:
             of = f"`{recipe.name}`, {size}" if row is findings[0] else f"its `{row.name}`"
-            rows.append(f"| {' | '.join([of, *row.cells])} |")
+            rows.append(f"| {' | '.join([of, *row.cells[1:]])} |")
     if not rows:
         return []
-    headings = [f"noise levels: {noise_level}", *NoiseFindings.COLUMNS]
-    return [f"| {' | '.join(headings)} |", f"|---|{'---:|' * len(NoiseFindings.COLUMNS)}", *rows, ""]
+    headings = [f"noise levels: {noise_level}", *NoiseFindings.COLUMNS[1:]]
+    return [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}", *rows, ""]
 
 
 def _folder_of(family: type[ModelFamily], location: str, path: Path) -> PipelineFolder | None:

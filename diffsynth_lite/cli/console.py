@@ -48,8 +48,8 @@ class _ConsoleHandler(logging.Handler):
         self.setFormatter(_RedactingFormatter(redactor))
 
     def filter(self, record: logging.LogRecord) -> bool:
-        tells_the_end = ON_EACH_MACHINE.items() <= vars(record).items() and self._level < _SILENT
-        return tells_the_end or record.levelno >= self._level
+        is_the_end = ON_EACH_MACHINE.items() <= vars(record).items() and self._level < _SILENT
+        return is_the_end or record.levelno >= self._level
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Convert, and say what came of it."""
+    """Convert, and print what came of it."""
     source, target = (path.expanduser() for path in (parsed.source, parsed.target))
     if target.suffix != ".safetensors":
         raise UserError(f"{target}: is the file to write; name one that ends in .safetensors")
@@ -112,7 +112,7 @@ def _family_of(contents: "LoraContents", asked: str | None, to: "Target") -> tup
     }
     if asked:
         if not names[asked].layers:
-            raise UserError(f"--family: {asked} says no names of layers in files (lora_layers)")
+            raise UserError(f"--family: {asked} has no names of layers in files (lora_layers)")
         return asked, names[asked]
     if (written := contents.metadata.get("diffsynth_lite.family", "")) in names:
         return written, names[written]
@@ -131,7 +131,7 @@ def _family_of(contents: "LoraContents", asked: str | None, to: "Target") -> tup
             f"{len(unknown[nearest])} of {len(contents.pairs)} are not: {join_names(unknown[nearest])}"
         )
     if len({_names_as_written(contents, names[name], to) for name in fitting}) > 1:
-        raise UserError(f"{contents.file}: has layers of {', '.join(fitting)}; say with --family which it is")
+        raise UserError(f"{contents.file}: has layers of {', '.join(fitting)}; name its family with --family")
     return " or ".join(fitting), names[fitting[0]]
 
 
@@ -151,7 +151,7 @@ def _described(contents: "LoraContents") -> str:
         " and ".join(f"{value:g}" for value, _ in Counter(values).most_common())
         for values in ([pair.rank for pair in pairs.values()], [pair.alpha for pair in pairs.values()])
     )
-    note = "" if contents.has_alpha else " (it says none: that is the rank)"
+    note = "" if contents.has_alpha else " (the file has none: that is the rank)"
     return (
         f"{len(pairs)} layers such as {min(pairs)}; rank {ranks}, alpha {alphas}{note}, "
         f"{str(contents.dtype).removeprefix('torch.')}"

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Look, write, say what comes next."""
+    """Look, write, and print what comes next."""
     presets = [read_preset(name) for name in parsed.presets]
     name = parsed.folder.resolve().name  # that of "." too; "/" has none
     out: Path = parsed.out or Path(f"{name}_lora.yaml" if name else "lora.yaml")

@@ -118,7 +118,7 @@ def _request(parsed: argparse.Namespace) -> SampleRequest:
         require_new(out)
     if parsed.config is None and run is None:
         raise UserError(
-            f"--config: is missing, and no run says which base model {loras[0].place} is for; name a yaml"
+            f"--config: is missing, and no run names the base model of {loras[0].place}; name a yaml"
             if loras
             else "--lora, --config: name the folder of a run, or a yaml file"
         )
@@ -156,7 +156,7 @@ def _of_run(run: RunFolder | None, output_dir: str, scales: Sequence[float]) -> 
 
 
 def _settings(parsed: argparse.Namespace) -> dict[str, object]:
-    """What the arguments say in place of the section ``validation``, by key."""
+    """The settings of the section ``validation`` that arguments replace, by key."""
     settings: dict[str, object] = {key: getattr(parsed, name) for name, key in _FLAG_KEYS.items()}
     if parsed.size is not None:
         settings["validation.width"], settings["validation.height"] = parsed.size

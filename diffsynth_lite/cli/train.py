@@ -74,14 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
 
     def work() -> None:
-        with _told_to_launcher(os.environ.get(_ERROR_FILE)):
+        with _errors_for_launcher(os.environ.get(_ERROR_FILE)):
             _train(parsed, console, started_at)
 
     return run_command(work, console, level=log_level(os.environ))
 
 
 @contextmanager
-def _told_to_launcher(file: str | None) -> Iterator[None]:
+def _errors_for_launcher(file: str | None) -> Iterator[None]:
     """Scope whose errors torch's elastic agent shows in the summary that it prints when a process failed.
 
     Args:

@@ -63,7 +63,7 @@ class ModelSettings(Settings):
     float32 in any case."""
 
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """How the linear layers in the frozen transformer's blocks are kept: as `dtype` says, in 8 bits a weight
+    """How the linear layers in the frozen transformer's blocks are kept: in `dtype`, in 8 bits a weight
     (`int8`), or in 4.5 (`nf4`; it needs `pip install bitsandbytes`). The rest stays in `dtype`, and so do the
     numbers that are computed. What this saves and costs: [memory.md](memory.md)."""
 
@@ -75,7 +75,7 @@ class ModelSettings(Settings):
     """How the text encoder is kept while prompts are encoded; it is freed before training starts."""
 
     text_encoder_quantize: Literal["none", "int8", "nf4"] = "none"
-    """How the linear layers in the text encoder's transformer layers are kept: as `text_encoder_dtype` says,
+    """How the linear layers in the text encoder's transformer layers are kept: in `text_encoder_dtype`,
     or in fewer bits, as with `quantize`. Prompts are encoded a little differently then; to avoid that, use
     `memory.stream_text_encoder`."""
 

@@ -125,7 +125,7 @@ def number_table(data: ExaminedData, captions: CaptionFindings) -> dict[str, str
     }
     table = {name: str(Spread.of(numbers)) for name, numbers in spreads.items() if numbers}
     if data.family.with_audio:
-        table["sound"] = _sound(data)
+        table["audio"] = _audio(data)
     if captions.tokens:
         table["caption tokens"] = f"{captions.tokens}; the model sees {captions.limit}"
     return table
@@ -161,7 +161,7 @@ def _rounded(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _sound(data: ExaminedData) -> str:
+def _audio(data: ExaminedData) -> str:
     clips, family = data.clips_with_audio, data.family
     form = family.audio_format if isinstance(family, WithAudio) else None
     forms = Counter(

@@ -51,7 +51,7 @@ def test_there_and_back_is_the_file_again(
         f"{flux_file}: chroma or flux or flux_fill or flux_kontext, 2 layers such as "
         "lora_unet_double_blocks_0_img_attn_qkv; rank 4, alpha 2, bfloat16",
         f"{there}: 7 layers such as transformer.single_transformer_blocks.0.attn.to_k; rank 4, alpha 4 "
-        "(it says none: that is the rank), bfloat16",
+        "(the file has none: that is the rank), bfloat16",
         "All layers are in it, and their updates are the same.",
     ]
     assert metadata(there)["modelspec.title"] == "Mine"
@@ -147,7 +147,7 @@ def test_alpha_and_dtype_of_a_runs_lora_are_those_asked_for(
             ("--to", "diffusers", "--without-text-encoders"),
             "holds no layers but of text encoders",
         ),
-        ("transformer.transformer_blocks.0.attn.to_q", ("--to", "kohya"), "say with --family which it is"),
+        ("transformer.transformer_blocks.0.attn.to_q", ("--to", "kohya"), "name its family with --family"),
         ("lora_unet_blocks_0_ffn_0", ("--to", "kohya", "--family", "flux"), "1 of 1 layers are not known"),
         (
             "lora_unet_blocks_0_ffn_0",

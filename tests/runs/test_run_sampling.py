@@ -65,7 +65,7 @@ REFUSED = {
     "--lora {root}/data": "data: there is no LoRA in",
     "--lora {root}/tiny.yaml": "tiny.yaml: is not a .safetensors file",
     "--lora {root}/run:inf": "inf is not a weight; give a finite number",
-    "--lora {root}/lone.safetensors": "--config: is missing, and no run says which base model",
+    "--lora {root}/lone.safetensors": "--config: is missing, and no run names the base model",
     "--config {root}/tiny.yaml output.dir={root}/none": "holds no run; name a LoRA, or generate",
     "--lora {root}/run": "--prompt: is missing, and validation.prompts of the config is empty",
     "--lora {root}/run --prompt @{root}/nowhere": "nowhere: cannot be read: No such file",

@@ -43,6 +43,14 @@ def import_lance() -> Any:
     return lance
 
 
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except LANCE_ERRORS as error:
+        raise UserError(f"data.sealed: {what}: {first_line(error)}") from error
+
+
 class SealFolder:
     """A folder by its path, or by its URI on object storage that Lance has a connector for.
 
@@ -64,47 +72,36 @@ class SealFolder:
     @cached_property
     def _session(self) -> Any:
         lance = import_lance()
-        try:
+        with _explained(f"{self} cannot be used"):
             return lance.file.LanceFileSession(self.location)
-        except LANCE_ERRORS as error:
-            raise UserError(f"data.sealed: {self} cannot be used: {first_line(error)}") from error
 
     def names(self) -> list[str]:
         """All files in it and below, relative to it; none where it does not exist."""
         if self.is_local and not Path(self.location).exists():
             return []
         session = self._session
-        try:
+        with _explained(f"{self} cannot be read"):
             return sorted(session.list())
-        except LANCE_ERRORS as error:
-            raise UserError(f"data.sealed: {self} cannot be read: {first_line(error)}") from error
 
     def read(self, name: str) -> bytes | None:
         """Content of a file, or None where there is none."""
         if self.is_local and not Path(self.location).exists():
             return None
         session = self._session
-        try:
+        with _explained(f"{self.uri(name)} cannot be read"), tempfile.TemporaryDirectory() as folder:
             if not session.contains(name):
                 return None
-            with tempfile.TemporaryDirectory() as folder:
-                copy = Path(folder) / "copy"
-                session.download_file(name, str(copy))
-                return copy.read_bytes()
-        except LANCE_ERRORS as error:
-            raise UserError(f"data.sealed: {self.uri(name)} cannot be read: {first_line(error)}") from error
+            copy = Path(folder) / "copy"
+            session.download_file(name, str(copy))
+            return copy.read_bytes()
 
     def download(self, name: str, path: Path) -> None:
         """Copy a file to ``path``, which appears whole."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with replacing(path) as temporary:
-                self._session.download_file(name, str(temporary))
-                sync(temporary)
-        except LANCE_ERRORS as error:
-            raise UserError(
-                f"data.sealed: {self.uri(name)} cannot be copied to {path}: {first_line(error)}"
-            ) from error
+        session = self._session
+        with _explained(f"{self.uri(name)} cannot be copied to {path}"), replacing(path) as temporary:
+            session.download_file(name, str(temporary))
+            sync(temporary)
 
     def make(self) -> None:
         """Create the folder if it is on a disk."""
