@@ -23,18 +23,14 @@ from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.data_settings import (
     cache_folder,
     index_file,
-    open_memory,
     orders_folder,
     sealed_folder,
 )
-from diffsynth_lite.training.encoding.dataset import Quarantine
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import (
-    encode_job,
+    RunEncoder,
     encode_part,
     encode_run,
-    plan_encoding,
-    plan_previews,
     tracked_places,
 )
 from diffsynth_lite.training.encoding.seals import open_config_seal, seal_settings, unsealed
@@ -78,12 +74,12 @@ def needed_keys(config: Config, accelerator: Accelerator) -> set[str]:
     seal = None if config.data.sealed is None else open_config_seal(config)
     config = unsealed(config) if seal is None else config
     checked = check_run(config, accelerator)
-    with open_memory(config) as memory:
-        of_previews = plan_previews(config, checked.preview_family, accelerator, memory).prompts
+    with RunEncoder.opened(config, accelerator) as encoder:
+        of_previews = encoder.plan_previews(checked.preview_family).prompts
         if seal is not None:
             sealed = seal.entries(seal.map_table(sealed_folder(config)))
             return {key for key in of_previews if key not in sealed}
-        job = plan_encoding(config, checked, accelerator, memory)
+        job = encoder.plan(checked)
     return {*job.media, *job.prompts, *of_previews}
 
 
@@ -133,17 +129,14 @@ def seal_run(
     there = open_config_seal(config)
     plain = unsealed(config)
     checked = check_run(plain, accelerator)
-    with open_memory(plain) as memory:
-        job = plan_encoding(plain, checked, accelerator, memory)
+    with RunEncoder.opened(plain, accelerator) as encoder:
+        job = encoder.plan(checked)
         remedy = "fill the cache with `diffsynth-lite cache fill`, then seal it"
         if there is not None:
             job.leave_out(there.entries(there.map_table(sealed_folder(config))))
             remedy = f"{there.folder} has none of them, either: name another folder, and {remedy}"
         job.refuse_to_encode(remedy)
-        quarantine = Quarantine(plain)
-        trained_on, measured = encode_job(
-            plain, job, memory, accelerator, quarantine, checked.held_out.unread
-        )
+        trained_on, measured = encoder.encode(job, checked.held_out.unread)
     validation = measured if checked.held_out.records else None
     if there is not None:
         _require_same_items(there, trained_on, validation)

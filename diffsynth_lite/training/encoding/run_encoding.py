@@ -4,9 +4,11 @@ An `EncodingJob` lists what to encode; the training reads the result as `Trainin
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Self
 
 import torch
 from accelerate import Accelerator
@@ -83,53 +85,123 @@ class TrainingData(UsableData):
     orders: Orders = draw_order
 
 
-def plan_encoding(
-    config: Config, checked: CheckedData, accelerator: Accelerator, memory: FileMemory, part: Part = WHOLE
-) -> EncodingJob:
-    """Everything that a run encodes with its model: training data, held-out data, prompts of previews.
+@dataclass(frozen=True, kw_only=True)
+class RunEncoder:
+    """Plans and encodes the data of a run, or of a part of it.
 
-    No pixel is decoded but the first frames of new clips.
+    Attributes:
+        memory: what is known of the run's files.
     """
-    family, training, held_out = checked.family, checked.training, checked.held_out
-    rules, group = plan_rules(config, family), find_cache_group(config, accelerator)
-    job = EncodingJob(config, family, accelerator.device, group)
-    trained_on = plan_dataset(training.records, rules, memory, accelerator, group).without(training.unread)
-    job.add_dataset(trained_on, has_unconditional=config.needs_empty_captions)
-    measured = records_of(part, held_out.records[: config.validation.loss_items])
-    held_out_plan = plan_dataset(measured, held_out_rules(rules), memory, accelerator, group)
-    job.add_dataset(held_out_plan, has_unconditional=config.objective.guidance_target is not None)
-    require_same_items(accelerator, *(table for _, table in job.datasets))
-    check_tokens(config, family, [size for _, table in job.datasets for size in table.buckets])
-    if family.vae_tiles is not None and part.is_whole:
-        check_vae_tiling(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
-    if family.with_audio and part.is_whole:
-        require_audio(config, trained_on)
-    if config.validation.model_path is None:  # else another model's encoder encodes them
-        _add_previews(config, family, job, memory, part)
-    return job
 
+    config: Config
+    accelerator: Accelerator
+    memory: FileMemory
+    part: Part = WHOLE
 
-def plan_previews(
-    config: Config, family: ModelFamily, accelerator: Accelerator, memory: FileMemory, part: Part = WHOLE
-) -> EncodingJob:
-    """Only the prompts of the previews of a run, or of those in a part."""
-    job = EncodingJob(config, family, accelerator.device, find_cache_group(config, accelerator))
-    _add_previews(config, family, job, memory, part)
-    return job
+    @classmethod
+    @contextmanager
+    def opened(cls, config: Config, accelerator: Accelerator, part: Part = WHOLE) -> Iterator[Self]:
+        """Scope in which the memory of files is open."""
+        with open_memory(config, part) as memory:
+            yield cls(config=config, accelerator=accelerator, memory=memory, part=part)
 
+    def plan(self, checked: CheckedData) -> EncodingJob:
+        """Everything that a run encodes with its model: training data, held-out data, prompts of previews.
 
-def _add_previews(
-    config: Config, family: ModelFamily, job: EncodingJob, memory: FileMemory, part: Part
-) -> None:
-    """Add the prompts of the previews, or of those in a part, to a job."""
-    index, background = MediaIndex(memory), config.data.background
-    for place, text in enumerate(config.validation.prompts):
-        if not part.owns(f"preview {place}"):
-            continue
-        images = input_files(config, place) if family.edits.prompt_sees_images else ()
-        content = tuple(index.content(path) for path in images)
-        prompt = PromptItem(text=text, images=images, content=content, background=background)
-        job.add_preview(prompt, negative=config.validation.negative_prompt)
+        No pixel is decoded but the first frames of new clips.
+        """
+        config, family, accelerator = self.config, checked.family, self.accelerator
+        training, held_out = checked.training, checked.held_out
+        rules, group = plan_rules(config, family), find_cache_group(config, accelerator)
+        shared = self.memory, accelerator, group
+        job = EncodingJob(config, family, accelerator.device, group)
+        trained_on = plan_dataset(training.records, rules, *shared).without(training.unread)
+        job.add_dataset(trained_on, has_unconditional=config.needs_empty_captions)
+        measured = records_of(self.part, held_out.records[: config.validation.loss_items])
+        held_out_plan = plan_dataset(measured, held_out_rules(rules), *shared)
+        job.add_dataset(held_out_plan, has_unconditional=config.objective.guidance_target is not None)
+        require_same_items(accelerator, *(table for _, table in job.datasets))
+        check_tokens(config, family, [size for _, table in job.datasets for size in table.buckets])
+        if family.vae_tiles is not None and self.part.is_whole:
+            check_vae_tiling(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
+        if family.with_audio and self.part.is_whole:
+            require_audio(config, trained_on)
+        if config.validation.model_path is None:  # else another model's encoder encodes them
+            self._add_previews(family, job)
+        return job
+
+    def plan_previews(self, family: ModelFamily) -> EncodingJob:
+        """Only the prompts of the previews."""
+        group = find_cache_group(self.config, self.accelerator)
+        job = EncodingJob(self.config, family, self.accelerator.device, group)
+        self._add_previews(family, job)
+        return job
+
+    def _add_previews(self, family: ModelFamily, job: EncodingJob) -> None:
+        validation, background = self.config.validation, self.config.data.background
+        index = MediaIndex(self.memory)
+        for place, text in enumerate(validation.prompts):
+            if not self.part.owns(f"preview {place}"):
+                continue
+            images = input_files(self.config, place) if family.edits.prompt_sees_images else ()
+            content = tuple(index.content(path) for path in images)
+            prompt = PromptItem(text=text, images=images, content=content, background=background)
+            job.add_preview(prompt, negative=validation.negative_prompt)
+
+    def encode(self, job: EncodingJob, unread: Mapping[str, str]) -> list[UsableData]:
+        """Encode media, then prompts; the usable items of each data set.
+
+        Bad items are the same for all processes, and the main process lists them, with ``unread`` held-out
+        items.
+        """
+        quarantine = Quarantine(self.config, self.part)
+        quarantine.add_rows(unread.items())
+        try:
+            with quarantine.named():
+                return _usable_datasets(job, self._bad_entries(job), quarantine)
+        finally:
+            if self.accelerator.is_main_process:
+                quarantine.write()
+
+    def encode_previews(self, job: EncodingJob) -> None:
+        """Encode the plan of :meth:`plan_previews`."""
+        if bad := self._bad_entries(job):
+            raise UserError("\n".join(f"validation.inputs: {reason}" for reason in bad.values()))
+
+    def _bad_entries(self, job: EncodingJob) -> dict[str, str]:
+        """Encode what is missing; bad entries, by key, are agreed on before the next encoder loads."""
+        config, memory = self.config, self.memory
+        stop_at_bad = config.data.on_bad_item == "error"
+        is_hopeless = stop_at_bad and any(plan.bad for plan, _ in job.datasets)
+        own = Part(job.group.place, len(job.group.ranks))
+
+        @shortages_explained()  # here, so that all processes end alike
+        def work(items: Mapping[str, Encodable], encoder: Encoder, share: Part) -> tuple[int, dict[str, str]]:
+            if is_hopeless or not config.data.cache:
+                return 0, find_undecodable(items, memory=memory, share=share)
+            found = encode_missing(
+                items, encoder, cache=job.cache, memory=memory, share=share, stop_at_bad=stop_at_bad
+            )
+            free_memory()
+            return found
+
+        bad: dict[str, str] = {}
+        num_new = 0
+        for items, encoder in job.passes:
+            # Each process its share, then its missing entries: none, unless a file system shows files late.
+            for share in [own, WHOLE][: self.accelerator.num_processes]:
+                left = {key: item for key, item in items.items() if key not in bad}
+                for num_encoded, found in on_all_processes(self.accelerator, work, left, encoder, share):
+                    bad |= found
+                    num_new += num_encoded
+                if bad and stop_at_bad:
+                    return bad
+            if is_hopeless:
+                return bad
+        num_needed = len(job.media) + len(job.prompts) - len(bad)
+        if config.data.cache and num_needed and not num_new:
+            logger.info("the cache holds all %d entries that are needed, and nothing is encoded", num_needed)
+        return bad
 
 
 def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -> TrainingData:
@@ -138,10 +210,10 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
     Where machines have caches of their own, each gets everything: processes that share one share the work.
     The encoders are freed on return, unless the run encodes while it trains.
     """
-    with open_memory(config) as memory:
-        job, held_out = plan_encoding(config, checked, accelerator, memory), checked.held_out
-        quarantine = Quarantine(config)
-        trained_on, measured = encode_job(config, job, memory, accelerator, quarantine, held_out.unread)
+    held_out = checked.held_out
+    with RunEncoder.opened(config, accelerator) as encoder:
+        job = encoder.plan(checked)
+        trained_on, measured = encoder.encode(job, held_out.unread)
     validation = measured if held_out.records else trained_on
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     if config.validation.model_path is None:
@@ -163,13 +235,10 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
 
 def encode_part(config: Config, checked: CheckedData, accelerator: Accelerator, *, part: Part) -> UsableData:
     """Encode the missing entries of a part of a run in one process; returns its items to train on."""
-    with open_memory(config, part) as memory:
-        job = plan_encoding(config, checked, accelerator, memory, part)
-        quarantine = Quarantine(config, part)
-        trained_on, _ = encode_job(config, job, memory, accelerator, quarantine, checked.held_out.unread)
+    with RunEncoder.opened(config, accelerator, part) as encoder:
+        trained_on, _ = encoder.encode(encoder.plan(checked), checked.held_out.unread)
         if config.validation.model_path is not None:
-            previews = plan_previews(config, checked.preview_family, accelerator, memory, part)
-            _encode_prompts(config, previews, memory, accelerator)
+            encoder.encode_previews(encoder.plan_previews(checked.preview_family))
     return trained_on
 
 
@@ -181,20 +250,14 @@ def encode_previews(
     Args:
         sealed: entries that are taken before those of the cache.
     """
-    with open_memory(config) as memory:
-        job = plan_previews(config, family, accelerator, memory)
+    with RunEncoder.opened(config, accelerator) as encoder:
+        job = encoder.plan_previews(family)
         if sealed is not None:
             job.leave_out(sealed)
-        _encode_prompts(config, job, memory, accelerator)
+        encoder.encode_previews(job)
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     entries = tensors if sealed is None else sealed.before(tensors)
     return _encoded_previews(config, family, job, entries)
-
-
-def _encode_prompts(config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator) -> None:
-    """Encode the plan of :func:`plan_previews`."""
-    if bad := _encode_passes(config, job, memory, accelerator):
-        raise UserError("\n".join(f"validation.inputs: {reason}" for reason in bad.values()))
 
 
 def _encoded_previews(
@@ -204,65 +267,6 @@ def _encoded_previews(
         build_preview(config, family, place, _require(tensors, prompt_key), _require(tensors, negative_key))
         for place, (prompt_key, negative_key) in enumerate(job.preview_keys)
     ]
-
-
-def encode_job(
-    config: Config,
-    job: EncodingJob,
-    memory: FileMemory,
-    accelerator: Accelerator,
-    quarantine: Quarantine,
-    unread: Mapping[str, str],
-) -> list[UsableData]:
-    """Encode media, then prompts; the usable items of each data set.
-
-    Bad items are the same for all processes, and the main process lists them, with ``unread`` held-out items.
-    """
-    quarantine.add_rows(unread.items())
-    try:
-        with quarantine.named():
-            bad = _encode_passes(config, job, memory, accelerator)
-            return _usable_datasets(job, bad, quarantine)
-    finally:
-        if accelerator.is_main_process:
-            quarantine.write()
-
-
-def _encode_passes(
-    config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator
-) -> dict[str, str]:
-    """Key to the reason, of bad entries; agreed on before the next encoder loads."""
-    stop_at_bad = config.data.on_bad_item == "error"
-    is_hopeless = stop_at_bad and any(plan.bad for plan, _ in job.datasets)
-    own = Part(job.group.place, len(job.group.ranks))
-
-    @shortages_explained()  # here, so that all processes end alike
-    def work(items: Mapping[str, Encodable], encoder: Encoder, share: Part) -> tuple[int, dict[str, str]]:
-        if is_hopeless or not config.data.cache:
-            return 0, find_undecodable(items, memory=memory, share=share)
-        found = encode_missing(
-            items, encoder, cache=job.cache, memory=memory, share=share, stop_at_bad=stop_at_bad
-        )
-        free_memory()
-        return found
-
-    bad: dict[str, str] = {}
-    num_new = 0
-    for items, encoder in job.passes:
-        # Each process its share, then its missing entries: none, unless a file system shows files late.
-        for share in [own, WHOLE][: accelerator.num_processes]:
-            left = {key: item for key, item in items.items() if key not in bad}
-            for num_encoded, found in on_all_processes(accelerator, work, left, encoder, share):
-                bad |= found
-                num_new += num_encoded
-            if bad and stop_at_bad:
-                return bad
-        if is_hopeless:
-            return bad
-    num_needed = len(job.media) + len(job.prompts) - len(bad)
-    if config.data.cache and num_needed and not num_new:
-        logger.info("the cache holds all %d entries that are needed, and nothing is encoded", num_needed)
-    return bad
 
 
 def _usable_datasets(
