@@ -4,7 +4,7 @@ Layouts: b batch, c latent channels, h and w latent height and width; l tokens, 
 Sources: diffusers ``transformer_chroma.py`` and ``pipeline_chroma.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -200,23 +200,17 @@ class Chroma(Flux):
         "all": (*Flux.default_target_modules, *SINGLE_STREAM),
     }
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            embeds_bld, _, mask, *_ = pipeline.encode_prompt(
-                [prompt.text for prompt in prompts],
-                device=device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_prompt_tokens,
-            )
-            # Text positions are all zero, so that what is hidden adds nothing to any output.
-            return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        embeds_bld, _, mask, *_ = pipeline.encode_prompt(
+            [prompt.text for prompt in prompts],
+            device=device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_prompt_tokens,
+        )
+        # Text positions are all zero, so that what is hidden adds nothing to any output.
+        return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         width = self.folder.component_config("transformer")["joint_attention_dim"]

@@ -295,23 +295,17 @@ class CogVideoX(DiffusionFamily):
                 f"{widest} x {highest} pixels"
             )
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            embeds_bld, _ = pipeline.encode_prompt(
-                [prompt.text for prompt in prompts],
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_prompt_tokens,
-                device=device,
-            )
-            # All rows: there is no mask, so that the model sees the padding too.
-            return [{"prompt_embeds": row_ld.cpu().clone()} for row_ld in embeds_bld]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        embeds_bld, _ = pipeline.encode_prompt(
+            [prompt.text for prompt in prompts],
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_prompt_tokens,
+            device=device,
+        )
+        # All rows: there is no mask, so that the model sees the padding too.
+        return [{"prompt_embeds": row_ld.cpu().clone()} for row_ld in embeds_bld]
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"cogvideox/latents/1 {self.folder.fingerprint('vae')} {dtype} {self._frames_of_a_token}"

@@ -5,7 +5,7 @@ tokens; l tokens, d channels.
 Sources: diffusers ``transformer_ernie_image.py`` and ``pipeline_ernie_image.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
@@ -224,19 +224,13 @@ class ErnieImage(DiffusersFamily):
     default_target_modules = (*_ATTENTION, "gate_proj", "up_proj", "linear_fc2")
     target_sets: ClassVar[TargetSets] = {"attention": _ATTENTION, "all": default_target_modules}
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
         # The pipeline has no argument for it.
         pipeline.tokenizer.model_max_length = self.max_prompt_tokens
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            rows_ld = pipeline.encode_prompt([prompt.text for prompt in prompts], device)
-            return [{"prompt_embeds": row_ld.cpu()} for row_ld in rows_ld]
-
-        return encode
+        rows_ld = pipeline.encode_prompt([prompt.text for prompt in prompts], device)
+        return [{"prompt_embeds": row_ld.cpu()} for row_ld in rows_ld]
 
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_patched_latents(vae, pixels_bchw, eps=_NORM_EPS)

@@ -5,7 +5,7 @@ Sources: diffusers ``transformer_flux.py`` and ``pipeline_flux.py``; for names i
 its ``lora_conversion_utils.py`` (XLabs') and DiffSynth-Studio's ``utils/lora/flux.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Unpack
@@ -358,23 +358,17 @@ class Flux(DiffusersFamily):
         """Whether the model takes a guidance scale: dev and Kontext do, schnell does not."""
         return bool(self.folder.component_config("transformer").get("guidance_embeds"))
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            embeds_bld, pooled_bd, _ = pipeline.encode_prompt(
-                [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
-            )
-            # All rows: T5 has no mask here, so the padding's hold something too, and the model sees them.
-            return [
-                {name: tensor.cpu().clone() for name, tensor in zip(_EMBEDS, row, strict=True)}
-                for row in zip(embeds_bld, pooled_bd, strict=True)
-            ]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        embeds_bld, pooled_bd, _ = pipeline.encode_prompt(
+            [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
+        )
+        # All rows: T5 has no mask here, so the padding's hold something too, and the model sees them.
+        return [
+            {name: tensor.cpu().clone() for name, tensor in zip(_EMBEDS, row, strict=True)}
+            for row in zip(embeds_bld, pooled_bd, strict=True)
+        ]
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"flux/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"

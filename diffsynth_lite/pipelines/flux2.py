@@ -6,7 +6,7 @@ Sources: diffusers ``transformer_flux2.py``, ``pipeline_flux2.py`` and ``pipelin
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
@@ -356,20 +356,14 @@ class Flux2(EditInputs, DiffusersFamily):
         name = f"{self.pipeline.__name__} {SYSTEM_MESSAGE!r}" if self._is_guided else self.pipeline.__name__
         return f"flux2/prompt/1 {name} {parts} {dtype} {self.max_prompt_tokens}"
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
         # dev's own tokenizer is a processor for images too, which needs torchvision; texts do without.
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            embeds_bld, _ = pipeline.encode_prompt(
-                [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
-            )
-            return [{"prompt_embeds": row_ld.cpu().clone()} for row_ld in embeds_bld]
-
-        return encode
+        embeds_bld, _ = pipeline.encode_prompt(
+            [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
+        )
+        return [{"prompt_embeds": row_ld.cpu().clone()} for row_ld in embeds_bld]
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the chat around each text, which counts too."""

@@ -315,23 +315,17 @@ class HunyuanVideo(DiffusersFamily):
         # The template is a part of diffusers, so that another version may bring another one.
         return f"hunyuan_video/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {TEMPLATE!r}"
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            texts = [prompt.text for prompt in prompts]
-            embeds_bld, pooled_bd, mask = pipeline.encode_prompt(
-                texts, device=device, max_sequence_length=self.max_prompt_tokens
-            )
-            return [
-                {"prompt_embeds": row_ld, "pooled_prompt_embeds": pooled_d.cpu().clone()}
-                for row_ld, pooled_d in zip(without_padding(embeds_bld, mask), pooled_bd, strict=True)
-            ]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        texts = [prompt.text for prompt in prompts]
+        embeds_bld, pooled_bd, mask = pipeline.encode_prompt(
+            texts, device=device, max_sequence_length=self.max_prompt_tokens
+        )
+        return [
+            {"prompt_embeds": row_ld, "pooled_prompt_embeds": pooled_d.cpu().clone()}
+            for row_ld, pooled_d in zip(without_padding(embeds_bld, mask), pooled_bd, strict=True)
+        ]
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the token that the template puts after a text."""

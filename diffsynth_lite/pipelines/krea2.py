@@ -5,7 +5,7 @@ text encoder, d channels.
 Sources: diffusers ``transformer_krea2.py`` and ``pipeline_krea2.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -288,20 +288,17 @@ class Krea2(DiffusersFamily):
         layers = pipeline.text_encoder_select_layers
         return f"krea2/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {layers} {template!r}"
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device, **self._read_layers)
+    def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
+        return super().prompt_pipeline(dtype, device, **self._read_layers, **settings)
 
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            embeds_blkd, mask = pipeline.encode_prompt(
-                [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
-            )
-            # The padding is between a prompt and what the chat ends with; no token has a position.
-            return [{"prompt_embeds": row_lkd} for row_lkd in without_padding(embeds_blkd, mask)]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        embeds_blkd, mask = pipeline.encode_prompt(
+            [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
+        )
+        # The padding is between a prompt and what the chat ends with; no token has a position.
+        return [{"prompt_embeds": row_lkd} for row_lkd in without_padding(embeds_blkd, mask)]
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the end of the chat around each text, which counts too."""

@@ -5,7 +5,7 @@ width; l tokens, d channels.
 Sources: diffusers ``transformer_qwenimage.py`` and ``pipeline_qwenimage.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -269,20 +269,14 @@ class QwenImage(DiffusersFamily):
         template = assemble(self.pipeline).prompt_template_encode
         return f"qwen_image/prompt/2 {parts} {dtype} {self.max_prompt_tokens} {template!r}"
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            # The pipeline gives no mask at all when no prompt is padded.
-            embeds_bld, mask = pipeline.encode_prompt(
-                [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
-            )
-            return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        # The pipeline gives no mask at all when no prompt is padded.
+        embeds_bld, mask = pipeline.encode_prompt(
+            [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
+        )
+        return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the end of the chat around each text, which counts too; the instruction before it does not."""

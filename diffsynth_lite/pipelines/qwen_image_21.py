@@ -4,7 +4,7 @@ Layouts: b batch, c latent channels, f frames (1), h and w latent height and wid
 Sources: diffusers ``transformer_qwenimage21.py`` and ``pipeline_qwenimage21.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -260,19 +260,16 @@ class QwenImage21(DiffusersFamily):
         template = _Pipeline().prompt_template_t2i
         return f"qwen_image_21/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {template!r}"
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+    def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
         processor = _Texts(self.load_tokenizer("processor"), self.max_prompt_tokens)
-        pipeline = _Pipeline(processor=processor, **self.load_text_encoders(dtype, device))
+        return _Pipeline(processor=processor, **self.load_text_encoders(dtype, device), **settings)
 
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            # One by one: the pipeline pads a batch on the left, and rounding would depend on other prompts.
-            rows = [pipeline.encode_prompt(prompt.text, device=device)[0][0] for prompt in prompts]
-            return [{"prompt_embeds": row_ld.cpu()} for row_ld in rows]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        # One by one: the pipeline pads a batch on the left, and rounding would depend on other prompts.
+        rows = [pipeline.encode_prompt(prompt.text, device=device)[0][0] for prompt in prompts]
+        return [{"prompt_embeds": row_ld.cpu()} for row_ld in rows]
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the end of the chat around each text, which counts too; the instruction before it does not."""

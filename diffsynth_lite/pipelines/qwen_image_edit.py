@@ -4,7 +4,7 @@ The transformer is Qwen-Image's; the tokens of the input images come after those
 Sources: diffusers ``pipeline_qwenimage_edit.py`` and ``pipeline_qwenimage_edit_plus.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -114,30 +114,28 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
         template = assemble(self.pipeline).prompt_template_encode
         return f"qwen_image_edit/prompt/2 {self.pipeline.__name__} {parts} {dtype} {template!r}"
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+    def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
         tokenizer = self.load_tokenizer()
         image_processor = ImageProcessor.from_pretrained(self.folder.place("processor").path)
-        pipeline = assemble(
+        return assemble(
             self.pipeline,
             **self.load_text_encoders(dtype, device),
             tokenizer=tokenizer,
             processor=TextAndImages(tokenizer=tokenizer, image_processor=image_processor),
+            **settings,
         )
 
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            # One by one: the pipelines give all prompts of a batch the same images.
-            rows = [
-                pipeline.encode_prompt(
-                    prompt.text, image=self._seen_by_prompt(pipeline, prompt.images), device=device
-                )[0][0]
-                for prompt in prompts
-            ]
-            return [{"prompt_embeds": row.cpu()} for row in rows]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        # One by one: the pipelines give all prompts of a batch the same images.
+        rows = [
+            pipeline.encode_prompt(
+                prompt.text, image=self._seen_by_prompt(pipeline, prompt.images), device=device
+            )[0][0]
+            for prompt in prompts
+        ]
+        return [{"prompt_embeds": row.cpu()} for row in rows]
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"qwen_image_edit/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"

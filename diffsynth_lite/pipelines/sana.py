@@ -5,7 +5,7 @@ Sources: diffusers ``sana_transformer.py`` and ``pipeline_sana.py``; Sana 1.0 is
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Unpack
@@ -233,32 +233,23 @@ class Sana(DiffusersFamily):
         # The instruction is a part of diffusers, so that another version may bring another one.
         return f"sana/prompt/2 {parts} {dtype} {self.max_prompt_tokens} {_instruction()!r}"
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode_alike(texts: list[str], instruction: list[str] | None) -> list[torch.Tensor]:
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        rows: dict[int, torch.Tensor] = {}
+        for is_negative, instruction in ((False, _instruction()), (True, None)):
+            places = [at for at, prompt in enumerate(prompts) if prompt.is_negative == is_negative]
+            if not places:
+                continue
             embeds_bld, mask, _, _ = pipeline.encode_prompt(
-                texts,
+                [prompts[at].text for at in places],
                 do_classifier_free_guidance=False,
                 device=device,
                 max_sequence_length=self.max_prompt_tokens,
                 complex_human_instruction=instruction,
             )
-            return without_padding(embeds_bld, mask)
-
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            rows: dict[int, torch.Tensor] = {}
-            for is_negative, instruction in ((False, _instruction()), (True, None)):
-                places = [at for at, prompt in enumerate(prompts) if prompt.is_negative == is_negative]
-                if places:
-                    texts = [prompts[at].text for at in places]
-                    rows.update(zip(places, encode_alike(texts, instruction), strict=True))
-            return [{"prompt_embeds": rows[at]} for at in range(len(prompts))]
-
-        return encode
+            rows.update(zip(places, without_padding(embeds_bld, mask), strict=True))
+        return [{"prompt_embeds": rows[at]} for at in range(len(prompts))]
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         return super().prompt_lengths(assemble(self.pipeline)._text_preprocessing(list(texts)))

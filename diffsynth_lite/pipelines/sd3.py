@@ -5,7 +5,7 @@ Sources: diffusers ``transformer_sd3.py``, ``pipeline_stable_diffusion_3.py`` an
 ``train_dreambooth_lora_sd3.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -345,26 +345,20 @@ class SD3(DiffusersFamily):
                 f"{places * self.size_divisor} pixels on each side"
             )
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            embeds_bld, _, pooled_bd, _ = pipeline.encode_prompt(
-                *([prompt.text for prompt in prompts], None, None),
-                device=device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_prompt_tokens,
-            )
-            # All rows: nothing is masked, so the padding's hold something too, and the model sees them.
-            return [
-                {name: tensor.cpu().clone() for name, tensor in zip(_EMBEDS, row, strict=True)}
-                for row in zip(embeds_bld, pooled_bd, strict=True)
-            ]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        embeds_bld, _, pooled_bd, _ = pipeline.encode_prompt(
+            *([prompt.text for prompt in prompts], None, None),
+            device=device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_prompt_tokens,
+        )
+        # All rows: nothing is masked, so the padding's hold something too, and the model sees them.
+        return [
+            {name: tensor.cpu().clone() for name, tensor in zip(_EMBEDS, row, strict=True)}
+            for row in zip(embeds_bld, pooled_bd, strict=True)
+        ]
 
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
         return encode_scaled_latents(vae, pixels_bchw)

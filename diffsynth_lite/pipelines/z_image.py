@@ -4,7 +4,7 @@ Layouts: b batch, c latent channels, h and w latent height and width; l tokens, 
 Sources: diffusers ``transformer_z_image.py`` and ``pipeline_z_image.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -234,22 +234,16 @@ class ZImage(DiffusersFamily):
             "better train the base model, Z-Image"
         )
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            embeds_ld, _ = pipeline.encode_prompt(
-                [prompt.text for prompt in prompts],
-                device=device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_prompt_tokens,
-            )
-            return [{"prompt_embeds": row_ld.cpu()} for row_ld in embeds_ld]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        embeds_ld, _ = pipeline.encode_prompt(
+            [prompt.text for prompt in prompts],
+            device=device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_prompt_tokens,
+        )
+        return [{"prompt_embeds": row_ld.cpu()} for row_ld in embeds_ld]
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the chat around each text, which counts too: a prompt that is too long loses its end."""

@@ -20,7 +20,7 @@ from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.core.weights import HostBlocks
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
-from diffsynth_lite.media import Generated, Media
+from diffsynth_lite.media import Generated, Media, Prompt
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.lora_files import LoraFiles
@@ -291,6 +291,28 @@ class DiffusersFamily(ModelFamily):
         encoders = self.load_text_encoders(dtype, device)
         tokenizers = {name: self.load_tokenizer(name) for name in self.tokenizers}
         return assemble(self.pipeline, **encoders, **tokenizers, **settings)
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        """For families whose pipeline encodes prompts: they write ``encode_prompts``."""
+        pipeline = self.prompt_pipeline(dtype, device)
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            return self.encode_prompts(pipeline, prompts, device)
+
+        return encode
+
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        """The conditioning of prompts, on the CPU.
+
+        Args:
+            pipeline: that of ``prompt_pipeline``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} writes encode_prompts or load_prompt_encoder")
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device

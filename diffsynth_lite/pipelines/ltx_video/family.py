@@ -233,23 +233,17 @@ class LTXVideo(DiffusersFamily):
         # The length also distinguishes the pipelines: that of 256 tokens hides the padding from T5.
         return f"ltx_video/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            embeds_bld, mask, _, _ = pipeline.encode_prompt(
-                [prompt.text for prompt in prompts],
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_prompt_tokens,
-                device=device,
-            )
-            # What is masked adds nothing to any output, so that it need not be kept.
-            return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        embeds_bld, mask, _, _ = pipeline.encode_prompt(
+            [prompt.text for prompt in prompts],
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_prompt_tokens,
+            device=device,
+        )
+        # What is masked adds nothing to any output, so that it need not be kept.
+        return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device

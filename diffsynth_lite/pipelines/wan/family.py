@@ -163,28 +163,25 @@ class Wan(ExpertFamily):
             )
         super().check_folder(with_weights=with_weights)
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        tokenizer = self.load_tokenizer()
-        pipeline = assemble(WanPipeline, tokenizer=tokenizer, **self.load_text_encoders(dtype, device))
+    def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
+        encoders = self.load_text_encoders(dtype, device)
+        return assemble(WanPipeline, tokenizer=self.load_tokenizer(), **encoders, **settings)
 
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            texts = [prompt.text for prompt in prompts]
-            embeds_bld, _ = pipeline.encode_prompt(
-                texts,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_prompt_tokens,
-                device=device,
-            )
-            # Past its tokens a row is zero; 512 rows of a short caption would fill the cache with nothing.
-            return [
-                {"prompt_embeds": row[:length].cpu().clone()}
-                for row, length in zip(embeds_bld, _num_tokens(tokenizer, texts), strict=True)
-            ]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        texts = [prompt.text for prompt in prompts]
+        embeds_bld, _ = pipeline.encode_prompt(
+            texts,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_prompt_tokens,
+            device=device,
+        )
+        # Past its tokens a row is zero; 512 rows of a short caption would fill the cache with nothing.
+        return [
+            {"prompt_embeds": row[:length].cpu().clone()}
+            for row, length in zip(embeds_bld, _num_tokens(pipeline.tokenizer, texts), strict=True)
+        ]
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         return _num_tokens(self.load_tokenizer(), texts)

@@ -4,7 +4,7 @@ Layouts: b batch, c latent channels, h and w latent height and width; l tokens, 
 Sources: diffusers ``auraflow_transformer_2d.py`` and ``pipeline_aura_flow.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -68,23 +68,17 @@ class AuraFlow(DiffusersFamily):
         parts = self.folder.fingerprints("text_encoder", "tokenizer")
         return f"aura_flow/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self.prompt_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            embeds_bld, *_ = pipeline.encode_prompt(
-                [prompt.text for prompt in prompts],
-                do_classifier_free_guidance=False,
-                device=device,
-                max_sequence_length=self.max_prompt_tokens,
-            )
-            # All rows: those of the padding are zeros, and the model sees them.
-            return [{"prompt_embeds": row.cpu().clone()} for row in embeds_bld]
-
-        return encode
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        embeds_bld, *_ = pipeline.encode_prompt(
+            [prompt.text for prompt in prompts],
+            do_classifier_free_guidance=False,
+            device=device,
+            max_sequence_length=self.max_prompt_tokens,
+        )
+        # All rows: those of the padding are zeros, and the model sees them.
+        return [{"prompt_embeds": row.cpu().clone()} for row in embeds_bld]
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"aura_flow/latents/1 {self.folder.fingerprint('vae')} {dtype}"
