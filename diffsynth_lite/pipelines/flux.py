@@ -35,10 +35,6 @@ from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import (
-    encode_scaled_latents,
-    scaled_latents_shape,
-)
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.components import (
     CLIP_L,
@@ -372,12 +368,6 @@ class Flux(DiffusersFamily):
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"flux/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"
-
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        return encode_scaled_latents(vae, pixels_bchw)
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        return scaled_latents_shape(self.folder.component_config("vae"), width, height)
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         config = self.folder.component_config("transformer")

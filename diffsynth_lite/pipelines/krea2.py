@@ -395,13 +395,7 @@ def tiny() -> Krea2Pipeline:
         )
     return Krea2Pipeline(
         # As in the released repositories: a shift that grows with the image.
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=1.15,
-            base_image_seq_len=256,
-            max_image_seq_len=6400,
-        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(**_RAW.scheduler.config),
         vae=tiny_qwen_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,

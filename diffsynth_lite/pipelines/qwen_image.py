@@ -357,18 +357,8 @@ def tiny() -> QwenImagePipeline:
             joint_attention_dim=text_encoder.config.text_config.hidden_size,
             axes_dims_rope=(8, 4, 4),
         )
-    # The scheduler settings of the real repository: a shift that grows with the image.
-    scheduler = FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True,
-        base_shift=0.5,
-        max_shift=0.9,
-        base_image_seq_len=256,
-        max_image_seq_len=8192,
-        shift_terminal=0.02,
-        time_shift_type="exponential",
-    )
     return QwenImagePipeline(
-        scheduler=scheduler,
+        scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_IMAGE_BASE.scheduler.config),
         vae=tiny_qwen_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,

@@ -33,7 +33,7 @@ from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, devi
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
-from diffsynth_lite.pipelines.qwen_image import IMAGE_TOKEN, PLACEHOLDERS
+from diffsynth_lite.pipelines.qwen_image import IMAGE_TOKEN, PLACEHOLDERS, QWEN_IMAGE_BASE
 from diffsynth_lite.releases.components import MUSUBI
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
@@ -142,18 +142,7 @@ QWEN_IMAGE_21: tuple[Release, ...] = (
                 source=f"{_NOTES}: the defaults of the class; dtype from the 1.35 GB in {_FIZGIG}",
             ),
         },
-        scheduler=ReleaseComponent(
-            class_name="FlowMatchEulerDiscreteScheduler",
-            config={
-                "base_image_seq_len": 256,
-                "base_shift": 0.5,
-                "max_image_seq_len": 8192,
-                "max_shift": 0.9,
-                "shift_terminal": 0.02,
-                "use_dynamic_shifting": True,
-            },
-            source=_NOTES,
-        ),
+        scheduler=replace(QWEN_IMAGE_BASE.scheduler, source=_NOTES),
         tokenizers={"processor": ReleaseTokenizer(class_name="Qwen3VLProcessor", files=("tokenizer.json",))},
         size=(2048, 2048, 1),
         parameters=7e9,
@@ -408,14 +397,7 @@ def tiny() -> QwenImage21Pipeline:
         )
     return QwenImage21Pipeline(
         # The scheduler settings of the real repository: a shift that grows with the image.
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=0.9,
-            base_image_seq_len=256,
-            max_image_seq_len=8192,
-            shift_terminal=0.02,
-        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_IMAGE_BASE.scheduler.config),
         vae=tiny_qwen21_vae(),
         text_encoder=text_encoder,
         processor=LlavaProcessor(

@@ -176,11 +176,7 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
         return {"image": INPUT_IMAGE}
 
     def _given(self, images: Sequence[Image]) -> Image | list[Image]:
-        """The images as the pipeline wants them.
-
-        Raises:
-            UserError: there are none, or several for the pipeline that takes one.
-        """
+        """The images as the pipeline wants them."""
         if not images or (len(images) > 1 and not self._takes_several):
             wanted = "one or more" if self._takes_several else "exactly one"
             raise UserError(

@@ -43,12 +43,13 @@ from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.components import (
+    CLIP_G,
     CLIP_L,
     CLIP_TOKENIZER,
     DIFFUSERS,
+    FLUX_VAE,
     FORGE,
     SD_SCRIPTS,
     T5_TOKENIZER_BOTH,
@@ -129,35 +130,14 @@ _MEDIUM_3 = Release(
             dtype=None,
             source=f"{_FOLDER}/text_encoder",
         ),
-        "text_encoder_2": ReleaseComponent(
-            class_name="CLIPTextModelWithProjection",
-            config={
-                "hidden_act": "gelu",
-                "hidden_size": 1280,
-                "intermediate_size": 5120,
-                "num_attention_heads": 20,
-                "num_hidden_layers": 32,
-                "projection_dim": 1280,
-            },
-            source=f"{_FOLDER}/text_encoder_2",
-        ),
+        "text_encoder_2": CLIP_G,
         "text_encoder_3": replace(
             T5_XXL, dtype="float16", source=f"{_FOLDER}/text_encoder_3, with its index"
         ),
-        "vae": ReleaseComponent(
-            class_name="AutoencoderKL",
-            config={
-                "block_out_channels": (128, 256, 512, 512),
-                "down_block_types": ("DownEncoderBlock2D",) * 4,
-                "latent_channels": 16,
-                "layers_per_block": 2,
-                "sample_size": 1024,
-                "scaling_factor": 1.5305,
-                "shift_factor": 0.0609,
-                "up_block_types": ("UpDecoderBlock2D",) * 4,
-                "use_post_quant_conv": False,
-                "use_quant_conv": False,
-            },
+        "vae": replace(
+            FLUX_VAE,
+            config={**FLUX_VAE.config, "scaling_factor": 1.5305, "shift_factor": 0.0609},
+            dtype=None,
             source=f"{_FOLDER}/vae",
         ),
     },
@@ -359,12 +339,6 @@ class SD3(DiffusersFamily):
             {name: tensor.cpu().clone() for name, tensor in zip(_EMBEDS, row, strict=True)}
             for row in zip(embeds_bld, pooled_bd, strict=True)
         ]
-
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        return encode_scaled_latents(vae, pixels_bchw)
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        return scaled_latents_shape(self.folder.component_config("vae"), width, height)
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         config = self.folder.component_config("transformer")

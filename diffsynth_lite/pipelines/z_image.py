@@ -26,7 +26,6 @@ from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, MUSUBI, QWEN3_4B
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
@@ -251,12 +250,6 @@ class ZImage(DiffusersFamily):
         chats = [[{"role": "user", "content": text}] for text in texts]
         encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, enable_thinking=True)
         return [len(tokens) for tokens in encoded["input_ids"]]
-
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        return encode_scaled_latents(vae, pixels_bchw)
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        return scaled_latents_shape(self.folder.component_config("vae"), width, height)
 
     def predict(
         self,

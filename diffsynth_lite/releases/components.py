@@ -63,6 +63,18 @@ CLIP_L = ReleaseComponent(
     dtype="bfloat16",
     source=f"{FORGE}black-forest-labs/FLUX.1-dev/text_encoder",
 )
+CLIP_G = ReleaseComponent(
+    class_name="CLIPTextModelWithProjection",
+    config={
+        "hidden_act": "gelu",
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "num_attention_heads": 20,
+        "num_hidden_layers": 32,
+        "projection_dim": 1280,
+    },
+    source=f"{FORGE}stabilityai/stable-diffusion-3-medium-diffusers/text_encoder_2",
+)
 _UMT5_XXL = MappingProxyType(
     {
         "d_ff": 10240,

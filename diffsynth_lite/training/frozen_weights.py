@@ -13,6 +13,7 @@ from diffsynth_lite.core.transfer.host_pool import available_host_bytes, num_loc
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights import (
+    SLOTS_TO_GENERATE,
     HostBlocks,
     Int8,
     MissingKernelsError,
@@ -144,10 +145,6 @@ def _check_stream(
         )
 
 
-SLOTS_TO_DRAW = 2
-"""Slots of a model that is loaded only for previews: one block computes while the next arrives."""
-
-
 def streamed_blocks(
     config: Config, family: ModelFamily, transformer: torch.nn.Module
 ) -> list[list[torch.nn.Module]]:
@@ -254,7 +251,7 @@ def load_for_previews(
     Args:
         prepare: called with the model before its weights are on the device.
     """
-    memory = config.memory.model_copy(update={"stream_blocks": "all", "stream_slots": SLOTS_TO_DRAW})
+    memory = config.memory.model_copy(update={"stream_blocks": "all", "stream_slots": SLOTS_TO_GENERATE})
     streamed = config.model_copy(update={"memory": memory})
     blocks = _blocks_as_loaded(streamed, family, family.empty_transformer().requires_grad_(False))
     host = None

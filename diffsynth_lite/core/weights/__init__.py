@@ -29,9 +29,16 @@ from diffsynth_lite.core.weights.sharding import (
     local_bytes,
     local_part,
 )
-from diffsynth_lite.core.weights.stream import StreamReport, WeightStream, require_saving, spread_evenly
+from diffsynth_lite.core.weights.stream import (
+    SLOTS_TO_GENERATE,
+    StreamReport,
+    WeightStream,
+    require_saving,
+    spread_evenly,
+)
 
 __all__ = [
+    "SLOTS_TO_GENERATE",
     "BaseShards",
     "FrozenLinear",
     "GgufTensors",

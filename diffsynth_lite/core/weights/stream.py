@@ -31,6 +31,9 @@ from diffsynth_lite.core.weights.packing import (
     place_in_line,
 )
 
+SLOTS_TO_GENERATE = 2
+"""Slots of a model that only generates: one block computes while the next arrives."""
+
 _CopyUnderWay = tuple[Copy, Tensor, Tensor]
 
 

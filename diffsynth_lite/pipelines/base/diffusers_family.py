@@ -23,6 +23,7 @@ from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
 from diffsynth_lite.media import Generated, Media, Prompt
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.pipelines.base.lora_files import LoraFiles
 from diffsynth_lite.pipelines.base.model_settings import (
     ModelSettings,
@@ -126,11 +127,7 @@ class DiffusersFamily(ModelFamily):
         self.check_scheduler(self.load_scheduler())
 
     def check_scheduler(self, scheduler: Any) -> None:
-        """Check that the folder's sampler goes the way from noise to data that the family is trained on.
-
-        Raises:
-            UserError: it does not match flows.
-        """
+        """Check that the folder's sampler goes the way from noise to data that the family is trained on."""
         if not matches_flows(scheduler):
             raise UserError(
                 f"model.path: {self.folder.place('scheduler')}: {described(scheduler)} is not a sampler of "
@@ -172,10 +169,6 @@ class DiffusersFamily(ModelFamily):
             name: folder of the component.
             encoder_blocks: the layers of a text encoder that are loaded to host memory, and the device that
                 all else of it goes to; None loads it as any other.
-
-        Raises:
-            UserError: a weight file is damaged, the files do not hold what the component's config needs, or
-                numbers in them are not finite.
         """
         component_class = self.component_class(name)
         source = component_class, self.folder, name, dtype
@@ -219,11 +212,7 @@ class DiffusersFamily(ModelFamily):
         return vae
 
     def load_tokenizer(self, name: str = "tokenizer") -> Any:
-        """A tokenizer, from its folder.
-
-        Raises:
-            UserError: as :func:`~diffsynth_lite.pipelines.base.tokenizer.load_tokenizer` does.
-        """
+        """A tokenizer, from its folder."""
         _, class_name = self.folder.parts().get(name, ("", None))
         return load_tokenizer(self.folder.place(name).path, class_name)
 
@@ -253,11 +242,7 @@ class DiffusersFamily(ModelFamily):
         return 2 if self.scheduler_config.get("shift_terminal") else 1
 
     def load_scheduler(self) -> Any:
-        """The folder's own scheduler, for previews.
-
-        Raises:
-            UserError: diffusers has no scheduler of that name, or makes none of these settings.
-        """
+        """The folder's own scheduler, for previews."""
         name = self.scheduler_config.get("_class_name")
         scheduler_class: Any = getattr(diffusers, str(name), None)
         is_scheduler = isinstance(scheduler_class, type) and issubclass(scheduler_class, SchedulerMixin)
@@ -331,13 +316,17 @@ class DiffusersFamily(ModelFamily):
         return encode
 
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        """Normalised latents of images, (B, ...) in fp32, on the CPU.
+        """Normalised latents of images, (B, ...) in fp32, on the CPU; by default of an ``AutoencoderKL``.
 
         Args:
             vae: the family's autoencoder.
             pixels_bchw: (B, 3, H, W), in [-1, 1], on the CPU.
         """
-        raise NotImplementedError(f"{type(self).__name__} has neither encode_pixels nor load_media_encoder")
+        return encode_scaled_latents(vae, pixels_bchw)
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        """By default that of images, of an ``AutoencoderKL``."""
+        return scaled_latents_shape(self.folder.component_config("vae"), width, height)
 
     def encode_inputs(self, pipeline: Any, images: Sequence[Image]) -> EncodedMedia:
         """What the transformer sees of the images that an edit starts from; nothing in other families.

@@ -78,11 +78,7 @@ def releases_of(name: str) -> tuple[Release, ...]:
 
 
 def require_family(family: type[ModelFamily], folder: PipelineFolder) -> None:
-    """Check that a folder holds a pipeline of a family.
-
-    Raises:
-        UserError: it holds another one; names the families that train that, or else the nearest.
-    """
+    """Check that a folder holds a pipeline of a family; else name those that train it, or the nearest."""
     found = folder.pipeline_class_name()
     if found in family.pipeline_classes:
         return

@@ -101,9 +101,6 @@ class ModelFamily(ABC):
 
         Args:
             trained: which of ``trainable`` get a LoRA; None takes ``trained_by_default``.
-
-        Raises:
-            UserError: one of them cannot be trained.
         """
         self.folder = folder
         given = trained or self.trained_by_default
@@ -243,10 +240,6 @@ class ModelFamily(ABC):
 
         Args:
             with_weights: also that the weights are there, in files that are whole, but for those of the hub.
-
-        Raises:
-            UserError: a missing component, weights that are missing or cut off, or a release that the family
-                does not know.
         """
         if with_weights:
             self.folder.require_complete(self.components)
@@ -258,11 +251,7 @@ class ModelFamily(ABC):
         return self.folder.fingerprints(*self.components, "scheduler")
 
     def check_size(self, width: int, height: int, *, keys: str) -> None:
-        """Check that both sides of an image are multiples of ``size_divisor``.
-
-        Raises:
-            UserError: naming ``keys`` and the nearest size that would do.
-        """
+        """Check that both sides of an image are multiples of ``size_divisor``."""
         divisor = self.size_divisor
         if width % divisor or height % divisor:
             fit = [max(divisor, round(side / divisor) * divisor) for side in (width, height)]
@@ -272,11 +261,7 @@ class ModelFamily(ABC):
             )
 
     def check_prompt(self, text: str, where: str) -> None:
-        """Check that a caption or prompt is one that the pipeline takes: else it is learned in vain.
-
-        Raises:
-            UserError: naming ``where``, and what to remove.
-        """
+        """Check that a caption or prompt is one that the pipeline takes: else it is learned in vain."""
         if found := [token for token in self.refused_in_prompts if token in text]:
             raise UserError(
                 f"{where} holds {' and '.join(found)}, for which this family's pipeline expects an image or "
@@ -284,11 +269,7 @@ class ModelFamily(ABC):
             )
 
     def check_frames(self, num_frames: int, *, key: str) -> None:
-        """Check that a number of frames is k * ``frame_step`` + 1, or 1 where that is None.
-
-        Raises:
-            UserError: naming ``key`` and the nearest numbers that would do.
-        """
+        """Check that a number of frames is k * ``frame_step`` + 1, or 1 where that is None."""
         if self.frame_step is None:
             if num_frames != 1:
                 raise UserError(f"{key}: {num_frames} frames; this family makes images, of 1 frame")
@@ -302,11 +283,7 @@ class ModelFamily(ABC):
             )
 
     def check_vae_dtype(self, dtype: torch.dtype) -> None:
-        """Check that ``model.vae_dtype`` suits the folder's autoencoder.
-
-        Raises:
-            UserError: its activations do not fit into the dtype.
-        """
+        """Check that ``model.vae_dtype`` suits the folder's autoencoder."""
         return  # most do in any
 
     @property
@@ -315,11 +292,7 @@ class ModelFamily(ABC):
         return None
 
     def tile_vae(self) -> None:
-        """Have the autoencoder work in the tiles that are known.
-
-        Raises:
-            UserError: there are none.
-        """
+        """Have the autoencoder work in the tiles that are known."""
         self.vae_tiles = self.known_vae_tiles
         if self.vae_tiles is None:
             raise UserError(

@@ -23,9 +23,6 @@ def encode_clips(
     Args:
         media: of one size and frame count.
         encode: normalised latents (B, C, F, H, W) of B clips.
-
-    Raises:
-        UserError: a clip has no frame but its first.
     """
     assert not any(item.last_frame for item in media), "families that call this take no last frame"
     encoded = []
@@ -50,11 +47,7 @@ def start_code(request: PreviewRequest) -> dict[str, Code]:
 
 
 def require_later_frames(num_frames: int, frame_step: int, *, key: str) -> None:
-    """Check that a clip whose first frame is given has others.
-
-    Raises:
-        UserError: naming ``key`` and numbers of frames that would do.
-    """
+    """Check that a clip whose first frame is given has others."""
     if num_frames <= frame_step:
         raise UserError(
             f"{key}: {num_frames} frames; this family needs {frame_step} k + 1, of which the first is given, "
@@ -68,9 +61,6 @@ def first_frame_tensors(first_cfhw: torch.Tensor, latents_cfhw: torch.Tensor) ->
     Args:
         first_cfhw: (C, 1, H, W), normalised latents of the image.
         latents_cfhw: (C, F, H, W), those of the clip.
-
-    Raises:
-        UserError: the clip has no other frame.
     """
     if latents_cfhw.shape[1] == 1:
         raise UserError(

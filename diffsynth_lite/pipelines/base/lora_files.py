@@ -343,11 +343,7 @@ class LoraFiles:
         return files
 
     def _by_file(self, place: Path) -> dict[Path, list[str]]:
-        """The components whose LoRA each file holds: the one file given, or those in a folder.
-
-        Raises:
-            UserError: one file is given where there are several.
-        """
+        """The components whose LoRA each file holds: the one file given, or those in a folder."""
         if not place.is_file():
             return {place / name: components for name, components in self.by_name.items()}
         if len(self.by_name) > 1:
@@ -426,11 +422,7 @@ def _stated_settings(file: Path) -> dict[str, Any]:
 
 
 def _read_any(pipeline_class: Any, file: Path) -> LoraContents:
-    """What a pipeline's own loader finds in a file, by diffusers' names of layers, after their components.
-
-    Raises:
-        UserError: it finds nothing that it can read, or what is not a plain LoRA.
-    """
+    """What a pipeline's own loader finds in a file, by diffusers' names of layers, after their components."""
     try:
         tensors, *_, settings = pipeline_class.lora_state_dict(
             file.parent,

@@ -45,9 +45,6 @@ class ModelSettings(dict[str, Any]):
 
     Args:
         file: where it is.
-
-    Raises:
-        UserError: a setting is read that it lacks.
     """
 
     def __init__(self, settings: Mapping[str, Any], file: Path) -> None:
@@ -59,11 +56,7 @@ class ModelSettings(dict[str, Any]):
 
 
 def require_readable(path: Path) -> None:
-    """Check that a path is a file, and no larger than those of settings are; one that is not there passes.
-
-    Raises:
-        UserError: it is something that has no end, that nobody writes to, or that leads nowhere.
-    """
+    """Check that a path is a file, and no larger than those of settings are; one that is not there passes."""
     if path.is_file():
         if path.stat().st_size > _MAX_BYTES:
             raise UserError(
@@ -100,11 +93,7 @@ def _constant(name: str) -> float:
 
 
 def require_sizes(settings: ModelSettings) -> None:
-    """Check that whole numbers are such as models have, before anything of their size is made.
-
-    Raises:
-        UserError: naming one that is.
-    """
+    """Check that whole numbers are such as models have, before anything of their size is made."""
     for name, value in _whole_numbers(settings):
         words = re.split(r"[._]", name)
         largest = min((_LARGEST[word] for word in words if word in _LARGEST), default=_MAX_INT)
@@ -139,9 +128,6 @@ def require_class(wanted: Any, settings: ModelSettings) -> None:
 
     Args:
         wanted: the class, of diffusers or transformers.
-
-    Raises:
-        UserError: the component is of another class.
     """
     if issubclass(wanted, PreTrainedModel):
         key, name = "model_type", wanted.config_class.model_type
@@ -170,9 +156,6 @@ def require_kinds(built: Any, settings: ModelSettings) -> None:
     """Check that settings are of the kinds that a class of diffusers takes; those it does not know pass.
 
     Those of transformers are left to its own checks, when a model is built.
-
-    Raises:
-        UserError: naming one that is not.
     """
     if issubclass(built, PreTrainedModel):
         return
@@ -226,9 +209,6 @@ def building(built: Any, place: Path) -> Iterator[None]:
     Args:
         built: the class.
         place: the file of its settings, or the folder with all it reads.
-
-    Raises:
-        UserError: naming the place. Files that cannot be read stay the error that they are.
     """
     try:
         yield

@@ -154,9 +154,6 @@ def require_finite_weights(folder: PipelineFolder, component: str, model: torch.
 
     Args:
         model: on its device; with or without an adapter.
-
-    Raises:
-        UserError: naming the file and the tensor.
     """
     if folder.is_quantised(component):
         return
@@ -180,9 +177,6 @@ def require_fitting(folder: PipelineFolder, component: str, model_class: Any, la
 
     Args:
         lacking: names of tensors that are missing, or of another shape.
-
-    Raises:
-        UserError: there are some.
     """
     if lacking:
         raise UserError(

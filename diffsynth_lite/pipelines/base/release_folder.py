@@ -160,9 +160,6 @@ def differences(release: Release, folder: PipelineFolder) -> Differences:
     """The settings in which a folder's files differ from a release.
 
     Of a model of transformers only the settings that the release gives are compared.
-
-    Raises:
-        UserError: a file is missing or cannot be read.
     """
     index = folder.pipeline_config()
     found = {"_class_name": index.get("_class_name")}
@@ -246,9 +243,6 @@ def find_base_model(releases: Sequence[Release], location: str, folder: Pipeline
         releases: of its family.
         location: hub id or folder, as given.
         folder: its files.
-
-    Raises:
-        UserError: a file of the folder is missing or cannot be read.
     """
     hub_id, revision = _place_on_hub(folder)
     alike = [release for release, _ in find_releases(releases, hub_id or location, folder)]

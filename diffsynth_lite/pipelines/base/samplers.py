@@ -10,11 +10,7 @@ _TELLING = ("prediction_type", "use_flow_sigmas")
 
 
 def exponential_shift(mu: float) -> float:
-    """``exp(mu)``.
-
-    Raises:
-        UserError: no float is as large.
-    """
+    """``exp(mu)``; refused where no float is as large."""
     try:
         return math.exp(mu)
     except OverflowError:

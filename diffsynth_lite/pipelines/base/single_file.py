@@ -81,9 +81,6 @@ def component_files(given: Mapping[str, str | None], components: Sequence[str]) 
     Args:
         given: file or None by the setting that names it, for each of ``components`` and perhaps more.
         components: a family's ``denoisers``.
-
-    Raises:
-        UserError: a file is given without a component for it.
     """
     files = {}
     for place, (key, path) in enumerate(given.items()):
@@ -120,10 +117,6 @@ def read_single_file(file: ComponentFile, model: nn.Module) -> StoredTensors:
     Args:
         model: of a class of diffusers or transformers, with the settings of the pipeline's folder; on the
             meta device.
-
-    Raises:
-        UserError: the file is missing, damaged, in a format that is not read, or something else, and the
-            message says what it seems to be.
     """
     stored = _stored_in(file)
     names = stored.tensors.keys()

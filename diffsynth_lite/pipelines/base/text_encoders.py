@@ -132,9 +132,6 @@ class TextEncoderMemory:
 
         Args:
             loaded: of :meth:`host_blocks`, where they were loaded so.
-
-        Raises:
-            UserError: nothing would be saved, or the host has too little memory.
         """
         everything = nn.ModuleList(encoders).requires_grad_(False)  # what trains is not streamed
         try:
@@ -156,9 +153,6 @@ class TextEncoderMemory:
 
         Args:
             load: loads the text encoders, and hands them to ``place``.
-
-        Raises:
-            UserError: it does not, so that the settings have no effect; of what is returned, too.
         """
         encode = load()
         placed, self._placed = self._placed, None

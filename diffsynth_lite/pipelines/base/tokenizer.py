@@ -22,10 +22,6 @@ def load_tokenizer(folder: Path, class_name: str | None = None) -> Any:
         folder: has a ``tokenizer.json``, or what stood in its place before: a SentencePiece model
             (``spiece.model``, ``tokenizer.model``), or ``vocab.json`` and ``merges.txt``.
         class_name: the class that ``model_index.json`` names; None where it names none.
-
-    Raises:
-        UserError: a file is missing or damaged, a package is missing, or the folder asks for code of its own
-            to be run.
     """
     tokenizer_class = _class_of(folder, class_name)
     if tokenizer_class is not AutoTokenizer:
@@ -97,9 +93,6 @@ def _what_is_wrong(folder: Path, tokenizer_class: Any) -> str:
     """What is wrong with a folder without ``tokenizer.json``; empty where transformers reports it.
 
     It tries one format after another, and asks for the package of the last.
-
-    Raises:
-        UserError: the packages that read a SentencePiece model cannot be imported.
     """
     if (folder / _WHOLE).is_file():
         return ""

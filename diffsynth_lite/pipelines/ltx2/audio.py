@@ -63,9 +63,6 @@ def num_audio_latents(audio_config: Any, num_frames: int, fps: float) -> int:
 
     Args:
         audio_config: settings of the autoencoder.
-
-    Raises:
-        UserError: the clip is too short for a spectrogram.
     """
     rate, hop_length = audio_config["sample_rate"], audio_config["mel_hop_length"]
     if round(num_frames / fps * rate) <= N_FFT // 2:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from diffsynth_lite.pipelines.ltx_video.releases import LTX_SCHEDULER
 from diffsynth_lite.releases.components import DIFFUSERS, SWARM
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
@@ -70,18 +71,7 @@ _19B = Release(
             class_name="ltx2.LTX2Vocoder", dtype="bfloat16", source=f"2.0 in {_SCRIPT}"
         ),
     },
-    scheduler=ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler",
-        config={
-            "use_dynamic_shifting": True,
-            "base_shift": 0.95,
-            "max_shift": 2.05,
-            "base_image_seq_len": 1024,
-            "max_image_seq_len": 4096,
-            "shift_terminal": 0.1,
-        },
-        source=_SCRIPT,
-    ),
+    scheduler=replace(LTX_SCHEDULER, source=_SCRIPT),
     tokenizers={"tokenizer": ReleaseTokenizer(class_name="GemmaTokenizer")},
     size=(768, 512, 121),
     parameters=19e9,

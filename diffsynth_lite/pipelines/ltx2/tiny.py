@@ -5,6 +5,7 @@ from typing import Any
 from diffusers import FlowMatchEulerDiscreteScheduler, LTX2Pipeline, LTX2VideoTransformer3DModel
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
+from diffsynth_lite.pipelines.ltx_video.releases import LTX_SCHEDULER
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_ltx2_audio_vae, tiny_ltx2_vae
 from diffsynth_lite.testing.text_encoders import tiny_gemma3
@@ -29,14 +30,7 @@ def tiny() -> LTX2Pipeline:
             resnet_dilations=[[1, 3]],
         )
     return LTX2Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
-            base_shift=0.95,
-            max_shift=2.05,
-            base_image_seq_len=1024,
-            max_image_seq_len=4096,
-            shift_terminal=0.1,
-        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(**LTX_SCHEDULER.config),
         vae=vae,
         audio_vae=audio_vae,
         text_encoder=text_encoder,

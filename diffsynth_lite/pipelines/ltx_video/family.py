@@ -46,7 +46,7 @@ from diffsynth_lite.pipelines.base.model_function import (
     without_padding,
 )
 from diffsynth_lite.pipelines.base.preview_request import Code
-from diffsynth_lite.pipelines.ltx_video.releases import LTX_VIDEO
+from diffsynth_lite.pipelines.ltx_video.releases import LTX_SCHEDULER, LTX_VIDEO
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_ltx_vae
 from diffsynth_lite.testing.text_encoders import tiny_t5
@@ -433,16 +433,8 @@ def tiny() -> LTXPipeline:
             cross_attention_dim=32,
             caption_channels=text_encoder.config.d_model,
         )
-    scheduler = FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True,
-        base_shift=0.95,
-        max_shift=2.05,
-        base_image_seq_len=1024,
-        max_image_seq_len=4096,
-        shift_terminal=0.1,
-    )
     return LTXPipeline(
-        scheduler=scheduler,
+        scheduler=FlowMatchEulerDiscreteScheduler(**LTX_SCHEDULER.config),
         vae=tiny_ltx_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,

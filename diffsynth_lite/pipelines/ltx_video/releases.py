@@ -7,6 +7,18 @@ from diffsynth_lite.releases.release import Release, ReleaseComponent
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_ltx_to_diffusers.py"
 
+LTX_SCHEDULER = ReleaseComponent(
+    class_name="FlowMatchEulerDiscreteScheduler",
+    config={
+        "use_dynamic_shifting": True,
+        "base_shift": 0.95,
+        "max_shift": 2.05,
+        "base_image_seq_len": 1024,
+        "max_image_seq_len": 4096,
+        "shift_terminal": 0.1,
+    },
+    source=_SCRIPT,
+)
 _V090 = Release(
     name="LTX-Video 0.9",
     hub_id="Lightricks/LTX-Video",
@@ -20,18 +32,7 @@ _V090 = Release(
             class_name="AutoencoderKLLTXVideo", source=f"0.9.0 in {_SCRIPT}: the defaults of the class"
         ),
     },
-    scheduler=ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler",
-        config={
-            "use_dynamic_shifting": True,
-            "base_shift": 0.95,
-            "max_shift": 2.05,
-            "base_image_seq_len": 1024,
-            "max_image_seq_len": 4096,
-            "shift_terminal": 0.1,
-        },
-        source=_SCRIPT,
-    ),
+    scheduler=LTX_SCHEDULER,
     tokenizers={"tokenizer": T5_TOKENIZER_SLOW},
     size=(704, 512, 161),
     parameters=2e9,

@@ -32,7 +32,6 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
 from diffsynth_lite.pipelines.base.latents import (
     encode_scaled_latents,
-    scaled_latents_shape,
 )
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, model_function
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
@@ -171,11 +170,7 @@ class SDXL(DiffusionFamily):
             )
 
     def take_files(self, files: Mapping[str, ComponentFile]) -> None:
-        """Also the text encoders and the autoencoder are read from the UNet's file, where it holds them.
-
-        Raises:
-            UserError: as there; or the UNet is trained on the noise levels of EDM.
-        """
+        """Also the text encoders and the autoencoder are read from the UNet's file, where it holds them."""
         super().take_files(files)
         file = self.folder.files.get("unet")
         if file is None:
@@ -304,9 +299,6 @@ class SDXL(DiffusionFamily):
             ]
 
         return encode
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        return scaled_latents_shape(self._vae_config, width, height)
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         """Those of its largest attention, on the second level."""

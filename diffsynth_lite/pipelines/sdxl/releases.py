@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from diffsynth_lite.releases.components import (
+    CLIP_G,
     CLIP_L,
     CLIP_TOKENIZER,
     FORGE,
@@ -39,19 +40,7 @@ _XL_BASE = Release(
             source=f"{_XL_FOLDER}/unet{_XL_DTYPE}",
         ),
         "text_encoder": replace(CLIP_L, dtype="float32", source=f"{_XL_FOLDER}/text_encoder{_XL_DTYPE}"),
-        "text_encoder_2": ReleaseComponent(
-            class_name="CLIPTextModelWithProjection",
-            config={
-                "hidden_act": "gelu",
-                "hidden_size": 1280,
-                "intermediate_size": 5120,
-                "num_attention_heads": 20,
-                "num_hidden_layers": 32,
-                "projection_dim": 1280,
-            },
-            dtype="float32",
-            source=f"{_XL_FOLDER}/text_encoder_2{_XL_DTYPE}",
-        ),
+        "text_encoder_2": replace(CLIP_G, dtype="float32", source=f"{_XL_FOLDER}/text_encoder_2{_XL_DTYPE}"),
         "vae": ReleaseComponent(
             class_name="AutoencoderKL",
             config={

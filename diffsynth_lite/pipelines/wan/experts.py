@@ -12,7 +12,14 @@ from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.transfer.backends import backend_for, smallest_worth_moving
 from diffsynth_lite.core.transfer.host_pool import available_host_bytes
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
-from diffsynth_lite.core.weights import HostBlocks, WeightStream, frozen_weights, packed_bytes, require_saving
+from diffsynth_lite.core.weights import (
+    SLOTS_TO_GENERATE,
+    HostBlocks,
+    WeightStream,
+    frozen_weights,
+    packed_bytes,
+    require_saving,
+)
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
@@ -23,9 +30,6 @@ from diffsynth_lite.pipelines.base.quantized import set_formats
 
 _EXPERTS = MappingProxyType({"transformer": "high_noise", "transformer_2": "low_noise"})
 """Folders of the two, and the noise that each removes."""
-
-NUM_SLOTS = 2
-"""Of an expert that is not trained: one block computes while the next arrives."""
 
 
 class ExpertFamily(DiffusersFamily):
@@ -125,7 +129,7 @@ class ExpertFamily(DiffusersFamily):
         empty = self.empty_component(name).requires_grad_(False)
         set_formats(empty, dtype, self.quantization)
         blocks, min_bytes = blocks_in(empty, self.block_lists), smallest_worth_moving(device)
-        num_slots = min(NUM_SLOTS, len(blocks) - 1)
+        num_slots = min(SLOTS_TO_GENERATE, len(blocks) - 1)
         if not _can_stream(blocks, device, num_slots=num_slots, min_bytes=min_bytes):
             whole: torch.nn.Module = self.load_component(name, dtype).requires_grad_(False)
             return whole.to(device)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from diffsynth_lite.config import Config
+from diffsynth_lite.core.weights import SLOTS_TO_GENERATE
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training.frozen_weights import SLOTS_TO_DRAW
 from diffsynth_lite.training.planning.choices import MemoryBudget
 from diffsynth_lite.training.planning.inference_count import (
     EncoderBytes,
@@ -159,17 +159,18 @@ class PhaseCounter:
             held += self._counter.lora_bytes  # a copy of the trained values while the average generates
         host = self._resident_encoders.host + step.host + preview.copies
         if set(self.family.denoisers) - set(self.family.trained):
-            # Here: other families would be imported for it.
-            from diffsynth_lite.pipelines.wan.experts import NUM_SLOTS
-
             # The other expert generates, too, and waits in host memory, or is sharded as well.
             other = replace(step, slots=0, weights_on_host=0)
             if settings.num_shards == 1:
-                other = self._counter.count(replace(settings, stream_blocks="all", stream_slots=NUM_SLOTS))
+                other = self._counter.count(
+                    replace(settings, stream_blocks="all", stream_slots=SLOTS_TO_GENERATE)
+                )
             held, host = held + self._bytes_without_adapter(other) + other.slots, host + other.weights_on_host
         if self.config.validation.model_path is not None:
             # All of another model, with the LoRA once more.
-            other = self._counter.count(replace(settings, stream_blocks="all", stream_slots=SLOTS_TO_DRAW))
+            other = self._counter.count(
+                replace(settings, stream_blocks="all", stream_slots=SLOTS_TO_GENERATE)
+            )
             held += self._bytes_without_adapter(other) + other.slots + self._counter.lora_bytes
             host += other.weights_on_host
         return Phase(

@@ -21,7 +21,6 @@ from diffsynth_lite.core.gradient import checkpoint_blocks, gradient_checkpoint_
 from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
-from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_kl
 from diffsynth_lite.testing.text_encoders import tiny_umt5
@@ -82,12 +81,6 @@ class AuraFlow(DiffusersFamily):
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"aura_flow/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        return encode_scaled_latents(vae, pixels_bchw)
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        return scaled_latents_shape(self.folder.component_config("vae"), width, height)
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         return latents_shape[-2] * latents_shape[-1] // 4

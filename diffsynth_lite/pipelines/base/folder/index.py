@@ -57,11 +57,7 @@ def index_file(folder: Path) -> Path:
 
 
 def read_entries(index: ModelSettings) -> dict[str, IndexEntry]:
-    """The components that an index names.
-
-    Raises:
-        UserError: a component's place is not text, or leads out of a folder.
-    """
+    """The components that an index names."""
     found = {}
     for name, value in index.items():
         match value:
@@ -164,9 +160,6 @@ class OtherRepositories:
 
         Args:
             instead: a folder of the user's that could hold the component's files, for messages.
-
-        Raises:
-            UserError: there is no such repository or revision; it is gated or cannot be reached.
         """
         repository, key = str(entry.repository), (str(entry.repository).lower(), entry.revision)
         try:

@@ -74,11 +74,7 @@ class PipelineFolder:
     _others: OtherRepositories = field(default_factory=OtherRepositories, repr=False, compare=False)
 
     def pipeline_class_name(self) -> str:
-        """Name of the pipeline class that the index gives.
-
-        Raises:
-            UserError: the file is missing, is not JSON, or names no class.
-        """
+        """Name of the pipeline class that the index gives."""
         index = self.pipeline_config()
         name = index.get("_class_name")
         if not isinstance(name, str):
@@ -109,9 +105,6 @@ class PipelineFolder:
 
         Files in a folder of the user's go before the repository that its index names, as in diffusers. All
         that is of the pipeline's own repository is of the pipeline's commit.
-
-        Raises:
-            UserError: the index cannot be read, or what it names cannot be found.
         """
         entry = self._entries().get(component)
         if entry is None:
@@ -143,22 +136,14 @@ class PipelineFolder:
         return is_same and entry.revision in (None, self.hub.path.name)
 
     def component_config(self, component: str) -> ModelSettings:
-        """The configuration of one component.
-
-        Raises:
-            UserError: the component's folder or its config is missing, or cannot be read.
-        """
+        """The configuration of one component."""
         name = f"{component}_config.json" if component in ("scheduler", "guider") else "config.json"
         settings = self._read_json(self.place(component).path / name, component)
         require_sizes(settings)
         return settings
 
     def require_complete(self, components: Sequence[str]) -> None:
-        """Check the weights that are in a folder of the user's, so that nothing more of them comes.
-
-        Raises:
-            UserError: as ``require_weights`` and ``require_whole_weights`` do.
-        """
+        """Check the weights that are in a folder of the user's, so that nothing more of them comes."""
         there = [component for component in components if self.place(component).hub is None]
         self.require_weights(there)
         self.require_whole_weights(there)
@@ -167,9 +152,6 @@ class PipelineFolder:
         """Check that each component without a file of its own has safetensors files of the wanted variant.
 
         All of them are loaded in one variant; none replaces another, as it does in diffusers.
-
-        Raises:
-            UserError: naming the component without weights and the variants there are.
         """
         self._require({one: self.place(one).file_names() for one in self._without_files(components)})
 
@@ -211,10 +193,8 @@ class PipelineFolder:
     def require_whole_weights(self, components: Sequence[str]) -> None:
         """Check by their headers that the folder's weight files are whole, and weights only; none are read.
 
-        Raises:
-            UserError: a file is not a safetensors file, or ends before the tensors that its header lists; or
-                it holds scales that the component's library knows nothing of, and would leave out, or weights
-                that are not floating-point numbers, which it would take for such.
+        A component's library would leave out scales that it knows nothing of, and take weights that are not
+        floating-point numbers for such.
         """
         for component in self._without_files(components):
             tensors = self._stored(component)
@@ -246,9 +226,6 @@ class PipelineFolder:
         Args:
             model_class: of the component.
             needed: how many numbers its weights are, by its settings.
-
-        Raises:
-            UserError: they hold less than half as many numbers.
         """
         if component in self.files or self.is_quantised(component):
             return
@@ -266,11 +243,7 @@ class PipelineFolder:
         }
 
     def download_weights(self, components: Sequence[str]) -> None:
-        """Get the weights of some components, where the folder is in the hub's cache and lacks them.
-
-        Raises:
-            UserError: the hub has none of the wanted variant or cannot be reached, or the disk is too small.
-        """
+        """Get the weights of some components, where the folder is in the hub's cache and lacks them."""
         by_commit: dict[HubCommit, list[str]] = {}
         for component in self._without_files(components):
             if (hub := self.place(component).hub) is not None:
@@ -340,11 +313,7 @@ class PipelineFolder:
         return [place.path / name for name in self._loaded_files(component, place.file_names())]
 
     def require_files(self, component: str) -> None:
-        """Check that a component's folder is there and holds something, and that settings in it can be read.
-
-        Raises:
-            UserError: naming the folder or the file.
-        """
+        """Check that a component's folder holds something, and that settings in it can be read."""
         place = self.place(component)
         small = place.small_files()
         for path in small:

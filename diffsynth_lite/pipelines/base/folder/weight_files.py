@@ -74,11 +74,7 @@ class StoredTensor:
 
 
 def header_of(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name; no number is read.
-
-    Raises:
-        UserError: it is not a safetensors file, or ends before them.
-    """
+    """The tensors of a file, by name; no number is read."""
     try:
         with safe_open(file, framework="pt") as opened:
             parts = {name: opened.get_slice(name) for name in list(opened.keys())}
