@@ -1,4 +1,7 @@
-"""This file saves a run as a checkpoint and a LoRA, keeps the best of them, and restores a run."""
+"""This file saves a run as a checkpoint and a LoRA, keeps the best of them, and restores a run.
+
+It also counts the bytes that a run will save, and checks before weights load that the disk holds them.
+"""
 
 import logging
 import math
@@ -12,8 +15,9 @@ import torch
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.errors import CheckpointError
-from diffsynth_lite.files import set_aside
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.errors import CheckpointError, UserError
+from diffsynth_lite.files import free_disk_bytes, set_aside
 from diffsynth_lite.lora import (
     adapter_settings,
     adapter_tensors,
@@ -22,9 +26,12 @@ from diffsynth_lite.lora import (
     load_adapter_tensors,
 )
 from diffsynth_lite.lora.metadata import NoiseRange, lora_metadata
+from diffsynth_lite.media import STRIP_FRAMES
+from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint, folder_name, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import SavedBytes
+from diffsynth_lite.training.data_settings import num_preview_frames, num_preview_layers
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
@@ -32,6 +39,7 @@ from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.optimization.averages import AveragedWeights, MovingAverage
 from diffsynth_lite.training.optimization.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.optimization.optimizers import measures_average
+from diffsynth_lite.training.preview_requests import preview_size
 from diffsynth_lite.training.session import Run, Start
 
 logger = logging.getLogger(__name__)
@@ -43,6 +51,11 @@ _MEASURED_BY = {
 }
 """What decides how the validation loss is measured, by its key in a checkpoint: two losses compare only where
 it is the same. What may never change in a run is left out."""
+
+_NUM_ALWAYS_KEPT = 2
+"""The newest checkpoint, and the one before it: until a step from the newest has had a finite loss."""
+_BYTES_PER_PIXEL = 3
+"""At most, in a PNG without its headers: content that cannot be compressed stays as it is."""
 
 
 def measured_by(config: Config, data: TrainingData, *, is_average: bool) -> dict[str, Any]:
@@ -312,3 +325,74 @@ def restore(
         averaged.restart()
     else:
         averaged.load(read("ema"), updates)
+
+
+def require_disk_space(run: Run, start: Start) -> None:
+    """Check that the disk holds the checkpoints and LoRA files of a run."""
+    needed, free = _needed_bytes(run, start), free_disk_bytes(run.store.folder)
+    if free < needed:
+        raise UserError(
+            "output.dir: the checkpoints that exist at once and the LoRA files take about "
+            f"{format_bytes(needed)} more, and {format_bytes(free)} are free at {run.store.folder.parent}; "
+            "free space, keep fewer (output.keep_checkpoints, output.keep_every_steps), or set another "
+            "output.dir"
+        )
+
+
+def warn_of_previews(run: Run, start: Start) -> None:
+    """Warn where the previews to come may fill the disk, so that it does not hold the checkpoints."""
+    needed, free = _needed_bytes(run, start), free_disk_bytes(run.store.folder)
+    previews = preview_bytes(run.config, run.family, start.step)
+    if previews and free < needed + previews:
+        logger.warning(
+            "output.dir: previews may take up to %s next to the %s of checkpoints and LoRA files, and %s are "
+            "free at %s. A full disk ends the run at its next checkpoint: generate fewer or smaller previews "
+            "(validation.every_steps, validation.width, validation.height), or free space.",
+            *(format_bytes(previews), format_bytes(needed), format_bytes(free), run.store.folder.parent),
+        )
+
+
+def num_checkpoints_to_come(config: Config, *, num_there: int, start_step: int) -> int:
+    """How many more checkpoints exist at most at once: an old one is removed when a new one is complete."""
+    output, steps = config.output, config.train.steps
+    if start_step >= steps:
+        return 0
+    every, is_odd = output.checkpoint_every_steps, steps % output.checkpoint_every_steps > 0
+    regular = range(every * (start_step // every + 1), steps + 1, every)
+    num_kept = max(output.keep_checkpoints, _NUM_ALWAYS_KEPT)
+    num_rotating = min(len(regular) + is_odd, num_kept + 1 - min(num_there, num_kept))
+    # Those that are never removed, before the last ones.
+    last = regular[len(regular) + is_odd - num_rotating :]
+    for_good = output.keep_every_steps or steps + 1
+    num_for_good = (last[0] - 1 if last else steps) // for_good - start_step // for_good
+    has_best = output.keep_best and config.validation.data is not None and not num_there
+    return num_rotating + num_for_good + has_best
+
+
+def preview_bytes(config: Config, family: ModelFamily, start_step: int) -> int:
+    """Most bytes of the previews to come; of videos the strips of their frames, without the MP4."""
+    steps, every = config.train.steps, config.validation.every_steps or config.train.steps
+    if start_step >= steps:
+        return 0
+    num_times = steps // every - start_step // every + (steps % every > 0) + (start_step == 0)
+    width, height = preview_size(config, family)
+    # Layers are in the strip, and in a file each.
+    num_layers = 2 * num_preview_layers(config, family)
+    num_images = num_layers or min(num_preview_frames(config, family), STRIP_FRAMES)
+    image: int = _BYTES_PER_PIXEL * width * height * num_images
+    return num_times * len(config.validation.prompts) * image
+
+
+def _needed_bytes(run: Run, start: Start) -> int:
+    config, checked = run.config, run.checked
+    saved = SavedBytes.of(
+        checked.num_lora_weights,
+        num_in_vectors=checked.num_in_vectors,
+        optimizer_bytes=checked.optimizer.state_bytes,
+        lora_dtype=getattr(torch, config.output.lora_dtype),
+        has_average=config.train.ema_decay is not None or checked.optimizer.has_average,
+    )
+    num_there = len(run.store.steps())
+    num_more = num_checkpoints_to_come(config, num_there=num_there, start_step=start.step)
+    # A LoRA file is written next to the one that it replaces.
+    return num_more * saved.checkpoint + (1 if num_there else 2) * saved.lora

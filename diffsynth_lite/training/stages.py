@@ -39,7 +39,6 @@ from diffsynth_lite.training.distributed.context import split_model
 from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
-from diffsynth_lite.training.export.disk_space import require_disk_space, warn_of_previews
 from diffsynth_lite.training.frozen_weights import (
     place_weights,
     quantizable_bytes,
@@ -50,7 +49,7 @@ from diffsynth_lite.training.layer_groups import adapter_kind, default_size, ran
 from diffsynth_lite.training.lora_file import read_initial_lora
 from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer
 from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory, suggest_settings
-from diffsynth_lite.training.saver import restore
+from diffsynth_lite.training.saver import require_disk_space, restore, warn_of_previews
 from diffsynth_lite.training.session import Run, Start
 from diffsynth_lite.training.shortages import Workload, out_of_memory_explained, shortages_explained
 
@@ -119,16 +118,15 @@ def initial_lora(run: Run, start: Start) -> dict[str, torch.Tensor] | None:
 def encode(run: Run, start: Start) -> TrainingData:
     """Encode the data; from then on only tensors are needed, and the records are dropped."""
     config, checked, accelerator = run.config, run.checked, run.accelerator
-    saving = config, checked, run.store, start.step
-    on_main_process(accelerator, require_disk_space, *saving)
-    on_main_process(accelerator, warn_of_previews, *saving)
+    on_main_process(accelerator, require_disk_space, run, start)
+    on_main_process(accelerator, warn_of_previews, run, start)
     with run.clock.stage("encoding"):
         encode = encode_run if config.data.sealed is None else sealed_data
         data = encode(config, checked, accelerator)
         checked.drop_records()
         free_memory()
     # Again: the cache may be on the same disk.
-    on_main_process(accelerator, require_disk_space, *saving)
+    on_main_process(accelerator, require_disk_space, run, start)
     return data
 
 

@@ -17,10 +17,7 @@ from diffsynth_lite.config import load_config
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
 from diffsynth_lite.training.checks import bind_family
-from diffsynth_lite.training.export.disk_space import (
-    num_checkpoints_to_come,
-    warn_of_previews,
-)
+from diffsynth_lite.training.saver import num_checkpoints_to_come, warn_of_previews
 
 
 def test_a_disk_that_is_full_at_the_first_status_stops_the_run(
@@ -47,7 +44,7 @@ def test_a_run_that_can_open_too_few_files_ends_with_one_line(
 def test_a_disk_without_room_for_checkpoints_is_refused_before_weights_load(
     begun_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("diffsynth_lite.training.export.disk_space.free_disk_bytes", lambda _: 2**10)
+    monkeypatch.setattr("diffsynth_lite.training.saver.free_disk_bytes", lambda _: 2**10)
     monkeypatch.setattr(QwenImage, "load_transformer", None)
     assert begun_run.train() == 2
     assert "the checkpoints that exist at once and the LoRA files take about" in caplog.text
@@ -95,16 +92,19 @@ def test_previews_that_may_fill_the_disk_are_a_warning(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(tiny_run.config).config
-    monkeypatch.setattr("diffsynth_lite.training.export.disk_space.free_disk_bytes", lambda _: 2**15)
+    monkeypatch.setattr("diffsynth_lite.training.saver.free_disk_bytes", lambda _: 2**15)
     optimizer = SimpleNamespace(state_bytes=8, has_average=False)
-    checked = SimpleNamespace(
-        num_lora_weights=1, num_in_vectors=0, family=bind_family(config), optimizer=optimizer
+    run = SimpleNamespace(
+        config=config,
+        family=bind_family(config),
+        store=CheckpointStore(tiny_run.folder / "checkpoints", keep=2),
+        checked=SimpleNamespace(num_lora_weights=1, num_in_vectors=0, optimizer=optimizer),
     )
-    warn_of_previews(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
+    warn_of_previews(run, SimpleNamespace(step=0))
     # Two images of 64 x 32 before the first step and after the last one.
     assert "previews may take up to 24.0 KiB next to the" not in caplog.text
-    monkeypatch.setattr("diffsynth_lite.training.export.disk_space.free_disk_bytes", lambda _: 2**14)
-    warn_of_previews(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
+    monkeypatch.setattr("diffsynth_lite.training.saver.free_disk_bytes", lambda _: 2**14)
+    warn_of_previews(run, SimpleNamespace(step=0))
     assert "previews may take up to 24.0 KiB next to the" in caplog.text
 
 
