@@ -12,6 +12,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
+    TQDM_DISABLE="1",
     WANDB_MODE="offline",
 )
 

@@ -95,9 +95,7 @@ def family(sample: Sample) -> Any:
 @pytest.fixture(scope="module")
 def pipeline(sample: Sample) -> Any:
     """The tiny pipeline as it was saved."""
-    pipeline = sample.fresh_pipeline()
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return sample.fresh_pipeline()
 
 
 @pytest.fixture

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, ModularPipeline
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
-from diffusers.modular_pipelines.anima.before_denoise import AnimaTextConditioningStep
-from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import (
     pipeline_qwenimage_edit,
     pipeline_qwenimage_edit_plus,
     pipeline_qwenimage_layered,
 )
+from diffusers_pipelines import called_as_others
 from PIL import Image
 
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
@@ -37,7 +35,6 @@ from diffsynth_lite.pipelines import (
     family_names,
     load_family,
 )
-from diffsynth_lite.pipelines.anima import without_torchvision
 
 CPU = torch.device("cpu")
 # Of different lengths, so that every family has to pad and to mask.
@@ -109,7 +106,7 @@ class Sample:
         """An ``adapted_transformer`` in training mode, made once for the tests that only run it."""
         key = tuple(targets or self.family.default_target_modules), kind
         if key not in self._adapted:
-            self._adapted[key] = adapted_transformer(self, targets=key[0], kind=kind)
+            self._adapted[key] = adapted_transformer(self.family, targets=key[0], kind=kind)
         return self._adapted[key].train()
 
     def fresh_pipeline(self) -> Any:
@@ -325,10 +322,9 @@ def ones_like(output: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[
 
 
 def adapted_transformer(
-    sample: Sample, *, dropout: float = 0.0, targets: Sequence[str] = (), kind: AdapterKind = LORA
+    family: ModelFamily, *, dropout: float = 0.0, targets: Sequence[str] = (), kind: AdapterKind = LORA
 ) -> torch.nn.Module:
     """The family's transformer with a LoRA whose update is not zero, on its default targets or others."""
-    family = sample.family
     transformer = family.load_transformer(torch.float32).train()
     layers = find_target_layers(
         transformer,
@@ -439,55 +435,3 @@ def assert_equal_under_all_flags(
             pair = gradient, expected[name]
             assert pair == (None, None) or torch.equal(*pair), (flags, name)
     return expected
-
-
-_READ = AnimaTextEncoderStep.__call__
-
-
-def read_pipeline(folder: Path) -> Any:
-    """What diffusers itself reads from a folder."""
-    if not (folder / "modular_model_index.json").exists():
-        return DiffusionPipeline.from_pretrained(folder)
-    pipeline = ModularPipeline.from_pretrained(str(folder))
-    pipeline.load_components()
-    return called_as_others(pipeline)
-
-
-def called_as_others(pipeline: Any) -> Any:
-    """The pipeline, whose call takes by name what it takes of a state, and the scale of its guider.
-
-    Its ``encode_prompt`` is what its blocks do with a prompt before they remove noise; the call uses the one
-    that it is given in its place.
-    """
-    if not isinstance(pipeline, ModularPipeline):
-        return pipeline
-
-    class Called(type(pipeline)):  # type: ignore[misc]
-        def encode_prompt(self, step: Any, state: Any) -> Any:
-            _READ(step, self, state)
-            return AnimaTextConditioningStep()(self, state)
-
-        def __call__(
-            self,
-            prompt: str,
-            negative_prompt: str | None = None,
-            guidance_scale: float = 4.0,
-            *,
-            width: int,
-            height: int,
-            num_inference_steps: int,
-            generator: torch.Generator,
-            output_type: str = "pil",
-        ) -> Any:
-            self.guider = self.guider.new(guidance_scale=guidance_scale, enabled=guidance_scale > 1)
-            given = {"width": width, "height": height, "generator": generator, "output_type": output_type}
-            given |= {"negative_prompt": negative_prompt, "num_inference_steps": num_inference_steps}
-            with pytest.MonkeyPatch.context() as patch, without_torchvision():
-                if "encode_prompt" in vars(self):
-                    call = lambda step, _, state: self.encode_prompt(step, state)  # noqa: E731
-                    patch.setattr(AnimaTextEncoderStep, "__call__", call)
-                return super().__call__(prompt=prompt, **given)
-
-    Called.__name__ = type(pipeline).__name__
-    pipeline.__class__ = Called
-    return pipeline

@@ -9,7 +9,13 @@ import pytest
 import torch
 from diffusers.models.transformers import transformer_cosmos
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
-from family_sample import CPU, SIGMA, Sample, assert_equal_under_all_flags, read_pipeline
+from diffusers_pipelines import read_pipeline
+from family_sample import (
+    CPU,
+    SIGMA,
+    Sample,
+    assert_equal_under_all_flags,
+)
 from original_layouts import original_layout
 from safetensors.torch import save_file
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import family_sample
+import diffusers_pipelines
 import numpy as np
 import pytest
 import torch
@@ -66,8 +66,7 @@ def read_pipeline(sample: Sample) -> Any:
 
     Not the one that was saved there: weights in other places of the memory are summed in another order.
     """
-    pipeline: Any = family_sample.read_pipeline(sample.family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline: Any = diffusers_pipelines.read_pipeline(sample.family.folder.path)
     if sample.family.edits.prompt_sees_images:  # its own processor of texts and images needs torchvision
         pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)
     if sample.name == "chroma":

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.of_the_model
 
 
 def test_the_flags_change_neither_the_velocity_nor_any_gradient_also_with_dropout(sample: Sample) -> None:
-    transformer = adapted_transformer(sample, dropout=0.3)
+    transformer = adapted_transformer(sample.family, dropout=0.3)
     velocity, gradients = velocity_and_gradients(sample, transformer)
     for flags in FLAGS[1:]:
         other_velocity, other_gradients = velocity_and_gradients(sample, transformer, engine_with(flags))
@@ -117,7 +117,7 @@ def test_weights_that_come_for_the_run_of_a_block_change_nothing(sample: Sample)
     velocity, gradients = velocity_and_gradients(sample, resident, engines[0])
     others = [velocity_and_gradients(sample, streamed, engines[1])]
     with group_of_one() as group, sharded(sample, group):
-        others.append(velocity_and_gradients(sample, adapted_transformer(sample), engines[2]))
+        others.append(velocity_and_gradients(sample, adapted_transformer(sample.family), engines[2]))
     for other_velocity, other_gradients in others:
         assert torch.equal(velocity, other_velocity)
         assert gradients.keys() == other_gradients.keys()

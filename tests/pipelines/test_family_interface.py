@@ -77,7 +77,7 @@ def test_numbers_that_are_not_finite_are_no_preview_and_what_decodes_one_is_know
     family, loaded = sample.family, []
     load = family.load_preview_vae
     monkeypatch.setattr(family, "load_preview_vae", lambda *given: loaded.append(load(*given)) or loaded[-1])
-    transformer = adapted_transformer(sample).eval()
+    transformer = adapted_transformer(sample.family).eval()
     with torch.no_grad():
         for weight in transformer.parameters():
             weight.mul_(torch.inf)

@@ -237,7 +237,7 @@ def test_files_of_other_kinds_do_in_diffusers_and_in_comfyui_what_the_adapter_do
 ) -> None:
     kind = KINDS[sample.name]
     family = type(sample.family)(sample.family.folder)
-    model = adapted_transformer(sample, kind=kind)
+    model = adapted_transformer(sample.family, kind=kind)
     layers = adapter_settings(model)["target_modules"]
     if sample.name == "flux":
         with pytest.raises(

@@ -33,7 +33,7 @@ def test_a_step_holds_what_is_counted_of_blocks_that_are_kept_and_of_those_that_
     )
     kind = {"qwen_image": Dora(), "z_image": Lokr(factor=2)}.get(sample.name, LORA)
     # One that has not run: Qwen-Image keeps a table of positions.
-    family, model = sample.family, adapted_transformer(sample, kind=kind)
+    family, model = sample.family, adapted_transformer(sample.family, kind=kind)
     inputs = {"latents_shape": sample.latents.shape[1:], "conditioning": sample.conditioning[0]}
     plain = family.empty_transformer()
     layers = find_target_layers(

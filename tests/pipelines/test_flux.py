@@ -195,7 +195,6 @@ def test_of_chroma_diffusers_own_checkpointing_forgets_the_mask_and_ours_does_no
 def test_chromas_own_mask_of_numbers_hides_less_than_one_of_truth_values() -> None:
     pipeline = tiny_chroma()
     # The day this fails, diffusers issue 12116 is mended, and test_family_fidelity.py need not do it.
-    pipeline.set_progress_bar_config(disable=True)
     embeds, _, mask, *_ = pipeline.encode_prompt(PROMPTS[0], device=CPU, do_classifier_free_guidance=False)
     assert mask.is_floating_point()
     generated = [

@@ -48,9 +48,7 @@ def saved(pipeline: Any, folder: Path) -> Flux2:
 @cache
 def reference(family: Flux2) -> Any:
     """The family's pipeline, read once from its folder as the family reads it."""
-    pipeline = family.pipeline.from_pretrained(family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return family.pipeline.from_pretrained(family.folder.path)
 
 
 @cache  # of 512 tokens and 30 layers, which takes most of a test's time

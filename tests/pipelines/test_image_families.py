@@ -212,7 +212,7 @@ def test_the_recipe_of_krea_trains_the_layers_of_the_authors_which_diffusers_and
     lora = yaml.safe_load(RECIPE.read_text())["lora"]
     assert (set(lora["target_modules"]), lora["rank"]) == (AUTHORS, 32)
     sample, family = krea, krea.family
-    transformer = adapted_transformer(sample, targets=lora["target_modules"]).eval()
+    transformer = adapted_transformer(sample.family, targets=lora["target_modules"]).eval()
     settings = adapter_settings(transformer)
     model, targets = family.empty_transformer(), family.default_target_modules
     of_default = find_target_layers(model, targets, unused_modules=[])

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
+from diffusers_pipelines import bytes_of, generated_by
 from family_sample import (
     CPU,
+    NEGATIVE,
     PROMPTS,
     SIGMA,
     Sample,
@@ -145,7 +146,6 @@ def test_a_first_frame_is_what_the_pipeline_starts_from(sample: Sample) -> None:
         transformer, lambda: family.predict(transformer, latents, torch.ones(1), [sample.first | encoded])
     )
     pipeline = LTX2ImageToVideoPipeline.from_pretrained(family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
     settings: dict[str, Any] = {"width": 128, "height": 64, "num_frames": 9, "num_inference_steps": 2}
     calls = transformer_calls(
         pipeline.transformer, lambda: pipeline(image=start, prompt=PROMPTS[0], **settings)
@@ -167,24 +167,15 @@ def test_a_preview_from_an_image_is_what_the_pipeline_generates(sample: Sample) 
     request = dataclasses.replace(request, inputs=(start,), num_frames=9)
     (generated,) = family.sample(family.load_transformer(torch.float32), torch.float32, [request])
     pipeline = LTX2ImageToVideoPipeline.from_pretrained(family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
-    (expected,) = pipeline(
-        image=start,
-        prompt=PROMPTS[0],
-        negative_prompt="blurred",
-        guidance_scale=3.0,
-        stg_scale=0.0,
-        audio_stg_scale=0.0,
-        num_frames=9,
-        **request.call_arguments(),
-    ).frames
-    assert [np.asarray(frame).tolist() for frame in generated] == [
-        np.asarray(frame).tolist() for frame in expected
-    ]
+    own = {"stg_scale": 0.0, "audio_stg_scale": 0.0, "num_frames": 9}
+    expected = generated_by(
+        pipeline, request, image=start, prompt=PROMPTS[0], negative_prompt=NEGATIVE, **own
+    )
+    assert bytes_of(generated) == expected
 
 
 def test_no_layer_of_the_audio_gets_a_lora(sample: Sample) -> None:
-    transformer = adapted_transformer(sample, targets=sample.family.target_sets["all"])
+    transformer = adapted_transformer(sample.family, targets=sample.family.target_sets["all"])
     adapted = {
         name.partition(".lora_A")[0] for name, _ in transformer.named_parameters() if ".lora_A" in name
     }

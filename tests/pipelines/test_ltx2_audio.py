@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
+from diffusers_pipelines import bytes_of
 from family_sample import (
     CPU,
     NEGATIVE,
@@ -357,7 +358,7 @@ def test_every_layer_of_either_stream_and_between_them_learns_under_all_flags(
 ) -> None:
     family = sample.family
     assert family.unused_modules(family.empty_transformer()) == []
-    transformer = adapted_transformer(sample, targets=family.target_sets["all"])
+    transformer = adapted_transformer(sample.family, targets=family.target_sets["all"])
     found = []
     for flags in ((False, False), (True, True)):
         transformer.zero_grad()
@@ -394,7 +395,7 @@ def test_a_step_holds_what_is_counted_of_it_also_where_audio_has_a_level_of_its_
     }
     layers = find_target_layers(family.empty_transformer(), family.default_target_modules, unused_modules=[])
     counted = MemoryCounter(family, layers, rank=4, **inputs).count(settings)
-    assert_same_cost(counted.step, step_on_cpu(family, adapted_transformer(sample), settings, **inputs))
+    assert_same_cost(counted.step, step_on_cpu(family, adapted_transformer(family), settings, **inputs))
 
 
 def test_a_released_model_gets_a_lora_on_either_stream_and_between_them(tmp_path: Path) -> None:
@@ -433,7 +434,6 @@ def test_a_clip_that_starts_from_an_image_has_its_audio_at_the_noise_level_of_th
     batch = encoded["latents"][None], audio_latents[:1], torch.ones(1), [sample.first | kept]
     (ours,) = transformer_calls(model, lambda: family.predict_with_audio(model, *batch))
     pipeline = LTX2ImageToVideoPipeline.from_pretrained(family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
     settings: dict[str, Any] = {"width": 128, "height": 64, "num_frames": 17, "num_inference_steps": 2}
     theirs, _ = transformer_calls(
         pipeline.transformer,
@@ -469,7 +469,6 @@ def test_a_preview_has_audio_as_the_pipeline_has_it(
     assert isinstance(generated, ClipWithAudio)
     assert isinstance(still, list)
     pipeline = LTX2Pipeline.from_pretrained(tmp_path)
-    pipeline.set_progress_bar_config(disable=True)
     expected = pipeline(
         prompt=PROMPTS[0],
         negative_prompt=NEGATIVE,
@@ -479,9 +478,7 @@ def test_a_preview_has_audio_as_the_pipeline_has_it(
         **other_guidance(family.folder, is_guided=True),
         **request.call_arguments(),
     )
-    assert [frame.tobytes() for frame in generated.frames] == [
-        frame.tobytes() for frame in expected.frames[0]
-    ]
+    assert bytes_of(generated.frames) == bytes_of(expected.frames[0])
     torch.testing.assert_close(generated.audio.waveform, expected.audio[0], rtol=1e-4, atol=1e-6)
     assert generated.audio.sample_rate == pipeline.vocoder.config.output_sampling_rate == rate
     # 25 latents a second, of which the first is one frame of the spectrogram, the others for four.

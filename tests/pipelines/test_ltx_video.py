@@ -19,6 +19,7 @@ from diffusers.models.autoencoders import vae as posteriors
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline, calculate_shift
+from diffusers_pipelines import bytes_of
 from family_sample import (
     CPU,
     PROMPTS,
@@ -68,9 +69,7 @@ def started(conditions: Sample) -> Sample:
 @pytest.fixture(scope="module")
 def of_conditions(conditions: Sample) -> LTXConditionPipeline:
     """Read from the folder, as the family reads it."""
-    pipeline = LTXConditionPipeline.from_pretrained(conditions.family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return LTXConditionPipeline.from_pretrained(conditions.family.folder.path)
 
 
 def call(pipeline: LTXConditionPipeline, **settings: Any) -> Any:
@@ -168,7 +167,6 @@ def test_a_first_frame_has_the_noise_that_the_pipeline_gives_it(
     start = mandelbrot(128, 64, 40)
     ours, noise = noisy_start(sample.family, start, 0.5)
     pipeline = LTXImageToVideoPipeline.from_pretrained(sample.family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
     monkeypatch.setattr(posteriors, "randn_tensor", lambda shape, **_: noise.T.reshape(shape))
     settings: dict[str, Any] = {"width": 128, "height": 64, "num_frames": 9, "num_inference_steps": 2}
     theirs, _ = transformer_calls(
@@ -372,7 +370,7 @@ def test_a_preview_is_what_the_pipeline_of_conditions_generates(
     given = {"image": images[0]} if starts else {}
     expected = call(of_conditions, guidance_scale=scale, negative_prompt="blurred", **given)
     (frames,) = conditions.family.sample(of_conditions.transformer, torch.float32, [request])
-    assert [frame.tobytes() for frame in frames] == [frame.tobytes() for frame in expected]
+    assert bytes_of(frames) == bytes_of(expected)
 
 
 def test_previews_of_a_bf16_model_are_decoded_by_an_fp32_autoencoder(

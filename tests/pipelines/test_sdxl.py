@@ -13,7 +13,13 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from family_sample import CPU, PROMPTS, assert_equal_under_all_flags, build_media
+from diffusers_pipelines import bytes_of, generated_by
+from family_sample import (
+    CPU,
+    PROMPTS,
+    assert_equal_under_all_flags,
+    build_media,
+)
 from release_layouts import request_of_sdxl, saved_sdxl
 from safetensors.torch import load_file, save_file
 from sdxl_checkpoint import UNET, sdxl_checkpoint, unet_layout
@@ -188,22 +194,10 @@ def test_a_preview_with_an_empty_negative_prompt_is_what_the_pipeline_generates(
 ) -> None:
     family = saved_sdxl(tiny(), tmp_path, force_zeros_for_empty_prompt=zeros)
     pipeline = StableDiffusionXLPipeline.from_pretrained(tmp_path, add_watermarker=False)
-    pipeline.set_progress_bar_config(disable=True)
-    expected = pipeline(
-        PROMPTS[0],
-        negative_prompt=theirs,
-        guidance_scale=5.0,
-        width=64,
-        height=32,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(3),
-    ).images[0]
-    ((generated,),) = family.sample(
-        family.load_transformer(torch.float32),
-        torch.float32,
-        [request_of_sdxl(family, " ", guidance_scale=5.0)],
-    )
-    assert generated.tobytes() == expected.tobytes()
+    request = request_of_sdxl(family, " ", guidance_scale=5.0)
+    (generated,) = family.sample(family.load_transformer(torch.float32), torch.float32, [request])
+    expected = generated_by(pipeline, request, prompt=PROMPTS[0], negative_prompt=theirs)
+    assert bytes_of(generated) == expected
 
 
 KEY = "model.transformer_file"

@@ -112,7 +112,6 @@ def test_the_model_is_given_the_images_as_by_the_pipeline(
     random_state = torch.random.get_rng_state()
     (encoded,) = family.load_media_encoder(torch.float32, CPU)([item])
     assert torch.equal(torch.random.get_rng_state(), random_state)
-    pipeline.set_progress_bar_config(disable=True)
     calls = calls_in(
         [pipeline.transformer, pipeline.transformer_2],
         lambda: pipeline(

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from diffusers import WanPipeline
 from diffusers.training_utils import free_memory
+from diffusers_pipelines import bytes_of, generated_by
 from family_sample import (
     CPU,
     PROMPTS,
     Sample,
+    adapted_transformer,
     assert_does_as,
     build_media,
     encode_texts,
@@ -37,7 +38,7 @@ from diffsynth_lite.core.weights import (
     weight_format,
 )
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.lora.spelling import DIFFUSERS
 from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
@@ -115,18 +116,6 @@ def batch(request: pytest.FixtureRequest) -> Batch:
     return request.getfixturevalue(request.param)
 
 
-def adapted(family: Wan) -> torch.nn.Module:
-    """The trained transformers with LoRAs whose update is not zero."""
-    model = family.load_transformer(torch.float32).train()
-    layers = find_target_layers(model, family.default_target_modules, unused_modules=())
-    add_adapter(model, layers, rank=4, alpha=8, dropout=0.0, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if ".lora_B." in name:
-            parameter.data.normal_(std=0.1, generator=generator)
-    return model
-
-
 def request(conditioning: Sequence[Conditioning], **settings: Any) -> PreviewRequest:
     fixed = {"width": 64, "height": 32, "num_frames": 5, "num_inference_steps": 8, "guidance_scale": 1.0}
     return PreviewRequest(
@@ -171,7 +160,7 @@ def test_each_clip_takes_its_images_to_its_expert(of_images: Batch) -> None:
 def test_the_flags_change_nothing_and_only_the_blocks_of_the_expert_that_is_used_run(
     of_texts: Batch, flags: tuple[bool, bool]
 ) -> None:
-    model = adapted(of_texts.family)
+    model = adapted_transformer(of_texts.family)
 
     def run(places: list[int]) -> list[torch.Tensor | None]:
         model.zero_grad()
@@ -209,7 +198,7 @@ def test_each_saved_lora_does_the_same_in_its_place_in_the_pipeline(
 ) -> None:
     both = batch.family
     family = type(both)(both.folder, trained=trained)
-    model = adapted(family).eval()
+    model = adapted_transformer(family).eval()
     tensors, settings = adapter_tensors(model), adapter_settings(model)
     files = [file.name for file in family.lora_files.save(tmp_path, tensors, settings)]
     assert files == list(family.lora_files.by_name)
@@ -278,44 +267,31 @@ def test_previews_draw_with_both_experts_whichever_are_trained(
 ) -> None:
     family = Wan(folder, trained=trained)
     generated = [
-        family.sample(adapted(family).eval(), torch.float32, [request(conditioning)])[0] for _ in range(2)
+        family.sample(adapted_transformer(family).eval(), torch.float32, [request(conditioning)])[0]
+        for _ in range(2)
     ]
-    assert [frame.tobytes() for frame in generated[0]] == [frame.tobytes() for frame in generated[1]]
+    assert bytes_of(generated[0]) == bytes_of(generated[1])
 
     pipeline = two_experts()
-    pipeline.register_modules(**family.parts_of(adapted(family).eval()))
+    pipeline.register_modules(**family.parts_of(adapted_transformer(family).eval()))
     calls = dict.fromkeys(family.trainable, 0)
     for name in calls:
         pipeline.components[name].register_forward_pre_hook(
             lambda _module, _args, name=name: calls.update({name: calls[name] + 1})
         )
-    expected = generated_by(pipeline, family._prompt_embeds(conditioning[:1]))
-    assert [frame.tobytes() for frame in generated[0]] == expected
+    embeds = family._prompt_embeds(conditioning[:1])
+    expected = generated_by(pipeline, request(conditioning), prompt_embeds=embeds, num_frames=5)
+    assert bytes_of(generated[0]) == expected
     assert min(calls.values()) > 0
 
     with group_of_one() as group:
         family.shards = BaseShards(group, CPU, family.block_lists)
-        model = adapted(family).eval()
+        model = adapted_transformer(family).eval()
         parts = family._transformers(model).values()
         frozen = [weight for part in parts for weight in part.parameters() if not weight.requires_grad]
         assert all(map(is_sharded, frozen))
         shared = family.sample(model, torch.float32, [request(conditioning)])[0]
-    assert [frame.tobytes() for frame in shared] == expected
-
-
-def generated_by(pipeline: WanPipeline, prompt_embeds: torch.Tensor) -> list[bytes]:
-    """The frames of ``request``, by a pipeline of diffusers."""
-    frames = pipeline(
-        prompt_embeds=prompt_embeds,
-        guidance_scale=1.0,
-        width=64,
-        height=32,
-        num_frames=5,
-        num_inference_steps=8,
-        generator=torch.Generator().manual_seed(0),
-        output_type="pil",
-    ).frames[0]
-    return [frame.tobytes() for frame in frames]
+    assert bytes_of(shared) == expected
 
 
 def test_the_expert_that_is_not_trained_is_drawn_with_in_the_format_of_the_other_and_streamed(
@@ -325,14 +301,15 @@ def test_the_expert_that_is_not_trained_is_drawn_with_in_the_format_of_the_other
     layers = quantizable_layers(family.empty_transformer(), family.block_lists)
     family.quantization = Quantization(format=weight_format("int8"), layers=tuple(layers), device=CPU)
     pipeline, resident = two_experts(), family.load_component("transformer", torch.float32)
-    pipeline.register_modules(transformer=resident, transformer_2=adapted(family).eval())
-    expected = generated_by(pipeline, family._prompt_embeds(conditioning[:1]))
+    pipeline.register_modules(transformer=resident, transformer_2=adapted_transformer(family).eval())
+    embeds = family._prompt_embeds(conditioning[:1])
+    expected = generated_by(pipeline, request(conditioning), prompt_embeds=embeds, num_frames=5)
 
-    model = adapted(family).eval()
+    model = adapted_transformer(family).eval()
     WeightStream([list(model.blocks)], CPU, num_slots=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     (generated,) = family.sample(model, torch.float32, [request(conditioning)])
-    assert [frame.tobytes() for frame in generated] == expected
+    assert bytes_of(generated) == expected
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -427,7 +404,7 @@ def test_a_preview_continues_from_its_image_through_both_experts(
     trained: list[str] | None, of_images: Batch
 ) -> None:
     family = WanI2V(of_images.family.folder, trained=trained)
-    model = adapted(family).eval()
+    model = adapted_transformer(family).eval()
     item = build_media(family)[0]
     prompt = {"prompt_embeds": of_images.conditioning[0]["prompt_embeds"]}
     size = {"num_frames": len(item.frames)}
@@ -436,24 +413,13 @@ def test_a_preview_continues_from_its_image_through_both_experts(
 
     pipeline = wan_of_images("a14b")
     pipeline.register_modules(**family.parts_of(model))
-    pipeline.set_progress_bar_config(disable=True)
     calls: list[dict[str, Any]] = []
     for expert in (pipeline.transformer, pipeline.transformer_2):
         expert.register_forward_pre_hook(
             lambda module, _args, kwargs: calls.append({"expert": module, **kwargs}), with_kwargs=True
         )
-    expected = pipeline(
-        image=item.frames[0],
-        prompt_embeds=family._prompt_embeds([prompt]),
-        guidance_scale=1.0,
-        width=64,
-        height=32,
-        num_frames=len(item.frames),
-        num_inference_steps=8,
-        generator=torch.Generator().manual_seed(0),
-        output_type="pil",
-    ).frames[0]
-    assert [frame.tobytes() for frame in generated] == [frame.tobytes() for frame in expected]
+    given = {"image": item.frames[0], "prompt_embeds": family._prompt_embeds([prompt]), **size}
+    assert bytes_of(generated) == generated_by(pipeline, asked, **given)
     assert len({call["expert"] for call in calls}) == 2
     for call in calls:
         assert torch.equal(call["hidden_states"][0, 16:], of_images.conditioning[0]["condition_latents"])

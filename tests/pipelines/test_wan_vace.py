@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanVACEPipeline
-from family_sample import CPU, PROMPTS, Sample, clip, encode_texts, mandelbrot, transformer_calls
+from diffusers_pipelines import bytes_of, generated_by
+from family_sample import (
+    CPU,
+    NEGATIVE,
+    PROMPTS,
+    Sample,
+    clip,
+    encode_texts,
+    mandelbrot,
+    transformer_calls,
+)
 from PIL import Image
 
 from diffsynth_lite.lora import find_target_layers
@@ -82,7 +92,6 @@ def test_in_training_the_model_gets_what_the_pipeline_gives_it(
         model, lambda: sample.family.predict(model, latents, LEVEL, [prompt | encoded])
     )
     pipeline = WanVACEPipeline.from_pretrained(sample.family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
     theirs = transformer_calls(
         pipeline.transformer,
         lambda: pipeline(
@@ -150,17 +159,8 @@ def test_a_preview_is_what_the_pipeline_generates(sample: Sample, given: str) ->
     family = sample.family
     (ours,) = family.sample(family.load_transformer(torch.float32), torch.float32, [request])
     pipeline = WanVACEPipeline.from_pretrained(family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
-    theirs = pipeline(
-        PROMPTS[0],
-        "blurred",
-        **of_pipeline,
-        **request.call_arguments(),
-        num_frames=NUM_FRAMES,
-        guidance_scale=4.0,
-        output_type="pil",
-    ).frames[0]
-    assert [frame.tobytes() for frame in ours] == [frame.tobytes() for frame in theirs]
+    given = {"prompt": PROMPTS[0], "negative_prompt": NEGATIVE, "num_frames": NUM_FRAMES, **of_pipeline}
+    assert bytes_of(ours) == generated_by(pipeline, request, **given)
 
 
 def test_two_experts_see_the_same_control(tmp_path: Path, prompt: Conditioning) -> None:

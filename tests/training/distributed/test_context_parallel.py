@@ -136,7 +136,7 @@ def loss_and_gradients(
     name: str, family: ModelFamily, engine: GradientEngine, dtype: torch.dtype = torch.float32
 ) -> tuple[float, dict[str, Tensor | None]]:
     """Of a model with a LoRA, which is split if the family says so; gradients are those of all processes."""
-    model = adapted_transformer(SimpleNamespace(family=family))
+    model = adapted_transformer(family)
     for parameter in model.parameters():
         parameter.data = parameter.data if parameter.requires_grad else parameter.data.to(dtype)
     shared = 1

@@ -1,0 +1,79 @@
+"""Pipelines as diffusers reads them from a folder, and what they generate."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, ModularPipeline
+from diffusers.modular_pipelines.anima.before_denoise import AnimaTextConditioningStep
+from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
+from PIL import Image
+
+from diffsynth_lite.pipelines import PreviewRequest
+from diffsynth_lite.pipelines.anima import without_torchvision
+
+
+def bytes_of(frames: Sequence[Image.Image]) -> list[bytes]:
+    return [frame.tobytes() for frame in frames]
+
+
+def generated_by(pipeline: Any, request: PreviewRequest, **own: Any) -> list[bytes]:
+    """The frames or the image that diffusers' pipeline generates of a request and of what else it takes."""
+    output = pipeline(
+        guidance_scale=request.guidance_scale, output_type="pil", **request.call_arguments(), **own
+    )
+    return bytes_of(output.frames[0] if hasattr(output, "frames") else output.images)
+
+
+_READ = AnimaTextEncoderStep.__call__
+
+
+def read_pipeline(folder: Path) -> Any:
+    """What diffusers itself reads from a folder."""
+    if not (folder / "modular_model_index.json").exists():
+        return DiffusionPipeline.from_pretrained(folder)
+    pipeline = ModularPipeline.from_pretrained(str(folder))
+    pipeline.load_components()
+    return called_as_others(pipeline)
+
+
+def called_as_others(pipeline: Any) -> Any:
+    """The pipeline, whose call takes by name what it takes of a state, and the scale of its guider.
+
+    Its ``encode_prompt`` is what its blocks do with a prompt before they remove noise; the call uses the one
+    that it is given in its place.
+    """
+    if not isinstance(pipeline, ModularPipeline):
+        return pipeline
+
+    class Called(type(pipeline)):  # type: ignore[misc]
+        def encode_prompt(self, step: Any, state: Any) -> Any:
+            _READ(step, self, state)
+            return AnimaTextConditioningStep()(self, state)
+
+        def __call__(
+            self,
+            prompt: str,
+            negative_prompt: str | None = None,
+            guidance_scale: float = 4.0,
+            *,
+            width: int,
+            height: int,
+            num_inference_steps: int,
+            generator: torch.Generator,
+            output_type: str = "pil",
+        ) -> Any:
+            self.guider = self.guider.new(guidance_scale=guidance_scale, enabled=guidance_scale > 1)
+            given = {"width": width, "height": height, "generator": generator, "output_type": output_type}
+            given |= {"negative_prompt": negative_prompt, "num_inference_steps": num_inference_steps}
+            with pytest.MonkeyPatch.context() as patch, without_torchvision():
+                if "encode_prompt" in vars(self):
+                    call = lambda step, _, state: self.encode_prompt(step, state)  # noqa: E731
+                    patch.setattr(AnimaTextEncoderStep, "__call__", call)
+                return super().__call__(prompt=prompt, **given)
+
+    Called.__name__ = type(pipeline).__name__
+    pipeline.__class__ = Called
+    return pipeline
