@@ -149,7 +149,6 @@ def adapter_shapes(
 
     Args:
         model: may be on the meta device.
-        layers: full names.
     """
     shapes: Counter[TrainedTensor] = Counter()
     for layer in layers:

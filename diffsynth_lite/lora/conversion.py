@@ -52,7 +52,6 @@ class Conversion:
     """A LoRA in the names of another program.
 
     Attributes:
-        contents: content of that file.
         difference: largest change of a layer's update, relative to its norm.
     """
 

@@ -150,7 +150,6 @@ def pairs_of(
     Args:
         settings: peft's; without ``lora_alpha`` it is the rank. ``alpha_pattern`` is by names of layers, as
             ``adapter_settings`` has it.
-        prefix: such as ``transformer.``.
     """
     pairs = {}
     for name, down in tensors.items():

@@ -109,7 +109,6 @@ def model_fn_anima(
         padding_mask: (1, 1, H', W'), 1 where the image is none, in any size; None is none of it, as the
             pipeline has it.
         attention_mask: (B, 512), True for a token that is seen; None, as in the pipeline, is all.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, 1, H, W), the predicted velocity ``noise - latents``.

@@ -68,7 +68,6 @@ def model_fn_chroma(
         timestep: (B,), noise level in [0, 1].
         prompt_embeds_bld: (B, L, D) prompt embeddings of T5.
         prompt_embeds_mask: (B, L), 1 for a token that the model sees and 0 for others; None when it sees all.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, H, W), the predicted velocity ``noise - latents``.

@@ -59,7 +59,6 @@ def model_fn_cogvideox(
         latents_bcfhw: (B, 16, F, H, W), noisy normalised latents, H and W even; F too with CogVideoX 1.5.
         timestep: (B,), whole, in [0, 1000).
         prompt_embeds_bld: (B, 226, D) prompt embeddings of T5, padded; there is no mask.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, F, H, W), the v that the transformer predicts.
@@ -391,11 +390,7 @@ def tiny() -> CogVideoXPipeline:
 
 
 def tiny_cogvideox_transformer(text_embed_dim: int, **settings: Any) -> CogVideoXTransformer3DModel:
-    """A random transformer with two blocks.
-
-    Args:
-        settings: those of another release than CogVideoX 5B.
-    """
+    """A random transformer with two blocks."""
     with seeded(0):
         return CogVideoXTransformer3DModel(
             **{

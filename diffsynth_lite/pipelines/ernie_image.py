@@ -72,7 +72,6 @@ def model_fn_ernie_image(
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding, which the transformer masks; None when no
             prompt is padded.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 128, H, W), the predicted velocity ``noise - latents``.

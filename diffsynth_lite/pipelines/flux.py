@@ -91,7 +91,6 @@ def model_fn_flux(
         guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
         input_latents_bchw: (B, 16, H_i, W_i), clean normalised latents of the image to edit.
         condition_bld: (B, H * W / 4, D), further channels of the tokens of the noisy image.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, H, W), the predicted velocity ``noise - latents``.

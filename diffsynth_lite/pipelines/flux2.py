@@ -107,7 +107,6 @@ def model_fn_flux2(
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded; there is no mask.
         guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
         input_latents_bchw: each (B, 128, H_i, W_i), clean normalised latents of the images to start from.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 128, H, W), the predicted velocity ``noise - latents``.

@@ -88,7 +88,6 @@ def model_fn_hunyuan_video(
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
         pooled_prompt_embeds_bd: (B, 768) prompt embeddings of CLIP.
         guidance: (B,), guidance scale times 1000; None for models without ``guidance_embeds``.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, F, H, W), the predicted velocity ``noise - latents``.
@@ -443,12 +442,7 @@ def tiny() -> HunyuanVideoPipeline:
 
 
 def tiny_hunyuan_video_transformer(*, seed: int = 0, **layout: Any) -> HunyuanVideoTransformer3DModel:
-    """A random transformer in eval mode: two blocks of each kind, of 32 channels.
-
-    Args:
-        seed: of the weights; the global random state is left as it was.
-        **layout: channels of what it is given, and other settings.
-    """
+    """A random transformer in eval mode: two blocks of each kind, of 32 channels."""
     with seeded(seed):
         return HunyuanVideoTransformer3DModel(
             num_layers=2,

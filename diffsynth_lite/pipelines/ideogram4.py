@@ -61,7 +61,6 @@ def model_fn_ideogram4(
         timestep: (B,), in [0, 1] and reversed: 0 is pure noise, 1 is none.
         prompt_embeds_ld: of each sample (L_i, D), prompt embeddings without padding, on any device. Shorter
             ones are padded on the left, and what a batch adds is masked.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 128, H, W), what the model predicts, which is ``latents - noise``.

@@ -65,7 +65,6 @@ def model_fn_krea2(
         timestep: (B,), noise level in [0, 1].
         prompt_embeds_blkd: (B, L, K, D), of each token what K layers of the text encoder gave.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, 1, H, W), the predicted velocity ``noise - latents``.

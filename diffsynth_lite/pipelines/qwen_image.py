@@ -77,7 +77,6 @@ def model_fn_qwen_image(
         input_latents_bcfhw: each (B, 16, 1, H_i, W_i), clean normalised latents of the images that an edit
             starts from.
         additional_t_cond: (B,), 0 or 1, of a model with an embedding next to that of the noise level.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, F, H, W), the predicted velocity ``noise - latents``.

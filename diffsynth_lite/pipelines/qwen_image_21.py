@@ -63,7 +63,6 @@ def model_fn_qwen_image_21(
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right. The position of the image depends
             on L, padding included.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 64, 1, H, W), the predicted velocity ``noise - latents``.

@@ -56,7 +56,6 @@ def model_fn_sana(
         timestep: (B,), in [0, 1000 * ``timestep_scale``] of the transformer's settings.
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 32, H, W), the predicted velocity ``noise - latents``.

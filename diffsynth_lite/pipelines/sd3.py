@@ -91,7 +91,6 @@ def model_fn_sd3(
         prompt_embeds_bld: (B, 77 + 256, D), prompt embeddings of both CLIPs, side by side, and after them
             those of T5.
         pooled_prompt_embeds_bd: (B, D_pooled), one vector of each CLIP, side by side.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, H, W), the predicted velocity ``noise - latents``.

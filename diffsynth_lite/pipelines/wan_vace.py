@@ -70,7 +70,6 @@ def model_fn_wan_vace(
         control_bcfhw: (B, 96, F, H, W): normalised latents of what stays (16), of what is regenerated (16),
             and which pixels those are (64, the 8 x 8 of each latent).
         control_scale: (number of the further blocks,), how much each of them counts; None is 1.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, F, H, W), the predicted velocity ``noise - latents``.
@@ -280,12 +279,7 @@ def tiny() -> WanVACEPipeline:
 
 
 def tiny_wan_vace_transformer(text_dim: int, *, seed: int = 0) -> WanVACETransformer3DModel:
-    """A random Wan VACE transformer in eval mode: two blocks of 24 channels, and two further ones.
-
-    Args:
-        text_dim: channels of the text encoder.
-        seed: of the weights; the global random state is left as it was.
-    """
+    """A random Wan VACE transformer in eval mode: two blocks of 24 channels, and two further ones."""
     with seeded(seed):
         return WanVACETransformer3DModel(
             num_layers=3,

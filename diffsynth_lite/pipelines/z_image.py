@@ -56,7 +56,6 @@ def model_fn_z_image(
         timestep: (B,), in [0, 1] and reversed: 0 is pure noise, 1 is none.
         prompt_embeds_ld: of each sample (L_i, D), prompt embeddings without padding. The transformer fills
             each up to a multiple of 32 tokens with an embedding of its own, and masks what a batch adds.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 16, H, W), what the model predicts, which is ``latents - noise``.

@@ -48,17 +48,10 @@ class Release:
     """A released model: one folder in diffusers' layout, on the hub.
 
     Attributes:
-        name: as people call it.
-        hub_id: of its repository.
-        pipeline_class: that ``model_index.json`` names.
-        settings: further settings of ``model_index.json``.
         components: what has weights, by folder.
-        scheduler: of the pipeline.
-        tokenizers: of the pipeline, by folder.
         size: that it generates by default.
         parameters: of one model that is trained, as published: a number in its name is rounded; or None.
         variants: of the weight files, next to the plain ones.
-        licence: its name.
         gated: whether its terms must be accepted before a download; None where that is not known.
         distilled: what it was distilled to, which training undoes; None of a model that was not.
         architecture: its id in the metadata of LoRA files, ``modelspec.architecture``, without "/lora"; None

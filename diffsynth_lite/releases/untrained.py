@@ -10,8 +10,6 @@ class Untrained:
     """Pipelines of diffusers that no family trains.
 
     Attributes:
-        models: as people call them.
-        nearest: name of the family.
         differs: what they have that the nearest has not.
     """
 

@@ -16,9 +16,6 @@ class Composite(nn.Module, PeftAdapterMixin):  # type: ignore[misc]  # diffusers
     """Components as one module: one adapter, one optimizer and one DDP wrapper hold them all.
 
     Names of the adapter's tensors start with the component's.
-
-    Args:
-        components: by the name of their folder.
     """
 
     def __init__(self, components: Mapping[str, nn.Module]) -> None:

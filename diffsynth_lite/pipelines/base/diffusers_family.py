@@ -60,7 +60,6 @@ class DiffusersFamily(ModelFamily):
         pipelines: the pipeline's class, or several where releases of one model differ in it.
         transformer_class: of ``trainable`` components that ``encoder_classes`` does not name.
         prompt_id: name and version of how prompts are encoded: part of the keys of the cache.
-        latents_id: the same of media.
         patch: latents on each side of what becomes one token.
         prompt_width: the setting of the transformer with the width of its prompts.
         lora_prefixes: what the names of a component's layers begin with in a pipeline, where that is not the
@@ -166,7 +165,6 @@ class DiffusersFamily(ModelFamily):
         that file.
 
         Args:
-            name: folder of the component.
             encoder_blocks: the layers of a text encoder that are loaded to host memory, and the device that
                 all else of it goes to; None loads it as any other.
         """
@@ -268,11 +266,7 @@ class DiffusersFamily(ModelFamily):
         return encoders
 
     def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
-        """The folder's pipeline with its text encoders and tokenizers only, for ``encode_prompt``.
-
-        Args:
-            settings: further arguments of the pipeline.
-        """
+        """The folder's pipeline with its text encoders and tokenizers only, for ``encode_prompt``."""
         encoders = self.load_text_encoders(dtype, device)
         tokenizers = {name: self.load_tokenizer(name) for name in self.tokenizers}
         return assemble(self.pipeline, **encoders, **tokenizers, **settings)
@@ -292,11 +286,7 @@ class DiffusersFamily(ModelFamily):
     def encode_prompts(
         self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
     ) -> list[Conditioning]:
-        """The conditioning of prompts, on the CPU.
-
-        Args:
-            pipeline: that of ``prompt_pipeline``.
-        """
+        """The conditioning of prompts, on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} writes encode_prompts or load_prompt_encoder")
 
     def load_media_encoder(
@@ -319,7 +309,6 @@ class DiffusersFamily(ModelFamily):
         """Normalised latents of images, (B, ...) in fp32, on the CPU; by default of an ``AutoencoderKL``.
 
         Args:
-            vae: the family's autoencoder.
             pixels_bchw: (B, 3, H, W), in [-1, 1], on the CPU.
         """
         return encode_scaled_latents(vae, pixels_bchw)
@@ -354,7 +343,6 @@ class DiffusersFamily(ModelFamily):
         Args:
             model: in the place of the first of ``trainable``.
             vae_dtype: of the autoencoder, which is loaded to where ``model`` is.
-            settings: further arguments of the pipeline.
         """
         vae = self.load_preview_vae(vae_dtype, device_and_dtype(model)["device"])
         _decode_in_own_dtype(vae)

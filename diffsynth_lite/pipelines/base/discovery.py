@@ -69,11 +69,7 @@ def import_named(path: str, *, setting: str) -> ModuleType:
 
 
 def releases_of(name: str) -> tuple[Release, ...]:
-    """The released models that are known of a family; a family may have none.
-
-    Args:
-        name: as of :func:`load_family`.
-    """
+    """The released models that are known of a family; a family may have none."""
     return load_family(name).releases
 
 

@@ -47,7 +47,6 @@ class ModelFamily(ABC):
         lora_spelling: the names of layers in its LoRA files; diffusers' by default.
         lora_layers: the layers that files of other programs may have, by all their names; a family that gives
             none reads only files with diffusers' names on the layers that it trains.
-        tokenizers: folders of all tokenizers.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only images.
         unused_in_last_block: endings of names in the last block whose output nobody uses.
         blocks_by_hook: whether diffusers' hook for gradient checkpointing runs the blocks.
@@ -399,9 +398,6 @@ class ModelFamily(ABC):
             transformer: what ``load_transformer`` gave, plain or wrapped by DDP.
             noisy_latents: (B, ...) as the media encoder gives them, in fp32.
             sigma: (B,), noise level in [0, 1], in fp32.
-
-        Returns:
-            Tensor of the shape of ``noisy_latents``.
         """
 
     @abstractmethod

@@ -83,7 +83,6 @@ def with_first_frames(
 
     Args:
         latents_bcfhw: (B, C, F, H, W), noisy.
-        timestep: (B,).
         patch_size: side of the square of latents that is one token.
 
     Returns:

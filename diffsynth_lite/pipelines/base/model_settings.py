@@ -41,11 +41,7 @@ _NAMES = {float: "a number", str: "a text", list: "a list", dict: "an object", N
 
 
 class ModelSettings(dict[str, Any]):
-    """What a file of settings holds.
-
-    Args:
-        file: where it is.
-    """
+    """What a file of settings holds."""
 
     def __init__(self, settings: Mapping[str, Any], file: Path) -> None:
         super().__init__(settings)
@@ -125,9 +121,6 @@ def require_class(wanted: Any, settings: ModelSettings) -> None:
 
     Of a model of transformers it is the ``model_type``: ``architectures`` may name another head of the same
     model, whose weights do as well.
-
-    Args:
-        wanted: the class, of diffusers or transformers.
     """
     if issubclass(wanted, PreTrainedModel):
         key, name = "model_type", wanted.config_class.model_type
@@ -207,7 +200,6 @@ def building(built: Any, place: Path) -> Iterator[None]:
     """Scope in which a class of a library is built from files: what it raises then is their mistake.
 
     Args:
-        built: the class.
         place: the file of its settings, or the folder with all it reads.
     """
     try:

@@ -27,7 +27,6 @@ class PreviewRequest:
     """One preview: an image or a clip.
 
     Attributes:
-        conditioning: the encoded prompt.
         negative: the encoded negative prompt, for classifier-free guidance.
         inputs: RGB images to edit, the one to split into layers, or the one to start a clip from and, where
             there is one, the one to lead it to; most families have none.
@@ -38,10 +37,8 @@ class PreviewRequest:
         num_frames: of a clip, as ``check_frames`` wants it; 1 is an image.
         fps: frames per second at which a clip is shown; None of families that make images.
         num_layers: that an image is split into; 0 in families that split none.
-        num_inference_steps: denoising steps.
         guidance_scale: an input of a model that takes one; classifier-free guidance for others, off at 1 or
             less.
-        seed: of the starting noise.
     """
 
     prompt: str = ""
@@ -73,7 +70,6 @@ class PreviewRequest:
         """The call that cuts an image to the preview's size.
 
         Args:
-            image: code of it.
             resampling: code of the filter, where that is not the default of Pillow.
         """
         return Code(f"ImageOps.fit({', '.join((image, str((self.width, self.height)), *resampling))})")

@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def quantizable_layers(model: torch.nn.Module, block_lists: Sequence[str]) -> list[str]:
-    """Full names of the linear layers in a model's blocks, as of :func:`linear_layers_in`.
-
-    Args:
-        block_lists: as of ``blocks_in``.
-    """
+    """Full names of the linear layers in a model's blocks, as of :func:`linear_layers_in`."""
     return linear_layers_in(model, blocks_in(model, block_lists))
 
 
@@ -59,7 +55,6 @@ def set_formats(model: torch.nn.Module, dtype: torch.dtype, quantization: Quanti
     """Let a model on the meta device have the dtypes and the layers that it is loaded with.
 
     Args:
-        model: of diffusers.
         dtype: of all that is not quantised, but for what diffusers keeps in fp32.
     """
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -81,9 +76,7 @@ def load_frozen_component(
     """A component as ``from_pretrained`` gives it, but frozen, and each tensor where it is going to be.
 
     Args:
-        model_class: of diffusers.
         component: its folder, whose config it has; its weights may come from a file that ``folder`` names.
-        dtype: of all that is not quantised.
         quantization: of some of its layers, while they are read, from the numbers in the files; None is none.
         host_blocks: blocks whose weights go to host memory; None is none. All else goes to the device that
             this, ``shards`` or ``quantization`` names, or stays on the CPU.
@@ -123,11 +116,6 @@ def load_plain_component(
     model_class: Any, folder: PipelineFolder, component: str, dtype: torch.dtype
 ) -> torch.nn.Module:
     """A component as ``from_pretrained`` gives it, on the CPU.
-
-    Args:
-        model_class: of diffusers or transformers.
-        component: its folder.
-        dtype: of its weights.
 
     Raises:
         UserError: the files do not hold what the component's config needs.

@@ -35,11 +35,7 @@ _CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 
 
 def write_release(release: Release, path: Path) -> PipelineFolder:
-    """Write the index and the settings of all components; no weights, no vocabularies.
-
-    Args:
-        path: a folder, which may exist.
-    """
+    """Write the index and the settings of all components; no weights, no vocabularies."""
     index: dict[str, Any] = {"_class_name": release.pipeline_class, **release.settings}
     for name, component in {**release.components, "scheduler": release.scheduler}.items():
         component_class = class_of(component)
@@ -129,7 +125,6 @@ def count_parameters(model_class: Any, config: str) -> int:
     """Parameters of a model, shared ones counted once; a run asks each time that it loads a component.
 
     Args:
-        model_class: of diffusers or transformers.
         config: the text of its ``config.json``.
 
     Raises:
@@ -215,11 +210,6 @@ def find_releases(
 ) -> list[tuple[Release, Differences]]:
     """The releases that a folder may be, and the differences of its files.
 
-    Args:
-        releases: of its family.
-        location: hub id or folder, as given.
-        folder: its files.
-
     Returns:
         The release of that hub id. Else those with the folder's models and pipeline, and of these the ones
         with the fewest differences: several, where files do not distinguish them; or none.
@@ -238,11 +228,6 @@ def find_base_model(releases: Sequence[Release], location: str, folder: Pipeline
     A local folder is taken for a repository where it is a commit of it in the hub's cache, and for a release
     where it has the settings and the name of the release's repository. Where weights come from files of their
     own, only the architecture is known.
-
-    Args:
-        releases: of its family.
-        location: hub id or folder, as given.
-        folder: its files.
     """
     hub_id, revision = _place_on_hub(folder)
     alike = [release for release, _ in find_releases(releases, hub_id or location, folder)]

@@ -80,7 +80,6 @@ def component_files(given: Mapping[str, str | None], components: Sequence[str]) 
 
     Args:
         given: file or None by the setting that names it, for each of ``components`` and perhaps more.
-        components: a family's ``denoisers``.
     """
     files = {}
     for place, (key, path) in enumerate(given.items()):
@@ -103,11 +102,7 @@ def names_in(file: ComponentFile) -> frozenset[str]:
 
 
 def holds(names: Collection[str], model_class: type) -> bool:
-    """Whether some of a checkpoint's tensors are those of another model than the one that removes noise.
-
-    Args:
-        model_class: its class.
-    """
+    """Whether some of a checkpoint's tensors are those of another model than the one that removes noise."""
     return any(name.startswith(_PREFIXES_OF_OTHERS[model_class.__name__]) for name in names)
 
 

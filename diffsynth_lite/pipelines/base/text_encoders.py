@@ -62,7 +62,6 @@ def encoder_quantizations(
 
     Args:
         encoders: of transformers, by component; may be on the meta device.
-        device: where they are quantised.
     """
     layers = {name: tuple(quantizable_encoder_layers(encoder)) for name, encoder in encoders.items()}
     return {
@@ -114,7 +113,6 @@ class TextEncoderMemory:
 
         Args:
             encoders: on any device, or on meta; frozen, in their dtypes and formats.
-            device: that they are for.
         """
         total = sum(weight.nbytes for weight in nn.ModuleList(encoders).parameters())
         min_bytes = smallest_worth_moving(device) if self._min_bytes is None else self._min_bytes

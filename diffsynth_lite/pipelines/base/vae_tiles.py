@@ -118,7 +118,6 @@ def tiles_of(vae_class: Any, config: Mapping[str, Any]) -> VaeTiles | None:
     """The tiles that an autoencoder can work in; None where they are not known.
 
     Args:
-        vae_class: of diffusers.
         config: its settings, as its ``config.json`` holds them.
     """
     tiles = _BY_CLASS.get(vae_class)

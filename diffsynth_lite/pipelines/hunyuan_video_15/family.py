@@ -89,7 +89,6 @@ def model_fn_hunyuan_video_15(
         glyph_embeds_mask: (B, L), as that of the prompts.
         image_embeds_bld: (B, 729, 1152), of the image that clips start from; None for clips from text.
         first_frame_bcfhw: (B, 32, 1, H, W), clean normalised latents of that image.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 32, F, H, W), the predicted velocity ``noise - latents``.
@@ -430,12 +429,7 @@ def tiny() -> HunyuanVideo15Pipeline:
 
 
 def tiny_transformer(*, seed: int = 0, **layout: int) -> HunyuanVideo15Transformer3DModel:
-    """A random transformer in eval mode: two blocks of 32 channels.
-
-    Args:
-        seed: of the weights; the global random state is left as it was.
-        **layout: channels of what it is given.
-    """
+    """A random transformer in eval mode: two blocks of 32 channels."""
     with seeded(seed):
         return HunyuanVideo15Transformer3DModel(
             num_layers=2,

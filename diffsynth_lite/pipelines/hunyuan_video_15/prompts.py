@@ -32,13 +32,7 @@ def encode_prompts(
     *,
     max_tokens: int,
 ) -> list[Conditioning]:
-    """Both kinds of embeddings of each text, (L, D), without padding; one is empty where nothing is quoted.
-
-    Args:
-        encoders: by folder.
-        tokenizers: in the order of the encoders.
-        max_tokens: where prompts are cut.
-    """
+    """Both kinds of embeddings of each text, (L, D), unpadded; one is empty where nothing is quoted."""
     # Without an autoencoder diffusers 0.42.1 makes no pipeline, whose encode_prompt calls these two.
     embeds = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
         encoders["text_encoder"], tokenizers[0], list(texts), device, tokenizer_max_length=max_tokens
@@ -69,7 +63,6 @@ def padded(
     """Embeddings (B, L, D) of a batch by their name, and their mask (B, L).
 
     Args:
-        like: device and dtype.
         length: at least.
     """
     tokens_bld, mask = pad_tokens([sample[name] for sample in conditioning], length=length, **like)

@@ -59,11 +59,7 @@ def _filters(sample_rate: int, num_bands: int) -> torch.Tensor:
 
 
 def num_audio_latents(audio_config: Any, num_frames: int, fps: float) -> int:
-    """As many as the pipeline draws with a clip: 25 a second.
-
-    Args:
-        audio_config: settings of the autoencoder.
-    """
+    """As many as the pipeline draws with a clip: 25 a second."""
     rate, hop_length = audio_config["sample_rate"], audio_config["mel_hop_length"]
     if round(num_frames / fps * rate) <= N_FFT // 2:
         raise UserError(

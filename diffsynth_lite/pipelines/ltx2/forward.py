@@ -51,7 +51,6 @@ def model_fn_ltx2(
         audio_sigma: (B,), as ``sigma``, that of these; None where it is the same.
         audio_prompt_embeds_bld: (B, L, D), what the connectors make of prompts for the stream of audio; with
             the mask of the others.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 128, F, H, W), and that of the audio, (B, 8, L, 16), of no use without audio: each the predicted

@@ -52,12 +52,7 @@ class Connected:
 
 
 def prompt_arguments(prompt: Conditioning, like: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Arguments of a pipeline that has a :class:`Connected`.
-
-    Args:
-        like: device and dtype of the transformer.
-        prefix: of their names.
-    """
+    """Arguments of a pipeline that has a :class:`Connected`."""
     streams_bld = torch.cat([prompt[name] for name in STREAMS], dim=-1)[None].to(**like)
     mask = torch.ones(streams_bld.shape[:2], dtype=torch.long, device=like["device"])
     return {f"{prefix}prompt_embeds": streams_bld, f"{prefix}prompt_attention_mask": mask}

@@ -42,12 +42,7 @@ def tiny() -> LTX2Pipeline:
 
 
 def tiny_transformer(*, seed: int = 0, **layout: Any) -> LTX2VideoTransformer3DModel:
-    """A random transformer in eval mode: two blocks of 32 channels, and 16 of audio.
-
-    Args:
-        seed: of the weights; the global random state is left as it was.
-        **layout: further settings.
-    """
+    """A random transformer in eval mode: two blocks of 32 channels, and 16 of audio."""
     with seeded(seed):
         return LTX2VideoTransformer3DModel(
             in_channels=16,

@@ -92,7 +92,6 @@ def model_fn_ltx_video(
         frame_rate: (B,), frames per second of the clips: positions in time are in seconds.
         causal_positions: the first latent frame, which is of one frame of the clip, is as near to the next as
             that: as of 0.9.5. Before, latent frames are 8 frames from each other.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 128, F, H, W), the predicted velocity ``noise - latents``.

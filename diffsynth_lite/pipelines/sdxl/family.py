@@ -74,7 +74,6 @@ def model_fn_sdxl(
         pooled_prompt_embeds_bd: (B, D_pooled) prompt embeddings of the second one.
         time_ids: (B, 6), in pixels: the original's height and width, the crop's top and left, and the
             image's height and width.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, 4, H, W), the noise or the v that the UNet predicts.

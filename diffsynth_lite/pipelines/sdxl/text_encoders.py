@@ -52,8 +52,6 @@ def clip_prompt_embeds(
 
     Args:
         encoders: those that are trained; empty where ``conditioning`` holds embeddings.
-        conditioning: of B samples.
-        like: device and dtype.
 
     Returns:
         (B, 77, D), what goes into the last layers of both encoders, side by side; (B, D_pooled), of the

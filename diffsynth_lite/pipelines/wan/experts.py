@@ -176,9 +176,6 @@ def estimates_by_expert(
         sigma: (B,), noise levels.
         boundary: the noise level from which on the first expert is used.
         estimate: of the samples at some places of the batch, by the expert of this name; (len(places), ...).
-
-    Returns:
-        (B, ...).
     """
     # This waits for the device once a micro-batch, which is little next to a model that is worth two experts.
     is_high = (sigma >= boundary).tolist()

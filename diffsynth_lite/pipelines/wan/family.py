@@ -66,7 +66,6 @@ def model_fn_wan(
             sample have the same, (B,) spares a modulation tensor for each token, which is large.
         prompt_embeds_bld: (B, 512, D) prompt embeddings, filled up with zeros; there is no mask.
         image_embeds_bld: (B, L, D_image), for models that see an image.
-        checkpointing: the two flags and the policy of the gradient engine.
 
     Returns:
         (B, C, F, H, W), the predicted velocity ``noise - latents``.
@@ -353,8 +352,6 @@ def tiny_wan_transformer(text_dim: int, *, seed: int = 0, **layout: int) -> WanT
     """A random Wan transformer in eval mode: two blocks of 24 channels.
 
     Args:
-        text_dim: channels of the text encoder.
-        seed: of the weights; the global random state is left as it was.
         **layout: what a release has of its own, such as ``in_channels`` or ``image_dim``.
     """
     with seeded(seed):

@@ -38,7 +38,6 @@ class HubCommit:
     """One commit of a repository: all that is fetched of a pipeline is of the same one.
 
     Attributes:
-        repository: such as ``Qwen/Qwen-Image``.
         path: its folder in the hub's cache, which is named by the commit.
     """
 

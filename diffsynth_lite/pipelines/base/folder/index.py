@@ -111,7 +111,6 @@ class ComponentPlace:
     """Where the files of a component are.
 
     Attributes:
-        path: of their folder.
         subfolder: the same in the pipeline's folder or in the repository.
         variant: of the weights that are loaded; None for the plain files.
         hub: where to get weights that are not there; None for a folder of the user's.

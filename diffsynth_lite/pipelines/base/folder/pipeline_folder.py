@@ -48,7 +48,6 @@ class ComponentFile:
 
     Attributes:
         path: of the file, which may not exist.
-        key: the setting that names it, for messages.
     """
 
     path: Path
@@ -60,7 +59,6 @@ class PipelineFolder:
     """A diffusers pipeline on disk: an index, and one folder a component, some of them perhaps elsewhere.
 
     Attributes:
-        path: the folder.
         variant: weight variant to load, such as ``fp16``; None for the plain files, or those that a modular
             index names.
         hub: where to get weights that are not in the folder; None for one of the user's.
@@ -224,7 +222,6 @@ class PipelineFolder:
         """Check that a component's files can hold its weights, before memory is made for what they lack.
 
         Args:
-            model_class: of the component.
             needed: how many numbers its weights are, by its settings.
         """
         if component in self.files or self.is_quantised(component):
@@ -394,7 +391,6 @@ def resolve_folder(
     Args:
         location: a local folder, or a hub id such as ``Qwen/Qwen-Image``. A folder that exists wins.
         revision: branch, tag or commit on the hub.
-        variant: weight variant, such as ``fp16``.
 
     Raises:
         UserError: a missing local folder; a hub id that does not exist, is gated or cannot be reached.
