@@ -20,7 +20,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,6 +40,8 @@ from diffsynth_lite.releases import Release
 META = torch.device("meta")
 NUM_BLOCKS = 4
 """Of each block list. Three of them are counted, and two: the last one has layers without an adapter."""
+Kept = tuple[int, int]
+"""Bytes that are kept between forward and backward on the device, and in host memory."""
 _HEADINGS = ("none", "every", "offload", "every, save att.", "every, offload att.", "offload, save att.")
 HEADINGS = dict(zip(STRATEGIES, (*_HEADINGS, "offload both"), strict=True))
 
@@ -153,19 +154,6 @@ def subject_of(family: str, release: Release) -> Iterator[FamilySubject]:
         yield FamilySubject(load_family(family)(write_release(release, Path(path))), release)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What is kept between forward and backward.
-
-    Attributes:
-        device: bytes on the device.
-        host: bytes in host memory.
-    """
-
-    device: int
-    host: int
-
-
 class FamilyMethod(EngineMethod):
     """All blocks of a family under one strategy, through an engine of their own."""
 
@@ -198,8 +186,8 @@ def count_bytes(
             for num_blocks in subject.fewer_and_more(block_list):
                 subject.use_blocks(block_list, num_blocks)
                 counts.append(count_kept(subject, method_of(name, strategy, subject, meter), meter))
-            fewer, more = counts
-            counted[block_list][name] = Kept(device=more.device - fewer.device, host=more.host - fewer.host)
+            (device, host), (more_device, more_host) = counts
+            counted[block_list][name] = more_device - device, more_host - host
     return counted
 
 
@@ -209,7 +197,7 @@ def count_kept(subject: FamilySubject, method: FamilyMethod, meter: Meter) -> Ke
         take_step(subject, method)
         meter.start()
         loss = method.loss(subject)
-        kept = Kept(device=meter.num_bytes, host=method.host_bytes())
+        kept = meter.num_bytes, method.host_bytes()
         del loss
     return kept
 
@@ -222,8 +210,8 @@ def bytes_rows(family: str, release: Release) -> list[dict[str, str]]:
         {"family": family, "model": release.name}
         | {"block of": block_list, "tokens": f"{subject.num_tokens:,}"}
         | {
-            HEADINGS[strategy]: mebibytes(kept.device) + (f" ({mebibytes(kept.host)})" if kept.host else "")
-            for strategy, kept in by_strategy.items()
+            HEADINGS[strategy]: mebibytes(device) + (f" ({mebibytes(host)})" if host else "")
+            for strategy, (device, host) in by_strategy.items()
         }
         for block_list, by_strategy in counted.items()
     ]

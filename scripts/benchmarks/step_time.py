@@ -8,9 +8,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -19,35 +16,20 @@ from accelerate import Accelerator
 from meters import take_turns
 from peer_loops.bare import BareLoop
 
-from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.config import load_config
 from diffsynth_lite.core.gradient import gradient_engine
-from diffsynth_lite.data import Batch
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import (
-    TrainingObjects,
     build_compiler,
     build_engine,
     build_run,
     build_transformer,
 )
-from diffsynth_lite.training.checks import CheckedRun, check_run
+from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.encoding.run_encoding import encode_run
 from diffsynth_lite.training.frozen_weights import place_weights
 from diffsynth_lite.training.optimization.optimizers import build_optimizer
 from diffsynth_lite.training.trainer import train_step
-
-Step = Callable[[], object]
-"""Takes an optimizer step."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What both loops train: the settings, the base model's folder, the adapted layers, the device."""
-
-    config: Config
-    model_folder: Path
-    layers: Sequence[str]
-    device: torch.device
 
 
 def main() -> None:
@@ -81,33 +63,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Seconds of each measured step of both loops, which take turns."""
-    accelerator, config, checked, (first, second) = equal_runs(arguments, folder)
-    subject = Subject(config, checked.family.folder.path, checked.target_layers, accelerator.device)
-    numbers = count(1)
-    steps = {
-        "trainer": lambda: train_step(first, next(numbers)),
-        "bare loop": bare_step(subject, second.batches),
-    }
-    with gradient_engine(build_engine(config, first.weights)):
-        return take_turns(
-            steps,
-            num_warmup=arguments.warmup,
-            num_rounds=arguments.steps,
-            clock=time.process_time if arguments.cpu_time else time.perf_counter,
-        )
-
-
-def equal_runs(
-    arguments: argparse.Namespace, folder: Path
-) -> tuple[Accelerator, Config, CheckedRun, list[TrainingObjects]]:
-    """The same run twice, each with a model and a stream of batches of its own."""
+    """Seconds of each measured step of both loops, which take turns; each has its own model and batches."""
     overrides = [*arguments.overrides, f"data.cache_dir={folder / 'cache'}", "validation.prompts=[]"]
     config = load_config(arguments.config, overrides).config
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
     checked = check_run(config, accelerator)
     encoded = encode_run(config, checked, accelerator)
-    runs = [
+    trainer, other = (
         build_run(
             config,
             checked,
@@ -122,26 +84,28 @@ def equal_runs(
             folder=RunFolder(folder),
         )
         for _ in range(2)
-    ]
-    return accelerator, config, checked, runs
-
-
-def bare_step(subject: Subject, batches: Iterator[list[Batch]]) -> Step:
-    """What a person would write by hand with diffusers and peft, without any of the trainer's code."""
-    config = subject.config
-    steps = BareLoop(
-        subject.model_folder,
-        subject.layers,
-        batches,
+    )
+    # What a person would write by hand with diffusers and peft, without any of the trainer's code.
+    bare = BareLoop(
+        checked.family.folder.path,
+        checked.target_layers,
+        other.batches,
         rank=config.lora.rank,
         checkpointing=config.train.use_gradient_checkpointing,
         learning_rate=config.train.learning_rate,
         weight_decay=config.train.weight_decay,
-        device=subject.device,
+        device=accelerator.device,
         dtype=getattr(torch, config.model.dtype),
         autocast=config.train.mixed_precision == "bf16",
     ).steps()
-    return partial(next, steps)
+    numbers = count(1)
+    with gradient_engine(build_engine(config, trainer.weights)):
+        return take_turns(
+            {"trainer": lambda: train_step(trainer, next(numbers)), "bare loop": lambda: next(bare)},
+            num_warmup=arguments.warmup,
+            num_rounds=arguments.steps,
+            clock=time.process_time if arguments.cpu_time else time.perf_counter,
+        )
 
 
 if __name__ == "__main__":

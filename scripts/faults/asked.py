@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,21 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from tiny_run import REPOSITORY, checkpoint_tensors, differing
+from tiny_run import checkpoint_tensors, differing
 
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from faults.bench import (
-    Bench,
-    Run,
-    assert_same,
-    environment,
-    fault,
-    forked,
-    processes_of,
-    torchrun,
-    wait_until,
-    waited,
-)
+from faults.bench import Bench, Run, assert_same, fault, processes_of, torchrun, wait_until, waited
 
 LIMIT_S = 240.0
 """For a tiny run to start, to see a file, or to end, on a busy machine."""
@@ -88,17 +76,13 @@ def check_best(folder: Path) -> None:
 
 def _starter(run: Run, world: int) -> Start:
     """Trainers in a fork of this process, or in several of their own."""
+    launchers = []  # One that nobody holds any more may be waited for by subprocess itself.
 
     def start(folder: Path) -> int:
         if world == 1:
             return run.forked(folder)
-        command = (*torchrun(world, "train.py"), *run.arguments, f"output.dir={folder}")
-
-        def become() -> int:
-            os.chdir(REPOSITORY)
-            os.execve(sys.executable, command, environment())
-
-        return forked(become, run.log)
+        launchers.append(run.started(torchrun(world, "train.py"), f"output.dir={folder}"))
+        return launchers[-1].pid
 
     return start
 

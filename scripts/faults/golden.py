@@ -68,12 +68,10 @@ def continue_golden(schema: Path, root: Path) -> float:
     expected = json.loads((schema / "expected.json").read_text())
     source = schema / f"step-{STEP:08d}"
     assert _restored(root, source) == expected["tensors"]
-    with _in(root):
+    with _in(root) as run:
         # The same libraries make the same data. Others may write other bytes into the PNG files and those of
         # the tiny pipeline, and the fingerprint also names the version of Pillow that decodes the images.
-        allowed = "resume.allow=[data]"
-        run = _run(root)
-        run.finish(root / "run", "--resume", str(source), allowed)
+        run.finish(root / "run", "--resume", str(source), "resume.allow=[data]")
         found = [row["loss"] for row in run.losses(root / "run")]
     assert len(found) == len(expected["losses"]) == STEPS - STEP
     worst = max(abs(new - old) / old for new, old in zip(found, expected["losses"], strict=True))
@@ -83,8 +81,7 @@ def continue_golden(schema: Path, root: Path) -> float:
 
 def make_golden(root: Path) -> Path:
     """Make the golden checkpoint of the present schema again, and return its folder."""
-    with _in(root):
-        run = _run(root)
+    with _in(root) as run:
         run.stop_after(STEP, Path("run"))
         (made,) = (root / "run" / "checkpoints").iterdir()
         schema = GOLDEN / f"schema-{json.loads((made / 'COMPLETE').read_text().splitlines()[0])['schema']}"
@@ -99,8 +96,8 @@ def make_golden(root: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _in(root: Path) -> Iterator[None]:
-    """In a folder with the run's pipeline and data; the checkpoint then names no path of this machine."""
+def _in(root: Path) -> Iterator[Run]:
+    """A run in a folder with its pipeline and data; the checkpoint then names no path of this machine."""
     root.mkdir(exist_ok=True)
     with contextlib.chdir(root), pytest.MonkeyPatch.context() as patch:
         if not Path("model").exists():
@@ -111,11 +108,7 @@ def _in(root: Path) -> Iterator[None]:
                 Path(f"data/{place}.txt").write_text("a red circle")
             Path("tiny.yaml").write_text(CONFIG)
         patch.setattr(QwenImage, "fingerprint", lambda _: WEIGHTS)
-        yield
-
-
-def _run(root: Path) -> Run:
-    return Run(root=root, config=Path("tiny.yaml"))
+        yield Run(root=root, config=Path("tiny.yaml"))
 
 
 def _restored(root: Path, source: Path) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def _hang(run: Run, folder: Path) -> float:
     entry = next((run.root / "cache").rglob("*.safetensors"))
     content = entry.read_bytes()
     command = (sys.executable, PROVOKED, "impatient", str(entry), str(TIMEOUT_S))
-    done = run.launched(command, f"output.dir={folder}", "data.num_workers=1", timeout=120)
+    done = run.launched(command, f"output.dir={folder}", "data.num_workers=1")
     seconds = time.time() - entry.stat().st_ctime
     assert done.returncode == 3, (done.returncode, done.stderr)
     assert "a data worker died or hangs" in done.stderr

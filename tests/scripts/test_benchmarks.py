@@ -12,7 +12,7 @@ import methods
 import peers
 import pytest
 import torch
-from families import META, Kept, counted_families, subject_of
+from families import META, counted_families, subject_of
 from meters import STRATEGIES, mebibytes, meter_for
 from torch import Tensor, nn
 
@@ -163,7 +163,7 @@ def test_a_resnet_block_of_a_unet_keeps_its_input_too() -> None:
             subject, ["up_blocks.2.resnets.0"], {name: STRATEGIES[name]}
         ).values()
     # 128 x 128 latents at the first level, of 640 channels from below and 320 that skipped the levels.
-    assert counts == {name: Kept(device=0, host=128**2 * (640 + 320) * BF16)}
+    assert counts == {name: (0, 128**2 * (640 + 320) * BF16)}
 
 
 @pytest.mark.nightly
