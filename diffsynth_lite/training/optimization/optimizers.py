@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
-from functools import partial
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, Literal
@@ -59,15 +58,16 @@ _STEPS_BEFORE = 2
 
 def build_learning_rate(config: Config, group: RateGroup | None = None) -> Callable[[int], float]:
     """The learning rate of each 0-based optimizer step."""
-    schedule = partial(
-        learning_rate_schedule,
+    base, setting = config.train.learning_rate, "train.learning_rate"
+    if group is not None:
+        base, setting = group.learning_rate, f"lora.groups: the learning rate of {group.label},"
+    return learning_rate_schedule(
         config.train.lr_scheduler,
+        base=base,
         warmup_steps=config.train.warmup_in_run,
         total_steps=config.train.steps,
+        setting=setting,
     )
-    if group is None:
-        return schedule(base=config.train.learning_rate)
-    return schedule(base=group.learning_rate, setting=f"lora.groups: the learning rate of {group.label},")
 
 
 def build_group_rates(config: Config, groups: Sequence[LayerGroup]) -> dict[str, Callable[[int], float]]:
