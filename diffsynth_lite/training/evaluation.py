@@ -17,7 +17,7 @@ from PIL.Image import Image
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.noise import SampleLosses
 from diffsynth_lite.core.randomness import normal
-from diffsynth_lite.data import AudioBatch, Bucket, ItemRow, TrainingItem
+from diffsynth_lite.data import AudioBatch, Batch, Bucket, ItemRow, TrainingItem
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.lora import UpdateSize, UpdateSizes
 from diffsynth_lite.media import STRIP_FRAMES, frame_strip, jpeg_url
@@ -77,11 +77,6 @@ class FixedNoise:
     position: int
     part: float
 
-    @property
-    def audio_part(self) -> float:
-        """That of audio with levels of its own: moved by a third, so that it covers the levels as evenly."""
-        return (self.part + 1 / 3) % 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class FixedNoiseErrors:
@@ -118,31 +113,31 @@ class FixedNoiseErrors:
         if batch:
             yield batch
 
-    def _errors(self, transformer: torch.nn.Module, batch: Sequence[FixedNoise]) -> SampleErrors:
-        latents = torch.stack([sample.item.latents for sample in batch])
-        noise = torch.stack(
-            [normal(self.seed, self.purpose, sample.position, latents.shape[1:]) for sample in batch]
-        )
-        sigma, audio_sigma = self._levels([sample.part for sample in batch]), None
-        if self.objective.own_audio_levels:
-            audio_sigma = self._levels([sample.audio_part for sample in batch])
-        masks = [sample.item.loss_mask for sample in batch if sample.item.loss_mask is not None]
-        return self.objective.errors(
-            transformer,
-            latents,
-            noise,
-            sigma,
-            [sample.item.conditioning for sample in batch],
-            torch.stack(masks) if masks else None,
+    def _errors(self, transformer: torch.nn.Module, samples: Sequence[FixedNoise]) -> SampleErrors:
+        items, positions = [sample.item for sample in samples], [sample.position for sample in samples]
+        parts = [sample.part for sample in samples]
+        masks = [item.loss_mask for item in items if item.loss_mask is not None]
+        shape = items[0].latents.shape
+        batch = Batch(
+            bucket=items[0].bucket,
+            positions=positions,
+            names=[],
+            latents=torch.stack([item.latents for item in items]),
+            noise=torch.stack([normal(self.seed, self.purpose, position, shape) for position in positions]),
+            uniform=torch.tensor(parts),
+            conditioning=[item.conditioning for item in items],
+            unconditional=[item.unconditional for item in items if item.unconditional is not None],
+            loss_mask=torch.stack(masks) if masks else None,
             audio=AudioBatch.of(
-                [sample.item.audio for sample in batch],
-                seed=self.seed,
-                purpose=self.purpose,
-                positions=[sample.position for sample in batch],
+                [item.audio for item in items], seed=self.seed, purpose=self.purpose, positions=positions
             ),
-            audio_sigma=audio_sigma,
-            unconditional=[one.item.unconditional for one in batch if one.item.unconditional is not None],
+            step_samples=len(samples),
         )
+        # Levels of audio's own are moved by a third, so that they cover the path as evenly.
+        audio_sigma = None
+        if self.objective.own_audio_levels:
+            audio_sigma = self._levels([(part + 1 / 3) % 1 for part in parts])
+        return self.objective.errors(transformer, batch, self._levels(parts), audio_sigma=audio_sigma)
 
     def _levels(self, parts: Sequence[float]) -> torch.Tensor:
         quantile = self.objective.noise_levels.quantile

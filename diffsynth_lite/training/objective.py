@@ -235,19 +235,7 @@ class DenoisingObjective:
         sigma, audio_sigma = self._levels(batch, batch), None
         if self.own_audio_levels and batch.audio is not None:
             audio_sigma = self._levels(batch, batch.audio)
-        errors = self.errors(
-            transformer,
-            batch.latents,
-            batch.noise,
-            sigma,
-            batch.conditioning,
-            batch.loss_mask,
-            huber_delta=self.huber_delta,
-            audio=batch.audio,
-            audio_sigma=audio_sigma,
-            unconditional=batch.unconditional,
-            preserved=batch.preserved,
-        )
+        errors = self.errors(transformer, batch, sigma, audio_sigma=audio_sigma, huber_delta=self.huber_delta)
         weight = self._weight(sigma)
         audio_weight, of_level = weight, weight * errors.total
         losses = of_level
@@ -333,57 +321,48 @@ class DenoisingObjective:
     def errors(
         self,
         transformer: torch.nn.Module,
-        latents: torch.Tensor,
-        noise: torch.Tensor,
+        batch: Batch,
         sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-        loss_mask: torch.Tensor | None = None,
         *,
-        audio: AudioBatch | None = None,
         audio_sigma: torch.Tensor | None = None,
         huber_delta: float | None = None,
-        unconditional: Sequence[Conditioning] = (),
-        preserved: Sequence[int] | None = None,
     ) -> SampleErrors:
         """Mean error of the estimate of each sample, squared by default.
 
+        A loss mask is divided by its mean over the sample, so that a small mask does not make a small loss.
+
         Args:
             transformer: plain or wrapped by DDP.
-            latents: (B, ...), fp32.
-            noise: (B, ...), standard normal, fp32.
+            batch: gives no noise levels.
             sigma: (B,), in [0, 1], fp32, on the device.
-            conditioning: of the B samples.
-            loss_mask: (B, 1, ...), in [0, 1], not all zero in any sample: weights of the errors. They are
-                divided by their mean over the sample, so that a small mask does not make a small loss.
-            audio: that of the B samples, which has no mask.
-            audio_sigma: (B,), of it, as ``sigma``; None where it is at the same noise levels.
+            audio_sigma: (B,), of audio, as ``sigma``; None where it is at the same noise levels.
             huber_delta: above this, above 0, errors count by their size, as Huber (1964) has it: twice
                 ``torch.nn.functional.huber_loss``, which makes it the squared error of those below.
-            unconditional: of the B samples without their captions, where the target is guided.
-            preserved: indices of the samples whose target is the model's estimate without its adapter; see
-                :class:`Batch`.
         """
+        audio = batch.audio
         # Everything but the model's input stays in fp32: bf16 has 8 bits for a noise level.
-        given = [(latents, noise)] if audio is None else [(latents, noise), (audio.latents, audio.noise)]
+        given = [(batch.latents, batch.noise)]
+        if audio is not None:
+            given.append((audio.latents, audio.noise))
         parts = [(clean.to(self.device), drawn.to(self.device)) for clean, drawn in given]
         levels = [sigma, sigma if audio_sigma is None else audio_sigma][: len(parts)]
         path = self.family.noise_path
         noisy = tuple(path.add_noise(*part, level) for part, level in zip(parts, levels, strict=True))
         targets = tuple(path.target(*part, level) for part, level in zip(parts, levels, strict=True))
-        seen = _Seen(noisy=noisy, sigma=sigma, audio_sigma=audio_sigma, conditioning=conditioning)
+        seen = _Seen(noisy=noisy, sigma=sigma, audio_sigma=audio_sigma, conditioning=batch.conditioning)
         if self.guidance_target is not None:
             # Before the pass with gradients, so that only one is held at a time.
-            own = self._own_estimate(transformer, replace(seen, conditioning=unconditional))
+            own = self._own_estimate(transformer, replace(seen, conditioning=batch.unconditional))
             scale = self.guidance_target
             targets = tuple(one + scale * (target - one) for one, target in zip(own, targets, strict=True))
-        if preserved is not None:
-            targets = self._preserving(targets, preserved, transformer, seen)
+        if batch.preserved is not None:
+            targets = self._preserving(targets, batch.preserved, transformer, seen)
         predicted = self._estimate(transformer, seen)
         errors = [
             _errors(estimate.float(), target, huber_delta)
             for estimate, target in zip(predicted, targets, strict=True)
         ]
-        video = _mean(errors[0], loss_mask)
+        video = _mean(errors[0], batch.loss_mask)
         if audio is None:
             return SampleErrors(total=video, video=video)
         counts = self._counts_of_audio(audio).to(self.device)

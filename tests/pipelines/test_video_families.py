@@ -34,6 +34,7 @@ from release_layouts import ti2v
 from transformers import PreTrainedTokenizerFast
 
 from diffsynth_lite.core.noise import DiffusionPath
+from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import (
@@ -278,12 +279,21 @@ def test_noise_on_a_first_frame_reaches_neither_the_model_nor_the_loss(started: 
     noise = torch.randn(started.latents.shape, generator=torch.Generator().manual_seed(0))
     other = noise.clone()
     other[:, :, 0] += 1
+    given = Batch(
+        bucket=Bucket(width=8, height=8),
+        positions=[*range(len(noise))],
+        names=[],
+        latents=started.latents,
+        noise=noise,
+        uniform=SIGMA,
+        conditioning=started.conditioning,
+        loss_mask=loss_mask,
+        step_samples=len(noise),
+    )
     with torch.no_grad():
         errors, other_errors = (
-            objective.errors(
-                transformer, started.latents, noisy, SIGMA, started.conditioning, loss_mask
-            ).total
-            for noisy in (noise, other)
+            objective.errors(transformer, batch, SIGMA).total
+            for batch in (given, dataclasses.replace(given, noise=other))
         )
     assert torch.equal(errors[1:], other_errors[1:])
     assert errors[0] != other_errors[0]

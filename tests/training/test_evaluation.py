@@ -17,7 +17,7 @@ from PIL import Image
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.noise import SampleLosses
 from diffsynth_lite.core.randomness import normal
-from diffsynth_lite.data import Bucket, ItemRow
+from diffsynth_lite.data import Batch, Bucket, ItemRow
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import UpdateSize
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -48,14 +48,13 @@ class Recorder:
         self.batches: list[object] = []
         self.scale = 1.0
 
-    def errors(
-        self, model: torch.nn.Module, latents, noise, sigma, conditioning, loss_mask, **_: object
-    ) -> SampleErrors:
+    def errors(self, model: torch.nn.Module, batch: Batch, sigma: torch.Tensor, **_: object) -> SampleErrors:
         assert not model.training
         assert not torch.is_grad_enabled()
-        assert len(latents) == len(noise) == len(sigma) == len(conditioning)
-        self.batches.append((tuple(latents.shape), None if loss_mask is None else tuple(loss_mask.shape)))
-        self.noise.extend(noise)
+        assert len(batch.latents) == len(batch.noise) == len(sigma) == len(batch.conditioning)
+        mask = None if batch.loss_mask is None else tuple(batch.loss_mask.shape)
+        self.batches.append((tuple(batch.latents.shape), mask))
+        self.noise.extend(batch.noise)
         self.sigma.extend(sigma.tolist())
         return SampleErrors(total=sigma * self.scale, video=sigma * self.scale)
 

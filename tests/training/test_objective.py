@@ -180,7 +180,7 @@ def test_huber_is_the_squared_error_of_small_errors_and_linear_in_large_ones() -
     weighted = objective(zeros, weighting="sigma_sqrt", huber_delta=delta)
     torch.testing.assert_close(weighted.loss(model, masked), losses.mean())
     # What is measured between steps stays the squared error, so that runs compare.
-    squared = huber.errors(model, given.latents, given.noise, given.uniform, given.conditioning).total
+    squared = huber.errors(model, given, given.uniform).total
     torch.testing.assert_close(squared, errors.square().flatten(1).mean(1))
 
 
