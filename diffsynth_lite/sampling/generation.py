@@ -51,7 +51,6 @@ class _ReadLora:
     Attributes:
         adapter: its name on the model.
         tensors: by peft's names.
-        settings: peft's.
     """
 
     given: GivenLora

@@ -53,24 +53,19 @@ class TrainingObjects:
 
     Attributes:
         transformer: with its adapter, under the run's mixed precision.
-        optimizer: over the adapter's parameters.
         loss: of a micro-batch, a scalar; knows the model, which the loop does not.
         learning_rate: at a step counted from 0.
         group_rates: the same for each group of the optimizer, as :func:`build_group_rates` has it.
         max_grad_norm: gradients are scaled down to it; infinity never clips.
-        averaged: average of the adapter; None where none is kept.
         seed: decides the dropout masks.
         batches: the micro-batches of this process for each optimizer step, in order.
         totals_by_kind: (8,) on the device, the losses of a step for each kind of sample, or (0,).
         totals_by_noise: (20,) on the device, those of a step as :class:`StepResult` has them, or (0,).
-        validation_loss: the loss on fixed noise.
-        item_losses: losses of single items on fixed noise.
         sample_losses: writes those of samples that were trained on.
         weights: brings the frozen weights that live in host memory to the device.
         runs_together: whether the processes share the frozen weights or the sequences, and so run the model
             together.
         context_parallel: processes that share each sample.
-        divergence: counts the steps whose numbers were not finite.
     """
 
     accelerator: Accelerator

@@ -114,7 +114,6 @@ def seal_run(
     Nothing is encoded. Thumbnails are made of the items whose losses are to be measured.
 
     Args:
-        config: names the data, the cache and the seal.
         accelerator: of one process.
         progress: called after each entry with the number of those written, and of all.
 

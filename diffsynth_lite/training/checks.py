@@ -65,7 +65,6 @@ class CheckedRun(CheckedData):
         num_selected_blocks: those of them that the policy checkpoints.
         num_lora_weights: numbers that are trained.
         num_in_vectors: those of them that are in vectors.
-        optimizer: its state.
         training_adapter: digest of the frozen adapter that is on the model in training; None without.
     """
 
@@ -200,7 +199,6 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     """The model family that the config names, bound to the folder of the base model.
 
     Args:
-        config: gives family, folder and trained components.
         with_weights: whether those in folders of the user's must be there. Of the hub only small files are
             fetched.
     """

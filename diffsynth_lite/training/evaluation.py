@@ -83,7 +83,6 @@ class FixedNoiseErrors:
     """Measures the model's error on items with chosen noise and noise levels.
 
     Attributes:
-        objective: gives each item's error.
         seed: decides the noise, as ``purpose`` does.
         batch_size: items of one size in one forward.
     """
@@ -153,7 +152,6 @@ class FixedNoiseLoss:
     Attributes:
         name: of the metric.
         items: measured in this order.
-        errors: measures them.
     """
 
     name: str
@@ -221,9 +219,7 @@ class ItemLosses:
 
     Args:
         items: measured in this order.
-        errors: measures them.
         is_average: whether the averaged weights are measured.
-        folder: gets the losses and the list of items.
         writes: whether this process writes the files.
     """
 
@@ -350,9 +346,6 @@ class LayerUpdates:
     """Logs how large the LoRA's update of each layer is, and at the end how large they became.
 
     Args:
-        sizes: measures them.
-        file: gets a row for each step that is recorded.
-        last_step: of the run.
         rate_setting: what makes the updates larger.
         writes: whether this process writes the file.
     """
@@ -374,7 +367,6 @@ class LayerUpdates:
         """Measure the updates after a step, once for each step; on the main process only, or on all.
 
         Args:
-            step: optimizer steps done.
             num_skipped: those of them that changed nothing; where all did, nothing is logged at the end.
         """
         if step == self._recorded_step:

@@ -28,7 +28,6 @@ class LayerGroup:
     Attributes:
         name: ``match`` of the entry of ``lora.groups``; None for the layers that no entry matches.
         layers: full names.
-        size: rank and alpha.
         learning_rate: of the first matrix of each pair, at its highest.
         weight_decay: a share of the learning rate.
     """

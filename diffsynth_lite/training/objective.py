@@ -167,10 +167,8 @@ class _Seen:
     """The model's inputs for B samples.
 
     Attributes:
-        noisy: noisy latents.
         sigma: (B,), noise levels.
         audio_sigma: (B,), those of audio; None where they are the same, or there is none.
-        conditioning: of the B samples.
     """
 
     noisy: _Parts
@@ -198,8 +196,6 @@ class DenoisingObjective:
     """The error of a model family's estimate, on the family's own path from data to noise.
 
     Attributes:
-        family: gives the path and the estimate.
-        noise_levels: where on the path the model is trained.
         weighting: loss weight by noise level; see :func:`diffsynth_lite.core.noise.loss_weight`.
         min_snr_gamma: of the weighting ``min_snr``.
         huber_delta: the error beyond which the loss is linear; None where it is the squared error throughout.

@@ -48,12 +48,7 @@ def any_preview(config: Config, family: ModelFamily) -> PreviewRequest:
 def build_preview(
     config: Config, family: ModelFamily, place: int, conditioning: Conditioning, negative: Conditioning
 ) -> PreviewRequest:
-    """The preview at ``place`` that the section ``validation`` asks for, with its files decoded.
-
-    Args:
-        conditioning: its encoded prompt.
-        negative: its encoded negative prompt.
-    """
+    """The preview at ``place`` that the section ``validation`` asks for, with its files decoded."""
     validation = config.validation
     return replace(
         any_preview(config, family),

@@ -79,7 +79,6 @@ class Previews:
     """The previews that are generated at chosen steps, always from the same noise.
 
     Attributes:
-        family: generates through its own diffusers pipeline.
         requests: one a prompt.
         model: name of the base model for people to read, never a path.
         sampler: class of its sampler.
@@ -304,8 +303,6 @@ def generation_parameters(
 
     Args:
         loras: name and weight of each.
-        model: name of the base model.
-        sampler: class of its sampler.
     """
     tags = [f"<lora:{name}:{weight:g}>" for name, weight in loras]
     lines = [" ".join([request.prompt, *tags])]

@@ -85,14 +85,9 @@ class Run:
     """The objects that every stage of a run needs: settings, processes, folders.
 
     Attributes:
-        loaded: the config and its texts.
-        accelerator: device and processes.
-        folder: where the run writes.
-        store: its checkpoints.
         checked: the base model and the data, as far as they are known before weights load.
         page: the report, which is refreshed as the run continues.
         console: where the progress line goes.
-        clock: counts the start-up time.
         grace: how long the launcher waits for a run that it stops; None where that is not known.
         stop: whether a signal has asked the run to stop.
         predicted_bytes: estimated memory of a step on the device; None where ``memory`` left nothing open.
@@ -210,9 +205,7 @@ def open_run(
     """Scope of a run that is checked, holds the lock of its folder, and hears stop signals.
 
     Args:
-        loaded: the config and its texts.
         console: where the progress line goes.
-        clock: counts the start-up time.
         grace: how long the launcher waits for a run that it stops, where that is known.
 
     Raises:

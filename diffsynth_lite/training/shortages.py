@@ -41,10 +41,9 @@ class Workload:
         tokens: of one sample of the largest bucket.
         width: values of a token between blocks; None where the model's config lacks it.
         micro_batch_size: samples in a forward.
-        num_blocks: blocks of the model.
         streamable_bytes: frozen weights that would leave the device if all blocks were streamed.
         quantizable_bytes: what those on the device would take less in int8.
-        num_checkpointed: how many of them are checkpointed; 0 with checkpointing off.
+        num_checkpointed: blocks that are checkpointed; 0 with checkpointing off.
         offloads: whether the inputs of these are offloaded to host memory.
         blocks_on_device: how many have their inputs on the device at once, with offload on.
         has_token_budget: whether a token budget decides how many samples go through at once.
