@@ -131,6 +131,16 @@ class Sample:
         return PreviewRequest(**fixed, **settings)
 
 
+def sample_fixture(name: str) -> Any:
+    """A fixture: the sample of a family or layout, which no test may change."""
+    return pytest.fixture(scope="module")(lambda sample_of: sample_of(name))
+
+
+def family_fixture(name: str) -> Any:
+    """A fixture: the family of the sample of that name."""
+    return pytest.fixture(scope="module")(lambda sample_of: sample_of(name).family)
+
+
 @contextmanager
 def small_edit_inputs() -> Iterator[None]:
     """The edit pipelines bring input images to a megapixel, which is too much for tests."""

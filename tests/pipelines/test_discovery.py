@@ -163,20 +163,31 @@ def test_a_model_that_no_family_trains_is_refused_with_the_nearest(
     assert "; docs/add-a-model.md says how one is added, or check model.path" in message
 
 
-def test_another_pipeline_of_a_model_that_is_trained_is_refused_with_its_family(tmp_path: Path) -> None:
-    message = refusal("wan", "QwenImageImg2ImgPipeline", tmp_path)
-    assert "trains that; the nearest is qwen_image (Qwen-Image, from text); docs/add-a-model.md" in message
-
-
-def test_a_pipeline_that_is_like_no_family_is_refused_with_the_way_to_add_one(tmp_path: Path) -> None:
-    message = refusal("wan", "LikeNoOtherPipeline", tmp_path)
-    assert "no built-in family trains that; docs/add-a-model.md says how one is added" in message
-
-
-def test_a_pipeline_of_another_family_is_refused_with_what_to_set(tmp_path: Path) -> None:
-    assert "; set model.family: flux_kontext, or" in refusal("flux", "FluxKontextPipeline", tmp_path)
-    assert "; set model.family: ltx_video, or" in refusal("wan", "LTXConditionPipeline", tmp_path)
-    assert "; set model.family: flux, or" in refusal("chroma", "FluxPipeline", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "pipeline_class", "words"),
+    [
+        (
+            "wan",
+            "QwenImageImg2ImgPipeline",
+            "trains that; the nearest is qwen_image (Qwen-Image, from text)",
+        ),
+        (
+            "wan",
+            "LikeNoOtherPipeline",
+            "no built-in family trains that; docs/add-a-model.md says how",
+        ),
+        ("flux", "FluxFillPipeline", "; set model.family: flux_fill, or"),
+        ("flux", "FluxKontextPipeline", "; set model.family: flux_kontext, or"),
+        ("wan", "LTXConditionPipeline", "; set model.family: ltx_video, or"),
+        ("wan", "WanImageToVideoPipeline", "; set model.family: wan_i2v, or"),
+        ("wan_i2v", "WanPipeline", "; set model.family: wan, or"),
+        ("chroma", "FluxPipeline", "; set model.family: flux, or"),
+    ],
+)
+def test_another_pipeline_is_refused_with_the_family_that_trains_it_or_the_way_to_add_one(
+    family: str, pipeline_class: str, words: str, tmp_path: Path
+) -> None:
+    assert words in refusal(family, pipeline_class, tmp_path)
 
 
 @pytest.mark.parametrize("beginning", UNTRAINED)

@@ -1,18 +1,16 @@
 """FLUX.1, Fill, Kontext and Chroma against diffusers' own pipelines."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from family_sample import (
     CPU,
     PROMPTS,
-    Sample,
     encode_texts,
+    family_fixture,
     gradients,
     hole,
     mandelbrot,
@@ -20,15 +18,15 @@ from family_sample import (
 )
 from PIL import Image
 
-from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
-from diffsynth_lite.pipelines import PreviewRequest, require_family
+from diffsynth_lite.pipelines import PreviewRequest
 from diffsynth_lite.pipelines.chroma import model_fn_chroma
 from diffsynth_lite.pipelines.chroma import tiny as tiny_chroma
 from diffsynth_lite.pipelines.flux import FLUX, Flux
 from diffsynth_lite.pipelines.flux_fill import FLUX_FILL, FluxFill
 
 FAMILY = "flux"
+fill = family_fixture("flux_fill")
 
 
 ITEM = Media(frames=(mandelbrot(64, 32, 10),), inpaint_mask=(hole(64, 32, 1),))
@@ -38,11 +36,6 @@ ROWS, COLUMNS = 2, 4  # tokens of an image of 64 x 32 pixels
 
 
 TWO_LEVELS = torch.tensor([0.2, 0.7])
-
-
-@pytest.fixture(scope="module")
-def fill(sample_of: Callable[[str], Sample]) -> FluxFill:
-    return sample_of("flux_fill").family
 
 
 def test_dev_gets_no_guidance_in_training_or_that_of_its_target(family: Flux) -> None:
@@ -143,11 +136,6 @@ def test_the_released_fill_has_the_size_of_its_file() -> None:
     assert counts["FLUX.1 dev"] == FLUX[0].components["transformer"].num_bytes
     assert counts["FLUX.1 Fill dev"] == counts["FLUX.1 dev"] + 2 * 320 * 3072 == 23_804_782_720
     assert 0 < 23_804_922_408 - counts["FLUX.1 Fill dev"] < 200_000
-
-
-def test_the_folder_of_fill_is_not_taken_for_that_of_text_to_image(fill: FluxFill) -> None:
-    with pytest.raises(UserError, match=r"holds a FluxFillPipeline, .*; set model\.family: flux_fill"):
-        require_family(Flux, fill.folder)
 
 
 def own_forward_of_chroma(

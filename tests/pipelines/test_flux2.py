@@ -12,7 +12,15 @@ import pytest
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Pipeline
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
-from family_sample import CPU, PROMPTS, Sample, encode_texts, mandelbrot, transformer_calls
+from family_sample import (
+    CPU,
+    PROMPTS,
+    Sample,
+    encode_texts,
+    family_fixture,
+    mandelbrot,
+    transformer_calls,
+)
 from PIL import Image
 from release_layouts import klein
 
@@ -24,15 +32,11 @@ from diffsynth_lite.pipelines.flux2 import Flux2, tiny
 from diffsynth_lite.testing import seeded
 
 FAMILY = "flux2"
+dev = family_fixture("flux2")
 PROMPT = "a red circle"
 
 
 WIDE, TALL = mandelbrot(110, 70, 20), mandelbrot(64, 100, 30)
-
-
-@pytest.fixture(scope="module")
-def dev(sample_of: Callable[[str], Sample]) -> Flux2:
-    return sample_of("flux2").family
 
 
 @pytest.fixture(scope="module", params=["flux2", "flux2 klein"])

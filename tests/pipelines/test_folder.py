@@ -1,8 +1,8 @@
 """Pipelines on disk and on the hub: what is found, and what is refused."""
 
-import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,23 +18,25 @@ from huggingface_hub.errors import (
 from safetensors.torch import save_file
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import write_json
 from diffsynth_lite.pipelines import PipelineFolder, require_family, resolve_folder
 from diffsynth_lite.pipelines.base.folder import ComponentFile
 from diffsynth_lite.pipelines.base.folder import hub as hub_module
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
+SCHEDULER = "scheduler/scheduler_config.json"
+
 
 @pytest.fixture
 def pipeline_folder(tmp_path: Path) -> Path:
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
+    write_json(tmp_path / "model_index.json", {"_class_name": "QwenImagePipeline"})
     for component in ("transformer", "text_encoder", "vae"):
         (tmp_path / component).mkdir()
         (tmp_path / component / "config.json").write_text("{}")
         save_file({"weight": torch.arange(200_000.0)}, tmp_path / component / "model.safetensors")
     (tmp_path / "scheduler").mkdir()
-    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
-    (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    write_json(tmp_path / SCHEDULER, {"_class_name": "FlowMatchEulerDiscreteScheduler"})
     qwen2_tokenizer().save_pretrained(tmp_path / "tokenizer")
     return tmp_path
 
@@ -44,19 +46,55 @@ def check(folder: PipelineFolder) -> None:
     QwenImage(folder).check_folder()
 
 
-def test_a_missing_component_without_weights_is_named(pipeline_folder: Path) -> None:
-    (pipeline_folder / "scheduler" / "scheduler_config.json").unlink()
-    with pytest.raises(UserError, match="scheduler is missing or empty"):
-        check(PipelineFolder(path=pipeline_folder))
+def holds_a(pipeline_class: str) -> Callable[[Path], object]:
+    return lambda folder: write_json(folder / "model_index.json", {"_class_name": pipeline_class})
 
 
-def test_a_missing_shard_is_named(pipeline_folder: Path) -> None:
+def lack_a_shard(folder: Path) -> None:
     shards = [f"diffusion-0000{place}-of-00002.safetensors" for place in (1, 2)]
+    (folder / "vae" / "model.safetensors").rename(folder / "vae" / shards[0])
     index = {"weight_map": dict(zip("ab", shards, strict=True))}
-    (pipeline_folder / "vae" / "model.safetensors").rename(pipeline_folder / "vae" / shards[0])
-    (pipeline_folder / "vae" / "diffusion.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=rf"vae lacks {shards[1]}"):
-        check(PipelineFolder(path=pipeline_folder))
+    write_json(folder / "vae" / "diffusion.safetensors.index.json", index)
+
+
+def add_shards_of_bf16(folder: Path) -> None:
+    for component in ("transformer", "text_encoder", "vae"):
+        for place in (1, 2):
+            file = folder / component / f"model.bf16-0000{place}-of-00002.safetensors"
+            save_file({"weight": torch.zeros(2)}, file)
+
+
+def rename_weights(folder: Path) -> None:
+    (folder / "vae" / "model.safetensors").rename(folder / "vae" / "model.bin")
+
+
+@pytest.mark.parametrize(
+    ("change", "variant", "words"),
+    [
+        (lambda folder: (folder / SCHEDULER).unlink(), None, "scheduler is missing or empty"),
+        (lack_a_shard, None, "vae lacks diffusion-00002-of-00002.safetensors"),
+        (
+            lambda folder: (folder / "model_index.json").unlink(),
+            None,
+            r"not a diffusers pipeline: model_index\.json is missing",
+        ),
+        (
+            holds_a("WanPipeline"),
+            None,
+            r"holds a WanPipeline, but .* QwenImagePipeline; set model.family: wan,",
+        ),
+        (holds_a("DDPMPipeline"), None, r"holds a DDPMPipeline, .*no built-in family trains that"),
+        (lambda _: None, "fp16", r"transformer holds no safetensors weights of variant 'fp16'"),
+        (rename_weights, None, r"vae holds no safetensors weights"),
+        (add_shards_of_bf16, "fp16", r"'fp16' .*; remove model\.variant or set model\.variant: bf16$"),
+    ],
+)
+def test_a_folder_that_cannot_be_trained_is_refused_with_what_it_lacks(
+    pipeline_folder: Path, change: Callable[[Path], object], variant: str | None, words: str
+) -> None:
+    change(pipeline_folder)
+    with pytest.raises(UserError, match=words):
+        check(PipelineFolder(path=pipeline_folder, variant=variant))
 
 
 def test_a_local_folder_is_used_as_it_is(pipeline_folder: Path) -> None:
@@ -106,39 +144,12 @@ def test_a_revision_of_a_local_folder_is_refused(pipeline_folder: Path) -> None:
         resolve_folder(str(pipeline_folder), revision="main")
 
 
-def test_a_folder_without_an_index_is_not_a_diffusers_pipeline(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not a diffusers pipeline: model_index\.json is missing"):
-        check(PipelineFolder(path=tmp_path))
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", "{", "\xff"])
 def test_a_damaged_index_is_one_clear_line(pipeline_folder: Path, text: str) -> None:
     (pipeline_folder / "model_index.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=r"model_index\.json") as caught:
         check(PipelineFolder(path=pipeline_folder))
     assert "\n" not in str(caught.value)
-
-
-def test_another_pipeline_class_is_refused(pipeline_folder: Path) -> None:
-    (pipeline_folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
-    with pytest.raises(
-        UserError, match=r"holds a WanPipeline, but .* QwenImagePipeline; set model.family: wan,"
-    ):
-        check(PipelineFolder(path=pipeline_folder))
-
-
-def test_a_pipeline_that_nobody_trains_is_refused_as_such(pipeline_folder: Path) -> None:
-    (pipeline_folder / "model_index.json").write_text(json.dumps({"_class_name": "DDPMPipeline"}))
-    with pytest.raises(UserError, match=r"holds a DDPMPipeline, .*no built-in family trains that"):
-        check(PipelineFolder(path=pipeline_folder))
-
-
-def test_missing_weights_name_the_component_and_the_variant(pipeline_folder: Path) -> None:
-    with pytest.raises(UserError, match=r"transformer holds no safetensors weights of variant 'fp16'"):
-        check(PipelineFolder(path=pipeline_folder, variant="fp16"))
-    (pipeline_folder / "vae" / "model.safetensors").rename(pipeline_folder / "vae" / "model.bin")
-    with pytest.raises(UserError, match=r"vae holds no safetensors weights"):
-        check(PipelineFolder(path=pipeline_folder))
 
 
 def test_components_of_different_variants_are_all_named(pipeline_folder: Path) -> None:
@@ -148,15 +159,6 @@ def test_components_of_different_variants_are_all_named(pipeline_folder: Path) -
     for variant, lacking in ((None, "transformer"), ("fp16", "text_encoder")):
         with pytest.raises(UserError, match=f"{lacking} holds no safetensors weights .*{there}"):
             check(PipelineFolder(path=pipeline_folder, variant=variant))
-
-
-def test_a_variant_that_is_not_there_is_refused_with_those_that_are(pipeline_folder: Path) -> None:
-    for component in ("transformer", "text_encoder", "vae"):
-        shards = ["model.bf16-00001-of-00002.safetensors", "model.bf16-00002-of-00002.safetensors"]
-        for shard in shards:
-            save_file({"weight": torch.zeros(2)}, pipeline_folder / component / shard)
-    with pytest.raises(UserError, match=r"'fp16' .*; remove model\.variant or set model\.variant: bf16$"):
-        check(PipelineFolder(path=pipeline_folder, variant="fp16"))
 
 
 def test_a_variant_is_not_taken_for_the_plain_files(pipeline_folder: Path) -> None:

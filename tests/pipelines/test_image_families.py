@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,12 @@ from family_sample import (
     adapted_transformer,
     assert_does_as,
     encode_texts,
+    family_fixture,
     gradients,
     load_lora,
     mandelbrot,
     pairs_on,
+    sample_fixture,
     velocity_and_gradients,
 )
 from transformers import DynamicCache, Qwen3ForCausalLM
@@ -43,9 +44,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import (
-    ModelFamily,
     PipelineFolder,
-    PreviewRequest,
     ernie_image,
     ideogram4,
     z_image,
@@ -55,30 +54,11 @@ from diffsynth_lite.pipelines.krea2 import Krea2
 from diffsynth_lite.pipelines.sd3 import SD3
 from diffsynth_lite.pipelines.z_image import ZImage, model_fn_z_image
 
-
-@pytest.fixture(scope="module")
-def ernie(sample_of: Callable[[str], Sample]) -> ErnieImage:
-    return sample_of("ernie_image").family
-
-
-@pytest.fixture(scope="module")
-def ideogram(sample_of: Callable[[str], Sample]) -> ModelFamily:
-    return sample_of("ideogram4").family
-
-
-@pytest.fixture(scope="module")
-def krea(sample_of: Callable[[str], Sample]) -> Sample:
-    return sample_of("krea2")
-
-
-@pytest.fixture(scope="module")
-def sd3(sample_of: Callable[[str], Sample]) -> SD3:
-    return sample_of("sd3").family
-
-
-@pytest.fixture(scope="module")
-def zimage(sample_of: Callable[[str], Sample]) -> ZImage:
-    return sample_of("z_image").family
+ernie = family_fixture("ernie_image")
+ideogram = sample_fixture("ideogram4")
+krea = sample_fixture("krea2")
+sd3 = family_fixture("sd3")
+zimage = family_fixture("z_image")
 
 
 def test_latents_of_ernie_are_the_inverse_of_what_the_pipeline_decodes(ernie: ErnieImage) -> None:
@@ -122,9 +102,9 @@ def test_the_tables_of_positions_are_those_of_fp32_under_autocast() -> None:
 
 
 def test_a_prompt_that_the_pipeline_refuses_loses_its_end(
-    ideogram: ModelFamily, monkeypatch: pytest.MonkeyPatch
+    ideogram: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family, pipeline = ideogram, ideogram4.tiny()
+    family, pipeline = ideogram.family, ideogram4.tiny()
     monkeypatch.setattr(type(family), "max_prompt_tokens", 24)
     text = "circle " * 5
     with pytest.raises(ValueError, match="exceeds"):
@@ -138,38 +118,26 @@ def test_a_prompt_that_the_pipeline_refuses_loses_its_end(
     torch.testing.assert_close(row["prompt_embeds"], whole[start : start + 24], rtol=1e-4, atol=1e-5)
 
 
-def test_the_shift_of_ideogram_is_the_middle_of_the_pipelines_noise_levels(ideogram: ModelFamily) -> None:
+def test_the_shift_of_ideogram_is_the_middle_of_the_pipelines_noise_levels(ideogram: Sample) -> None:
+    family = ideogram.family
     mu = inspect.signature(Ideogram4Pipeline.__call__).parameters["mu"].default
     for side in (512, 1024, 2048):
-        shift = ideogram.family_shift(ideogram.latents_shape(side, side, 1))
+        shift = family.family_shift(family.latents_shape(side, side, 1))
         middle = _resolution_aware_mu(height=side, width=side, base_mu=mu)
         assert shift == pytest.approx(math.exp(middle))
 
 
 def test_ideograms_second_transformer_is_read_for_guided_previews_only(
-    ideogram: ModelFamily, monkeypatch: pytest.MonkeyPatch
+    ideogram: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = ideogram.load_transformer(torch.float32)
-    (conditioning,) = encode_texts(ideogram, PROMPTS[0])
-    read: list[str] = []
-    load = ideogram.load_component
-
-    def watched(name: str, *settings: Any) -> Any:
-        read.append(name)
-        return load(name, *settings)
-
-    monkeypatch.setattr(ideogram, "load_component", watched)
+    family, model, read = ideogram.family, ideogram.model, []
+    load = family.load_component
+    monkeypatch.setattr(
+        family, "load_component", lambda name, *given: read.append(name) or load(name, *given)
+    )
     for scale, expected in ((1.0, []), (2.0, ["unconditional_transformer"])):
-        request = PreviewRequest(
-            conditioning=conditioning,
-            negative={},
-            width=64,
-            height=32,
-            num_inference_steps=1,
-            guidance_scale=scale,
-            seed=0,
-        )
-        ideogram.sample(model, torch.float32, [request])
+        request = ideogram.request(num_inference_steps=1, guidance_scale=scale, seed=0)
+        family.sample(model, torch.float32, [request])
         assert [name for name in read if name != "vae"] == expected
 
 

@@ -36,7 +36,7 @@ from release_layouts import decoding_timesteps, ltx_of_conditions, ltx_vae_of_0_
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
-from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, require_family
+from diffsynth_lite.pipelines import PipelineFolder, require_family
 from diffsynth_lite.pipelines.ltx_video import LTXVideo, tiny
 
 FAMILY = "ltx_video"
@@ -230,32 +230,19 @@ def test_a_preview_masks_the_shorter_one_of_its_prompts(sample: Sample) -> None:
     assert calls[0]["encoder_attention_mask"].sum(1).tolist() == lengths
 
 
-@pytest.mark.parametrize("build", [tiny, ltx_of_conditions])
+@pytest.mark.parametrize("name", ["ltx_video", "ltx_video of conditions"])
 def test_a_preview_has_the_positions_of_clips_that_are_read_at_its_rate(
-    build: Callable[[], Any], tmp_path: Path
+    sample_of: Callable[[str], Sample], name: str
 ) -> None:
-    pipeline = build()
-    pipeline.save_pretrained(tmp_path)
-    family = LTXVideo(PipelineFolder(path=tmp_path))
-    transformer, embeds = pipeline.transformer, torch.ones(3, pipeline.text_encoder.config.d_model)
-    request = PreviewRequest(
-        conditioning={"prompt_embeds": embeds},
-        negative={},
-        width=64,
-        height=64,
-        num_frames=17,
-        fps=10.0,
-        num_inference_steps=2,
-        guidance_scale=1.0,
-        seed=0,
-    )
-    generated, *_ = transformer_calls(
-        transformer, lambda: family.sample(transformer, torch.float32, [request])
-    )
-    given = {"prompt_embeds": embeds, "frame_rate": torch.tensor(10.0)}
-    noisy, sigma = torch.zeros(1, 128, 3, 2, 2), torch.ones(1)
-    (trained,) = transformer_calls(transformer, lambda: family.predict(transformer, noisy, sigma, [given]))
-    rotary = [transformer.rope(call["hidden_states"], **_positions(call)) for call in (generated, trained)]
+    sample = sample_of(name)
+    family, model = sample.family, sample.model
+    request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=0)
+    request = dataclasses.replace(request, fps=10.0)
+    generated, *_ = transformer_calls(model, lambda: family.sample(model, torch.float32, [request]))
+    given = sample.first | {"frame_rate": torch.tensor(10.0)}
+    batch = sample.latents[:1], torch.ones(1), [given]
+    (trained,) = transformer_calls(model, lambda: family.predict(model, *batch))
+    rotary = [model.rope(call["hidden_states"], **_positions(call)) for call in (generated, trained)]
     torch.testing.assert_close(*rotary)
 
 

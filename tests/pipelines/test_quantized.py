@@ -1,7 +1,8 @@
 """What is read when blocks or text encoders are quantised: which files, which layers, and what is refused."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ def weights_file(folder: PipelineFolder) -> Path:
     return folder.path / "transformer" / "diffusion_pytorch_model.safetensors"
 
 
-def change_weights(folder: PipelineFolder, **changes: torch.Tensor | None) -> None:
-    tensors = safetensors.torch.load_file(weights_file(folder))
-    kept = {name: value for name, value in (tensors | changes).items() if value is not None}
+def change_weights(folder: PipelineFolder, changes: Mapping[str, Tensor | None]) -> None:
+    tensors: dict[str, Tensor | None] = {**safetensors.torch.load_file(weights_file(folder))}
+    kept = {name: value for name, value in (tensors | dict(changes)).items() if value is not None}
     safetensors.torch.save_file(kept, weights_file(folder))
 
 
@@ -82,33 +83,16 @@ def test_files_of_several_parts_and_of_a_variant_give_the_same_model(tmp_path: P
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def test_weights_that_do_not_fit_are_refused_as_without_quantisation(folder: PipelineFolder) -> None:
-    change_weights(folder, **{f"{LAYER}.weight": torch.zeros(3, 3), "proj_out.bias": None})
-    messages = []
-    for family in (QwenImage(folder), quantised(QwenImage(folder))):
-        with pytest.raises(UserError, match="2 of a QwenImageTransformer2DModel are missing") as caught:
-            family.load_transformer(torch.float32)
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
-
-
 def test_a_damaged_file_is_refused(folder: PipelineFolder) -> None:
     weights_file(folder).write_bytes(weights_file(folder).read_bytes()[:-1000])
     with pytest.raises(UserError, match="transformer cannot be read"):
         quantised(QwenImage(folder)).load_transformer(torch.float32)
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(folder: PipelineFolder) -> None:
-    shape = QwenImage(folder).load_transformer(torch.float32).get_submodule(LAYER).weight.shape
-    change_weights(folder, **{f"{LAYER}.weight": torch.full(shape, torch.nan)})
-    with pytest.raises(UserError, match=rf"{LAYER}\.weight holds numbers that are not finite"):
-        quantised(QwenImage(folder)).load_transformer(torch.float32)
-
-
 def test_tensors_that_no_model_has_are_named_in_a_warning(
     folder: PipelineFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change_weights(folder, extra=torch.zeros(2))
+    change_weights(folder, {"extra": torch.zeros(2)})
     with caplog.at_level(logging.WARNING):
         quantised(QwenImage(folder)).load_transformer(torch.float32)
     assert "1 tensors in" in caplog.text
@@ -219,26 +203,40 @@ def test_what_transformers_keeps_in_fp32_is_not_quantised(tmp_path: Path) -> Non
     assert encoder.get_submodule("encoder.block.0.layer.1.DenseReluDense.wo").weight.dtype == torch.bfloat16
 
 
-def test_weights_of_an_encoder_that_do_not_fit_are_refused_as_without_quantisation(
-    folder: PipelineFolder,
+def loads(folder: PipelineFolder, component: str) -> list[Callable[[], object]]:
+    """Loading the model, or the text encoder, as it is and with its blocks quantised."""
+    plain = QwenImage(folder)
+    if component == "transformer":
+        families = plain, quantised(QwenImage(folder))
+        return [partial(one.load_transformer, torch.float32) for one in families]
+    return [partial(plain.load_component, component, torch.float32), partial(load_encoder, folder)]
+
+
+@pytest.mark.parametrize(
+    ("component", "stored", "loaded", "model"),
+    [
+        ("transformer", LAYER, LAYER, "QwenImageTransformer2DModel"),
+        ("text_encoder", STORED_AS, ENCODER_LAYER, "Qwen2_5_VLForConditionalGeneration"),
+    ],
+)
+def test_weights_that_do_not_fit_or_are_not_finite_are_refused_as_without_quantisation(
+    folder: PipelineFolder, component: str, stored: str, loaded: str, model: str
 ) -> None:
-    change_encoder(folder, {f"{STORED_AS}.weight": torch.zeros(3, 3), f"{STORED_AS}.bias": None})
+    change = change_encoder if component == "text_encoder" else change_weights
+    tensors = safetensors.torch.load_file(next((folder.path / component).glob("*.safetensors")))
+    weight, bias = tensors[f"{stored}.weight"], f"{stored}.bias"
+    change(folder, {f"{stored}.weight": torch.zeros(3, 3), bias: None})
     messages = []
-    for family in (QwenImage(folder), with_quantised_encoder(QwenImage(folder))):
-        with pytest.raises(
-            UserError, match="2 of a Qwen2_5_VLForConditionalGeneration are missing"
-        ) as caught:
-            family.load_component("text_encoder", torch.float32)
+    for load in loads(folder, component):
+        with pytest.raises(UserError, match=f"2 of a {model} are missing") as caught:
+            load()
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
-
-
-def test_weights_of_an_encoder_that_are_not_finite_are_refused_by_name(folder: PipelineFolder) -> None:
-    change_encoder(folder, {f"{STORED_AS}.weight": torch.full((16, 16), torch.nan)})
-    with pytest.raises(
-        UserError, match=rf"model.path: .*safetensors: .*{ENCODER_LAYER}\.weight holds numbers that are"
-    ):
-        load_encoder(folder)
+    nowhere_finite = torch.full_like(weight, torch.nan)
+    change(folder, {f"{stored}.weight": nowhere_finite, bias: tensors[bias]})
+    words = rf"^model\.path: .*safetensors: .*{loaded}\.weight holds numbers that are not finite"
+    with pytest.raises(UserError, match=words):
+        loads(folder, component)[1]()
 
 
 def test_weights_that_are_quantised_already_are_refused(folder: PipelineFolder) -> None:

@@ -18,6 +18,7 @@ from family_sample import (
     encode_texts,
     layers_of,
     mandelbrot,
+    sample_fixture,
     transformer_calls,
 )
 from PIL import Image
@@ -33,18 +34,10 @@ from diffsynth_lite.pipelines.qwen_image_layered import QwenImageLayered
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 
 FAMILY = "qwen_image"
+of_21 = sample_fixture("qwen_image_21")
+of_layers = sample_fixture("qwen_image_layered")
 TWO_LEVELS = torch.tensor([0.2, 0.7])
 MEDIA = Media(frames=(mandelbrot(64, 32, 10),), layers=layers_of(64, 32, 20))
-
-
-@pytest.fixture(scope="module")
-def of_21(sample_of: Callable[[str], Sample]) -> Sample:
-    return sample_of("qwen_image_21")
-
-
-@pytest.fixture(scope="module")
-def of_layers(sample_of: Callable[[str], Sample]) -> Sample:
-    return sample_of("qwen_image_layered")
 
 
 @pytest.mark.parametrize("name", ["qwen_image", "qwen_image_layered"])

@@ -3,7 +3,6 @@
 The tests of all families that are imported run on it, too.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from family_sample import (
     encode_texts,
     engine_with,
     pairs_on,
+    sample_fixture,
     velocity_and_gradients,
 )
 from processes import on_ranks
@@ -61,9 +61,7 @@ from diffsynth_lite.training.lora_file import read_initial_lora
 ALL = ("unet", "text_encoder", "text_encoder_2")
 
 
-@pytest.fixture(scope="module")
-def only_unet(sample_of: Callable[[str], Sample]) -> Sample:
-    return sample_of("sdxl")
+only_unet = sample_fixture("sdxl")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,9 @@ from family_sample import (
     Sample,
     build_sample,
     encode_texts,
+    family_fixture,
     mandelbrot,
+    sample_fixture,
     transformer_calls,
 )
 from release_layouts import ti2v
@@ -53,16 +55,8 @@ FAMILY = "hunyuan_video"
 TEXTS = (*PROMPTS, "", "circle " * 300)
 
 
-@pytest.fixture(scope="module")
-def of_15(sample_of: Callable[[str], Sample]) -> Sample:
-    return sample_of("hunyuan_video_15")
-
-
-@pytest.fixture(scope="module")
-def of_images(sample_of: Callable[[str], Sample]) -> HunyuanVideo15:
-    family = sample_of("hunyuan_video_15 of images").family
-    assert isinstance(family, HunyuanVideo15)
-    return family
+of_15 = sample_fixture("hunyuan_video_15")
+of_images = family_fixture("hunyuan_video_15 of images")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

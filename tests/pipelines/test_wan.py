@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import test_family_gradients as of_all_families
 import torch
-from diffusers import WanPipeline
 from family_sample import (
     CPU,
     PROMPTS,
@@ -18,23 +17,19 @@ from family_sample import (
     Sample,
     build_media,
     encode_texts,
+    family_fixture,
     mandelbrot,
 )
 from PIL import ImageOps
 from release_layouts import wan_of_images
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest, require_family
-from diffsynth_lite.pipelines import wan as wan_text
+from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.wan import Wan
 from diffsynth_lite.pipelines.wan_i2v import WanI2V
 
 FAMILY = "wan"
-
-
-@pytest.fixture(scope="module")
-def of_ti2v(sample_of: Callable[[str], Sample]) -> Wan:
-    return sample_of("wan ti2v").family
+of_ti2v = family_fixture("wan ti2v")
 
 
 @pytest.fixture(scope="module")
@@ -298,13 +293,3 @@ def test_a_clip_needs_frames_after_the_first(num_frames: int, families: dict[str
     with pytest.raises(UserError, match=f"data.frame_counts: {num_frames} frames; .* such as 5 or 9"):
         families["i2v"].check_frames(num_frames, key="data.frame_counts")
     families["i2v"].check_frames(5, key="data.frame_counts")
-
-
-def test_folders_from_text_and_from_images_are_not_mixed_up(
-    families: dict[str, WanI2V], tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=r"set model.family: wan_i2v"):
-        require_family(Wan, families["i2v"].folder)
-    WanPipeline(**wan_text.tiny().components).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"set model.family: wan,"):
-        require_family(WanI2V, PipelineFolder(path=tmp_path))
