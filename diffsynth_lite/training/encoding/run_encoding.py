@@ -4,7 +4,7 @@ An `EncodingJob` lists what to encode; the training reads the result as `Trainin
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -220,6 +220,12 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
         previews = _encoded_previews(config, checked.family, job, tensors)
     else:
         previews = encode_previews(config, checked.preview_family, accelerator)
+    planned = {item.name: item for item in job.datasets[0][0].items}
+
+    def shown(_: int, row: ItemRow) -> tuple[str, Callable[[], str | None]]:
+        item = planned[row.name]
+        return item.record.captions[0], partial(thumbnail_of, item)
+
     return TrainingData(
         **vars(trained_on),
         tensors=tensors,
@@ -228,7 +234,7 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
             config, validation.items, tensors, are_held_out=bool(held_out.records)
         ),
         validation_identity=validation.identity,
-        tracked_items=_tracked_items(config, job.datasets[0][0], trained_on.items, tensors),
+        tracked_items=tracked_items(config, trained_on.items, tensors, shown),
         previews=previews,
     )
 
@@ -297,23 +303,30 @@ def _require(tensors: EntryReader, key: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def _tracked_items(
-    config: Config, plan: DatasetPlan, table: ItemTable, tensors: EntryReader
+def tracked_items(
+    config: Config,
+    table: ItemTable,
+    tensors: EntryReader,
+    shown: Callable[[int, ItemRow], tuple[str, Callable[[], str | None]]],
 ) -> list[TrackedItem]:
-    by_name = {item.name: item for item in plan.items}
+    """The training items that are measured one by one.
+
+    Args:
+        shown: gives the caption of an item by its place and row, and what makes its thumbnail.
+    """
     tracked = []
     for place in tracked_places(config, table):
         row = table.row(place)
+        caption, thumbnail = shown(place, row)
         read = partial(read_item, tensors, row)
-        item = by_name[row.name]
         tracked.append(
             TrackedItem(
                 position=place,
                 row=row,
-                caption=item.record.captions[0],
+                caption=caption,
                 # Without a cache it is encoded when it is first read.
                 read=read if config.data.cache else cache(read),
-                thumbnail=partial(thumbnail_of, item),
+                thumbnail=thumbnail,
             )
         )
     return tracked

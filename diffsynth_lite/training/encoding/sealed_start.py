@@ -1,13 +1,14 @@
 """This file reads a run's data from a sealed cache, without its media and single entries."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import DataIdentity, ItemTable
-from diffsynth_lite.data.sealed import Seal, SealedEntries, StoredOrders
+from diffsynth_lite.data import DataIdentity, ItemRow, ItemTable
+from diffsynth_lite.data.sealed import Seal, StoredOrders
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.data_settings import orders_folder, sealed_folder
 from diffsynth_lite.training.distributed.agreement import on_all_processes, some_processes_first
@@ -19,11 +20,9 @@ from diffsynth_lite.training.encoding.run_encoding import (
     TrainingData,
     encode_previews,
     measured_items,
-    read_item,
-    tracked_places,
+    tracked_items,
 )
 from diffsynth_lite.training.encoding.seals import require_seal
-from diffsynth_lite.training.evaluation import TrackedItem
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +58,18 @@ def sealed_data(config: Config, checked: CheckedData, accelerator: Accelerator) 
     )
     entries = seal.entries(table)
     measured = held_out or trained_on
+
+    def shown(place: int, row: ItemRow) -> tuple[str, Callable[[], str | None]]:
+        # There are thumbnails of those that were tracked when it was sealed.
+        return entries.text(row.caption_keys[0]), partial(document.thumbnails.get, place)
+
     return TrainingData(
         **vars(trained_on),
         tensors=entries,
         is_live=False,
         validation_items=measured_items(config, measured.items, entries, are_held_out=held_out is not None),
         validation_identity=measured.identity,
-        tracked_items=_tracked_items(config, seal, items, entries),
+        tracked_items=tracked_items(config, items, entries, shown),
         previews=encode_previews(config, checked.preview_family, accelerator, sealed=entries),
         orders=StoredOrders(orders_folder(config), identity=seal.digest),
     )
@@ -88,20 +92,3 @@ def _require_same_encoders(seal: Seal, job: EncodingJob) -> None:
             f"data.sealed: {seal.folder} was sealed with another model.path: {' and '.join(differing)}; "
             "restore it, or name another folder and seal again"
         )
-
-
-def _tracked_items(config: Config, seal: Seal, items: ItemTable, entries: SealedEntries) -> list[TrackedItem]:
-    """The items, with thumbnails of those that were tracked when it was sealed."""
-    tracked = []
-    for place in tracked_places(config, items):
-        row = items.row(place)
-        tracked.append(
-            TrackedItem(
-                position=place,
-                row=row,
-                caption=entries.text(row.caption_keys[0]),
-                read=partial(read_item, entries, row),
-                thumbnail=partial(seal.document.thumbnails.get, place),
-            )
-        )
-    return tracked
