@@ -1,7 +1,6 @@
 """Estimate what training takes of device and host memory, and which settings fit, before any download."""
 
 import argparse
-import gc
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diffsynth_lite.cli.arguments import add_config_arguments, positive_count, positive_number
+from diffsynth_lite.cli.console import importing_libraries
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import UserError
 
@@ -69,26 +69,25 @@ def run(parsed: argparse.Namespace) -> None:
     """Count, and print."""
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
-    from diffsynth_lite.training.data_settings import plan_rules
-    from diffsynth_lite.training.planning.choices import (
-        SMALLER_FORMATS,
-        MemoryBudget,
-        choices_of_first_format,
-    )
-    from diffsynth_lite.training.planning.phases import PhaseCounter
-    from diffsynth_lite.training.planning.step_time import ASSUMED_GPU, gpu_here, gpu_named
-    from diffsynth_lite.training.planning.subject import (
-        counter_of,
-        family_without_weights,
-        largest_size,
-        num_inputs_of,
-        preserved_share,
-        step_settings,
-        timer_of,
-    )
+    with importing_libraries():
+        from diffsynth_lite.training.data_settings import plan_rules
+        from diffsynth_lite.training.planning.choices import (
+            SMALLER_FORMATS,
+            MemoryBudget,
+            choices_of_first_format,
+        )
+        from diffsynth_lite.training.planning.phases import PhaseCounter
+        from diffsynth_lite.training.planning.step_time import ASSUMED_GPU, gpu_here, gpu_named
+        from diffsynth_lite.training.planning.subject import (
+            counter_of,
+            family_without_weights,
+            largest_size,
+            num_inputs_of,
+            preserved_share,
+            step_settings,
+            timer_of,
+        )
 
-    # Objects of the libraries stay: each collection during the counts would look through them.
-    gc.freeze()
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     config, console = loaded.config, Console(emoji=False)

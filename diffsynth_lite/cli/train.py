@@ -18,7 +18,7 @@ from rich.console import Console
 
 from diffsynth_lite import __version__
 from diffsynth_lite.cli.arguments import add_config_arguments, argument_hint
-from diffsynth_lite.cli.console import hide_progress_bars, log_level, run_command
+from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries, log_level, run_command
 from diffsynth_lite.cli.processes import grace_can_be_set, grace_period, join_processes, parent_command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import EXIT_BUG, RunInterrupted, UserError, exit_code
@@ -111,9 +111,10 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
         make_cublas_repeatable()
     # The libraries take seconds to import: a wrong config is refused before that.
     importing_since = time.perf_counter()
-    join_processes(os.environ, sys.argv)
-    from diffsynth_lite.training.run import run_training
-    from diffsynth_lite.training.session import StartupClock
+    with importing_libraries():
+        join_processes(os.environ, sys.argv)
+        from diffsynth_lite.training.run import run_training
+        from diffsynth_lite.training.session import StartupClock
 
     clock = StartupClock(started_at)
     clock.add("importing libraries", time.perf_counter() - importing_since)

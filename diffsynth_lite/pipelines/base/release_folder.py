@@ -16,6 +16,7 @@ import diffusers
 import torch
 import transformers
 from diffusers import ModularPipeline
+from diffusers.models.modeling_utils import no_init_weights
 from transformers import PreTrainedModel
 
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
@@ -111,7 +112,8 @@ def empty_model(model_class: Any, config: Mapping[str, Any]) -> torch.nn.Module:
         if issubclass(model_class, PreTrainedModel):
             model: torch.nn.Module = model_class(model_class.config_class.from_dict(dict(config)))
         else:
-            model = model_class.from_config(dict(config))
+            with no_init_weights():  # almost half of the time, as torch draws them in Python on meta
+                model = model_class.from_config(dict(config))
     return model
 
 

@@ -162,6 +162,7 @@ class MemoryCounter:
         self._weights: dict[Any, list[_ModelBytes]] = {}
         self._models: dict[Any, MetaModel] = {}
         self._steps: dict[Any, CountedStep] = {}
+        self._costs: dict[StepSettings, StepCost] = {}
         self._needed_matmuls: dict[nn.Module, dict[tuple[int, ...], set[nn.Module]]] = {}
 
     def count(self, settings: StepSettings) -> MemoryCount:
@@ -227,6 +228,12 @@ class MemoryCounter:
 
     def _step_cost(self, settings: StepSettings) -> StepCost:
         """The cost of a step; each kind of step is counted once, for any number of blocks."""
+        in_effect = settings.in_effect()
+        if in_effect not in self._costs:
+            self._costs[in_effect] = self._cost_in_effect(in_effect)
+        return self._costs[in_effect]
+
+    def _cost_in_effect(self, settings: StepSettings) -> StepCost:
         key, few = self._count_of(settings)
         counted = key[0]
         if key not in self._steps:
@@ -244,7 +251,8 @@ class MemoryCounter:
         recomputed = settings.recomputed_blocks(len(step.blocks))
         needed = self._needed_matmuls.setdefault(step.model, {})
         if settings.offloads:
-            step.warm_up(needed.get(recomputed))
+            with CountingMeter(_META, self._meta_results):  # only for the results of operators that it knows
+                step.warm_up(needed.get(recomputed))
         if settings.accumulates:
             for parameter in step.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
