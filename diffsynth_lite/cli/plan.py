@@ -3,7 +3,10 @@
 import argparse
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -28,6 +31,9 @@ _GIB = 1024**3
 _SPLIT = (
     "Of each sample a process computes one of {} parts of the tokens. Previews are counted as if each "
     "process generated its own."
+)
+_REUSED = (
+    "{} counts are those of earlier plans, which are kept in {}; without that folder all is counted again."
 )
 _ESTIMATED = (
     "A step of batch {:g} is estimated to take {:.2f} s on one {}: from its data sheet and the part of it "
@@ -76,6 +82,7 @@ def run(parsed: argparse.Namespace) -> None:
             MemoryBudget,
             choices_of_first_format,
         )
+        from diffsynth_lite.training.planning.kept_counts import KeptCounts
         from diffsynth_lite.training.planning.phases import PhaseCounter
         from diffsynth_lite.training.planning.step_time import ASSUMED_GPU, gpu_here, gpu_named
         from diffsynth_lite.training.planning.subject import (
@@ -92,12 +99,13 @@ def run(parsed: argparse.Namespace) -> None:
         logger.warning("%s", warning)
     config, console = loaded.config, Console(emoji=False)
     _require_processes(config, parsed.processes)
-    shared = config.train.context_parallel
+    shared, folder = config.train.context_parallel, _cache_folder(os.environ)
     gpu = gpu_here() if parsed.gpu is None else gpu_named(parsed.gpu)
     device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     with family_without_weights(config) as family:
         plan_rules(config, family)  # refuses what no run could do
-        counter = counter_of(config, family)
+        kept = KeptCounts(folder, family)
+        counter = counter_of(config, family, kept)
         settings = step_settings(config, family, num_processes=parsed.processes)
         size = largest_size(config, family)
         console.print(f"{config.model.family}, {size.name}, micro-batch of {settings.micro_batch_size}")
@@ -113,19 +121,24 @@ def run(parsed: argparse.Namespace) -> None:
         if gpu:
             preserved = _preserved(preserved_share(config))
             _print_time(console, config, timer.seconds(settings), gpu, parsed.processes, preserved)
-        if device_gib is None:
-            return
-        host_bytes = parsed.host_gib * _GIB / parsed.processes  # all processes share the host's
-        room = MemoryBudget(device=device_gib * _GIB, host=host_bytes, num_sharing=parsed.processes)
-        formats = settings.quantize, *SMALLER_FORMATS
-        found = choices_of_first_format(counter, timer.seconds, [settings], room, formats)
-        if found:
-            chosen = found[0].settings
-            _print_choices(console, config, found, gpu, changes_numbers=chosen.quantize != settings.quantize)
-            _print_remedies(console, phases, chosen, room)
-            return
-    host = "" if math.isinf(parsed.host_gib) else f" with {parsed.host_gib:g} GiB of host memory"
-    console.print(f"Nothing fits {device_gib:g} GiB{host}.")
+        if device_gib is not None:
+            host_bytes = parsed.host_gib * _GIB / parsed.processes  # all processes share the host's
+            room = MemoryBudget(device=device_gib * _GIB, host=host_bytes, num_sharing=parsed.processes)
+            formats = settings.quantize, *SMALLER_FORMATS
+            found = choices_of_first_format(counter, timer.seconds, [settings], room, formats)
+            _print_choices(console, config, found, gpu, settings, room)
+            if found:
+                _print_remedies(console, phases, found[0].settings, room)
+    if kept.num_reused:
+        console.print(_REUSED.format(kept.num_reused, folder), highlight=False, markup=False, soft_wrap=True)
+
+
+def _cache_folder(environment: Mapping[str, str]) -> Path | None:
+    """Where counts are kept, by the rule of the platform; None without a home."""
+    with suppress(RuntimeError):
+        caches = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        return caches / "diffsynth_lite" / "plan"
+    return None
 
 
 def _print_time(
@@ -232,12 +245,18 @@ def _print_choices(
     config: Config,
     found: "Sequence[Choice]",
     gpu: "Gpu | None",
-    *,
-    changes_numbers: bool,
+    settings: "StepSettings",
+    room: "MemoryBudget",
 ) -> None:
+    """What fits, in place of these settings."""
+    if not found:
+        host = room.host * room.num_sharing / _GIB
+        with_host = "" if math.isinf(host) else f" with {host:g} GiB of host memory"
+        console.print(f"Nothing fits {room.device / _GIB:g} GiB{with_host}.")
+        return
     console.print(
         "Settings that fit, as arguments of train.py; another model.quantize gives other numbers:"
-        if changes_numbers
+        if found[0].settings.quantize != settings.quantize
         else "Settings that fit and give the same numbers, as arguments of train.py:",
         soft_wrap=True,
     )

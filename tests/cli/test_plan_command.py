@@ -1,6 +1,7 @@
 """The plan as a command: what a config takes and which settings fit, without weights or a download."""
 
 import re
+from pathlib import Path
 
 import pytest
 from tiny_run import TinyRun
@@ -10,6 +11,12 @@ from diffsynth_lite.core.gradient import KEEP
 from diffsynth_lite.training.planning import choices
 
 ANY = ("data.path=pictures", "output.dir=runs/one")
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    return tmp_path / "caches"
 
 
 def plan(*arguments: str) -> int:
@@ -97,7 +104,8 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
     def last_of(gib: str, *given: str) -> list[str]:
         room = ("--device-gib", gib, *given)
         assert plan("--config", str(tiny_run.config), *room, "train.micro_batch_size=2") == 0
-        printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        lines = capsys.readouterr().out.splitlines()
+        printed = [line.strip() for line in lines if "counts are those of earlier plans" not in line]
         assert "qwen_image, 64x32, micro-batch of 2" in printed
         return printed
 
@@ -113,6 +121,27 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
     assert re.fullmatch(r"0.0 GiB, .*, 0.00 s a step, 1.00 of .*:", printed[-3])
     assert "20 % of its samples, taken as all sources hold as many items, are preserved" in " ".join(printed)
     assert last_of("1e-8", without_previews)[-1] == "Nothing fits 1e-08 GiB."
+
+
+def test_counts_are_kept_for_the_next_plan(
+    tiny_run: TinyRun, caches: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "_STRATEGIES", (KEEP,))
+
+    def printed(*settings: str) -> str:
+        assert plan("--config", str(tiny_run.config), "--device-gib=1", *settings) == 0
+        return capsys.readouterr().out
+
+    first, again = printed(), printed()
+    folder = caches / "diffsynth_lite" / "plan"
+    *same, reused = again.splitlines()
+    assert "\n".join(same) + "\n" == first
+    assert re.fullmatch(rf"[4-9] counts are those of earlier plans, which are kept in {folder}; .*", reused)
+    # Neither the number of streamed blocks nor what follows the plan is part of a count.
+    assert reused in printed("memory.stream_blocks=all", "train.steps=5")
+    for file in folder.iterdir():
+        file.write_bytes(b"damaged")
+    assert printed() == first
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,12 @@ def count_step(
     return CountedStep(recorder.segments())
 
 
+PartName = str | tuple[str, int | None]
+"""A name of its own, or a phase and the place of a block."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Segment:
+class Segment:
     """A part of a step.
 
     Attributes:
@@ -134,24 +138,36 @@ class _Segment:
 
 @dataclass(frozen=True)
 class CountedStep:
-    """The parts of a step, by name and in order, that was counted with a few blocks."""
+    """The parts of a step, by name and in order, that was counted with a few blocks.
 
-    _segments: Mapping[Any, _Segment]
+    Attributes:
+        lasting: bytes that the model keeps after its first step, such as rotary tables.
+    """
+
+    segments: tuple[tuple[PartName, Segment], ...]
+    lasting: int = 0
 
     def stretched(self, repeats: Sequence[Repeat] = ()) -> StepCost:
         """What the step takes if some blocks stand for more, whose parts are repeated."""
         level = host = peak = kept = most_on_host = 0
         work = forward = Work()
-        for name in _with_repeats(self._segments, repeats):
+        segments = dict(self.segments)
+        for name in _with_repeats(segments, repeats):
             if name == "between":
                 kept, most_on_host, forward = level, host, work
-            if name not in self._segments:  # of a block that needs no gradient
+            if name not in segments:  # of a block that needs no gradient
                 continue
-            segment = self._segments[name]
+            segment = segments[name]
             peak = max(peak, level + segment.extra)
             level, host = level + segment.change, host + segment.host_change
             work += segment.work
-        return StepCost(kept=kept, peak=peak, host=most_on_host, forward=forward, backward=work - forward)
+        return StepCost(
+            kept=kept + self.lasting,
+            peak=peak + self.lasting,
+            host=most_on_host,
+            forward=forward,
+            backward=work - forward,
+        )
 
 
 class _Recorder:
@@ -164,9 +180,9 @@ class _Recorder:
     def __init__(self, meter: CountingMeter, engine: GradientEngine, blocks: Sequence[nn.Module]) -> None:
         self._meter, self._engine = meter, engine
         self._places = {weight: place for place, block in enumerate(blocks) for weight in block.parameters()}
-        self._marks: dict[Any, tuple[int, int, int, Work]] = {}
+        self._marks: dict[PartName, tuple[int, int, int, Work]] = {}
 
-    def mark(self, name: Any) -> None:
+    def mark(self, name: PartName) -> None:
         """Note that a part begins, unless it has begun already."""
         if name in self._marks:
             return
@@ -178,17 +194,20 @@ class _Recorder:
         """Note that what autocast made of a block's weights goes."""
         self.mark(("release", self._places.get(weight)))
 
-    def segments(self) -> dict[Any, _Segment]:
+    def segments(self) -> tuple[tuple[PartName, Segment], ...]:
         """The parts by name, in order."""
-        return {
-            name: _Segment(
-                change=after[0] - before[0],
-                extra=after[1] - before[0],
-                host_change=after[2] - before[2],
-                work=after[3] - before[3],
+        return tuple(
+            (
+                name,
+                Segment(
+                    change=after[0] - before[0],
+                    extra=after[1] - before[0],
+                    host_change=after[2] - before[2],
+                    work=after[3] - before[3],
+                ),
             )
             for (name, before), (_, after) in pairwise(self._marks.items())
-        }
+        )
 
 
 @contextmanager
@@ -226,16 +245,16 @@ def _parts_marked(blocks: Sequence[nn.Module], mark: Callable[[tuple[str, int]],
             hook.remove()
 
 
-def _with_repeats(names: Iterable[Any], repeats: Sequence[Repeat]) -> Iterator[Any]:
+def _with_repeats(names: Iterable[PartName], repeats: Sequence[Repeat]) -> Iterator[PartName]:
     """Parts of a step, in order; those of blocks that stand for more come as often as in the whole model."""
-    again: dict[Any, list[Any]] = {}
+    again: dict[PartName, list[PartName]] = {}
     for repeat in repeats:
         places = range(repeat.first, repeat.first + repeat.num_blocks)
         for phase in ("forward", "release"):
-            again[phase, places[-1]] = [(phase, place) for place in places] * repeat.num_left_out
-        again["backward", places[0]] = [
-            ("backward", place) for place in reversed(places)
-        ] * repeat.num_left_out
+            parts: list[PartName] = [(phase, place) for place in places]
+            again[phase, places[-1]] = parts * repeat.num_left_out
+        parts = [("backward", place) for place in reversed(places)]
+        again["backward", places[0]] = parts * repeat.num_left_out
     for name in names:
         yield name
         yield from again.get(name, [])

@@ -40,6 +40,7 @@ from diffsynth_lite.lora.updates import LoraFile, pairs_of
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
 from diffsynth_lite.training.optimization.optimizer_state import OptimizerFacts
+from diffsynth_lite.training.planning.kept_counts import KeptCounts
 from diffsynth_lite.training.planning.split_sequences import Exchange
 from diffsynth_lite.training.planning.step import MetaModel, MetaStep, Sample, StepSettings
 
@@ -97,11 +98,13 @@ class MemoryCounter:
         conditioning: of one sample; its values do not matter.
         training_adapter: a second, frozen one on the model.
         exchange: where sequences are split; the sample is then the part that one process computes.
+        kept: counts of earlier plans; None is none.
 
     Attributes:
         lora_bytes: of the weights of the LoRA, in fp32.
         optimizer: its state.
         training_adapter_bytes: of the frozen adapter, in fp32; they count as frozen weights.
+        subject: all of the above that counts of activations depend on, by name.
     """
 
     def __init__(
@@ -120,8 +123,10 @@ class MemoryCounter:
         own_audio_level: bool = False,
         training_adapter: LoraFile | None = None,
         exchange: Exchange | None = None,
+        kept: KeptCounts | None = None,
     ) -> None:
         self.family, self._exchange = family, exchange
+        self.kept = KeptCounts(None, family) if kept is None else kept
         self._rank, self._dropout, self._kind = rank, dropout, kind
         self._sample = Sample(tuple(latents_shape), conditioning, audio_latents_shape, own_audio_level)
         model = family.empty_transformer()
@@ -158,6 +163,18 @@ class MemoryCounter:
         self._trained_layers, self._frozen_layers = set(ranks), set(frozen)
         self._other_frozen_layers = [name for name in self._frozen.ranks if name.partition(".")[0] in others]
         self.num_blocks = self._block_lists.num_blocks
+        self.subject = {
+            "layers": tuple(layers),
+            "rank": rank,
+            "own": dict(own),
+            "kind": (kind.name, vars(kind)),
+            "dropout": dropout,
+            "training_adapter": self._frozen.described,
+            "latents_shape": tuple(latents_shape),
+            "conditioning": {name: (list(one.shape), str(one.dtype)) for name, one in conditioning.items()},
+            "audio_latents_shape": audio_latents_shape,
+            "own_audio_level": own_audio_level,
+        }
         self._meta_results = MetaResults()
         self._weights: dict[Any, list[_ModelBytes]] = {}
         self._models: dict[Any, MetaModel] = {}
@@ -235,12 +252,12 @@ class MemoryCounter:
 
     def _cost_in_effect(self, settings: StepSettings) -> StepCost:
         key, few = self._count_of(settings)
-        counted = key[0]
+        counted, kinds = key
         if key not in self._steps:
-            self._steps[key] = self._counted(counted, few)
-        found, lasting = self._steps[key].stretched(few.repeats), self._model_of(counted, few).lasting
-        added = self.lora_bytes if counted.accumulates else 0
-        return replace(found, kept=found.kept + lasting, peak=found.peak + lasting + added)
+            subject = {**self.subject, "step": repr(counted), "blocks": kinds}
+            self._steps[key] = self.kept.of("step", subject, CountedStep, lambda: self._counted(counted, few))
+        found = self._steps[key].stretched(few.repeats)
+        return replace(found, peak=found.peak + self.lora_bytes) if counted.accumulates else found
 
     def _counted(self, settings: StepSettings, few: FewBlocks) -> CountedStep:
         """A step of the first model with a few of its blocks."""
@@ -260,7 +277,7 @@ class MemoryCounter:
             step.forward, step.backward, step.blocks, meter, step.engine, autocast=step.autocast
         )
         needed[recomputed] = set(step.engine.needed_matmuls)
-        return counted
+        return replace(counted, lasting=model.lasting)
 
     def _few_blocks(self, settings: StepSettings) -> FewBlocks:
         num_neighbours = max(1, settings.resident_blocks, settings.prefetched_blocks)
@@ -312,6 +329,7 @@ class _FrozenAdapter:
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.ranks = {layer: pair.rank for layer, pair in pairs_of(tensors, self._settings).items()}
         self.num_bytes = torch.float32.itemsize * sum(shape.numel() for shape in self._shapes.values())
+        self.described = {name: list(shape) for name, shape in self._shapes.items()}, dict(self._settings)
 
     def add_to(self, model: nn.Module, layers: Mapping[str, str]) -> None:
         """Put it on some of its layers."""

@@ -9,13 +9,14 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.weights import SLOTS_TO_GENERATE
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training.planning.choices import MemoryBudget
+from diffsynth_lite.training.planning.choices import MemoryBudget, setting_of
 from diffsynth_lite.training.planning.inference_count import (
     EncoderBytes,
     PreviewBytes,
     count_media_encoder,
     count_preview,
     count_prompt_encoder,
+    preview_request,
 )
 from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
@@ -23,6 +24,19 @@ from diffsynth_lite.training.planning.subject import with_changes
 from diffsynth_lite.training.planning.without_weights import copied_bytes, frozen_component
 from diffsynth_lite.training.preview_requests import preview_size
 
+_WEIGHTS = ("model.path",)  # their dtype in the files of a release
+_VAE = (*_WEIGHTS, "model.vae_dtype", "model.vae_tiling")
+READ: Mapping[str, tuple[str, ...]] = {
+    "media": _VAE,
+    "prompts": (
+        *_WEIGHTS,
+        *("model.text_encoder_dtype", "model.text_encoder_quantize"),
+        *("memory.stream_text_encoder", "memory.stream_slots", "memory.min_bytes"),
+    ),
+    "copied": _WEIGHTS,
+    "preview": (*_VAE, "validation.guidance_scale"),
+}
+"""The settings that each count of something other than a step reads, in addition to sizes and formats."""
 _Counted = TypeVar("_Counted")
 PhaseName = Literal["encoding media", "encoding prompts", "loading", "training", "generating previews"]
 
@@ -86,24 +100,33 @@ class PhaseCounter:
         changed.config = with_changes(self.config, changes)
         return changed
 
-    def _once(self, count: Callable[[], _Counted], *settings: object) -> _Counted:
-        """The result of a count, which is made once for these settings."""
-        key = repr(settings)
+    def _once(
+        self, name: str, kind: type[_Counted], count: Callable[[], _Counted], others: Mapping[str, object]
+    ) -> _Counted:
+        """The result of a count, which is made once.
+
+        Args:
+            name: of the count, in ``READ``.
+            others: what it depends on in addition to the settings named there.
+        """
+        settings = {key: setting_of(self.config, key) for key in READ[name]} | dict(others)
+        key = repr((name, settings))
         if key not in self._known:
-            self._known[key] = count()
+            self._known[key] = self._counter.kept.of(name, settings, kind, count)
         counted: _Counted = self._known[key]
         return counted
 
     @property
     def _media(self) -> EncoderBytes:
         subject = self.config, self.family, self.size, self._num_inputs
-        return self._once(lambda: count_media_encoder(*subject), "media", self.config.model)
+        sizes = {"size": self.size, "num_inputs": self._num_inputs}
+        return self._once("media", EncoderBytes, lambda: count_media_encoder(*subject), sizes)
 
     @property
     def _prompts(self) -> EncoderBytes:
         subject = self.config, self.family, self.size, self._num_inputs
-        memory = self.config.memory
-        return self._once(lambda: count_prompt_encoder(*subject), "prompts", self.config.model, memory)
+        sizes = {"size": self.size, "num_inputs": self._num_inputs}
+        return self._once("prompts", EncoderBytes, lambda: count_prompt_encoder(*subject), sizes)
 
     def _encoding(self, name: PhaseName, encoder: EncoderBytes) -> Phase:
         """One encoder after the other, unless both stay."""
@@ -128,7 +151,7 @@ class PhaseCounter:
         """Weights, in place or cast by their library; the optimizer's state is made in the first step."""
         copied = 0
         if settings.quantize == "none" and not settings.stream_blocks and settings.num_shards == 1:
-            copied = self._once(lambda: self._copied(settings), "copied", settings.dtype)
+            copied = self._once("copied", int, lambda: self._copied(settings), {"dtype": settings.dtype})
         device = step.weights + step.slots + step.lora
         return _phase(
             "loading",
@@ -149,10 +172,15 @@ class PhaseCounter:
 
     def _previewing(self, step: MemoryCount, settings: StepSettings) -> Phase:
         """The model without gradients, and the autoencoder, which is loaded for it; between two steps."""
+        request = preview_request(self.config, self.family)
         subject = self.config, self.family, self._counter, settings
-        formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
-        keys = "preview", formats, self.config.model, self.config.validation
-        preview: PreviewBytes = self._once(lambda: count_preview(*subject), *keys)
+        others = {
+            **self._counter.subject,
+            "formats": (settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision),
+            "size": (request.width, request.height, request.num_frames, request.num_layers, request.fps),
+            "media": (len(request.inputs), len(request.control), len(request.inpaint_mask)),
+        }
+        preview = self._once("preview", PreviewBytes, lambda: count_preview(*subject), others)
         held = step.between_steps + self._resident_encoders.device + preview.weights
         is_moving = settings.has_average and self.config.validation.use_ema
         if is_moving or self._counter.optimizer.has_average:

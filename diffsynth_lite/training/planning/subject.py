@@ -29,6 +29,7 @@ from diffsynth_lite.training.distributed.devices import num_data_ranks
 from diffsynth_lite.training.frozen_weights import require_as_many_blocks
 from diffsynth_lite.training.layer_groups import adapter_kind, find_targets, layer_groups, rank_overrides
 from diffsynth_lite.training.optimization.optimizers import examine_optimizer
+from diffsynth_lite.training.planning.kept_counts import KeptCounts
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.split_sequences import (
     Exchange,
@@ -94,10 +95,13 @@ def step_settings(config: Config, family: ModelFamily, *, num_processes: int = 1
     )
 
 
-def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
+def counter_of(config: Config, family: ModelFamily, kept: KeptCounts | None = None) -> MemoryCounter:
     """Counts steps of a config at its largest size, with a prompt as long as may be.
 
     Where processes share each sample, the part that one of them computes is counted.
+
+    Args:
+        kept: counts of earlier plans; None is none.
     """
     model = family.empty_transformer()
     num_blocks = len(blocks_in(family.parts_of(model)[family.trained[0]], family.block_lists))
@@ -133,6 +137,7 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
         own_audio_level=own_audio_shape(config, family, size.num_frames) is not None,
         conditioning=conditioning | inputs,
         exchange=_exchange(config, family, model, shape, conditioning | inputs) if shared > 1 else None,
+        kept=kept,
     )
 
 
@@ -165,7 +170,7 @@ def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes:
     if shared > 1:
         # Attention to all tokens is more work than to those of a part.
         unsplit = {"train.context_parallel": 1, "train.context_parallel_kind": "ulysses"}
-        counter = counter_of(with_changes(config, unsplit), counter.family)
+        counter = counter_of(with_changes(config, unsplit), counter.family, counter.kept)
     batch_size = -(-config.train.global_batch_size // num_data_ranks(config, num_processes))
     # diffusers' backward of Ulysses begins with attention's forward.
     attends_again = shared > 1 and config.train.context_parallel_kind == "ulysses"

@@ -1,0 +1,129 @@
+"""This file keeps what was counted for a plan in a folder, where the next plan of the same finds it."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import read_bytes, replacing, signed_line
+from diffsynth_lite.pipelines import ModelFamily
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).parents[2]
+_LIBRARIES = ("torch", "diffusers", "peft", "transformers", "accelerate")
+_MOST_FILES = 500
+"""The oldest go; a plan has about 12, of 1 to 20 KB."""
+_MOST_BYTES = 2**24
+_Count = TypeVar("_Count")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInput:
+    """All that one count of a plan depends on: what the planner reads of the code, a folder and a config.
+
+    Attributes:
+        count: which one it is.
+        code: versions of the libraries, and a hash of this package.
+        components: hash of the files of each component in the folder.
+        settings: by name, as they are in the config or as they follow from it, such as sizes.
+    """
+
+    count: str
+    code: Mapping[str, str]
+    family: str
+    trained: tuple[str, ...]
+    with_audio: bool
+    components: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """A hash, the same for equal inputs."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=repr).encode()).hexdigest()
+
+
+class KeptCounts:
+    """The counts of plans of a family, kept in a folder; what cannot be read or written is counted again.
+
+    Args:
+        folder: None keeps none; neither are those kept of a family outside of this package, whose code may
+            change without a version.
+
+    Attributes:
+        num_reused: how many counts were found in the folder.
+    """
+
+    def __init__(self, folder: Path | None, family: ModelFamily) -> None:
+        is_ours = type(family).__module__.partition(".")[0] == __name__.partition(".")[0]
+        self._folder, self._family = folder if is_ours else None, family
+        self._components: dict[str, str] = {}
+        self.num_reused = 0
+
+    def of(
+        self, name: str, settings: Mapping[str, Any], kind: type[_Count], count: Callable[[], _Count]
+    ) -> _Count:
+        """A count, made now or found.
+
+        Args:
+            settings: all of a config that it depends on.
+            kind: its type, a dataclass or a number.
+        """
+        if self._folder is None:
+            return count()
+        path = self._folder / f"{self.input_of(name, settings).key}.json"
+        adapter = TypeAdapter(kind)
+        try:
+            content = read_bytes(path, most_bytes=_MOST_BYTES)
+            line = content.partition(b"\n")[0]
+            if content == signed_line(line):
+                kept = adapter.validate_json(line)
+                self.num_reused += 1
+                return kept
+        except (OSError, UserError, ValidationError) as error:
+            logger.debug("%s is counted: %s", name, error)
+        made = count()
+        try:
+            self._keep(path, signed_line(adapter.dump_json(made)))
+        except OSError as error:
+            logger.debug("the count of %s is not kept: %s", name, error)
+        return made
+
+    def input_of(self, name: str, settings: Mapping[str, Any]) -> PlanInput:
+        """What a count depends on."""
+        family = self._family
+        if not self._components:
+            self._components = {part: family.folder.fingerprint(part) for part in family.folder.parts()}
+        return PlanInput(
+            count=name,
+            code=_versions(),
+            family=type(family).__qualname__,
+            trained=family.trained,
+            with_audio=family.with_audio,
+            components=self._components,
+            settings=settings,
+        )
+
+    def _keep(self, path: Path, content: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
+        files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for old in files[_MOST_FILES:]:
+            old.unlink(missing_ok=True)
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    digest = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(f"{file.relative_to(_PACKAGE)}\n".encode() + file.read_bytes())
+    return {name: version(name) for name in _LIBRARIES} | {_PACKAGE.name: digest.hexdigest()}
