@@ -92,8 +92,8 @@ class LayerNames:
     @classmethod
     def spelled(cls, spelling: Spelling, layers: tuple[str, ...]) -> "LayerNames":
         """Layers of a transformer that kohya's trainers call by the names of one spelling."""
-        names = {spelling.key(f"transformer.{layer}").partition(".")[2]: renamed(layer) for layer in layers}
-        return cls(layers=layers, kohya=names)
+        names = ((layer, spelling.key(f"transformer.{layer}").partition(".")[2]) for layer in layers)
+        return cls(layers=layers, kohya={name: renamed(layer) for layer, name in names if name != layer})
 
     def find(self, name: str) -> Original | None:
         """The layers of a name in a file, with dots or ``_`` between its parts; None if unknown."""

@@ -132,14 +132,15 @@ class QwenImageLayered(qwen_image.QwenImage):
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         """Those of the image, of its layers, and of the image to split."""
-        return super().num_tokens(latents_shape) * (latents_shape[-3] + 1)
+        _, num_images, height, width = latents_shape
+        return super().num_tokens((1, num_images + 1, height, width))
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """By the area of the image only: mu is the square root of its part of 256 x 256 pixels.
 
         Whether that is the shift or its logarithm depends on the folder's sampler.
         """
-        mu = math.sqrt(super().num_tokens(latents_shape) / _BASE_TOKENS)
+        mu = math.sqrt(super().num_tokens(_of_one_image(latents_shape)) / _BASE_TOKENS)
         is_linear = self.scheduler_config.get("time_shift_type") == "linear"
         return mu if is_linear else exponential_shift(mu)
 
@@ -152,7 +153,7 @@ class QwenImageLayered(qwen_image.QwenImage):
         """
         config = self.scheduler_config
         mu = resolution_mu(
-            super().num_tokens(latents_shape),
+            super().num_tokens(_of_one_image(latents_shape)),
             base_shift=config.get("base_shift", 0.5),
             max_shift=config.get("max_shift", 0.9),
             base_tokens=config.get("base_image_seq_len", 256),

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
@@ -226,7 +227,7 @@ class DiffusersFamily(ModelFamily):
         return f"{self.latents_id} {self.folder.fingerprint('vae')} {dtype}"
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1] // self.patch**2
+        return math.prod(latents_shape[1:]) // self.patch**2
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning | None:
         if self.prompt_width is None:

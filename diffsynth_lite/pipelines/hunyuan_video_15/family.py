@@ -297,9 +297,6 @@ class HunyuanVideo15(DiffusersFamily):
         scale, frame_scale = config["spatial_compression_ratio"], config["temporal_compression_ratio"]
         return config["latent_channels"], (num_frames - 1) // frame_scale + 1, height // scale, width // scale
 
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return math.prod(latents_shape[1:])
-
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """3, as in Tencent's trainer; less where the folder's sampler has less."""
         return min(super().family_shift(latents_shape), _TRAINED_SHIFT)

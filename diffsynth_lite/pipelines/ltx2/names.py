@@ -4,7 +4,7 @@ Sources: the modules of diffusers' model and its ``scripts/convert_ltx2_to_diffu
 of Lightricks' repository; ``comfy/ldm/lightricks/av_model.py`` of ComfyUI, which has these, too.
 """
 
-from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers
 from diffsynth_lite.lora.spelling import Spelling
 
 LTX2_NAMES = Spelling(
@@ -42,16 +42,12 @@ _OUTSIDE = (
 )
 
 LTX2_LAYERS: LoraLayers = {
-    "transformer": LayerNames(
-        layers=(
+    "transformer": LayerNames.spelled(
+        LTX2_NAMES,
+        (
             *(f"{_BLOCK}.{attention}.{layer}" for attention in _ATTENTIONS for layer in _PROJECTIONS),
             *(f"{_BLOCK}.{ff}.net.{layer}" for ff in ("ff", "audio_ff") for layer in ("0.proj", "2")),
             *_OUTSIDE,
         ),
-        kohya={
-            name: renamed(layer)
-            for layer in _OUTSIDE
-            if (name := LTX2_NAMES.key(f"transformer.{layer}").partition(".")[2]) != layer
-        },
     )
 }

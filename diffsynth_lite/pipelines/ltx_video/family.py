@@ -8,7 +8,6 @@ Sources: diffusers ``transformer_ltx.py``, ``pipeline_ltx.py``, ``pipeline_ltx_i
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -60,13 +59,6 @@ _DECODING = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 LTX-Video, which has these of all releases."""
 _START_NOISE = 0.15
 """Default of ``image_cond_noise_scale`` of ``LTXConditionPipeline``."""
-
-
-LTX_VIDEO_NAMES = Spelling(
-    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
-    unknown_to_comfyui=("proj_in", "time_embed"),
-)
-"""Diffusers' names but for the prefix; those of the two layers would be others in ComfyUI."""
 
 
 @model_function
@@ -176,7 +168,10 @@ class LTXVideo(DiffusersFamily):
     releases = LTX_VIDEO
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "ltx_video_lora.yaml"}
     transformer_class = LTXVideoTransformer3DModel
-    lora_spelling = LTX_VIDEO_NAMES
+    lora_spelling = Spelling(
+        prefixes={"transformer": "diffusion_model"}, unknown_to_comfyui=("proj_in", "time_embed")
+    )
+    """Diffusers' names but for the prefix; those of the two layers would be others in ComfyUI."""
     lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": T5EncoderModel,
@@ -274,10 +269,6 @@ class LTXVideo(DiffusersFamily):
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         channels = self.folder.component_config("vae")["latent_channels"]
         return channels, (num_frames - 1) // _TEMPORAL + 1, height // _SPATIAL, width // _SPATIAL
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        _, num_frames, height, width = latents_shape
-        return num_frames * height * width
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which grows with the clip, to the end of its line; 1 from 0.9.5 on.

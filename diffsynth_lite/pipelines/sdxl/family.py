@@ -149,6 +149,7 @@ class SDXL(DiffusionFamily):
     releases = RELEASES
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "sdxl_lora.yaml"}
     transformer_class = UNet2DConditionModel
+    patch = 2  # of the largest attention, on the second level
     lora_spelling = SDXL_NAMES
     lora_layers = SDXL_LAYERS
     # transformers 5 has no such level in its CLIPTextModel; earlier versions and ComfyUI look for it.
@@ -298,10 +299,6 @@ class SDXL(DiffusionFamily):
             ]
 
         return encode
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        """Those of its largest attention, on the second level."""
-        return latents_shape[-2] * latents_shape[-1] // 4
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         width = self.folder.component_config("unet")["cross_attention_dim"]

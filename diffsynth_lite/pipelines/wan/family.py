@@ -103,6 +103,7 @@ class Wan(ExpertFamily):
     releases = WAN
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "wan_t2v_lora.yaml"}
     transformer_class = WanTransformer3DModel
+    patch = _PATCH
     lora_spelling = WAN_NAMES
     lora_layers = WAN_LAYERS
     block_lists: ClassVar[tuple[str, ...]] = ("blocks",)
@@ -214,10 +215,6 @@ class Wan(ExpertFamily):
         config = self._vae_config
         scale, frame_scale = config["scale_factor_spatial"], config["scale_factor_temporal"]
         return config["z_dim"], (num_frames - 1) // frame_scale + 1, height // scale, width // scale
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        _, num_frames, height, width = latents_shape
-        return num_frames * height * width // _PATCH**2
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         width = self.folder.component_config(self.trained[0])["text_dim"]

@@ -60,12 +60,11 @@ class AuraFlow(DiffusersFamily):
     block_lists = BLOCK_LISTS
     size_divisor = 16
     max_prompt_tokens = 256
+    patch = 2
+    prompt_id = "aura_flow/prompt/1"
+    latents_id = "aura_flow/latents/1"
     prompt_width = "joint_attention_dim"
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
-
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        return f"aura_flow/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def encode_prompts(
         self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
@@ -78,12 +77,6 @@ class AuraFlow(DiffusersFamily):
         )
         # All rows: those of the padding are zeros, and the model sees them.
         return [{"prompt_embeds": row.cpu().clone()} for row in embeds_bld]
-
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"aura_flow/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
-    def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1] // 4
 
     def predict(
         self,
