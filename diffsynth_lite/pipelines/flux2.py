@@ -443,12 +443,9 @@ class Flux2(EditInputs, DiffusersFamily):
             return None
         return "is_distilled in its model_index.json; better train its base, whose LoRA it takes"
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        settings = {} if self._is_guided else {"is_distilled": self._is_distilled}
-        pipeline = self.preview_pipeline(transformer, vae_dtype, **settings)
-        return [self.generate(pipeline, request) for request in requests]
+    @property
+    def pipeline_settings(self) -> Mapping[str, Any]:
+        return {} if self._is_guided else {"is_distilled": self._is_distilled}
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"image": INPUT_IMAGE} if request.inputs else {}

@@ -274,21 +274,18 @@ class Krea2(DiffusersFamily):
         return "is_distilled in its model_index.json; better train Krea 2 Raw, whose LoRA it takes"
 
     @property
-    def _read_layers(self) -> dict[str, Any]:
-        """Which layers of the text encoder the transformer is given, as the pipeline takes it."""
+    def pipeline_settings(self) -> Mapping[str, Any]:
+        """Also which layers of the text encoder the transformer is given."""
         name = "text_encoder_select_layers"
-        return {name: self.folder.pipeline_config().get(name)}
+        return {"is_distilled": self._is_distilled, name: self.folder.pipeline_config().get(name)}
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")
         # The template is a part of diffusers, so that another version may bring another one.
-        pipeline = assemble(self.pipeline, **self._read_layers)
+        pipeline = assemble(self.pipeline, **self.pipeline_settings)
         template = pipeline.prompt_template_encode_prefix, pipeline.prompt_template_encode_suffix
         layers = pipeline.text_encoder_select_layers
         return f"krea2/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {layers} {template!r}"
-
-    def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
-        return super().prompt_pipeline(dtype, device, **self._read_layers, **settings)
 
     def encode_prompts(
         self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
@@ -340,12 +337,6 @@ class Krea2(DiffusersFamily):
             mask,
             **gradient_flags(),
         )
-
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        pipeline = self.preview_pipeline(transformer, vae_dtype, is_distilled=self._is_distilled)
-        return [self.generate(pipeline, request) for request in requests]
 
     def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         guided = request.guidance_scale > 1

@@ -231,14 +231,14 @@ class QwenImage21(DiffusersFamily):
         return QwenImage21Pipeline
 
     @property
-    def _sampling_levels(self) -> dict[str, Any]:
+    def pipeline_settings(self) -> Mapping[str, Any]:
         """The noise levels that a distilled release is drawn at, as the pipeline takes them; others: None."""
         return {"sample_sigmas": self.folder.pipeline_config().get("sample_sigmas")}
 
     @property
     def distilled(self) -> str | None:
         """Those with ``sample_sigmas`` in ``model_index.json``. Better train the model they are made from."""
-        if not any(self._sampling_levels.values()):
+        if not any(self.pipeline_settings.values()):
             return None
         return "sample_sigmas in its model_index.json; better train the model that it was made from"
 
@@ -296,12 +296,6 @@ class QwenImage21(DiffusersFamily):
             )
             velocities |= zip(places, velocity_bcfhw, strict=True)
         return torch.stack([velocities[place] for place in range(len(rows))])
-
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        pipeline = self.preview_pipeline(transformer, vae_dtype, **self._sampling_levels)
-        return [self.generate(pipeline, request) for request in requests]
 
     def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)

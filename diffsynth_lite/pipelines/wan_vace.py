@@ -196,7 +196,7 @@ class WanVACE(wan.Wan):
         return torch.cat([latents_cfhw, mask_cfhw.to(latents_cfhw)])
 
     @property
-    def _pipeline_settings(self) -> dict[str, Any]:
+    def pipeline_settings(self) -> dict[str, Any]:
         return {}
 
     def pipeline_for(self, request: PreviewRequest) -> Any:

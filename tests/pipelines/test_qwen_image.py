@@ -150,7 +150,7 @@ def test_images_are_opaque_for_2_1(of_21: Sample) -> None:
 def test_levels_in_the_index_of_2_1_are_sampled_with(of_21: Sample, tmp_path: Path) -> None:
     levels = {"sample_sigmas": [1.0, 0.5]}
     QwenImage21Pipeline(**of_21.fresh_pipeline().components, **levels).save_pretrained(tmp_path)
-    assert QwenImage21(PipelineFolder(path=tmp_path))._sampling_levels == levels
+    assert QwenImage21(PipelineFolder(path=tmp_path)).pipeline_settings == levels
 
 
 def test_each_image_is_encoded_as_the_pipeline_encodes_its_own(of_layers: Sample) -> None:

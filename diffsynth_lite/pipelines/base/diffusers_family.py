@@ -86,6 +86,11 @@ class DiffusersFamily(ModelFamily):
         name = self.folder.pipeline_class_name()
         return next(pipeline for pipeline in self.pipelines if pipeline.__name__ == name)
 
+    @property
+    def pipeline_settings(self) -> Mapping[str, Any]:
+        """What a pipeline is made with next to its components, for prompts and previews."""
+        return {}
+
     def pipeline_for(self, request: PreviewRequest) -> Any:
         """The class of diffusers that generates a preview; another than ``pipeline`` in some families."""
         return self.pipeline
@@ -270,7 +275,7 @@ class DiffusersFamily(ModelFamily):
         """The folder's pipeline with its text encoders and tokenizers only, for ``encode_prompt``."""
         encoders = self.load_text_encoders(dtype, device)
         tokenizers = {name: self.load_tokenizer(name) for name in self.tokenizers}
-        return assemble(self.pipeline, **encoders, **tokenizers, **settings)
+        return assemble(self.pipeline, **encoders, **tokenizers, **self.pipeline_settings, **settings)
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -348,7 +353,7 @@ class DiffusersFamily(ModelFamily):
         vae = self.load_preview_vae(vae_dtype, device_and_dtype(model)["device"])
         _decode_in_own_dtype(vae)
         parts = {self.trainable[0]: model, "vae": vae, "scheduler": self.load_scheduler()}
-        pipeline = assemble(self.pipeline, **parts, **settings)
+        pipeline = assemble(self.pipeline, **parts, **self.pipeline_settings, **settings)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 

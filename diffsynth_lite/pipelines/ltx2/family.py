@@ -39,9 +39,8 @@ from diffsynth_lite.pipelines.base.first_frame import (
 from diffsynth_lite.pipelines.base.mixins import WithAudio
 from diffsynth_lite.pipelines.ltx2.audio import COMPRESSION, encode_audio, num_audio_latents
 from diffsynth_lite.pipelines.ltx2.forward import BLOCK_LISTS, UNUSED_MATMULS, model_fn_ltx2
-from diffsynth_lite.pipelines.ltx2.generation import Connected, guidance_arguments, prompt_arguments
+from diffsynth_lite.pipelines.ltx2.generation import STREAMS, Connected, guidance_arguments, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.names import LTX2_LAYERS, LTX2_NAMES
-from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, prompt_encoder
 from diffsynth_lite.pipelines.ltx2.releases import LTX_2
 from diffsynth_lite.pipelines.ltx2.tiny import tiny as tiny
 
@@ -187,16 +186,35 @@ class LTX2(WithAudio, DiffusersFamily):
         parts = self.folder.fingerprints("text_encoder", "tokenizer", "connectors")
         return f"ltx2/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
-    def load_prompt_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        return prompt_encoder(
-            self.load_text_encoders(dtype, device)["text_encoder"],
-            self.load_tokenizer(),
-            self.load_component("connectors", dtype).to(device),
-            device,
-            max_tokens=self.max_prompt_tokens,
-        )
+    def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
+        # Without its head, whose logits nobody reads: 262,208 for each token.
+        text_encoder = self.load_text_encoders(dtype, device)["text_encoder"].model
+        tokenizer = self.load_tokenizer()
+        connectors = self.load_component("connectors", dtype).to(device)
+        parts = {"text_encoder": text_encoder, "tokenizer": tokenizer, "connectors": connectors}
+        return assemble(LTX2Pipeline, **parts, **settings)
+
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        """What each stream reads of the prompts, (L, D) in the dtype of the connectors.
+
+        The pipeline hands its connectors all layers of the text encoder: of 1024 tokens 188,160 numbers each,
+        50 times what they make of them. They put registers in the place of padding and mix these with the
+        words, so that of theirs nothing may be left out.
+        """
+        encoded = []
+        for prompt in prompts:
+            layers_bld, mask, _, _ = pipeline.encode_prompt(
+                prompt.text,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.max_prompt_tokens,
+                device=device,
+            )
+            side = pipeline.tokenizer.padding_side
+            *streams_bld, _ = pipeline.connectors(layers_bld, mask, padding_side=side)
+            encoded.append({name: rows[0].cpu() for name, rows in zip(STREAMS, streams_bld, strict=True)})
+        return encoded
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         return super().prompt_lengths([text.strip() for text in texts])

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from diffsynth_lite.pipelines.base.family import Conditioning
-from diffsynth_lite.pipelines.ltx2.prompts import STREAMS
 
+STREAMS = ("prompt_embeds", "audio_prompt_embeds")
+"""Names of what the stream of the clip and that of its audio read of a prompt."""
 _WITHOUT_GUIDANCE = {
     "guidance_scale": 1.0,
     "audio_guidance_scale": 1.0,

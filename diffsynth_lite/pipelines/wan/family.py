@@ -281,7 +281,7 @@ class Wan(ExpertFamily):
         parts = {
             "scheduler": self.load_scheduler(),
             "boundary_ratio": self.boundary,
-            **self._pipeline_settings,
+            **self.pipeline_settings,
             **self._image_parts(self.load_preview_vae(vae_dtype, device)),
             **self._transformers(transformer),
         }
@@ -303,8 +303,7 @@ class Wan(ExpertFamily):
         return frames
 
     @property
-    def _pipeline_settings(self) -> dict[str, Any]:
-        """Further arguments of the pipeline's class."""
+    def pipeline_settings(self) -> dict[str, Any]:
         return {"expand_timesteps": self._is_ti2v}
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
