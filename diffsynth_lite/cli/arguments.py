@@ -3,19 +3,16 @@
 import argparse
 import math
 import sys
+from typing import Any
 
 from diffsynth_lite.config import section_types
 from diffsynth_lite.config.messages import in_place_of_flag
 
 
-def add_config_arguments(
-    parser: argparse.ArgumentParser,
-    *,
-    config_help: str = "yaml; a bare name is also looked for in configs/",
-    required: bool = True,
-) -> None:
-    """``--config``, ``--preset`` and ``key=value``."""
-    parser.add_argument("--config", metavar="FILE", required=required, help=config_help)
+def add_config_arguments(parser: argparse.ArgumentParser, **of_config: Any) -> None:
+    """``--config``, of which some options may be others, ``--preset`` and ``key=value``."""
+    options: dict[str, Any] = {"required": True, "help": "yaml; a bare name is also looked for in configs/"}
+    parser.add_argument("--config", metavar="FILE", **options | of_config)
     add_preset_argument(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=500")
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.prompt import Confirm
 
-from diffsynth_lite.cli.arguments import add_preset_argument, part_of
+from diffsynth_lite.cli.arguments import add_config_arguments, part_of
 from diffsynth_lite.cli.processes import join_processes, refuse_group
 from diffsynth_lite.config import LoadedConfig, load_config
 from diffsynth_lite.errors import UserError, join_lines, join_names
@@ -37,15 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command = tasks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         command.epilog = f"Example: {command.prog} {example}"
         command.set_defaults(task=task)
-        command.add_argument(
-            "--config",
-            metavar="FILE",
-            action="append",
-            required=True,
-            dest="configs",
-            help="yaml; give it again for each run that the cache is for",
-        )
-        add_preset_argument(command)
+        several = "yaml; give it again for each run that the cache is for"
+        add_config_arguments(command, action="append", dest="configs", help=several)
         if task is _fill:
             command.add_argument(
                 "--part",
@@ -56,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         if task is _prune:
             command.add_argument("--yes", action="store_true", help="delete without asking")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
 
 
 def run(parsed: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from diffsynth_lite.cli.arguments import add_preset_argument
 from diffsynth_lite.cli.console import print_lines
@@ -13,22 +14,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite init``."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="images or clips, with their captions")
     parser.add_argument("--family", metavar="NAME", help="model family (default: by what the folder holds)")
-    parser.add_argument(
-        "--inputs",
-        metavar="FOLDER",
-        type=Path,
-        action="append",
-        default=[],
-        help="images that those in FOLDER are edits of, with the same names; repeatable",
-    )
-    parser.add_argument(
-        "--layers",
-        metavar="FOLDER",
-        type=Path,
-        action="append",
-        default=[],
-        help="layers of those in FOLDER, with the same names; once for each layer, from the bottom up",
-    )
+    folders: dict[str, Any] = {"metavar": "FOLDER", "type": Path, "action": "append", "default": []}
+    for name, content in (
+        ("--inputs", "images that those in FOLDER are edits of, with the same names; repeatable"),
+        (
+            "--layers",
+            "layers of those in FOLDER, with the same names; once for each layer, from the bottom up",
+        ),
+    ):
+        parser.add_argument(name, **folders, help=content)
     parser.add_argument(
         "--masks",
         metavar="FOLDER",

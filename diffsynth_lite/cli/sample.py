@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite sample``."""
     add_config_arguments(
         parser,
-        config_help="yaml that names the base model; not needed for the LoRA of a run",
+        help="yaml that names the base model; not needed for the LoRA of a run",
         required=False,
     )
     parser.add_argument(
