@@ -69,6 +69,7 @@ def pytest_collection() -> Generator[None, object, object]:
     result = yield
     gc.freeze()
     gc.enable()
+    gc.set_threshold(10_000, 10, 10)
     return result
 
 

@@ -1,6 +1,6 @@
 """Tiny diffusers models with every optional input populated, and one training step on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,17 @@ class Step:
             and self.gradients.keys() == other.gradients.keys()
             and all(torch.equal(value, other.gradients[name]) for name, value in self.gradients.items())
         )
+
+
+def by_turns(
+    values: Sequence[Any], firsts: Sequence[Any], seconds: Sequence[Any]
+) -> list[tuple[Any, Any, Any]]:
+    """Each of ``firsts`` with each of ``seconds``, and with one of ``values`` in turn: any two meet."""
+    return [
+        (first, second, values[(place + other) % len(values)])
+        for place, first in enumerate(firsts)
+        for other, second in enumerate(seconds)
+    ]
 
 
 def forward(model: nn.Module, inputs: dict[str, Any]) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from device_checks import check_flags, check_full, check_offload, check_refused, check_savings, check_stream
-from gradient_models import ALL_FLAGS
+from gradient_models import ALL_FLAGS, by_turns
 from lazy_backend import LazyBackend
 
 from diffsynth_lite.core.transfer.backends import PlainBackend
@@ -46,9 +46,7 @@ def test_saved_attention_and_skipped_products_change_nothing(
     check_savings("cpu", 16, save_attention=save_attention, offload=offload, make_backend=make_backend)
 
 
-@pytest.mark.parametrize("make_backend", BACKENDS)
-@pytest.mark.parametrize("flags", ALL_FLAGS)
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize(("flags", "num_slots", "make_backend"), by_turns(BACKENDS, ALL_FLAGS, [1, 2, 3]))
 def test_streamed_weights_give_the_same_gradients(
     make_backend: Callable[[], Any], flags: tuple[bool, bool], num_slots: int
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gradient_models import (
     Case,
+    by_turns,
     checkpointed_step,
     chroma,
     flux,
@@ -51,16 +52,16 @@ def scope(backend: Any = None, **settings: Any) -> Iterator[GradientEngine]:
         backend.finish()
 
 
-@pytest.mark.parametrize("make_backend", BACKENDS)
-@pytest.mark.parametrize("make_case", MODELS)
-@pytest.mark.parametrize(("resident", "prefetched"), [(1, 1), (0, 0), (0, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("make_case", "blocks", "make_backend"), by_turns(BACKENDS, MODELS, [(1, 1), (0, 0), (0, 2), (3, 1)])
+)
 def test_a_step_does_not_depend_on_when_the_copies_run(
-    make_case: Callable[[], Case], make_backend: Callable[[], Any], resident: int, prefetched: int
+    make_case: Callable[[], Case], blocks: tuple[int, int], make_backend: Callable[[], Any]
 ) -> None:
     case = make_case()
     reference = training_step(case)
-    settings = {"resident_blocks": resident, "prefetched_blocks": prefetched}
-    with scope(make_backend(), **settings) as engine:
+    resident, prefetched = blocks
+    with scope(make_backend(), resident_blocks=resident, prefetched_blocks=prefetched) as engine:
         for _ in range(2):
             assert checkpointed_step(case, OFFLOAD) == reference
     assert engine.report().tensors_offloaded > 0

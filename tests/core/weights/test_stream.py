@@ -10,6 +10,7 @@ import torch
 from gradient_models import (
     Case,
     Step,
+    by_turns,
     chroma,
     flux,
     forward,
@@ -97,9 +98,9 @@ def step_under(case: Case, engine: GradientEngine, flags: tuple[bool, bool]) -> 
 
 
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
-@pytest.mark.parametrize("make_backend", BACKENDS)
-@pytest.mark.parametrize("make_case", MODELS)
-@pytest.mark.parametrize("flags", [KEEP, RECOMPUTE, OFFLOAD])
+@pytest.mark.parametrize(
+    ("make_case", "flags", "make_backend"), by_turns(BACKENDS, MODELS, [KEEP, RECOMPUTE, OFFLOAD])
+)
 def test_a_step_does_not_depend_on_where_the_weights_are_nor_on_when_copies_run(
     make_case: Callable[[], Case], flags: tuple[bool, bool], make_backend: Callable[[], Any]
 ) -> None:
@@ -180,9 +181,9 @@ def gradients_of(
     return list(torch.autograd.grad(loss, [block.scale for block in blocks]))
 
 
-@pytest.mark.parametrize("make_backend", BACKENDS)
-@pytest.mark.parametrize("flags", [KEEP, RECOMPUTE, OFFLOAD])
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("flags", "num_slots", "make_backend"), by_turns(BACKENDS, [KEEP, RECOMPUTE, OFFLOAD], [1, 2, 3])
+)
 def test_a_quantised_layer_makes_its_weight_from_what_is_on_the_device(
     num_slots: int, flags: tuple[bool, bool], make_backend: Callable[[], Any]
 ) -> None:
