@@ -6,7 +6,7 @@
 
 MIN_FREE_MIB=4096
 
-# Some containers set it; each process would then compile all that it imports anew.
+# Some containers set it; each process would then compile all that it imports again.
 unset PYTHONDONTWRITEBYTECODE
 
 fail() {
@@ -108,7 +108,7 @@ prepare_environment() {
         # The one that came with Python may be years old: pip 23.2 takes 52 s for the packages, 26.3 takes 34 s.
         "$PYTHON" -m pip install --quiet --upgrade pip || fail "pip could not be installed"
         # Nothing is compiled: most files are never imported, and those that are get compiled then.
-        # First and alone: a package that asks for any torch would bring a newer one than is tested.
+        # First, by itself: a package that asks for any torch would bring a newer one than is tested.
         "$PYTHON" -m pip install --quiet -c constraints.txt --no-compile torch || fail "torch could not be installed"
         "$PYTHON" -m pip install --quiet -c constraints.txt --no-compile --editable ".${extra:+[$extra]}" ||
             fail_install

@@ -1,7 +1,7 @@
 """Renders ``docs/models.md`` and the README's table of families, from the families' files and the recipes.
 
-Each family's file is imported. What is a property of a family, because it depends on the model's folder, is
-told by the property's docstring, and of its releases in a table.
+Each family's file is imported. What is a property of a family, because it depends on the model's folder,
+comes from the property's docstring, and what is known of its releases is a table.
 """
 
 import inspect

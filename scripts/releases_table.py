@@ -20,8 +20,8 @@ EXPLANATION = f"""\
 Each family's section ends with its releases: the parameters that are trained, those of the text encoders and
 those of a LoRA of rank {RANK} on the default layers; latents, tokens and the shift of the noise levels at the
 size that they make; the bytes of all weights as released. All of it is counted on empty models, from settings
-whose sources are in [`diffsynth_lite/releases`](../diffsynth_lite/releases). What has no source is said;
-repositories that are known to be gated are marked. `diffsynth-lite doctor` tells which of them a folder is.
+whose sources are in [`diffsynth_lite/releases`](../diffsynth_lite/releases). What has no source is marked;
+repositories that are known to be gated are marked. `diffsynth-lite doctor` shows which of them a folder is.
 """
 
 _HEADINGS = (

@@ -4,7 +4,7 @@
 #     sbatch --array=0-63 examples/slurm/fill.sh 64 --config my.yaml
 #     sbatch --array=3,17 examples/slurm/fill.sh 64 --config my.yaml    # two that failed, once more
 #
-# README.md beside this file says what to change for a cluster.
+# README.md next to this file has what to change for a cluster.
 
 #SBATCH --job-name=fill
 #SBATCH --ntasks=1

@@ -5,7 +5,7 @@
 #     sbatch examples/slurm/train.sh --config my.yaml
 #     sbatch --nodes=4 examples/slurm/train.sh --config my.yaml memory.shard_base=node
 #
-# README.md beside this file says what to change for a cluster.
+# README.md next to this file has what to change for a cluster.
 
 #SBATCH --job-name=train
 #SBATCH --nodes=1

@@ -62,7 +62,6 @@ class Method:
     """A way to learn.
 
     Attributes:
-        settings: those that it is.
         rate: of the learning, the best of several in one run each of another seed.
         rate_setting: where it goes, with the place of the number.
     """

@@ -59,8 +59,8 @@ TRAINER, BASE, IN_MEMORY = "trainer", "bare loop", "bare loop, batches drawn bef
 DIFFUSERS, DIFFSYNTH = "diffusers' script", "DiffSynth-Studio"
 FUSED = ", fused AdamW"
 PEERS = (IN_MEMORY, DIFFUSERS, DIFFUSERS + FUSED, DIFFSYNTH, DIFFSYNTH + FUSED)
-ALONE = (TRAINER, IN_MEMORY, DIFFUSERS, DIFFSYNTH)
-STEPS_ALONE = 5
+SEPARATE = (TRAINER, IN_MEMORY, DIFFUSERS, DIFFSYNTH)
+STEPS_SEPARATE = 5
 CLOSE = 1e-4
 """Most that loss and gradients may be off, relatively, where the model is diffusers'."""
 
@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    if options.alone:
+    if options.separate:
         with quiet(options.folder):
-            figures = measure_alone(options)
+            figures = measure_separate(options)
         print(json.dumps(figures))
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=10, help="steps before them (default: %(default)s)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     parser.add_argument("--quick", action="store_true", help="two steps, and no process of its own for any")
-    parser.add_argument("--alone", choices=ALONE, help=argparse.SUPPRESS)
+    parser.add_argument("--separate", choices=SEPARATE, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.quick:
@@ -104,7 +104,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    numbers, ratios, alone = {}, {}, {}
+    numbers, ratios, separate = {}, {}, {}
     for mode in options.modes:
         with quiet(folder):
             differences, times = measure(options, folder, mode)
@@ -112,9 +112,9 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         ratios[mode] = {name: ratio_of(values, times[BASE]) for name, values in times.items()}
         ratios[mode][BASE] = f"1 (of {1000 * statistics.median(times[BASE]):.1f} ms)"
         if not options.quick:
-            alone[mode] = {
-                name: figures_alone(name, mode, options, folder)
-                for name in ALONE
+            separate[mode] = {
+                name: figures_separate(name, mode, options, folder)
+                for name in SEPARATE
                 if not why_not(name, mode, options.batch)
             }
     missing = partial(why_not, num_samples=options.batch)
@@ -125,24 +125,23 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         f"CPU time of a step over the bare loop's, {options.batch} samples a step, {options.steps} rounds",
         rows(ratios, missing),
     )
-    if alone:
+    if separate:
         print_table(
-            "Alone: seconds of CPU until the first step is done; most memory of the process, MiB; most that "
-            "the tensors of a forward and a backward pass take, MiB",
-            rows(alone, missing),
+            "In a process of its own: seconds of CPU until the first step is done; most memory of the "
+            "process, MiB; most that the tensors of a forward and a backward pass take, MiB",
+            rows(separate, missing),
         )
 
 
 def measure(
     options: argparse.Namespace, folder: Path, mode: str
 ) -> tuple[dict[str, tuple[float, float]], dict[str, list[float]]]:
-    """How far losses and gradients are apart, and seconds of each measured step, by loop."""
+    """How far losses and gradients differ, and seconds of each measured step, by loop."""
     from peer_loops.bare import BareLoop
     from step_time import equal_runs
 
     settings = settings_of(folder, mode, options.batch)
-    equal = SimpleNamespace(config="quickstart.yaml", overrides=settings)
-    _, config, checked, (run,) = equal_runs(equal, folder, num_runs=1)
+    _, config, checked, (run,) = equal_runs("quickstart.yaml", settings, folder, num_runs=1)
     num_images = len(list((folder / "images").glob("*.png")))
     checkpointing, offload = MODES[mode]
     work = Work(
@@ -311,17 +310,17 @@ def loss_and_norm(loop: Any, batch: MicroBatch) -> tuple[float, float]:
     return loss.item(), norm.item()
 
 
-def figures_alone(name: str, mode: str, options: argparse.Namespace, folder: Path) -> str:
+def figures_separate(name: str, mode: str, options: argparse.Namespace, folder: Path) -> str:
     """Start and memory of a loop in a process of its own."""
-    command = [sys.executable, __file__, "--alone", name, "--modes", mode, "--batch", str(options.batch)]
+    command = [sys.executable, __file__, "--separate", name, "--modes", mode, "--batch", str(options.batch)]
     done = subprocess.run([*command, "--folder", str(folder)], check=True, stdout=subprocess.PIPE, text=True)
     start_s, process_bytes, tensor_bytes = json.loads(done.stdout)
     return f"{start_s:.1f}, {process_bytes / 2**20:.0f}, {tensor_bytes / 2**20:.1f}"
 
 
-def measure_alone(options: argparse.Namespace) -> list[float]:
+def measure_separate(options: argparse.Namespace) -> list[float]:
     """Seconds of CPU until a first step is done; most bytes of the process; most of a pass's tensors."""
-    name, mode, folder = options.alone, options.modes[0], options.folder
+    name, mode, folder = options.separate, options.modes[0], options.folder
     figures: list[float] = []
     if name == TRAINER:
         from diffsynth_lite.training.trainer import train_step
@@ -330,21 +329,21 @@ def measure_alone(options: argparse.Namespace) -> list[float]:
             result = train_step(built, number)
             if number == 1:
                 figures.append(time.process_time())
-            if number == STEPS_ALONE:
+            if number == STEPS_SEPARATE:
                 batch = next(built.batches)[0]
                 figures.extend(
                     [peak_bytes(), peak_tensor_bytes(partial(built.loss, built.transformer, batch))]
                 )
             return result
 
-        run_trainer(settings_of(folder, mode, options.batch), STEPS_ALONE, step)
+        run_trainer(settings_of(folder, mode, options.batch), STEPS_SEPARATE, step)
         return figures
     work = read_work(folder / f"{mode}.json")
     loop = build(name, work)
     with closing(loop.steps()) as steps:
         next(steps)
         figures.append(time.process_time())
-        for _ in range(STEPS_ALONE - 1):
+        for _ in range(STEPS_SEPARATE - 1):
             next(steps)
         figures.append(peak_bytes())
     batch = work.batches[0]

@@ -68,8 +68,6 @@ class Needs:
     """What a recipe takes by count.
 
     Attributes:
-        phases: of a run.
-        step: of training.
         offload_ratio: part of the host memory next to streamed weights that may hold what is offloaded.
         host_gib: most that these two may take of it.
     """

@@ -8,6 +8,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -16,16 +17,17 @@ from accelerate import Accelerator
 from meters import take_turns
 from peer_loops.bare import BareLoop
 
-from diffsynth_lite.config import load_config
+from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import (
+    TrainingObjects,
     build_compiler,
     build_engine,
     build_run,
     build_transformer,
 )
-from diffsynth_lite.training.checks import check_run
+from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding.run_encoding import encode_run
 from diffsynth_lite.training.frozen_weights import place_weights
 from diffsynth_lite.training.optimization.optimizers import build_optimizer
@@ -64,27 +66,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Seconds of each measured step of both loops, which take turns; each has its own model and batches."""
-    overrides = [*arguments.overrides, f"data.cache_dir={folder / 'cache'}", "validation.prompts=[]"]
-    config = load_config(arguments.config, overrides).config
-    accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
-    checked = check_run(config, accelerator)
-    encoded = encode_run(config, checked, accelerator)
-    trainer, other = (
-        build_run(
-            config,
-            checked,
-            encoded,
-            accelerator=accelerator,
-            transformer=(transformer := build_transformer(config, checked)),
-            compiler=build_compiler(config, checked.family, transformer),
-            weights=place_weights(config, checked.family, transformer, accelerator.device),
-            optimizer=build_optimizer(config, transformer, checked.groups),
-            averaged=None,
-            start_step=0,
-            folder=RunFolder(folder),
-        )
-        for _ in range(2)
-    )
+    accelerator, config, checked, runs = equal_runs(arguments.config, arguments.overrides, folder, num_runs=2)
+    trainer, other = runs
     # What a person would write by hand with diffusers and peft, without any of the trainer's code.
     bare = BareLoop(
         checked.family.folder.path,
@@ -106,6 +89,34 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float
             num_rounds=arguments.steps,
             clock=time.process_time if arguments.cpu_time else time.perf_counter,
         )
+
+
+def equal_runs(
+    file: str, overrides: Sequence[str], folder: Path, *, num_runs: int
+) -> tuple[Accelerator, Config, CheckedRun, list[TrainingObjects]]:
+    """The same run several times, each with a model and a stream of batches of its own."""
+    overrides = [*overrides, f"data.cache_dir={folder / 'cache'}", "validation.prompts=[]"]
+    config = load_config(file, overrides).config
+    accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
+    checked = check_run(config, accelerator)
+    encoded = encode_run(config, checked, accelerator)
+    runs = [
+        build_run(
+            config,
+            checked,
+            encoded,
+            accelerator=accelerator,
+            transformer=(transformer := build_transformer(config, checked)),
+            compiler=build_compiler(config, checked.family, transformer),
+            weights=place_weights(config, checked.family, transformer, accelerator.device),
+            optimizer=build_optimizer(config, transformer, checked.groups),
+            averaged=None,
+            start_step=0,
+            folder=RunFolder(folder),
+        )
+        for _ in range(num_runs)
+    ]
+    return accelerator, config, checked, runs
 
 
 if __name__ == "__main__":

@@ -81,9 +81,7 @@ class Bench:
     """A folder for one fault, and how often it is tried.
 
     Attributes:
-        root: of its runs.
         models: folder of the tiny pipelines, shared by all faults.
-        scale: how often things are tried.
         seed: of the moments that are drawn by chance.
     """
 

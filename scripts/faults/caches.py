@@ -183,12 +183,12 @@ def change_each_input(run: Run, changes: Mapping[str, Change], stride: int) -> i
         if path:
             change.edit(path)
         with encoded() as counts:
-            shutil.rmtree(run.finish("anew", *change.settings))
+            shutil.rmtree(run.finish("again", *change.settings))
         assert (counts["items"], counts["captions"]) == (change.items, change.captions), f"{name}: {counts}"
         if path:
             path.write_bytes(before)
         with encoded() as counts:
-            shutil.rmtree(run.finish("anew"))
+            shutil.rmtree(run.finish("again"))
         assert not counts, f"{name}, undone: {counts}"
     return len(chosen)
 

@@ -69,8 +69,8 @@ def change_the_number_of_processes(bench: Bench) -> str:
     largest = max(float(theirs[name].abs().max()) for name in names)
     assert difference <= MAX_WEIGHT_DIFFERENCE, difference
     return (
-        f"{len(expected)} samples, {' to '.join(map(str, chain))} processes, weights at most "
-        f"{difference:.1e} apart (largest {largest:.2f})"
+        f"{len(expected)} samples, {' to '.join(map(str, chain))} processes, weights within "
+        f"{difference:.1e} (largest {largest:.2f})"
     )
 
 

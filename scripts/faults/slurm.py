@@ -18,7 +18,7 @@ ENDLESS = 100_000
 TWO_GPUS = ("--gpus-per-node=2", "--cpus-per-task=2")
 TWO_NODES = ("--nodes=2", *TWO_GPUS)
 SHARDED = "memory.shard_base=node"
-TIME_LIMIT = ("--time=2", "--signal=B:USR1@30")
+TIME_LIMIT = ("--time=4", "--signal=B:USR1@60")
 """Minutes, and seconds before their end; SLURM looks twice a minute."""
 LOST = "the processes of this run could not reach each other"
 _STEP = re.compile(r"^0: \S+ step \d+/", re.MULTILINE)

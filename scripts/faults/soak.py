@@ -62,8 +62,6 @@ class Soaked:
     """A run that has ended, and what its processes held while it continued.
 
     Attributes:
-        run: whose folder it is.
-        steps: of it.
         rows: of ``provoked_train.py measured``, after the warm-up.
         saves: steps that were saved, in order.
     """

@@ -55,7 +55,7 @@ class RefusedBackend(CudaBackend):
 def test_a_keyword_call_draws_the_same_dropout_in_the_recompute(
     flags: tuple[bool, bool], num_rows: int
 ) -> None:
-    # One row is below the 64 KiB that are offloaded, so nothing but tensors left on the device tells of CUDA.
+    # One row is below the 64 KiB that are offloaded, so only tensors left on the device name CUDA.
     check_flags("cuda", num_rows, flags)
 
 

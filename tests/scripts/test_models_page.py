@@ -61,11 +61,11 @@ def test_noise_levels_are_those_of_recipes_whose_release_is_known() -> None:
 
 
 def test_facts_that_depend_on_the_folder_are_those_of_the_docstrings() -> None:
-    said = facts(Wan)
-    assert said["width and height, multiples of"] == "16; 32 with TI2V-5B"
-    assert (said["frames"], said["frames a second"]) == ("4 k + 1", "16; 24 with TI2V-5B")
-    assert said["LoRA file"].endswith("of `WanLoraLoaderMixin` and for ComfyUI")
-    assert "input images" not in said
+    known = facts(Wan)
+    assert known["width and height, multiples of"] == "16; 32 with TI2V-5B"
+    assert (known["frames"], known["frames a second"]) == ("4 k + 1", "16; 24 with TI2V-5B")
+    assert known["LoRA file"].endswith("of `WanLoraLoaderMixin` and for ComfyUI")
+    assert "input images" not in known
     assert facts(Chroma)["LoRA file"].endswith(", but for what a LoRA has on `distilled_guidance_layer*`")
 
 
@@ -95,10 +95,10 @@ def test_a_family_of_other_parts_than_diffusers_transformers_has_facts_too() -> 
             With more to say of them.
             """
 
-    said = facts(Other)
-    assert said["blocks, in call order"] == "Those of the UNet's levels"
-    assert said["input images"] == "any number"
-    assert said["width and height, multiples of"] == BY_THE_FOLDER
-    assert said["LoRA file"] == "Two files"
-    assert "model" not in said
-    assert "frames" not in said
+    known = facts(Other)
+    assert known["blocks, in call order"] == "Those of the UNet's levels"
+    assert known["input images"] == "any number"
+    assert known["width and height, multiples of"] == BY_THE_FOLDER
+    assert known["LoRA file"] == "Two files"
+    assert "model" not in known
+    assert "frames" not in known
