@@ -43,6 +43,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         r"transformer has use_keyframes_abs_pos_embedding: an LTX-2\.5",
     ),
     (
+        "ltx_video of conditions",
+        SCHEDULER,
+        {"use_dynamic_shifting": True},
+        "scheduler has use_dynamic_shifting, .* set it to false there",
+    ),
+    (
         "qwen_image_layered",
         "vae/config.json",
         {"input_channels": 3},
@@ -119,6 +125,8 @@ SHIFTS: list[tuple[str, dict[str, Any], float]] = [
     ("hunyuan_video_15", {"shift": 2.0}, 2.0),
     ("ltx2", FIXED | {"shift": 3.0}, 3.0),
     ("ltx_video", FIXED | {"shift": 3.0}, 3.0),
+    # The end of the line that is that of the class, where the folder gives none.
+    ("ltx_video", FLOW_MATCH | {"use_dynamic_shifting": True}, pytest.approx(math.exp(1.15))),
     ("ltx_video of conditions", {}, 1.0),
     ("sana", DPM | {"flow_shift": 6.0}, 6.0),
     ("sana", FLOW_MATCH | {"shift": 3.0}, 3.0),

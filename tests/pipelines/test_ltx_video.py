@@ -1,7 +1,6 @@
 """LTX-Video and its releases from 0.9.5 on against diffusers' own autoencoder and pipelines."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKLLTXVideo,
-    FlowMatchEulerDiscreteScheduler,
     LTXConditionPipeline,
     LTXImageToVideoPipeline,
 )
@@ -32,9 +30,8 @@ from family_sample import (
     transformer_calls,
 )
 from PIL import Image
-from release_layouts import decoding_timesteps, ltx_of_conditions, ltx_vae_of_0_9_5
+from release_layouts import decoding_timesteps, ltx_of_conditions
 
-from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import PipelineFolder, require_family
 from diffsynth_lite.pipelines.ltx_video import LTXVideo, tiny
@@ -127,17 +124,6 @@ def test_the_shift_is_the_one_of_the_pipelines_sampler_up_to_the_end_of_its_line
     assert name == "ltx2" or family.earlier_shift(shape) == of_the_sampler
     at_the_end = np.exp(calculate_shift(min(num_tokens, 4096), *line))
     assert family.family_shift(shape) == pytest.approx(at_the_end)
-
-
-def test_a_line_that_the_folder_does_not_give_is_that_of_the_class(tmp_path: Path) -> None:
-    LTXPipeline(**tiny().components).save_pretrained(tmp_path)
-    file = tmp_path / "scheduler" / "scheduler_config.json"
-    file.write_text(
-        json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True})
-    )
-    family = LTXVideo(PipelineFolder(path=tmp_path))
-    at_the_end = np.exp(FlowMatchEulerDiscreteScheduler().config.max_shift)
-    assert family.family_shift(family.latents_shape(768, 512, 161)) == pytest.approx(at_the_end)
 
 
 def test_a_folder_that_names_the_pipeline_of_first_frames_is_one_of_the_family(tmp_path: Path) -> None:
@@ -379,12 +365,3 @@ def test_a_folder_of_0_9_5_that_names_the_pipeline_of_0_9_is_one_of_conditions(t
     family.check_folder()
     assert family.pipeline is LTXConditionPipeline
     assert family.max_prompt_tokens == 256
-
-
-def test_a_sampler_that_the_pipeline_cannot_sample_with_is_refused(tmp_path: Path) -> None:
-    LTXConditionPipeline(**tiny().components | {"vae": ltx_vae_of_0_9_5()}).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"scheduler has use_dynamic_shifting, .* set it to false there"):
-        LTXVideo(PipelineFolder(path=tmp_path)).check_folder()
-    file = tmp_path / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dynamic_shifting": False}))
-    LTXVideo(PipelineFolder(path=tmp_path)).check_folder()
