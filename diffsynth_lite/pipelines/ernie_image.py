@@ -7,7 +7,6 @@ Sources: diffusers ``transformer_ernie_image.py`` and ``pipeline_ernie_image.py`
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -48,9 +47,7 @@ _NORM_EPS = 1e-5
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 
-ERNIE_IMAGE_NAMES = Spelling(
-    prefixes=MappingProxyType({"transformer": "diffusion_model"}), unknown_to_comfyui=()
-)
+ERNIE_IMAGE_NAMES = Spelling(prefixes={"transformer": "diffusion_model"}, unknown_to_comfyui=())
 """Diffusers' names but for the prefix: its pipeline takes that, too, and ComfyUI has the same modules."""
 
 

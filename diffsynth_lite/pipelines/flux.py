@@ -61,7 +61,6 @@ _ATTENTION = (
     *("to_q", "to_k", "to_v", "to_out.0"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
 )
-_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 SINGLE_STREAM = ("proj_mlp", "single_transformer_blocks.*.proj_out")
 """Of the single-stream blocks, next to attention; ``proj_out`` would also be the model's last layer."""
 _MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
@@ -319,10 +318,10 @@ class Flux(DiffusersFamily):
     # CLIP, which gives one vector for the whole text, reads the first 77 tokens of its own.
     prompt_tokenizer = "tokenizer_2"
     # Those of diffusers' training script.
-    default_target_modules: ClassVar[tuple[str, ...]] = (*_ATTENTION, *_FEED_FORWARD)
+    default_target_modules: ClassVar[tuple[str, ...]] = (*_ATTENTION, *FLUX_FEED_FORWARD)
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
-        "all": (*_ATTENTION, *_FEED_FORWARD, *SINGLE_STREAM, *_MODULATION),
+        "all": (*_ATTENTION, *FLUX_FEED_FORWARD, *SINGLE_STREAM, *_MODULATION),
     }
 
     @property

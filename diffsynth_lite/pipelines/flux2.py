@@ -8,7 +8,6 @@ Sources: diffusers ``transformer_flux2.py``, ``pipeline_flux2.py`` and ``pipelin
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -170,7 +169,7 @@ _DEV = Release(
     unconfirmed=("dtype of the transformer", "files of the tokenizer"),
 )
 
-_HEADS = MappingProxyType({"guidance_embeds": False})
+_HEADS = {"guidance_embeds": False}
 _KLEIN_4B_BASE = Release(
     name="FLUX.2 klein base 4B",
     hub_id="black-forest-labs/FLUX.2-klein-base-4B",

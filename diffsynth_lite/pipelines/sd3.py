@@ -70,7 +70,6 @@ _ATTENTION = (
     *("to_q", "to_k", "to_v", "to_out.0"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
 )
-_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
 
 @model_function
@@ -311,7 +310,7 @@ class SD3(DiffusersFamily):
     default_target_modules = _ATTENTION
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
-        "all": (*_ATTENTION, *_FEED_FORWARD, "norm1.linear", "norm1_context.linear"),
+        "all": (*_ATTENTION, *FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear"),
     }
     unused_in_last_block = ("attn.add_q_proj",)
 
