@@ -146,7 +146,6 @@ def halved(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRu
             "memory.save_attention=park",
             "memory.skip_dead_ops=off",
         ),
-        ("data.num_workers=1",),
     ],
 )
 def test_a_resumed_run_is_the_same_run_bit_for_bit(
