@@ -5,8 +5,9 @@
 The mini Qwen-Image of the quickstart, encoded images and prompts, a LoRA of rank 4 on the layers that the
 trainer adapts by default, float32, one thread of a CPU. Next to each other are
 
-- the trainer: a run as ``train.py`` starts it, from its checks to its checkpoint; a step is all that happens
-  until the next one begins: batch, clipping, finiteness check, engine, metrics, status and requests;
+- the trainer: a run as ``train.py`` starts it, from its checks to its checkpoint, without evaluation; a step
+  is all that happens until the next one begins: batch, clipping, finiteness check, engine, metrics, status
+  and requests;
 - a bare loop: diffusers and peft by hand, fused AdamW, on the trainer's batches, and on batches drawn before;
 - the loop of diffusers' training script, as it is, and with fused AdamW;
 - DiffSynth-Studio's training loop, as it is, and with fused AdamW, where it is installed.
@@ -25,6 +26,7 @@ interval of the medians of 90 % of resampled rounds. Start and memory are those 
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -206,6 +208,9 @@ def settings_of(folder: Path, mode: str, num_samples: int) -> list[str]:
         f"train.use_gradient_checkpointing_offload={str(offload).lower()}",
         "train.warmup_steps=0",
         "validation.prompts=[]",
+        # No peer evaluates; before the first step the trainer would.
+        "validation.loss_items=0",
+        "validation.item_losses=0",
         "output.checkpoint_every_steps=1000000",
     ]
 
@@ -219,6 +224,7 @@ def run_trainer(settings: Sequence[str], num_steps: int, step: Callable[..., Any
     from diffsynth_lite.training.run import run_training
     from diffsynth_lite.training.session import StartupClock
 
+    gc.freeze()  # as train.py does after its imports; it switches the collector off for them, too
     with tempfile.TemporaryDirectory() as folder, patch.object(trainer, "train_step", step):
         loaded = load_config(
             "quickstart.yaml", [*settings, f"train.steps={num_steps}", f"output.dir={folder}/run"]

@@ -1,5 +1,6 @@
 """What a command prints has no secrets in it."""
 
+import gc
 import io
 import logging
 import os
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 from torch import distributed
 
-from diffsynth_lite.cli.console import log_level, run_command
+from diffsynth_lite.cli.console import importing_libraries, log_level, run_command
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.errors import ON_EACH_MACHINE, RunInterrupted, UserError
 from diffsynth_lite.redaction import redacted
@@ -234,3 +235,18 @@ def test_a_refused_secret_is_not_shown_not_even_its_beginning(
     assert "train.seed: got 'xREDACTED'" in error
     assert "lora.rank=REDACTED (command line)" in error
     assert "swordfish" not in error
+
+
+def test_the_imports_of_a_process_of_ours_are_left_out_of_garbage_collection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = list[str]()
+    for name in ("disable", "freeze", "enable"):
+        monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
+    with importing_libraries():  # a test has imported torch: the process is not ours
+        calls.append("imports")
+    assert calls == ["imports"]
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(ImportError), importing_libraries():
+        raise ImportError
+    assert calls == ["imports", "disable", "freeze", "enable"]
