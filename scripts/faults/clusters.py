@@ -46,7 +46,6 @@ class Cluster:
     """A SLURM that takes jobs.
 
     Attributes:
-        root: folder of its files.
         nodes: on the first one its controller runs, too.
     """
 

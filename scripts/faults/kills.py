@@ -117,7 +117,6 @@ def at_each_call_of_a_save(run: Run, stride: int, act: Callable[[], None], *, co
     """Provoke a fault at every so-many-th disk call of the last save of a run, and let the run finish.
 
     Args:
-        run: to train.
         stride: 1 tries each call.
         act: happens instead of the call, in the trainer's process.
         code: which that then ends with.
@@ -150,8 +149,6 @@ def _at_each_call(
     """Continue copies of a run folder, each with a fault at a later disk call, until one meets no fault.
 
     Args:
-        run: whose folder it is.
-        stopped: the folder that is copied.
         stride: how many calls later each fault is.
         start: continues a folder with a fault after so many good calls; returns the exit code.
         code: which that is where there was a fault.

@@ -28,7 +28,6 @@ class Node:
     """A node that is there as long as its holder runs.
 
     Attributes:
-        name: by which the other one finds it.
         pid: of its first process.
         holder: the process whose end takes all others of the node with it.
     """

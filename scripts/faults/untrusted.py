@@ -37,7 +37,6 @@ class Start:
     """A start of a run, and files that it reads.
 
     Attributes:
-        run: to start.
         files: of which one at a time is replaced.
         stopped: run folder that is copied and continued; None for a new run.
     """
