@@ -14,6 +14,7 @@ import argparse
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +148,11 @@ class Subject(TrainedModel):
     def loss(self, run: Callable[..., Any]) -> Tensor:
         """A forward pass with every block called through ``run(index, block, *args, **kwargs)``."""
         with self.attention(), intercept_blocks(self.model, run):
-            output = self.model(**self._inputs, return_dict=False)[0]
+            return self.loss_of_model()
+
+    def loss_of_model(self) -> Tensor:
+        """A forward pass of the model as it is."""
+        output = self.model(**self._inputs, return_dict=False)[0]
         return output.float().square().mean()
 
 
@@ -161,7 +166,7 @@ def measured(
     if subject.device.type == "cuda":
         for method in methods:
             if figures[method.name].memory:
-                overlap = measure_overlap(subject, method)
+                overlap = measure_overlap(partial(take_step, subject, method))
                 figures[method.name] = replace(figures[method.name], overlap=overlap)
     return figures
 
@@ -250,10 +255,14 @@ def as_positions(block: torch.nn.Module, call: Arguments) -> Arguments:
     return tuple(bound.arguments.values()), {}
 
 
-def measure_overlap(subject: Subject, method: Method) -> float | None:
-    """Share of the time of copies between host and device in which a kernel ran; None without copies."""
+def measure_overlap(take: Callable[[], object]) -> float | None:
+    """Share of the time of copies between host and device in which a kernel ran; None without copies.
+
+    Args:
+        take: takes a step.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        take_step(subject, method)
+        take()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
     copies = [event for event in events if "DtoH" in event.name or "HtoD" in event.name]

@@ -1,6 +1,6 @@
 """The trainer's step next to those of others: the same model, adapter and data, in one process, in turns.
 
-    python scripts/benchmarks/peers.py [--batch 8] [--steps 300]
+    python scripts/benchmarks/peers.py [--batch 8] [--steps 300] [--device cuda]
 
 The mini Qwen-Image of the quickstart, encoded images and prompts, a LoRA of rank 4 on the layers that the
 trainer adapts by default, float32, one thread of a CPU. Next to each other are
@@ -22,7 +22,8 @@ DiffSynth-Studio gets an environment of its own, with whose Python this script i
 
 First all get the same adapter, noise and noise level, and their losses and gradients are compared. A ratio is
 a step's CPU time over that of the bare loop's step of the same round: the median, and in brackets the
-interval of the medians of 90 % of resampled rounds. Start and memory are those of a process with one loop.
+interval of the medians of 90 % of resampled rounds. Start and memory are those of a process with one loop. On
+CUDA times are those of the clock, and start and memory are not measured.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compare the loops, or be a process that measures one of them."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
-    os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ["ACCELERATE_USE_CPU"] = str(options.device == "cpu").lower()
     if options.separate:
         with quiet(options.folder):
             figures = measure_separate(options)
@@ -87,6 +88,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="samples of a step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="measured of each loop (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=10, help="steps before them (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     parser.add_argument("--quick", action="store_true", help="two steps, and no process of its own for any")
     parser.add_argument("--separate", choices=SEPARATE, help=argparse.SUPPRESS)
@@ -101,11 +103,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     """Measure all loops in all modes, and print the tables."""
     from meters import print_table
 
-    subprocess.run(
-        [sys.executable, str(EXAMPLE / "make_data.py"), "--output", str(folder / "images")],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    make_images(folder)
     numbers, ratios, separate = {}, {}, {}
     for mode in options.modes:
         with quiet(folder):
@@ -113,18 +111,19 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         numbers[mode] = {name: f"{loss:.0e}, {norm:.0e}" for name, (loss, norm) in differences.items()}
         ratios[mode] = {name: ratio_of(values, times[BASE]) for name, values in times.items()}
         ratios[mode][BASE] = f"1 (of {1000 * statistics.median(times[BASE]):.1f} ms)"
-        if not options.quick:
+        if not options.quick and options.device == "cpu":
             separate[mode] = {
                 name: figures_separate(name, mode, options, folder)
                 for name in SEPARATE
-                if not why_not(name, mode, options.batch)
+                if not why_not(name, mode, options.batch, options.device)
             }
-    missing = partial(why_not, num_samples=options.batch)
+    missing = partial(why_not, num_samples=options.batch, device=options.device)
     print_table(
         "Loss and norm of the gradients: how far from the bare loop's, relatively", rows(numbers, missing)
     )
     print_table(
-        f"CPU time of a step over the bare loop's, {options.batch} samples a step, {options.steps} rounds",
+        f"{'CPU time' if options.device == 'cpu' else 'Time'} of a step over the bare loop's, "
+        f"{options.batch} samples a step, {options.steps} rounds",
         rows(ratios, missing),
     )
     if separate:
@@ -133,6 +132,15 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
             "process, MiB; most that the tensors of a forward and a backward pass take, MiB",
             rows(separate, missing),
         )
+
+
+def make_images(folder: Path) -> None:
+    """Make the images that all loops train on."""
+    subprocess.run(
+        [sys.executable, str(EXAMPLE / "make_data.py"), "--output", str(folder / "images")],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def measure(
@@ -153,18 +161,26 @@ def measure(
         batches=[next(run.batches)[0] for _ in range(num_images // options.batch)],
         checkpointing=checkpointing,
         offload=offload,
+        device=options.device,
     )
     write_work(work, folder / f"{mode}.json")
-    bare = BareLoop(work.base, work.layers, run.batches, rank=RANK, checkpointing=checkpointing)
+    bare = BareLoop(
+        work.base,
+        work.layers,
+        run.batches,
+        rank=RANK,
+        checkpointing=checkpointing,
+        device=torch.device(work.device),
+    )
     loops = {BASE: bare} | {
-        name: build(name, work) for name in PEERS if not why_not(name, mode, options.batch)
+        name: build(name, work) for name in PEERS if not why_not(name, mode, options.batch, options.device)
     }
     differences = differences_of({TRAINER: LossOfRun(config, run), **loops}, work.batches[0])
-    times = take_turns(settings, loops, options.warmup + options.steps)
+    times = take_turns(settings, loops, options.warmup + options.steps, options.device)
     return differences, {name: values[options.warmup :] for name, values in times.items()}
 
 
-def why_not(name: str, mode: str, num_samples: int) -> str | None:
+def why_not(name: str, mode: str, num_samples: int, device: str) -> str | None:
     """Why a loop is not measured in a mode; None where it is."""
     if name == IN_MEMORY and mode == "offload":
         return "as checkpointed"
@@ -174,6 +190,8 @@ def why_not(name: str, mode: str, num_samples: int) -> str | None:
         return "not installed"
     if name.startswith(DIFFSYNTH) and num_samples > 1:
         return "takes one sample"
+    if name.startswith(DIFFSYNTH) and device != "cpu":
+        return "not set up for it"
     return None
 
 
@@ -232,8 +250,13 @@ def run_trainer(settings: Sequence[str], num_steps: int, step: Callable[..., Any
         run_training(loaded, console=Console(stderr=True), clock=StartupClock(time.perf_counter()))
 
 
-def take_turns(settings: Sequence[str], loops: Mapping[str, Loop], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of CPU of each step, by loop. In a round each loop takes one; who comes after whom changes."""
+def take_turns(
+    settings: Sequence[str], loops: Mapping[str, Loop], num_rounds: int, device: str
+) -> dict[str, list[float]]:
+    """Seconds of each step as of :func:`now`, by loop.
+
+    In a round each loop takes one; who comes after whom changes.
+    """
     from diffsynth_lite.training.trainer import train_step
 
     times: dict[str, list[float]] = {TRAINER: [], **{name: [] for name in loops}}
@@ -242,11 +265,13 @@ def take_turns(settings: Sequence[str], loops: Mapping[str, Loop], num_rounds: i
     def turn(built: "TrainingObjects", step: int) -> Any:
         # The trainer's step lasts until it would begin the next one.
         if began_at:
-            times[TRAINER].append(time.process_time() - began_at.pop())
+            times[TRAINER].append(now(device) - began_at.pop())
         for name in order if step <= num_rounds else ():
-            times[name].append(seconds_of(partial(next, steps[name])))
+            started_at = now(device)
+            next(steps[name])
+            times[name].append(now(device) - started_at)
         order.rotate()
-        began_at.append(time.process_time())
+        began_at.append(now(device))
         return train_step(built, step)
 
     with ExitStack() as scope:
@@ -256,11 +281,12 @@ def take_turns(settings: Sequence[str], loops: Mapping[str, Loop], num_rounds: i
     return times
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    """Seconds of CPU of one call."""
-    began_at = time.process_time()
-    call()
-    return time.process_time() - began_at
+def now(device: str) -> float:
+    """Seconds of CPU that this process has taken; on CUDA those of a clock, once the device is idle."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class LossOfRun:

@@ -1,6 +1,12 @@
 """Whole runs on a CUDA device."""
 
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+from family_cases import FamilyCase, cases_of, make_case
+from family_sample import families_to_test, small_edit_inputs
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
 pytestmark = pytest.mark.gpu
@@ -9,6 +15,19 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def _use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_USE_CPU")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Train each family."""
+    if "case" in metafunc.fixturenames:
+        cases = cases_of(families_to_test(metafunc.config))
+        metafunc.parametrize("case", cases.values(), ids=cases.keys())
+
+
+@pytest.fixture
+def _small_inputs() -> Iterator[None]:
+    with small_edit_inputs():
+        yield
 
 
 def losses(run: TinyRun, folder: str, *arguments: str) -> list[float]:
@@ -92,3 +111,12 @@ def test_weights_that_are_loaded_straight_to_host_memory_are_those_of_the_device
 def test_bf16_trains_with_fp32_adapter_and_finite_loss(tiny_run: TinyRun) -> None:
     values = losses(tiny_run, "bf16", "model.dtype=bfloat16", "train.mixed_precision=bf16")
     assert len(values) == 6
+
+
+@pytest.mark.usefixtures("_small_inputs")
+def test_every_family_trains_in_bf16_with_offload_and_previews(case: FamilyCase, tmp_path: Path) -> None:
+    run, _ = make_case(case, tmp_path)
+    values = losses(run, "run", "model.dtype=bfloat16", "train.mixed_precision=bf16")
+    assert values
+    assert all(map(math.isfinite, values))
+    assert (run.root / "run" / "previews" / "grid.png").is_file()

@@ -41,6 +41,7 @@ class Work:
         batches: one pass over the data, a batch a step, for the loops that draw noise by themselves.
         checkpointing: whether blocks are recomputed.
         offload: whether their inputs are offloaded, where the loop can.
+        device: cpu or cuda.
     """
 
     base: Path
@@ -49,6 +50,7 @@ class Work:
     batches: Sequence[MicroBatch]
     checkpointing: bool
     offload: bool
+    device: str = "cpu"
 
 
 class Loop(Protocol):

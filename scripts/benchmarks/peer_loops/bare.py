@@ -91,4 +91,11 @@ class BareLoop:
 def bare_loop_in_memory(work: Work) -> BareLoop:
     """The bare loop, on batches that were drawn before."""
     batches = ([batch] for batch in cycle(work.batches))
-    return BareLoop(work.base, work.layers, batches, rank=work.rank, checkpointing=work.checkpointing)
+    return BareLoop(
+        work.base,
+        work.layers,
+        batches,
+        rank=work.rank,
+        checkpointing=work.checkpointing,
+        device=torch.device(work.device),
+    )

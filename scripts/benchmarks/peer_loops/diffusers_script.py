@@ -87,17 +87,18 @@ class DiffusersScript:
         vae = AutoencoderKLQwenImage.load_config(work.base, subfolder="vae")
         self._scale = 2 ** len(vae["temperal_downsample"])
         self._resolution = work.batches[0].latents.shape[-1] * self._scale
-        self._mean = torch.tensor(vae["latents_mean"]).view(1, -1, 1, 1, 1)
-        self._inverse_std = 1.0 / torch.tensor(vae["latents_std"]).view(1, -1, 1, 1, 1)
+        device = self._accelerator.device
+        self._mean = torch.tensor(vae["latents_mean"], device=device).view(1, -1, 1, 1, 1)
+        self._inverse_std = 1.0 / torch.tensor(vae["latents_std"], device=device).view(1, -1, 1, 1, 1)
         # With a variance of next to nothing: a sample is what the other loops train on.
         self._latents = [
             DiagonalGaussianDistribution(
                 torch.cat(
-                    [batch.latents / self._inverse_std + self._mean, torch.full_like(batch.latents, -30.0)],
+                    [latents / self._inverse_std + self._mean, torch.full_like(latents, -30.0)],
                     dim=1,
                 )
             )
-            for batch in work.batches
+            for latents in (batch.latents.to(device) for batch in work.batches)
         ]
         self._prompts = [padded(batch) for batch in work.batches]
 
@@ -157,7 +158,7 @@ class DiffusersScript:
         noisy = ((1.0 - sigmas) * latents + sigmas * noise).permute(0, 2, 1, 3, 4)
         count, channels, _, height, width = latents.shape
         side = self._resolution // self._scale // 2
-        embeds, mask = prompts
+        embeds, mask = (None if each is None else each.to(latents.device) for each in prompts)
         predicted = self._transformer(
             hidden_states=QwenImagePipeline._pack_latents(noisy, count, channels, height, width),
             encoder_hidden_states=embeds,
@@ -175,4 +176,8 @@ class DiffusersScript:
 
     def loss(self, batch: MicroBatch, sigma: Tensor) -> Tensor:
         sigmas = sigma.view(-1, 1, 1, 1, 1)
-        return self._loss_at(batch.latents, batch.noise, 1000 * sigma, sigmas, padded(batch))
+        device = self._accelerator.device
+        latents, noise, sigma, sigmas = (
+            each.to(device) for each in (batch.latents, batch.noise, sigma, sigmas)
+        )
+        return self._loss_at(latents, noise, 1000 * sigma, sigmas, padded(batch))

@@ -1,0 +1,14 @@
+"""This file lists the stages, in the order of what they tell a minute."""
+
+from gpu import loops, offload_cost, prediction, shapes, truth, upstream, variants
+from gpu.stage import Stage
+
+STAGES: tuple[Stage, ...] = (
+    truth.STAGE,
+    upstream.STAGE,
+    offload_cost.STAGE,
+    shapes.STAGE,
+    prediction.STAGE,
+    loops.STAGE,
+    variants.STAGE,
+)
