@@ -25,7 +25,7 @@ from meters import (
     Figures,
     Meter,
     Method,
-    TrainedModel,
+    SeveralBlocks,
     cells,
     measure,
     mebibytes,
@@ -107,7 +107,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-class Subject(TrainedModel):
+class Subject(SeveralBlocks):
     """The model with an input of batch one, as the options have it; its blocks can be fewer."""
 
     unused_matmuls = LTXVideo.unused_matmuls
@@ -138,15 +138,12 @@ class Subject(TrainedModel):
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks a forward pass runs."""
         return len(self.model.get_submodule(BLOCKS))
 
     def use_blocks(self, num_blocks: int) -> None:
-        """From now on run the first ``num_blocks`` blocks only."""
         setattr(self.model, BLOCKS, nn.ModuleList(self._blocks[:num_blocks]))
 
     def loss(self, run: Callable[..., Any]) -> Tensor:
-        """A forward pass with every block called through ``run(index, block, *args, **kwargs)``."""
         with self.attention(), intercept_blocks(self.model, run):
             return self.loss_of_model()
 

@@ -3,13 +3,14 @@
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from peft import LoraConfig
@@ -36,9 +37,6 @@ from diffsynth_lite.core.planning import (
     backward_in_scope,
 )
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32
-
-if TYPE_CHECKING:
-    from checkpointing import Subject
 
 STRATEGIES = {
     "none": KEEP,
@@ -95,6 +93,25 @@ class TrainedModel:
     def attention(self) -> AbstractContextManager[Any]:
         """Scope in which attention is one kernel, also on meta."""
         return FusedKernels(ON_ALL_DEVICES) if self.device.type == "meta" else nullcontext()
+
+
+class SeveralBlocks(TrainedModel, ABC):
+    """A model that can be run with fewer blocks than it has."""
+
+    unused_matmuls: Sequence[str] = ()
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """How many blocks a forward pass runs."""
+
+    @abstractmethod
+    def use_blocks(self, num_blocks: int) -> None:
+        """From now on run the first ``num_blocks`` blocks only."""
+
+    @abstractmethod
+    def loss(self, run: Callable[..., Any]) -> Tensor:
+        """A forward pass with every block called through ``run(index, block, *args, **kwargs)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +178,7 @@ class Method(Protocol):
 
     name: str
 
-    def loss(self, subject: "Subject") -> Tensor:
+    def loss(self, subject: SeveralBlocks) -> Tensor:
         """The forward pass of ``subject``."""
 
     def host_bytes(self) -> int:
@@ -200,7 +217,7 @@ class EngineMethod:
             use_gradient_checkpointing_offload=True,
         )
 
-    def loss(self, subject: "Subject") -> Tensor:
+    def loss(self, subject: SeveralBlocks) -> Tensor:
         policy = self._policy if isinstance(self._policy, BlockPolicy) else self._policy(subject.num_blocks)
         with gradient_engine(self.engine):
             run = block_runner(
@@ -274,7 +291,7 @@ class Figures:
 
 
 def measure(
-    subject: "Subject",
+    subject: SeveralBlocks,
     methods: Sequence[Method],
     meter: Meter,
     counts: Sequence[int],
