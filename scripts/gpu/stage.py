@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +135,7 @@ class Measurement:
         print(f"{self.stage.name}: {case}: {outcome} {result.reason}".rstrip(), flush=True)
 
     def measure_remaining(self, at_work: Path) -> None:
-        """Measure what remains, in this process.
+        """Measure what remains, in this process, until a case raises an error.
 
         Args:
             at_work: holds the name of the case that is measured, for whoever sees this process die.
@@ -149,7 +148,7 @@ class Measurement:
                 self.note(case.name, "left out", reason=reason)
             else:
                 self._measure(case)
-        at_work.unlink(missing_ok=True)
+            at_work.unlink()
 
     def _measure(self, case: Case) -> None:
         started_at = time.perf_counter()
@@ -157,9 +156,9 @@ class Measurement:
             values = case.measure()
         except torch.OutOfMemoryError as error:
             self.note(case.name, "failed", reason=f"out of memory: {error}".splitlines()[0])
-        except Exception as error:  # noqa: BLE001 (one case must not cost the others; the log has its traceback)
-            traceback.print_exc()
+        except Exception as error:
             self.note(case.name, "failed", reason=f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
         else:
             seconds = round(time.perf_counter() - started_at, 1)
             self.note(case.name, "measured", values=values, seconds=seconds)
@@ -171,8 +170,8 @@ class Measurement:
 def run_stage(measurement: Measurement, command: Sequence[str], log: Path) -> None:
     """Measure what remains of a stage, in processes of its own, until its time is up.
 
-    A case whose process dies has failed, and another process continues with those after it. What is at work
-    when the time is up is measured the next time, unless it had nearly all of it.
+    A case whose process ends before its result has failed, and another process continues with those after it.
+    What is at work when the time is up is measured the next time, unless it had nearly all of it.
 
     Args:
         command: starts a process that measures the stage, given a file for the name of the case at work.
@@ -192,10 +191,12 @@ def run_stage(measurement: Measurement, command: Sequence[str], log: Path) -> No
                 measurement.note(case, "failed", reason=f"not done after {left_s:.0f} s")
             print(f"{name}: its {measurement.stage.minutes:g} minutes are up; the next start continues")
             return
-        if code == 0 and not case:
+        if code == 0:
             return
-        reason = f"its process ended with {code}; see {log.name}"
-        measurement.note(case or remaining[0].name, "failed", reason=reason)
+        left = measurement.remaining()
+        if case in {each.name for each in left} or len(left) == len(remaining):
+            reason = f"its process ended with {code}; see {log.name}"
+            measurement.note(case or remaining[0].name, "failed", reason=reason)
 
 
 def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:

@@ -63,26 +63,24 @@ def outcomes(measurement: Measurement) -> dict[str, tuple[str, str]]:
     return {each.case: (each.outcome, each.reason) for each in measurement.results.read()}
 
 
-def test_a_case_that_fails_lacks_a_package_or_is_too_large_costs_the_others_nothing(
-    measurement, tmp_path: Path
-) -> None:
+def test_a_case_that_lacks_a_package_is_too_large_or_fails_is_a_result(measurement, tmp_path: Path) -> None:
     cases = [
-        Case(name="fails", measure=fail),
         Case(name="lacks", measure=fail, packages=("no_such_package",)),
         Case(name="too large", measure=fail, device_gib=25.0),
         Case(name="works", measure=lambda: {"seconds": 2}),
+        Case(name="fails", measure=fail),
     ]
-    measurement(cases).measure_remaining(tmp_path / "at_work")
+    with pytest.raises(ValueError, match="no luck"):
+        measurement(cases).measure_remaining(tmp_path / "at_work")
     assert outcomes(measurement(cases)) == {
-        "fails": ("failed", "ValueError: no luck"),
         "lacks": ("skipped", "no_such_package not installed"),
         "too large": ("left out", "needs 25 GiB of device memory of 24"),
         "works": ("measured", ""),
+        "fails": ("failed", "ValueError: no luck"),
     }
     # All are known then; those that failed or were skipped are tried again by the name of their stage.
     assert measurement(cases).remaining() == []
-    assert [case.name for case in measurement(cases, "9999").remaining()] == ["fails", "lacks"]
-    assert not (tmp_path / "at_work").exists()
+    assert [case.name for case in measurement(cases, "9999").remaining()] == ["lacks", "fails"]
 
 
 def test_results_of_other_hardware_and_of_other_code_do_not_count(measurement) -> None:
@@ -107,8 +105,8 @@ def test_a_line_that_was_cut_off_is_left_out_and_harms_no_other(measurement) -> 
 
 
 CHILD = """
-import json, os, sys, time
-at_work, file, case, code = sys.argv[4], *sys.argv[1:4]
+import os, sys, time
+case, code, at_work = sys.argv[1:]
 open(at_work, "w").write(case)
 code == "hang" and time.sleep(60)
 os._exit(int(code))
@@ -127,7 +125,7 @@ def test_a_process_that_dies_or_takes_all_the_time_has_failed_its_case(
 ) -> None:
     own = measurement([Case(name="a", measure=fail)])
     own = replace(own, stage=stage_of(own.stage.cases(True), minutes))
-    command = [sys.executable, "-c", CHILD, str(own.results.path), "a", code]
+    command = [sys.executable, "-c", CHILD, "a", code]
     run_stage(own, command, tmp_path / "log.log")
     assert outcomes(own) == expected
 
