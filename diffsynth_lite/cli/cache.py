@@ -160,7 +160,7 @@ def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     refuse_group(os.environ, "cache prune")
     join_processes(os.environ, sys.argv)
     configs = [one.config for one in loaded]
-    accelerator, folder = caching_accelerator(configs[0]), configs[0].data.cache_dir
+    accelerator, folder = caching_accelerator(configs[0]), Path(configs[0].data.cache_dir).expanduser()
     keep = set[str]().union(*(needed_keys(config, accelerator) for config in configs))
     entries, others = prune_cache(configs, keep, dry_run=True)
     num_files, num_bytes = entries.num_files + others.num_files, entries.num_bytes + others.num_bytes

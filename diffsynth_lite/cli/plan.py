@@ -134,9 +134,10 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """Where counts are kept, by the rule of the platform; None without a home."""
+    """Where counts are kept, as XDG's base directories have it; None without a home."""
+    given = Path(environment.get("XDG_CACHE_HOME", ""))
     with suppress(RuntimeError):
-        caches = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        caches = given if given.is_absolute() else Path("~/.cache").expanduser()
         return caches / "diffsynth_lite" / "plan"
     return None
 

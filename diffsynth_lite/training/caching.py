@@ -64,8 +64,9 @@ def fill_cache(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> 
                 return len(encode_run(config, checked, accelerator).items)
             return len(encode_part(config, checked, accelerator, part=part).items)
     except UserError as error:
-        prefix = "" if part.is_whole else f"part {part}: "
-        raise UserError("\n".join(f"{prefix}{line}" for line in str(error).splitlines())) from error
+        if part.is_whole:
+            raise
+        raise UserError("\n".join(f"part {part}: {line}" for line in str(error).splitlines())) from error
 
 
 @shortages_explained()

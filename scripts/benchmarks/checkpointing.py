@@ -12,6 +12,7 @@ block is recomputed. Meta computes nothing, and has no times.
 
 import argparse
 import inspect
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -280,10 +281,14 @@ def covered_ratio(spans: Sequence[Span], covers: Sequence[Span]) -> float | None
     total = sum(end - start for start, end in spans)
     if not total:
         return None
-    covered, reached = 0.0, float("-inf")
+    joined: list[Span] = []
     for start, end in sorted(covers):
-        start, reached = max(start, reached), max(end, reached)
-        covered += sum(max(0.0, min(end, last) - max(start, first)) for first, last in spans)
+        before = joined.pop() if joined and start <= joined[-1][1] else (start, end)
+        joined.append((before[0], max(before[1], end)))
+    starts, covered = [start for start, _ in joined], 0.0
+    for first, last in spans:
+        near = joined[max(0, bisect(starts, first) - 1) : bisect(starts, last)]
+        covered += sum(max(0.0, min(end, last) - max(start, first)) for start, end in near)
     return covered / total
 
 

@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
 from gpu.report import write_report  # noqa: E402
-from gpu.results import Machine, ResultFile  # noqa: E402
+from gpu.results import Machine, ResultFile, current_commit  # noqa: E402
 from gpu.stage import Measurement, Stage, run_stage  # noqa: E402
 from gpu.stages import STAGES  # noqa: E402
 from gpu.wheels import fetch_wheels  # noqa: E402
@@ -86,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
         default=RESULTS,
         help="file of results (default: %(default)s; of a rehearsal, one that is deleted)",
     )
+    parser.add_argument(
+        "--commit", default=current_commit(), help="of the repository, where git cannot be asked"
+    )
     parser.add_argument("--at-work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--retry-before", default="", help=argparse.SUPPRESS)
     return parser
@@ -97,6 +100,7 @@ def _measurement(stage: Stage, options: argparse.Namespace, retry_before: str) -
         results=ResultFile(options.results),
         machine=Machine.here(rehearse=options.rehearse),
         rehearse=options.rehearse,
+        commit=options.commit,
         retry_before=retry_before,
     )
 
@@ -106,6 +110,7 @@ def _run(stages: Sequence[Stage], options: argparse.Namespace) -> None:
     for stage in stages:
         print(f"== {stage.name}: {stage.question}", flush=True)
         command = [sys.executable, str(Path(__file__).parent), stage.name, "--results", str(options.results)]
+        command += ["--commit", options.commit]
         command += ["--rehearse"] if options.rehearse else []
         command += ["--retry-before", retry_before] if retry_before else []
         log = options.results.with_name(f"{stage.name}.log")

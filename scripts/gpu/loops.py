@@ -1,7 +1,8 @@
-"""Training loops in one process: the trainer, a bare loop, diffusers' script, and DiffSynth-Studio's.
+"""Training loops in one process: the trainer, a bare loop, and diffusers' script.
 
 The same mini Qwen-Image, adapter and data for all, in turns, as scripts/benchmarks/peers.py has it. So small
 a model shows what a loop costs next to the kernels that it starts. First losses and gradients are compared.
+DiffSynth-Studio's loop, which peers.py has on the CPU, is not set up for a GPU.
 """
 
 import statistics

@@ -16,40 +16,41 @@ from gpu.settings import config_of
 from gpu.stage import Case, Stage
 from gpu.tables import gibibytes, markdown, measured, percent, seconds_of
 
-_MODELS = {"Qwen-Image": ("qwen_lora", 62), "Wan 2.1 14B": ("wan_t2v_14b_offload", 40)}
-"""Recipe of each, and GiB that its step takes with all blocks recomputed, rounded up."""
+_MODELS = {"Qwen-Image": ("qwen_lora", 62, 40), "Wan 2.1 14B": ("wan_t2v_14b_offload", 40, 28)}
+"""Recipe of each; GiB, rounded up, of its step with all blocks recomputed, and of its weights."""
 _ONE_SAMPLE = ("train.global_batch_size=1", "train.micro_batch_size=1")
 CHECKPOINTED = "checkpointed"
 _OFFLOAD = "train.use_gradient_checkpointing_offload"
 _KEPT = ("train.use_gradient_checkpointing=false", f"{_OFFLOAD}=false")
 _WAYS = {
-    "none": _KEPT,
     CHECKPOINTED: (f"{_OFFLOAD}=false",),
     "offload": (f"{_OFFLOAD}=true",),
     "streamed": (f"{_OFFLOAD}=false", "memory.stream_blocks=all"),
     "offload, streamed": (f"{_OFFLOAD}=true", "memory.stream_blocks=all"),
     "int8": (f"{_OFFLOAD}=false", "model.quantize=int8"),
     "nf4": (f"{_OFFLOAD}=false", "model.quantize=nf4"),
+    "none": _KEPT,
 }
+_COPYING = ("offload", "streamed", "offload, streamed")
 
 
 def _measure(recipe: str, way: str, rehearse: bool) -> dict[str, Any]:
     config = config_of(recipe, *_ONE_SAMPLE, *_WAYS[way], rehearse=rehearse)
-    return measure_config(config, num_steps=1 if rehearse else 5)
+    return measure_config(config, num_warmup=1, num_steps=1 if rehearse else 3, has_copies=way in _COPYING)
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """Every way of a model, then those of the next."""
+    """A way of each model, then the next way."""
     return [
         Case(
             name=f"{model}: {way}",
             measure=partial(_measure, recipe, way, rehearse),
             device_gib=0 if rehearse or way not in (CHECKPOINTED, "offload") else device_gib,
-            host_gib=0 if rehearse or "streamed" not in way else device_gib,
+            host_gib=0 if rehearse or "streamed" not in way else weights_gib,
             packages=("bitsandbytes",) if way == "nf4" else (),
         )
-        for model, (recipe, device_gib) in _MODELS.items()
         for way in _WAYS
+        for model, (recipe, device_gib, weights_gib) in _MODELS.items()
     ]
 
 

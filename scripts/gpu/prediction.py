@@ -29,11 +29,12 @@ from diffsynth_lite.training.planning.subject import (
 
 _CARDS = (12, 16, 24, 48, 80)
 """GB of the cards that ``RECIPES`` has recipes for, in its order."""
+_ONE_MICRO_BATCH = ("train.global_batch_size=1", "train.micro_batch_size=1")
 _REHEARSED = ("qwen_12gb", "ltx_video_13b_24gb")
 
 
 def _measure(recipe: str, rehearse: bool) -> dict[str, Any]:
-    config = config_of(recipe, rehearse=rehearse)
+    config = config_of(recipe, *_ONE_MICRO_BATCH, rehearse=rehearse)
     gpu = None if rehearse else gpu_here()
     return _predicted(config, gpu) | measure_config(config, num_warmup=1, num_steps=1 if rehearse else 3)
 
@@ -63,7 +64,7 @@ def _recipes() -> dict[str, int]:
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """A case a recipe, those for small cards first."""
+    """A case a recipe: those without copies to the host first, which the rates are fitted on."""
     names = dict.fromkeys(_REHEARSED, 0) if rehearse else _recipes()
     return [
         Case(
@@ -74,12 +75,17 @@ def cases(rehearse: bool) -> list[Case]:
             host_gib=min(card, 32),
             packages=() if rehearse or not _in_nf4(name) else ("bitsandbytes",),
         )
-        for name, card in sorted(names.items(), key=lambda item: item[1])
+        for name, card in sorted(names.items(), key=lambda item: (_copies(item[0]), item[1]))
     ]
 
 
 def _in_nf4(recipe: str) -> bool:
     return config_of(recipe).model.quantize == "nf4"
+
+
+def _copies(recipe: str) -> bool:
+    config = config_of(recipe)
+    return config.train.use_gradient_checkpointing_offload or bool(config.memory.stream_blocks)
 
 
 def fit_rates(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:

@@ -15,11 +15,12 @@ from unittest.mock import patch
 import torch
 from accelerate import Accelerator, init_empty_weights
 from checkpointing import measure_overlap
+from meters import seconds_of
 from torch import Tensor, nn
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
-from diffsynth_lite.core.weights import StoredTensors, WeightStream, load_frozen
+from diffsynth_lite.core.weights import StoredTensors, WeightStream, load_frozen, loading
 from diffsynth_lite.lora import add_adapter
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
@@ -35,23 +36,30 @@ from diffsynth_lite.training.layer_groups import adapter_kind, find_targets, lay
 from diffsynth_lite.training.optimization.optimizers import build_optimizer
 from diffsynth_lite.training.planning.subject import family_without_weights, largest_size, num_inputs_of
 
+_NUM_ROWS = 2**14
 _BANK_SIZE = 2**22
 """Random numbers of which all weights are made: views of them take no memory, however large a model is."""
 
 
 def measure_config(
-    config: Config, *, num_warmup: int = 2, num_steps: int = 7, keeps_host_pool: bool = True
+    config: Config,
+    *,
+    num_warmup: int = 2,
+    num_steps: int = 7,
+    keeps_host_pool: bool = True,
+    has_copies: bool = False,
 ) -> dict[str, Any]:
     """Take steps of a config and measure them.
 
     Args:
         keeps_host_pool: False allocates the memory for offloaded tensors again in each step.
+        has_copies: whether one more step is taken to see how much of its copying kernels hide.
 
     Returns:
         ``seconds`` of a step in the median, and ``spread`` from the shortest to the longest; ``peak_bytes``,
         most on the GPU in a step, weights and optimizer included; ``host_bytes``, of streamed weights and of
-        what was offloaded; ``overlap``, share of the time of copies in which a kernel ran. What only a GPU
-        shows is None on the CPU.
+        what was offloaded; ``overlap``, share of the time of copies in which a kernel ran. What is not
+        measured, or only a GPU shows, is None.
 
     Raises:
         torch.OutOfMemoryError: the device is too small for it.
@@ -67,22 +75,14 @@ def measure_config(
         for _ in range(num_steps):
             if not keeps_host_pool:
                 steps.renew_engine()
-            seconds.append(_seconds_of(steps))
+            seconds.append(seconds_of(steps.take, time.perf_counter))
         return {
             "seconds": statistics.median(seconds),
             "spread": [min(seconds), max(seconds)],
             "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
             "host_bytes": steps.host_bytes,
-            "overlap": measure_overlap(steps.take) if on_gpu else None,
+            "overlap": measure_overlap(steps.take) if on_gpu and has_copies else None,
         }
-
-
-def _seconds_of(steps: "ReleaseSteps") -> float:
-    started_at = time.perf_counter()
-    steps.take()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started_at
 
 
 class ReleaseSteps:
@@ -165,8 +165,8 @@ class ReleaseSteps:
 
     @property
     def host_bytes(self) -> int:
-        """In host memory: streamed weights, and what the last forward pass offloaded."""
-        return self._weights.host_bytes + self._engine.host_pool.num_bytes_lent
+        """In host memory: streamed weights, and the pool for what is offloaded."""
+        return self._weights.host_bytes + self._engine.host_pool.num_bytes
 
 
 @contextmanager
@@ -182,7 +182,8 @@ def random_weights(family: ModelFamily, device: torch.device) -> Iterator[None]:
         load_frozen(model, stored, device=device, host_blocks=family.host_blocks)
         return model.eval()
 
-    with patch.object(family, "load_component", load):
+    # Rows at once: of weights in files few save memory, here many save the time to start kernels.
+    with patch.object(family, "load_component", load), patch.object(loading, "_NUM_ROWS", _NUM_ROWS):
         yield
 
 

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 
 Outcome = Literal["measured", "failed", "left out", "skipped"]
-"""left out: the machine has too little memory for it. skipped: a package that it needs is not installed."""
+"""left out: the device has too little memory for it. skipped: a package that it needs is not installed, or
+too little memory of the host was free."""
 SETTLED = ("measured", "left out")
 """Outcomes that stay as they are when a stage is run again."""
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from gpu.results import SETTLED, Machine, Outcome, Result, ResultFile, current_commit
+from gpu.results import SETTLED, Machine, Outcome, Result, ResultFile
 
 from diffsynth_lite.core.transfer.host_pool import available_host_bytes
 
@@ -40,19 +40,13 @@ class Case:
     host_gib: float = 0.0
     packages: tuple[str, ...] = ()
 
-    def lacks(self) -> list[str]:
-        """Its packages that are not installed."""
-        return [name for name in self.packages if importlib.util.find_spec(name) is None]
-
-    def too_large_for(self, machine: Machine) -> str:
-        """Why the memory of a machine is too small for it; empty where it is not."""
-        host_gib = (available_host_bytes() or machine.host_gib * GIB) / GIB
-        for name, needed, there in (
-            ("device", self.device_gib, machine.device_gib),
-            ("host", self.host_gib, host_gib),
-        ):
-            if needed > there:
-                return f"needs {needed:.0f} GiB of {name} memory of {there:.0f}"
+    def lacks(self) -> str:
+        """Why it cannot be measured now: packages, or memory of the host that is free."""
+        if missing := [name for name in self.packages if importlib.util.find_spec(name) is None]:
+            return f"{', '.join(missing)} not installed"
+        available = available_host_bytes()
+        if available is not None and self.host_gib * GIB > available:
+            return f"needs {self.host_gib:.0f} GiB of host memory of {available / GIB:.0f} that are available"
         return ""
 
 
@@ -100,6 +94,7 @@ class Measurement:
     """What the cases of a stage are measured with.
 
     Attributes:
+        commit: of the repository.
         retry_before: cases that failed or were skipped before this time, as of a result, are tried again;
             empty tries none of them.
     """
@@ -108,6 +103,7 @@ class Measurement:
     results: ResultFile
     machine: Machine
     rehearse: bool
+    commit: str
     retry_before: str
 
     def remaining(self) -> list[Case]:
@@ -128,7 +124,7 @@ class Measurement:
             case=case,
             outcome=outcome,
             machine=self.machine,
-            commit=current_commit(),
+            commit=self.commit,
             **values,
         )
         self.results.append(result)
@@ -142,10 +138,11 @@ class Measurement:
         """
         for case in self.remaining():
             at_work.write_text(case.name)
-            if lacks := case.lacks():
-                self.note(case.name, "skipped", reason=f"{', '.join(lacks)} not installed")
-            elif reason := case.too_large_for(self.machine):
+            if case.device_gib > self.machine.device_gib:
+                reason = f"needs {case.device_gib:.0f} GiB of {self.machine.device_gib:.0f} on the device"
                 self.note(case.name, "left out", reason=reason)
+            elif reason := case.lacks():
+                self.note(case.name, "skipped", reason=reason)
             else:
                 self._measure(case)
             at_work.unlink()
@@ -155,7 +152,7 @@ class Measurement:
         try:
             values = case.measure()
         except torch.OutOfMemoryError as error:
-            self.note(case.name, "failed", reason=f"out of memory: {error}".splitlines()[0])
+            self.note(case.name, "left out", reason=f"out of memory: {error}".splitlines()[0])
         except Exception as error:
             self.note(case.name, "failed", reason=f"{type(error).__name__}: {error}".splitlines()[0])
             raise

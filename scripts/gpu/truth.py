@@ -16,32 +16,36 @@ from gpu.results import Result
 from gpu.stage import Case, Stage
 from gpu.tables import markdown, measured
 
+from diffsynth_lite.pipelines import family_names
+
 _ROOT = Path(__file__).parents[2]
-_SHARDS = {
-    "engine": ("tests/gpu/test_gpu_engine.py",),
-    "whole runs": ("tests/gpu/test_gpu_runs.py", "-k", "not every_family"),
-    "every family's model": ("tests/pipelines/test_family_gpu.py",),
-    "every family's run": ("tests/gpu/test_gpu_runs.py", "-k", "every_family"),
-}
+_RUNS = "tests/gpu/test_gpu_runs.py"
+_NUM_GROUPS = 4
+
+
+def _shards() -> dict[str, list[str]]:
+    """Arguments of pytest; those of all families in groups, as a shard that is cut off gives no result."""
+    shards = {
+        "engine": ["tests/gpu/test_gpu_engine.py"],
+        "whole runs": [_RUNS, "-k", "not every_family"],
+    }
+    for place in range(_NUM_GROUPS):
+        group = [f"--family={name}" for name in family_names()[place::_NUM_GROUPS]]
+        part = f"of families, {place + 1} of {_NUM_GROUPS}"
+        shards[f"models {part}"] = ["tests/pipelines/test_family_gpu.py", *group]
+        shards[f"runs {part}"] = [_RUNS, "-k", "every_family", *group]
+    return shards
+
+
 _FAILURES = ("failure", "error")
 
 
 def _measure(chosen: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "gpu",
-            f"--junitxml={report}",
-            *chosen,
-        ]
+        command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
+        # Other versions than those that are tested with may warn of more.
+        command += ["-W", "default", f"--junitxml={report}", *chosen]
         done = subprocess.run(command, cwd=_ROOT, stdout=sys.stderr)
         if not report.exists():
             raise RuntimeError(f"pytest ended with {done.returncode} and no report")
@@ -53,7 +57,7 @@ def _measure(chosen: Sequence[str]) -> dict[str, Any]:
 
 def cases(_rehearse: bool) -> list[Case]:
     """A case a shard."""
-    return [Case(name=name, measure=partial(_measure, chosen)) for name, chosen in _SHARDS.items()]
+    return [Case(name=name, measure=partial(_measure, chosen)) for name, chosen in _shards().items()]
 
 
 def tables(results: Sequence[Result]) -> list[str]:

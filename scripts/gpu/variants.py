@@ -42,7 +42,10 @@ def _measure(name: str, rehearse: bool) -> dict[str, Any]:
         scope = sdpa_kernel(SDPBackend.MATH if rehearse else _KERNELS[name])
     with scope:
         values = measure_config(
-            config, num_steps=1 if rehearse else 7, keeps_host_pool="new host pool" not in name
+            config,
+            num_steps=1 if rehearse else 7,
+            keeps_host_pool="new host pool" not in name,
+            has_copies=name.startswith("offload"),
         )
     return values | {"num_samples": config.train.global_batch_size}
 

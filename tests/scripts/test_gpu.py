@@ -49,6 +49,7 @@ def measurement(tmp_path: Path) -> Callable[..., Measurement]:
             results=ResultFile(tmp_path / "results.jsonl"),
             machine=MACHINE,
             rehearse=True,
+            commit="abc",
             retry_before=retry_before,
         )
 
@@ -74,7 +75,7 @@ def test_a_case_that_lacks_a_package_is_too_large_or_fails_is_a_result(measureme
         measurement(cases).measure_remaining(tmp_path / "at_work")
     assert outcomes(measurement(cases)) == {
         "lacks": ("skipped", "no_such_package not installed"),
-        "too large": ("left out", "needs 25 GiB of device memory of 24"),
+        "too large": ("left out", "needs 25 GiB of 24 on the device"),
         "works": ("measured", ""),
         "fails": ("failed", "ValueError: no luck"),
     }

@@ -172,7 +172,7 @@ class LoraFiles:
             self._settle_pairs(model, layers, rank)
         else:
             return
-        self._tell_what_comfyui_lacks(layers)
+        self._log_what_comfyui_lacks(layers)
         self._settled_for = kind, tuple(layers)
 
     def _settle_pairs(self, model: nn.Module, layers: Sequence[str], rank: int) -> None:
@@ -248,7 +248,7 @@ class LoraFiles:
             return None
         return self._in_pipeline(self.trained[0])
 
-    def _tell_what_comfyui_lacks(self, layers: Sequence[str]) -> None:
+    def _log_what_comfyui_lacks(self, layers: Sequence[str]) -> None:
         if self.spelling.unknown_to_comfyui is None:
             return
         parts = split_adapter({}, {"target_modules": layers}, self.trained)

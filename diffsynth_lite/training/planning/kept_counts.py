@@ -55,8 +55,8 @@ class KeptCounts:
     """The counts of plans of a family, kept in a folder; what cannot be read or written is counted again.
 
     Args:
-        folder: None keeps none; neither are those kept of a family outside of this package, whose code may
-            change without a version.
+        folder: None keeps none; neither are those kept of a family outside of this package, or with a library
+            in development, whose code may change without a version.
 
     Attributes:
         num_reused: how many counts were found in the folder.
@@ -64,7 +64,8 @@ class KeptCounts:
 
     def __init__(self, folder: Path | None, family: ModelFamily) -> None:
         is_ours = type(family).__module__.partition(".")[0] == __name__.partition(".")[0]
-        self._folder, self._family = folder if is_ours else None, family
+        is_fixed = is_ours and not any("dev" in each or "+git" in each for each in map(version, _LIBRARIES))
+        self._folder, self._family = folder if is_fixed else None, family
         self._components: dict[str, str] = {}
         self.num_reused = 0
 
@@ -79,8 +80,12 @@ class KeptCounts:
         """
         if self._folder is None:
             return count()
-        path = self._folder / f"{self.input_of(name, settings).key}.json"
         adapter = TypeAdapter(kind)
+        try:
+            path = self._folder / f"{self.input_of(name, settings).key}.json"
+        except (OSError, UserError) as error:
+            logger.debug("%s is counted: %s", name, error)
+            return count()
         try:
             content = read_bytes(path, most_bytes=_MOST_BYTES)
             line = content.partition(b"\n")[0]
@@ -101,7 +106,8 @@ class KeptCounts:
         """What a count depends on."""
         family = self._family
         if not self._components:
-            self._components = {part: family.folder.fingerprint(part) for part in family.folder.parts()}
+            parts = (*family.components, *family.components_without_weights)
+            self._components = {part: family.folder.fingerprint(part) for part in parts}
         return PlanInput(
             count=name,
             code=_versions(),
@@ -116,7 +122,8 @@ class KeptCounts:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
             temporary.write_bytes(content)
-        files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        # Also what a plan that was killed left unfinished.
+        files = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
         for old in files[_MOST_FILES:]:
             old.unlink(missing_ok=True)
 

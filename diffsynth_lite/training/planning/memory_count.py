@@ -283,6 +283,10 @@ class MemoryCounter:
         num_neighbours = max(1, settings.resident_blocks, settings.prefetched_blocks)
         return self._block_lists.few(settings.policy, num_neighbours=num_neighbours)
 
+    def counted_blocks(self, settings: StepSettings) -> object:
+        """Which blocks represent all, in a form that compares equal for the same ones."""
+        return self._few_blocks(settings).kinds
+
     def _model_of(self, settings: StepSettings, few: FewBlocks) -> MetaModel:
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
         key = few.kinds, formats, settings.micro_batch_size, settings.device_type

@@ -176,6 +176,7 @@ class PhaseCounter:
         subject = self.config, self.family, self._counter, settings
         others = {
             **self._counter.subject,
+            "blocks": self._counter.counted_blocks(settings),
             "formats": (settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision),
             "size": (request.width, request.height, request.num_frames, request.num_layers, request.fps),
             "media": (len(request.inputs), len(request.control), len(request.inpaint_mask)),
