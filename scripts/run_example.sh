@@ -19,7 +19,7 @@ Page of the run:     $run/report.html (open it in a browser)
 The LoRA:            $run/lora/pytorch_lora_weights.safetensors
 Before and after:    $run/score/grid.png
 Previews by step:    $run/previews/grid.png
-Draw other prompts:  $PYTHON -m diffsynth_lite.cli.main sample --lora $run --prompt "..."
+Try other prompts:   $PYTHON -m diffsynth_lite.cli.main sample --lora $run --prompt "..."
 Losses and speed:    $run/metrics.jsonl
 END
 }
