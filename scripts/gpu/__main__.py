@@ -29,7 +29,7 @@ from gpu.report import write_report  # noqa: E402
 from gpu.results import Machine, ResultFile, current_commit  # noqa: E402
 from gpu.stage import Measurement, Stage, run_stage  # noqa: E402
 from gpu.stages import STAGES  # noqa: E402
-from gpu.wheels import fetch_wheels  # noqa: E402
+from gpu.wheels import Target, fetch_wheels  # noqa: E402
 
 RESULTS = ROOT / "scripts" / "gpu" / "results.jsonl"
 
@@ -40,7 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     stages = {stage.name: stage for stage in STAGES}
     if options.wheels:
-        return fetch_wheels(options.wheels, ROOT)
+        try:
+            target = Target.described_in(options.wheels)
+        except ValueError as error:
+            parser.error(str(error))
+        return fetch_wheels(target, ROOT)
     if options.report:
         return write_report(ResultFile(options.results).read(), ROOT)
     if unknown := [name for name in options.stage if name not in stages]:

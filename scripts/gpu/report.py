@@ -39,7 +39,7 @@ def write_report(results: Sequence[Result], root: Path) -> int:
 
 
 def report_texts(results: Sequence[Result]) -> Mapping[tuple[str, str], str]:
-    """What stands between marks, by file and block."""
+    """The text between the marks of each block, by file and block."""
     machines = dict.fromkeys(result.machine.hardware for result in results)
     summary = _MEASURED.format(machines=" and ".join(machines)) if machines else _UNUSED
     return {

@@ -186,6 +186,7 @@ def run_stage(measurement: Measurement, command: Sequence[str], log: Path) -> No
         if code is None:
             if case == remaining[0].name and left_s > 0.9 * limit_s:
                 measurement.note(case, "failed", reason=f"not done after {left_s:.0f} s")
+            at_work.unlink(missing_ok=True)
             print(f"{name}: its {measurement.stage.minutes:g} minutes are up; the next start continues")
             return
         if code == 0:

@@ -1,4 +1,4 @@
-"""This file lists the stages, in the order of what they tell a minute."""
+"""This file lists the stages, the most telling first for the minutes that they take."""
 
 from gpu import loops, offload_cost, prediction, shapes, truth, upstream, variants
 from gpu.stage import Stage

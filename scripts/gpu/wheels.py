@@ -45,13 +45,20 @@ class Target:
 
     @classmethod
     def described_in(cls, file: Path) -> "Target":
-        """By what ``pip inspect`` printed there."""
-        document = json.loads(file.read_text())
-        found = (package["metadata"] for package in document["installed"])
-        return cls(
-            environment=document["environment"],
-            installed={canonicalize_name(each["name"]): each["version"] for each in found},
-        )
+        """By what ``pip inspect`` printed there.
+
+        Raises:
+            ValueError: the file cannot be read, or holds something else.
+        """
+        try:
+            document = json.loads(file.read_text())
+            found = [package["metadata"] for package in document["installed"]]
+            installed = {canonicalize_name(each["name"]): each["version"] for each in found}
+            return cls(environment=document["environment"], installed=installed)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"--wheels {file}: is not what `python -m pip inspect` prints on the other machine ({error})"
+            ) from error
 
     def lacks(self, requirement: Requirement) -> bool:
         """Whether it has no version that would do."""
@@ -62,13 +69,9 @@ class Target:
         return version is None or not requirement.specifier.contains(version, prereleases=True)
 
 
-def fetch_wheels(packages: Path, root: Path) -> int:
-    """Fetch what a machine lacks, as far as it fits; 1 where something that every stage needs cannot come.
-
-    Args:
-        packages: what ``pip inspect`` printed there.
-    """
-    target, folder = Target.described_in(packages), root / FOLDER
+def fetch_wheels(target: Target, root: Path) -> int:
+    """Fetch what a machine lacks, as far as it fits; 1 where something that every stage needs cannot come."""
+    folder = root / FOLDER
     folder.mkdir(exist_ok=True)
     for earlier in folder.glob("*.whl"):
         earlier.unlink()

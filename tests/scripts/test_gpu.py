@@ -190,6 +190,15 @@ def test_rates_are_fitted_exactly_where_steps_follow_them() -> None:
     assert prediction.fit_rates(rows) == pytest.approx((0.002, 0.5))
 
 
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"installed": [{}], "environment": {}}'])
+def test_a_file_that_pip_did_not_print_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "machine.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=r"machine\.json: is not what `python -m pip inspect` prints"):
+        Target.described_in(file)
+
+
 def test_what_a_machine_lacks_follows_from_what_it_describes(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     installed = [{"metadata": {"name": "Safetensors", "version": "0.8.0"}}]
