@@ -20,10 +20,10 @@ from diffsynth_lite.errors import UserError
 
 if TYPE_CHECKING:
     from diffsynth_lite.training.planning.choices import Choice, MemoryBudget
+    from diffsynth_lite.training.planning.gpus import Gpu
     from diffsynth_lite.training.planning.memory_count import MemoryCount
     from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
     from diffsynth_lite.training.planning.step import StepSettings
-    from diffsynth_lite.training.planning.step_time import Gpu
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,10 @@ def run(parsed: argparse.Namespace) -> None:
             MemoryBudget,
             choices_of_first_format,
         )
+        from diffsynth_lite.training.planning.gpus import gpu_named
         from diffsynth_lite.training.planning.kept_counts import KeptCounts
         from diffsynth_lite.training.planning.phases import PhaseCounter
-        from diffsynth_lite.training.planning.step_time import ASSUMED_GPU, gpu_here, gpu_named
+        from diffsynth_lite.training.planning.step_time import gpu_here
         from diffsynth_lite.training.planning.subject import (
             counter_of,
             family_without_weights,
@@ -117,7 +118,7 @@ def run(parsed: argparse.Namespace) -> None:
         num_inputs = num_inputs_of(config, family)
         phases = PhaseCounter(config, family, counter, size=size, num_inputs=num_inputs)
         _print_phases(console, phases, settings)
-        timer = timer_of(config, counter, gpu or gpu_named(ASSUMED_GPU), num_processes=parsed.processes)
+        timer = timer_of(config, counter, gpu, num_processes=parsed.processes)
         if gpu:
             preserved = _preserved(preserved_share(config))
             _print_time(console, config, timer.seconds(settings), gpu, parsed.processes, preserved)

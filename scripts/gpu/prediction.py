@@ -19,7 +19,8 @@ from gpu.tables import gibibytes, markdown, measured, percent, seconds_of
 from recipes import RECIPES
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.training.planning.step_time import Gpu, gpu_here
+from diffsynth_lite.training.planning.gpus import Gpu
+from diffsynth_lite.training.planning.step_time import gpu_here
 from diffsynth_lite.training.planning.subject import (
     counter_of,
     family_without_weights,
@@ -48,7 +49,9 @@ def _predicted(config: Config, gpu: Gpu | None) -> dict[str, Any]:
         return {
             "predicted_bytes": count.device,
             "predicted_host_bytes": count.host,
-            "predicted_seconds": gpu and timer_of(config, counter, gpu).seconds(settings),
+            "predicted_seconds": timer_of(config, counter, gpu).seconds(settings)
+            if gpu and gpu.is_timed
+            else None,
             "tflop": num_micro_batches * (forward.flops + backward.flops) / 1e12,
             "moved_tb": num_micro_batches * (forward.num_bytes + backward.num_bytes) / 1e12,
         }

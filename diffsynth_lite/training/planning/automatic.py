@@ -30,15 +30,10 @@ from diffsynth_lite.training.planning.choices import (
     setting_of,
     with_strategy,
 )
+from diffsynth_lite.training.planning.gpus import COUNTED_SHARE, Gpu
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
-from diffsynth_lite.training.planning.step_time import (
-    ASSUMED_GPU,
-    COUNTED_SHARE,
-    StepTimer,
-    gpu_here,
-    gpu_named,
-)
+from diffsynth_lite.training.planning.step_time import StepTimer, gpu_here
 from diffsynth_lite.training.planning.subject import counter_of, step_settings, timer_of, with_changes
 
 logger = logging.getLogger(__name__)
@@ -93,7 +88,7 @@ def choose_memory(
         chosen, predicted_bytes = _unlimited(given, settings), None
     else:
         counter = counter_of(given, family)
-        search = _Search(given, counter, timer_of(given, counter, gpu_named(card)), room)
+        search = _Search(given, counter, timer_of(given, counter, card), room)
         if memory.auto:
             is_open = set[str](memory.may_change if earlier is None else ())
             if family.shards is not None and family.splits_batches:
@@ -111,7 +106,7 @@ def choose_memory(
 def suggest_settings(config: Config, family: ModelFamily, accelerator: Accelerator) -> str:
     """The estimated memory of a step, and the fastest settings that take less and fit, to copy."""
     counter, settings = counter_of(config, family), _settings_of(config, family, accelerator)
-    timer = timer_of(config, counter, gpu_here() or gpu_named(ASSUMED_GPU))
+    timer = timer_of(config, counter, gpu_here())
     taken = counter.count(settings).device
     # The step did not fit, even if its estimate does.
     room = _room_of(config, _whole_device_bytes(config, accelerator.device))
@@ -232,15 +227,14 @@ def _settings_of(config: Config, family: ModelFamily, accelerator: Accelerator) 
     )
 
 
-def _room(config: Config, accelerator: Accelerator) -> tuple[MemoryBudget, str]:
+def _room(config: Config, accelerator: Accelerator) -> tuple[MemoryBudget, Gpu | None]:
     """The memory that every process may take, and the card of the main one."""
-    card = gpu_here()
     found = on_all_processes(
         accelerator,
-        lambda: (_device_bytes(config, accelerator.device), _host_bytes(config), card.name if card else ""),
+        lambda: (_device_bytes(config, accelerator.device), _host_bytes(config), gpu_here()),
     )
     room = _room_of(config, min(device for device, _, _ in found))
-    return replace(room, host=min(host for _, host, _ in found)), found[0][2] or ASSUMED_GPU
+    return replace(room, host=min(host for _, host, _ in found)), found[0][2]
 
 
 def _room_of(config: Config, device_bytes: float) -> MemoryBudget:

@@ -29,6 +29,7 @@ from diffsynth_lite.training.distributed.devices import num_data_ranks
 from diffsynth_lite.training.frozen_weights import require_as_many_blocks
 from diffsynth_lite.training.layer_groups import adapter_kind, find_targets, layer_groups, rank_overrides
 from diffsynth_lite.training.optimization.optimizers import examine_optimizer
+from diffsynth_lite.training.planning.gpus import ASSUMED_GPU, Gpu, gpu_named
 from diffsynth_lite.training.planning.kept_counts import KeptCounts
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.split_sequences import (
@@ -38,7 +39,7 @@ from diffsynth_lite.training.planning.split_sequences import (
     shared_conditioning,
 )
 from diffsynth_lite.training.planning.step import StepSettings
-from diffsynth_lite.training.planning.step_time import Gpu, StepTimer
+from diffsynth_lite.training.planning.step_time import StepTimer
 
 
 @contextmanager
@@ -164,8 +165,12 @@ def _exchange(
     )
 
 
-def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes: int = 1) -> StepTimer:
-    """Estimates how long optimizer steps of a config take in one of the processes, on a card each."""
+def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu | None, *, num_processes: int = 1) -> StepTimer:
+    """Estimates how long optimizer steps of a config take in one of the processes, on a card each.
+
+    Args:
+        gpu: None, or one whose steps are not timed, leaves it to one that is assumed, which orders settings.
+    """
     shared = config.train.context_parallel
     if shared > 1:
         # Attention to all tokens is more work than to those of a part.
@@ -176,7 +181,7 @@ def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes:
     attends_again = shared > 1 and config.train.context_parallel_kind == "ulysses"
     return StepTimer(
         counter,
-        gpu,
+        gpu if gpu and gpu.is_timed else gpu_named(ASSUMED_GPU),
         batch_size=batch_size,
         num_sharing=shared,
         attends_again=attends_again,
