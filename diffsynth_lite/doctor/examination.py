@@ -26,11 +26,11 @@ from diffsynth_lite.doctor.advice import advise, advise_on_held_out
 from diffsynth_lite.doctor.examined import ExaminedData, estimate_cache
 from diffsynth_lite.doctor.findings import Findings, NoiseFindings, counted
 from diffsynth_lite.doctor.images import Decoded, decode, equal_files, near_duplicates
+from diffsynth_lite.doctor.machine import machine_table
 from diffsynth_lite.doctor.model import model_table
 from diffsynth_lite.doctor.tables import (
     bucket_table,
     caption_table,
-    machine_table,
     noise_table,
     number_table,
     pass_table,

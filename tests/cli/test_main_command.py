@@ -1,16 +1,22 @@
 """The console script: its commands, and what it says of wrong words on the command line."""
 
+import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
+from diffsynth_lite import __version__
 from diffsynth_lite.cli.main import main
+from diffsynth_lite.doctor import machine
 
 _CACHE = "diffsynth-lite cache"
 _PART = f"{_CACHE} fill: error: argument --part"
 _GIB, _NO_SIZES = "diffsynth-lite plan: error: argument --device-gib", ("0", "-1", "nan", "inf", "much")
-_COMMANDS = ("init", "doctor", "plan", "cache", "cache prune", "report", "sample", "convert", "publish")
+_COMMANDS = (
+    *("init", "doctor", "plan", "cache", "cache prune", "report", "sample", "convert", "publish", "env"),
+)
 _EACH_HELP = """
 import sys
 sys.modules["torch"] = None  # an import of it is an error
@@ -88,6 +94,25 @@ def test_each_command_shows_an_example_of_itself(command: str, capsys: pytest.Ca
         main([*command.split(), "--help"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"Example: diffsynth-lite {command} ")
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_environment_is_printed_without_its_secrets(
+    as_json: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("UNRELATED", "2")
+    monkeypatch.setattr(machine, "_OPTIONAL", ("no_such_package",))
+    assert main(["env", *["--json"] * as_json]) == 0
+    shown = capsys.readouterr().out
+    facts = json.loads(shown) if as_json else dict(line.split(": ", 1) for line in shown.splitlines())
+    assert facts["diffsynth_lite"] == __version__
+    assert f"diffusers {version('diffusers')}" in facts["packages"]
+    assert facts["optional packages"] == "no_such_package not installed"
+    assert (facts["HF_TOKEN"], facts["CUDA_VISIBLE_DEVICES"]) == ("REDACTED", "1")
+    assert "UNRELATED" not in facts
+    assert "aaaa" not in shown
 
 
 def test_help_is_shown_without_torch() -> None:

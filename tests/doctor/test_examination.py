@@ -1,6 +1,7 @@
 """What the doctor finds in data that are good, messy, bad through and through, or not there."""
 
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from diffsynth_lite.data.items import TrainingItem
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.doctor.examination import examine
 from diffsynth_lite.doctor.findings import Findings
-from diffsynth_lite.doctor.tables import machine_table
+from diffsynth_lite.doctor.machine import machine_table
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
@@ -282,3 +283,10 @@ def test_versions_memory_devices_and_disk_are_told(tmp_path: Path) -> None:
     assert facts["free memory"].endswith("GiB")
     assert any(name.startswith("GPU") for name in facts)
     assert facts["free disk"] == f"{format_bytes(shutil.disk_usage(tmp_path).free)} at {missing}"
+
+
+def test_a_torch_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    facts = machine_table()
+    assert facts["torch"].startswith("cannot be imported: ")
+    assert f"torch {torch.__version__}" in facts["packages"]
