@@ -1,4 +1,4 @@
-"""Train a LoRA from a clone: ``accelerate launch train.py --config qwen_lora.yaml``."""
+"""``diffsynth-lite train``, as a file that launchers start: ``torchrun ... train.py --config my.yaml``."""
 
 import sys
 

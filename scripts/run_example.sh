@@ -10,8 +10,7 @@ run_example() {
     # The models are so small that a second thread only waits for the first.
     export OMP_NUM_THREADS=1
     "$PYTHON" "$example/$maker" --output "$data"
-    "$PYTHON" -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no \
-        --dynamo_backend no train.py --config "$name.yaml" "$@"
+    "$PYTHON" -m diffsynth_lite.cli.main train --config "$name.yaml" "$@"
     "$PYTHON" "$example/$scorer" --model "$example/$model" --lora "$run/lora" --data "$data" --output "$run/score"
     cat <<END
 

@@ -17,6 +17,12 @@ def add_config_arguments(parser: argparse.ArgumentParser, **of_config: Any) -> N
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=500")
 
 
+def config_words(parsed: argparse.Namespace) -> list[str]:
+    """The arguments of :func:`add_config_arguments` as they were given, for a command on the same config."""
+    presets = (word for name in parsed.presets for word in ("--preset", name))
+    return ["--config", parsed.config, *presets, *parsed.overrides]
+
+
 def add_preset_argument(parser: argparse.ArgumentParser) -> None:
     """``--preset``, which may be given several times."""
     parser.add_argument(

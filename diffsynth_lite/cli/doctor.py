@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from diffsynth_lite.cli.arguments import add_config_arguments
+from diffsynth_lite.cli.arguments import add_config_arguments, config_words
 from diffsynth_lite.cli.console import print_lines
+from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 
@@ -64,6 +65,7 @@ def run(parsed: argparse.Namespace) -> None:
         raise UserError(f"--page {parsed.page}: cannot be written: {error.strerror}") from None
     print_lines(f"Page with the items as the model sees them: {parsed.page}")
     examination.require_usable()
+    print_lines(*(f"Next: {command(name, *config_words(parsed))}" for name in ("plan", "train")))
 
 
 def print_findings(console: Console, findings: "Findings") -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from diffsynth_lite.cli.arguments import add_preset_argument
 from diffsynth_lite.cli.console import print_lines
+from diffsynth_lite.cli.invocation import command
+from diffsynth_lite.config.document import shortened
 from diffsynth_lite.config.files import read_preset
 from diffsynth_lite.errors import UserError
 
@@ -45,7 +47,6 @@ def run(parsed: argparse.Namespace) -> None:
     # The libraries take seconds to import: wrong arguments are refused before that.
     from diffsynth_lite.doctor.starting_point import (
         look_at,
-        next_commands,
         starting_config,
         starting_point,
         write_start,
@@ -59,7 +60,8 @@ def run(parsed: argparse.Namespace) -> None:
         has_masks=masks is not None,
     )
     found = look_at(parsed.folder, start, input_dirs=inputs, layer_dirs=layers, mask_dir=masks)
-    text = starting_config(found, start, out=out, presets=presets)
+    commands = [command(name, "--config", shortened(str(out))) for name in ("doctor", "plan", "train")]
+    text = starting_config(found, start, out=out, commands=commands, presets=presets)
     image = write_start(found, start, out)
     try:
         with out.open("x", encoding="utf-8") as file:
@@ -71,6 +73,6 @@ def run(parsed: argparse.Namespace) -> None:
         f"{found.path}: {found.summary}",
         *(f"> {problem}" for problem in found.problems),
         f"Wrote {out}{f' and {image}' if image else ''}, for {start.family}{reason}. Look at it, then:",
-        *(f"  {command}" for command in next_commands(out)),
+        *(f"  {line}" for line in commands),
     ]
     print_lines(*lines)

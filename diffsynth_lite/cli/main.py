@@ -1,4 +1,4 @@
-"""The console script ``diffsynth-lite``: every command except training."""
+"""The console script ``diffsynth-lite``."""
 
 import argparse
 import os
@@ -10,15 +10,17 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli import cache, convert, doctor, env, init, plan, publish, report, sample
+from diffsynth_lite.cli import cache, convert, doctor, env, init, plan, publish, report, sample, train
 from diffsynth_lite.cli.arguments import argument_hint
 from diffsynth_lite.cli.console import log_level, run_command
+from diffsynth_lite.config.files import did_you_mean
 
 _EXAMPLES = {
     init: "my_pictures --preset likeness",
     doctor: "--config my.yaml",
     plan: "--config my.yaml --gpu 'RTX 4090' --host-gib 32",
     cache: "fill --config my.yaml",
+    train: "--config my.yaml train.steps=1000",
     report: "runs/* --serve",
     sample: "--lora runs/mine --prompt 'a red star'",
     convert: "runs/mine mine.safetensors --to kohya",
@@ -28,9 +30,9 @@ _EXAMPLES = {
 """Each command's module, in the order in which a user needs them, with what one may type after its name."""
 
 _DESCRIPTION = (
-    "Commands to prepare a training run, to follow it, and to use its LoRA. The run "
-    "itself: accelerate launch train.py --config my.yaml (without a clone: -m diffsynth_lite.cli.train in "
-    "place of train.py)."
+    "Commands to prepare a training run, to train, to follow it, and to use its LoRA. Several devices train "
+    "together under a launcher, which starts train.py (without a clone: -m diffsynth_lite.cli.train): "
+    "torchrun --standalone --nproc_per_node 2 train.py --config my.yaml"
 )
 
 
@@ -42,16 +44,20 @@ class _Parser(argparse.ArgumentParser):
         self.set_defaults(refuse=self.refuse)  # of several, the innermost subcommand's is called
 
     def error(self, message: str) -> NoReturn:
-        if any(action.dest == "overrides" for action in self._actions):
-            message += argument_hint(message)
+        message += self._setting_instead(message)
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Exit because of unknown arguments; suggests a known one for the first."""
-        flag = unknown[0].partition("=")[0]
-        close = get_close_matches(flag, self._option_string_actions, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        message = f"unrecognized arguments: {' '.join(unknown)}"
+        close = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+        if close and not self._setting_instead(message):
+            message += f"; did you mean {close[0]}?"
+        self.error(message)
+
+    def _setting_instead(self, message: str) -> str:
+        takes_settings = any(action.dest == "overrides" for action in self._actions)
+        return argument_hint(message) if takes_settings else ""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -68,14 +74,25 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _require_command(parser: argparse.ArgumentParser, word: str) -> None:
+    known = [module.__name__.rpartition(".")[2] for module in _EXAMPLES]
+    if word not in known:
+        hint = did_you_mean(word, known).strip() or f"there are {', '.join(known)}"
+        parser.error(f"{word}: is not a command; {hint}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit code, as of ``train.py``: 0 done, 2 something the user can fix, 3 it had to stop.
+        The exit code, see :func:`run_command`.
     """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    parser = build_parser()
+    if words and not words[0].startswith("-"):
+        _require_command(parser, words[0])
     # Subcommands know no intermixed arguments; the overrides are at the end, or between flags of theirs.
-    parsed, rest = build_parser().parse_known_args(arguments)
+    parsed, rest = parser.parse_known_args(words)
     takes_overrides = "overrides" in parsed
     flags = [text for text in rest if text.startswith("-") or "=" not in text or not takes_overrides]
     if flags:
@@ -83,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if takes_overrides:
         parsed.overrides = [*parsed.overrides, *rest]
     run: Callable[[argparse.Namespace], None] = parsed.run
-    return run_command(lambda: run(parsed), Console(stderr=True), level=log_level(os.environ))
+    parsed.words, parsed.console = words, Console(stderr=True)  # train shows its progress below the log
+    return run_command(lambda: run(parsed), parsed.console, level=log_level(os.environ))
 
 
 if __name__ == "__main__":

@@ -70,6 +70,11 @@ def is_local_main_process(environment: Mapping[str, str]) -> bool:
     return environment.get(_numbering(environment).local_rank, "0") == "0"
 
 
+def is_one_of_several(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has started more processes for the same run."""
+    return _numbering(environment).numbers(environment)
+
+
 def join_processes(environment: MutableMapping[str, str], command: Sequence[str]) -> None:
     """See to it that Accelerate will take the processes of a launcher for one run.
 

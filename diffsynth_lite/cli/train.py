@@ -1,4 +1,4 @@
-"""The training command: ``accelerate launch train.py --config qwen_lora.yaml [flags] [key=value ...]``."""
+"""Train a LoRA: settings come from the yaml, presets, key=value and flags."""
 
 import argparse
 import ctypes
@@ -12,13 +12,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
-
-from rich.console import Console
+from typing import Any
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli.arguments import add_config_arguments, argument_hint
-from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries, log_level, run_command
+from diffsynth_lite.cli.arguments import add_config_arguments
+from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries
+from diffsynth_lite.cli.invocation import same_command
 from diffsynth_lite.cli.processes import grace_can_be_set, grace_period, join_processes, parent_command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import EXIT_BUG, RunInterrupted, UserError, exit_code
@@ -39,18 +38,8 @@ _FLAG_KEYS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        super().error(message + argument_hint(message))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The few flags there are; everything else is a ``key=value`` of the config."""
-    parser = _Parser(
-        prog="train.py",
-        description="Train a LoRA. Settings come from the yaml, presets, key=value and flags.",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The few flags of ``diffsynth-lite train``; everything else is a ``key=value`` of the config."""
     add_config_arguments(parser)
     parser.add_argument("--resume", metavar="auto|none|must|PATH", help="where to start from (default: auto)")
     for name, effect in (
@@ -63,21 +52,24 @@ def build_parser() -> argparse.ArgumentParser:
         switch = parser.add_mutually_exclusive_group()
         switch.add_argument(f"--{name}", action="store_true", default=None, help=effect)
         switch.add_argument(f"--no-{name}", dest=name, action="store_false", default=None)
-    return parser
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Train."""
+    started_at = time.perf_counter()
+    _die_with_launcher()
+    with _errors_for_launcher(os.environ.get(_ERROR_FILE)):
+        try:
+            _train(parsed, started_at)
+        except KeyboardInterrupt:  # before the run listens to signals
+            raise RunInterrupted("SIGINT before the first step; the same command starts again") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code, see :func:`run_command`."""
-    started_at = time.perf_counter()
-    _die_with_launcher()
-    parsed = build_parser().parse_intermixed_args(arguments)
-    console = Console(stderr=True)
+    """``diffsynth-lite train`` for launchers, which start a file or a module; returns its exit code."""
+    from diffsynth_lite.cli.main import main as run_program
 
-    def work() -> None:
-        with _errors_for_launcher(os.environ.get(_ERROR_FILE)):
-            _train(parsed, console, started_at)
-
-    return run_command(work, console, level=log_level(os.environ))
+    return run_program(["train", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 @contextmanager
@@ -99,7 +91,7 @@ def _errors_for_launcher(file: str | None) -> Iterator[None]:
         raise
 
 
-def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> None:
+def _train(parsed: argparse.Namespace, started_at: float) -> None:
     flags: dict[str, Any] = {
         key: getattr(parsed, name) for name, key in _FLAG_KEYS.items() if getattr(parsed, name) is not None
     }
@@ -118,10 +110,11 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
 
     clock = StartupClock(started_at)
     clock.add("importing libraries", time.perf_counter() - importing_since)
-    if not console.is_terminal:
+    if not parsed.console.is_terminal:
         hide_progress_bars()
+    command = same_command(os.environ, parsed.words)
     grace = grace_period(os.environ, parent_command(), can_be_set=grace_can_be_set())
-    run_training(loaded, console=console, clock=clock, grace=grace)
+    run_training(loaded, console=parsed.console, clock=clock, grace=grace, command=command)
 
 
 def _launcher_warnings(mixed_precision: str) -> list[str]:

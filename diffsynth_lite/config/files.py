@@ -66,7 +66,7 @@ def read_preset(name: str) -> Preset:
     """The preset of that name."""
     found = {path.stem: path for path in (_recipe_folder() / PRESETS).glob("*.yaml")}
     if name not in found:
-        raise UserError(f"--preset {name}: {_suggested(name, found)}There are {', '.join(sorted(found))}")
+        raise UserError(f"--preset {name}: {did_you_mean(name, found)}There are {', '.join(sorted(found))}")
     text = _read_text(found[name])
     entries = _top_level(found[name], text)
     families = [node for key, node in entries if key.value == _FAMILIES]
@@ -145,13 +145,14 @@ def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:
     nearby = {path.name for path in looked_in.glob("*.y*ml")}
     known = sorted(path.name for path in recipes.glob("*.yaml"))
     recipe_names = ", ".join(known) or "no yaml file"
-    hint = _suggested(name, [*nearby, *found], cutoff=_SIMILAR).strip()
+    hint = did_you_mean(name, [*nearby, *found], cutoff=_SIMILAR).strip()
     hint = hint or f"give the path of a file of your own. The recipes: {recipe_names}"
     raise UserError(f"{asked}: not found in {looked_in} nor in {recipes}; {hint}")
 
 
-def _suggested(name: str, found: Iterable[str], *, cutoff: float = 0.6) -> str:
-    close = get_close_matches(name, found, n=1, cutoff=cutoff)
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A question for a message about an unknown name, with a space after it; empty where none is like it."""
+    close = get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean '{close[0]}'? " if close else ""
 
 

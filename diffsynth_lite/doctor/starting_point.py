@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -228,20 +227,19 @@ def _start_file(found: FolderFindings, start: StartingPoint, out: Path) -> Path 
     return out.with_name(f"{out.stem}_mask.png") if needs_mask else None
 
 
-def next_commands(config: Path) -> list[str]:
-    """The next commands for a config, quoted for a shell."""
-    named = f"--config {shlex.quote(shortened(str(config)))}"
-    commands = ("diffsynth-lite doctor", "diffsynth-lite plan", "accelerate launch train.py")
-    return [f"{command} {named}" for command in commands]
-
-
 def starting_config(
-    found: FolderFindings, start: StartingPoint, *, out: Path, presets: Sequence[Preset]
+    found: FolderFindings,
+    start: StartingPoint,
+    *,
+    out: Path,
+    commands: Sequence[str],
+    presets: Sequence[Preset],
 ) -> str:
     """The yaml of a run: what the folder asks for, on top of a recipe.
 
     Args:
         out: the file that it is for.
+        commands: what to type next, for its head.
         presets: whose settings it gets; a later one wins.
     """
     config = load_config(start.recipe).config
@@ -260,7 +258,7 @@ def starting_config(
     head = [
         f"# A LoRA for {config.model.family} from {shortened(str(found.path))}: {found.summary}.",
         "#",
-        *(f"#   {command}" for command in next_commands(out)),
+        *(f"#   {command}" for command in commands),
         "#",
         "# All else is as in the recipe that it extends; docs/configuration.md explains every setting.",
         "",

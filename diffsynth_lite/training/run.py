@@ -27,10 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(
-    loaded: LoadedConfig, *, console: Console, clock: StartupClock, grace: GracePeriod | None = None
+    loaded: LoadedConfig,
+    *,
+    console: Console,
+    clock: StartupClock,
+    grace: GracePeriod | None = None,
+    command: str | None = None,
 ) -> None:
     """Train a LoRA from a loaded config to the exported file; see :func:`open_run` for what may be raised."""
-    with open_run(loaded, console=console, clock=clock, grace=grace) as run:
+    with open_run(loaded, console=console, clock=clock, grace=grace, command=command) as run:
         run = with_chosen_memory(run)
         start = find_start(run)
         if start.is_finished:
@@ -53,7 +58,9 @@ def _conclude(run: Run, built: TrainingObjects, step: int, remarks: list[str]) -
     steps = run.config.train.steps
     on_main_process(run.accelerator, built.divergence.require_none, step, steps)
     if step < steps:
-        raise RunInterrupted(f"stopped after step {step} of {steps}, saved; the same command continues it")
+        raise RunInterrupted(
+            f"stopped after step {step} of {steps}, saved; the same command continues it{run.stop.command}"
+        )
     remarks += built.divergence.remarks()
     _log_results(run.folder, "; ".join([f"Finished after {step} steps", *remarks]))
 

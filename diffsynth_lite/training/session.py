@@ -103,7 +103,7 @@ class Run:
     console: Console
     clock: StartupClock
     grace: GracePeriod | None
-    stop: StopRequest = field(default_factory=StopRequest)
+    stop: StopRequest
     predicted_bytes: int | None = None
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
@@ -200,13 +200,19 @@ class Start:
 
 @contextmanager
 def open_run(
-    loaded: LoadedConfig, *, console: Console, clock: StartupClock, grace: GracePeriod | None
+    loaded: LoadedConfig,
+    *,
+    console: Console,
+    clock: StartupClock,
+    grace: GracePeriod | None,
+    command: str | None,
 ) -> Iterator[Run]:
     """Scope of a run that is checked, holds the lock of its folder, and hears stop signals.
 
     Args:
         console: where the progress line goes.
         grace: how long the launcher waits for a run that it stops, where that is known.
+        command: that started the run, where that is known.
 
     Raises:
         UserError: something the user can fix; before weights load wherever that is possible.
@@ -236,6 +242,7 @@ def open_run(
         console=console,
         clock=clock,
         grace=grace,
+        stop=StopRequest(command),
     )
     with ExitStack() as held, run.stop.listening(), shortages_explained(folder.path):
         on_main_process(accelerator, held.enter_context, folder.lock())

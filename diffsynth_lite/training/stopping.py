@@ -40,9 +40,13 @@ class StopRequest:
 
     The same signal once more, later than the same event's echo, quits at once. Another one does not: a
     launcher that Ctrl+C stopped takes seconds to die, and its death sends SIGTERM.
+
+    Args:
+        command: that started the run, for messages; None where that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, command: str | None = None) -> None:
+        self.command = f": {command}" if command else ""
         self._received_at: dict[int, float] = {}
         self._steps_finish = False
 
@@ -84,7 +88,9 @@ class StopRequest:
             return
         name = signal.Signals(number).name
         if not self._steps_finish:
-            raise RunInterrupted(f"{name} before the first step; the same command starts again, and faster")
+            raise RunInterrupted(
+                f"{name} before the first step; the same command starts again, and faster{self.command}"
+            )
         logger.warning("%s: finishing this step, then saving. Again to quit immediately.", name)
 
 

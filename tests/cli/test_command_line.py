@@ -1,32 +1,41 @@
 """The flags: which there are, what wins, and what is refused."""
 
+import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from diffsynth_lite.cli import invocation, train
 from diffsynth_lite.cli.main import main
-from diffsynth_lite.cli.train import build_parser
-from diffsynth_lite.cli.train import main as train
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, exit_code
 
 
 def test_the_flags_are_these_and_no_others() -> None:
-    flags = {option for action in build_parser()._actions for option in action.option_strings}
-    assert flags == {
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    assert {option for action in parser._actions for option in action.option_strings} == {
         *("-h", "--help", "--config", "--preset", "--resume"),
         *("--use_gradient_checkpointing", "--no-use_gradient_checkpointing"),
         *("--use_gradient_checkpointing_offload", "--no-use_gradient_checkpointing_offload"),
     }
 
 
-def test_overrides_and_flags_come_in_any_order() -> None:
-    parsed = build_parser().parse_intermixed_args(
-        ["train.steps=5", "--config", "a.yaml", "--use_gradient_checkpointing_offload", "lora.rank=4"]
-    )
+@pytest.mark.parametrize("entry", [train.main, lambda words: main(["train", *words])])
+def test_overrides_and_flags_come_in_any_order(
+    entry: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[argparse.Namespace] = []
+    monkeypatch.setattr(train, "_train", lambda parsed, _: given.append(parsed))
+    words = ["--config", "a.yaml", "train.steps=5", "--use_gradient_checkpointing_offload", "lora.rank=4"]
+    assert entry(words) == 0
+    [parsed] = given
     assert parsed.overrides == ["train.steps=5", "lora.rank=4"]
     assert parsed.use_gradient_checkpointing_offload is True
     assert parsed.use_gradient_checkpointing is None
+    assert parsed.words == ["train", *words]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +69,56 @@ def test_torchs_agent_gets_the_reason_for_its_summary(
 ) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    assert train(["--config", "nowhere.yaml"]) == 2
+    assert train.main(["--config", "nowhere.yaml"]) == 2
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     assert "nowhere.yaml" in str(ChildFailedError("train.py", {0: failure}))
+
+
+def test_ctrl_c_while_libraries_are_imported_ends_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "_train", interrupted)
+    assert main(["train", "--config", "a.yaml"]) == 75
+    assert caplog.messages == ["SIGINT before the first step; the same command starts again"]
+
+
+AGENT = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "on_path", "environment", "launcher", "expected"),
+    [
+        (True, True, {}, [], "diffsynth-lite train --config 'my run.yaml'"),
+        (True, False, {}, [], "{bin}/diffsynth-lite train --config 'my run.yaml'"),
+        (False, True, {}, [], "python3 -m diffsynth_lite.cli.main train --config 'my run.yaml'"),
+        (False, False, {}, [], "{bin}/python3 -m diffsynth_lite.cli.main train --config 'my run.yaml'"),
+        # accelerate launch with one process
+        (True, True, AGENT | {"WORLD_SIZE": "1"}, ["x"], "diffsynth-lite train --config 'my run.yaml'"),
+        (True, True, AGENT, ["{bin}/python3", "{bin}/torchrun", "a.py", "a b"], "torchrun a.py 'a b'"),
+        (True, False, AGENT, ["{bin}/python3", "-m", "torch"], "{bin}/python3 -m torch"),
+        (True, True, AGENT, [], None),
+        (True, True, {"PMI_RANK": "0", "PMI_SIZE": "2"}, ["mpirun"], None),
+    ],
+)  # fmt: skip
+def test_the_same_command_is_as_it_can_be_typed_here(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: bool,
+    on_path: bool,
+    environment: dict[str, str],
+    launcher: list[str],
+    expected: str | None,
+) -> None:
+    for name in ("python3", "torchrun", *(["diffsynth-lite"] if installed else [])):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    monkeypatch.setenv("PATH", str(tmp_path) if on_path else "/nowhere")
+    parent = [word.replace("{bin}", str(tmp_path)) for word in launcher]
+    monkeypatch.setattr(invocation, "parent_command", lambda: parent)
+    monkeypatch.chdir(tmp_path.parent)
+    words = ("train", "--config", "my run.yaml")
+    wanted = expected and expected.replace("{bin}", tmp_path.name)
+    assert invocation.same_command(environment, words) == wanted

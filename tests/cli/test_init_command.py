@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from tiny_run import tiny_image
 
+from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
 from diffsynth_lite.data.video import write_video
@@ -35,8 +36,8 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
     printed = capsys.readouterr().out
     assert "my images: 3 images; 120 x 90 to 120 x 92 pixels" in printed
     assert "for qwen_image, as the folder holds images" in printed
-    for command in ("diffsynth-lite doctor", "diffsynth-lite plan", "accelerate launch train.py"):
-        assert f"  {command} --config 'my images_lora.yaml'\n" in printed
+    for name in ("doctor", "plan", "train"):
+        assert f"  {command(name, '--config', 'my images_lora.yaml')}\n" in printed
     out = Path("my images_lora.yaml")
     loaded = load_config(out)
     config, recipe = loaded.config, load_config("qwen_lora.yaml").config
@@ -59,7 +60,7 @@ def test_a_folder_without_a_name_gets_one(images: Path, caplog: pytest.LogCaptur
     start = starting_point(images, None)
     found = replace(look_at(images, start), path=Path("/"))
     out = Path("lora.yaml")
-    out.write_text(starting_config(found, start, out=out, presets=[]))
+    out.write_text(starting_config(found, start, out=out, commands=[], presets=[]))
     assert load_config(out).config.logging.run_name == "lora"
     assert main(["init", "/"]) == 2
     assert caplog.messages[-1].startswith("--out lora.yaml: already exists")

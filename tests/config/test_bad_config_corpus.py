@@ -25,11 +25,15 @@ OVERRIDES = [
     *("data.repeats=1000000000", "logging.trackers=[mlflow]", "validation.seed=9223372036854775808"),
 ]
 
-# Flags, and the line that follows the usage; the usage itself names every flag there is.
+SEE = "; see diffsynth-lite train --help"
+# Flags, and what is said of them.
 FLAGS: list[tuple[tuple[str, ...], str]] = [
     (("--resume",), "argument --resume: expected one argument"),
-    (("--resum", "auto"), "unrecognized arguments: --resum"),
-    (("--use_gradient",), "unrecognized arguments: --use_gradient"),
+    (("--resum", "auto"), "unrecognized arguments: --resum; did you mean --resume?"),
+    (
+        ("--use_gradient",),
+        "unrecognized arguments: --use_gradient; did you mean --use_gradient_checkpointing?",
+    ),
     (
         ("--use_gradient_checkpointing=1",),
         "argument --use_gradient_checkpointing: ignored explicit argument '1'",
@@ -188,7 +192,7 @@ def test_a_wrong_flag_is_refused(good: Path, flags: tuple[str, ...], told: str, 
     with pytest.raises(SystemExit) as caught:
         main(["--config", str(good), *flags])
     assert caught.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"train.py: error: {told}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"diffsynth-lite train: error: {told}{SEE}"
 
 
 @pytest.mark.parametrize(("text", "place"), TEXTS, ids=range(len(TEXTS)))
@@ -222,4 +226,4 @@ def test_a_config_is_needed(capsys, monkeypatch, words: list[str], hint: str) ->
         main()
     assert caught.value.code == 2
     told = f"the following arguments are required: --config{hint}"
-    assert capsys.readouterr().err.splitlines()[-1] == f"train.py: error: {told}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"diffsynth-lite train: error: {told}{SEE}"

@@ -1,0 +1,45 @@
+"""This file words commands so that they can be typed where the person is: a clone, a wheel, a launcher."""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from diffsynth_lite.cli.processes import is_one_of_several, parent_command
+
+PROGRAM = "diffsynth-lite"
+
+
+def command(*words: str) -> str:
+    """A command of this program, quoted for a shell, such as ``diffsynth-lite plan --config my.yaml``."""
+    folder = Path(sys.executable).parent
+    installed = shutil.which(PROGRAM, path=str(folder))
+    if installed is None:
+        program = [_as_typed(sys.executable), "-m", "diffsynth_lite.cli.main"]
+    else:
+        program = [_as_typed(installed)]
+    return shlex.join([*program, *words])
+
+
+def same_command(environment: Mapping[str, str], words: Sequence[str]) -> str | None:
+    """The command that started this process; None for several processes whose launcher is not known.
+
+    Args:
+        words: of the command, after the name of this program.
+    """
+    if not is_one_of_several(environment):
+        return command(*words)
+    # Of torch's agent, which accelerate launch is, too; mpirun may be on another machine.
+    launcher = parent_command() if "TORCHELASTIC_RUN_ID" in environment else []
+    if len(launcher) > 1 and _as_typed(launcher[1]) != launcher[1]:
+        launcher = launcher[1:]  # a script: its interpreter is not typed
+    return shlex.join([*map(_as_typed, launcher[:1]), *launcher[1:]]) or None
+
+
+def _as_typed(word: str) -> str:
+    """The name of a program, where the shell finds this file by it, or its path from the working folder."""
+    path, here = Path(word), Path.cwd()
+    if shutil.which(path.name) == word:
+        return path.name
+    return str(path.relative_to(here)) if path.is_relative_to(here) else word
