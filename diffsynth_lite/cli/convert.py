@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from diffsynth_lite.cli.arguments import positive_number
 from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.errors import UserError, join_names
-from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import find_lora_place
 
 if TYPE_CHECKING:  # Wrong arguments are reported before torch is imported, which takes seconds.
     from diffsynth_lite.lora.conversion import FamilyNames, Target
@@ -24,7 +24,9 @@ _EXPLANATION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite convert``."""
     parser.description = f"{parser.description} {_EXPLANATION}"
-    parser.add_argument("source", metavar="IN", type=Path, help="LoRA file, folder with one, or run")
+    parser.add_argument(
+        "source", metavar="IN", help="LoRA file, folder with one, run, or its RUN@STEP, @last, @best or @ema"
+    )
     parser.add_argument("target", metavar="OUT", type=Path, help="file to write, which must not exist yet")
     parser.add_argument(
         "--to",
@@ -57,13 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Convert, and print what came of it."""
-    source, target = (path.expanduser() for path in (parsed.source, parsed.target))
+    target = parsed.target.expanduser()
     if target.suffix != ".safetensors":
         raise UserError(f"{target}: is the file to write; name one that ends in .safetensors")
     if target.exists():
         raise UserError(f"{target}: is there already; name another file, or remove it")
-    if RunFolder(source).holds_run():
-        source = RunFolder(source).lora_folder
+    source = find_lora_place(parsed.source)
     import torch
     from safetensors import SafetensorError
 

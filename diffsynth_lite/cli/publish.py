@@ -6,21 +6,24 @@ from pathlib import Path
 
 from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import exports_of, find_lora_place, run_of
 
 logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite publish``."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument(
+        "folder", metavar="RUN[@STEP]", help="run folder; also @1000, @last, @best or @ema of it"
+    )
     parser.add_argument(
         "--to", required=True, metavar="USER/NAME", help="repository; created if it does not exist"
     )
     parser.add_argument(
         "--lora",
         choices=("last", "best", "ema"),
-        default="last",
         help="the latest (default), that with the lowest loss on held-out data, or the moving average",
     )
     parser.add_argument("--private", action="store_true", help="create a private repository")
@@ -33,9 +36,15 @@ def run(parsed: argparse.Namespace) -> None:
     """List the files, and publish them."""
     from diffsynth_lite.run_folder.publishing import Publication  # takes a second to import
 
-    folder = RunFolder(parsed.folder.expanduser())
-    loras = {"last": folder.lora_folder, "best": folder.best_lora_folder, "ema": folder.ema_lora_folder}
-    publication = Publication.of_run(folder, loras[parsed.lora], parsed.to)
+    folder = Path(parsed.folder).expanduser()
+    if folder.exists() or "@" not in parsed.folder:
+        run, lora = RunFolder(folder), exports_of(RunFolder(folder))[parsed.lora or "last"]
+    elif parsed.lora is None:
+        lora = find_lora_place(parsed.folder)
+        run = run_of(lora) or RunFolder(folder)
+    else:
+        raise UserError(f"--lora {parsed.lora}: {parsed.folder} names a LoRA already; leave one of them out")
+    publication = Publication.of_run(run, lora, parsed.to)
     print_lines(
         f"To {parsed.to}{', private' if parsed.private else ''}:",
         *(f"  {name}  {format_bytes(size)}" for name, size in publication.sizes.items()),

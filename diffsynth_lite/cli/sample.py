@@ -19,8 +19,9 @@ from diffsynth_lite.cli.train import make_cublas_repeatable
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import run_of
 from diffsynth_lite.run_folder.reading import require_run_file
-from diffsynth_lite.sampling.request import GivenLora, SampleRequest, find_lora, require_new, run_of
+from diffsynth_lite.sampling.request import GivenLora, SampleRequest, find_lora, loras_by_step, require_new
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora",
         action="append",
         default=[],
-        metavar="PATH[:WEIGHT]",
-        help="a run's folder, one of its LoRA folders, or a .safetensors file; give it again to add others",
+        metavar="PATH[@STEP][:WEIGHT]",
+        help="a run's folder, also @1000, @last, @best or @ema of it, or a .safetensors file; give it again "
+        "to add others",
+    )
+    parser.add_argument(
+        "--every-checkpoint",
+        action="store_true",
+        help="compare the LoRAs of all steps that the run kept, a column for each",
     )
     parser.add_argument(
         "--prompt",
@@ -132,11 +139,13 @@ def _request(parsed: argparse.Namespace) -> SampleRequest:
         run = RunFolder(Path(config.output.dir).expanduser())
         run = run if run.holds_run() else None
         loras = _of_run(run, config.output.dir, parsed.scale)
+    by_step = loras_by_step(run, loras) if parsed.every_checkpoint else {}
     return SampleRequest(
         config=config,
         # Those that are not seen anywhere need not be loaded.
-        loras=loras if any(parsed.scale) else [],
+        loras=(list(by_step.values())[:1] or loras) if any(parsed.scale) else [],
         scales=parsed.scale,
+        by_step=by_step,
         seeds=_seeds(parsed, config.validation.seed),
         run=run,
         out=out,

@@ -98,8 +98,8 @@ _THEIR_NAMES = {
     "output.dir": "output_dir training_folder output_path workspace_dir output_model_destination",
     "output.checkpoint_every_steps": "save_every save_every_n_steps checkpointing_steps "
     "checkpoint_step_interval save_steps",
-    "output.keep_checkpoints": "checkpoints_total_limit checkpoints_rolling_total_limit "
-    "max_step_saves_to_keep save_last_n_steps rolling_backup_count",
+    "output.keep_checkpoints": "checkpoints_total_limit checkpoints_rolling_total_limit rolling_backup_count",
+    "output.keep_adapters": "max_step_saves_to_keep save_last_n_steps",
     "output.lora_dtype": "save_precision output_dtype lora_weight_dtype",
     "resume.source": "resume_from_checkpoint continue_last_backup",
 }

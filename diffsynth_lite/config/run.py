@@ -167,6 +167,11 @@ class OutputSettings(Settings):
     """Keep the checkpoints of every so many steps for good, a multiple of `checkpoint_every_steps`; null
     keeps only the newest."""
 
+    keep_adapters: CountOrNone | Literal["all"] = "all"
+    """LoRA files to keep of saves whose checkpoint is removed, so that steps can be compared and the best one
+    used: `all`, or so many of the newest. They are in `checkpoints/lora-00000200` and so on, each of the size
+    of `lora/`, about a sixth of a checkpoint. A run cannot be resumed from them."""
+
     keep_best: bool = True
     """Also keep the checkpoint with the lowest loss on `validation.data`, and write its LoRA to
     `lora_best/`."""

@@ -99,8 +99,7 @@ def add_finished_lora(
     """
     if products := lokr_updates(tensors):
         _put_on(model, name, list(products), Lokr(), rank=1, alpha=1, device=device)
-        for layer, update in products.items():
-            model.get_submodule(layer).hold(name, update.left, update.right)  # type: ignore[operator]
+        load_finished_lora(model, name, tensors)
         return
     ranks = {key.removesuffix(_FIRST): len(first) for key, first in tensors.items() if key.endswith(_FIRST)}
     rank = next(iter(ranks.values()))
@@ -117,6 +116,19 @@ def add_finished_lora(
         alpha_pattern=others if alpha is None else {},
         device=device,
     )
+    load_finished_lora(model, name, tensors)
+
+
+def load_finished_lora(model: nn.Module, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load other values into a LoRA that :func:`add_finished_lora` put on a model.
+
+    Args:
+        tensors: by peft's names, on the same layers and of the same sizes and alpha.
+    """
+    if products := lokr_updates(tensors):
+        for layer, update in products.items():
+            model.get_submodule(layer).hold(name, update.left, update.right)  # type: ignore[operator]
+        return
     set_peft_model_state_dict(model, dict(tensors), adapter_name=name)
 
 

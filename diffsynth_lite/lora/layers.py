@@ -236,7 +236,7 @@ class LokrLinear(lokr.Linear):  # type: ignore[misc]  # peft has no types
 
     def hold(self, adapter: str, left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
         """Replace peft's factors of an adapter by others, of any sizes that fit the layer, in fp32."""
-        device = self.get_base_layer().weight.device
+        (first, *_), _ = self.factors(adapter)  # where it computes: a streamed base may wait elsewhere
         for side, matrices in (("lokr_w1", left), ("lokr_w2", right)):
             parts = dict(zip(("",) if len(matrices) == 1 else ("_a", "_b"), matrices, strict=True))
             for part in _PARTS:
@@ -244,7 +244,7 @@ class LokrLinear(lokr.Linear):  # type: ignore[misc]  # peft has no types
                 if adapter in held:
                     del held[adapter]
                 if part in parts:
-                    held[adapter] = nn.Parameter(parts[part].to(device, torch.float32))
+                    held[adapter] = nn.Parameter(parts[part].to(first.device, torch.float32))
 
     def update_norm(self, adapter: str, device: torch.device) -> Tensor:
         """Frobenius norm of the update, a scalar in fp64: the product of those of its two matrices."""

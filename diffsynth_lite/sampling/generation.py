@@ -15,7 +15,13 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
-from diffsynth_lite.lora import add_finished_lora, excludes_other_loras, require_fit, set_lora_weights
+from diffsynth_lite.lora import (
+    add_finished_lora,
+    excludes_other_loras,
+    load_finished_lora,
+    require_fit,
+    set_lora_weights,
+)
 from diffsynth_lite.media import Generated, frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
@@ -90,10 +96,21 @@ class _LoadedModel:
             )
             raise UserError(f"--scale {scale:g}: numbers overflow, {error}; {remedy}") from error
 
+    def with_lora(self, lora: _ReadLora) -> "_LoadedModel":
+        """The same model with the values of another LoRA of the same run, in place of the first."""
+        lora = replace(lora, adapter=self.loras[0].adapter)
+        load_finished_lora(self.transformer, lora.adapter, lora.tensors)
+        return replace(self, loras=[lora, *self.loras[1:]])
+
     def save(
-        self, folder: Path, requests: Sequence[PreviewRequest], generated: Sequence[Generated], scale: float
+        self,
+        folder: Path,
+        requests: Sequence[PreviewRequest],
+        generated: Sequence[Generated],
+        column: "_Column",
     ) -> None:
         """Write the files, each with the parameters that it was generated with."""
+        scale = column.scale
         model = model_name(self.family, self.config.model.path)
         sampler = self.family.folder.component_config("scheduler")["_class_name"]
         loras = [(one.given.name, one.given.weight * scale) for one in self.loras if scale]
@@ -101,12 +118,27 @@ class _LoadedModel:
         for number, (request, one) in enumerate(zip(requests, generated, strict=True)):
             text = generation_parameters(request, loras, model=model, sampler=sampler)
             place = number * num_prompts // len(requests)  # the seeds of a prompt follow each other
-            name = f"prompt-{place:02d}-seed-{request.seed}-scale-{scale:g}.png"
+            name = f"prompt-{place:02d}-seed-{request.seed}-{column.name}.png"
             save_generated(folder / name, one, fps=request.fps, parameters=text)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Column:
+    """A column of the grid.
+
+    Attributes:
+        name: part of the names of its files.
+        lora: in place of the first one; None leaves that.
+    """
+
+    title: str
+    name: str
+    scale: float
+    lora: GivenLora | None = None
+
+
 def generate_samples(request: SampleRequest) -> Path:
-    """Generate each prompt from each seed at each scale, and one grid of all.
+    """Generate each prompt from each seed at each scale, of each step where these are compared, and one grid.
 
     Returns:
         The grid's file.
@@ -127,17 +159,31 @@ def generate_samples(request: SampleRequest) -> Path:
         free_memory()  # of the encoder
         requests = [replace(preview, seed=seed) for preview in previews for seed in request.seeds]
         model = _load(config, family, loras, accelerator)
-        columns = []
-        for scale in request.scales:
-            logger.info("Generating at scale %g.", scale)
-            generated = model.generate(requests, scale)
-            model.save(folder, requests, generated, scale)
-            columns.append([frame_strip(frames_of(one)) for one in generated])
-            free_memory()  # of the decoder, which is loaded for each scale as for each preview
+        columns, strips = list(_columns(request)), []
+        for column in columns:
+            logger.info("Generating: %s.", column.title)
+            if column.lora is not None:
+                model = model.with_lora(_read(family, 0, column.lora))
+            generated = model.generate(requests, column.scale)
+            model.save(folder, requests, generated, column)
+            strips.append([frame_strip(frames_of(one)) for one in generated])
+            free_memory()  # of the decoder, which is loaded for each column as for each preview
     grid = folder / "grid.png"
-    titles = [f"scale {scale:g}" if scale else "base" for scale in request.scales]
-    save_png(grid, preview_grid(list(zip(*columns, strict=True)), _labels(requests), titles))
+    titles = [column.title for column in columns]
+    save_png(grid, preview_grid(list(zip(*strips, strict=True)), _labels(requests), titles))
     return grid
+
+
+def _columns(request: SampleRequest) -> Iterator[_Column]:
+    """One for each scale; of steps the base model once, then each step at each other scale."""
+    for scale in request.scales:
+        if not (scale and request.by_step):
+            title = f"scale {scale:g}" if scale else "base"
+            yield _Column(title=title, name=f"scale-{scale:g}", scale=scale)
+    for step, lora in request.by_step.items():
+        for scale in filter(None, request.scales):
+            title = f"step {step}" + (f", scale {scale:g}" if scale != 1 else "")
+            yield _Column(title=title, name=f"step-{step:08d}-scale-{scale:g}", scale=scale, lora=lora)
 
 
 def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, ModelFamily, list[_ReadLora]]:
@@ -152,8 +198,14 @@ def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, Mo
     family = bind_family(config)
     problems.attempt(check_previews, config, family)
     empty = family.empty_transformer()
-    found = [problems.attempt(_read, family, empty, *numbered) for numbered in enumerate(request.loras)]
+    found = [
+        problems.attempt(_read_fitting, family, empty, *numbered) for numbered in enumerate(request.loras)
+    ]
     loras = [lora for lora in found if lora is not None]
+    for other in list(request.by_step.values())[1:]:
+        problems.attempt(
+            _read_fitting, family, empty, 0, other
+        )  # Only checked: each is read again for its column.
     uncombined = [lora for lora in loras if excludes_other_loras(lora.tensors)]
     if uncombined and len(loras) > 1:
         problems.append(
@@ -187,9 +239,14 @@ def _earlier_choices(run: RunFolder | None) -> dict[str, Any] | None:
     return choices_in(entry for entry in lineage if isinstance(entry, dict))
 
 
-def _read(family: ModelFamily, empty: torch.nn.Module, place: int, given: GivenLora) -> _ReadLora:
+def _read_fitting(family: ModelFamily, empty: torch.nn.Module, place: int, given: GivenLora) -> _ReadLora:
+    lora = _read(family, place, given)
+    require_fit(empty, lora.tensors, place=f"--lora {given.place}")
+    return lora
+
+
+def _read(family: ModelFamily, place: int, given: GivenLora) -> _ReadLora:
     tensors, settings = read_lora(family, str(given.place), key="--lora")
-    require_fit(empty, tensors, place=f"--lora {given.place}")
     return _ReadLora(given=given, adapter=f"sampled_{place}", tensors=tensors, settings=settings)
 
 

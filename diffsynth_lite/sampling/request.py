@@ -1,15 +1,14 @@
 """This file describes what to sample: which LoRAs, how strong, and where the images go; without torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
-
-_SUFFIX = ".safetensors"
+from diffsynth_lite.run_folder.loras import LoraCopy, find_lora_place, lora_copies, run_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,7 @@ class SampleRequest:
         config: the base model and its formats; its section ``validation`` has the prompts.
         loras: used together; the base model only where empty.
         scales: each multiplies the weights of all LoRAs; 0 is the base model.
+        by_step: the LoRAs of a run to compare, in place of the one in ``loras``; empty is none.
         seeds: of the starting noise; each prompt is generated from each.
         run: the run that the LoRA belongs to; None for other LoRAs.
         out: where the images go, new or empty; None is a new folder in ``samples`` of the run.
@@ -43,36 +43,35 @@ class SampleRequest:
     config: Config
     loras: Sequence[GivenLora]
     scales: Sequence[float]
+    by_step: Mapping[int, GivenLora]
     seeds: Sequence[int]
     run: RunFolder | None
     out: Path | None
 
 
 def find_lora(given: str) -> GivenLora:
-    """The LoRA that ``PATH`` or ``PATH:WEIGHT`` names; the path is a run's, a folder's or a file's."""
+    """The LoRA that ``PATH`` or ``PATH:WEIGHT`` names; see :func:`find_lora_place`."""
     path, weight = _without_weight(given)
-    place = Path(path).expanduser()
-    if not place.exists():
-        raise UserError(
-            f"--lora {path}: there is no such file or folder; name the folder of a run, one of its LoRAs, "
-            f"such as runs/mine/lora_best, or a {_SUFFIX} file"
-        )
-    run = run_of(place)
-    if run is not None and place.samefile(run.path):
-        place = run.lora_folder
-    if place.is_file() and place.suffix != _SUFFIX:
-        raise UserError(f"--lora {path}: is not a {_SUFFIX} file")
-    if not place.is_file() and not list(place.glob(f"*{_SUFFIX}")):
-        raise UserError(
-            f"--lora {path}: there is no LoRA in {place}; a run writes its first with its first checkpoint"
-        )
-    return GivenLora(place=place, name=_name(place, run), weight=weight)
+    place = find_lora_place(path, key="--lora")
+    return GivenLora(place=place, name=_name(place, run_of(place)), weight=weight)
 
 
-def run_of(place: Path) -> RunFolder | None:
-    """The run that a folder or file belongs to; None for others."""
-    folders = [RunFolder(folder) for folder in (place, *place.absolute().parents[:2])]
-    return next((folder for folder in folders if folder.holds_run()), None)
+def loras_by_step(run: RunFolder | None, loras: Sequence[GivenLora]) -> dict[int, GivenLora]:
+    """The LoRA of each step that a run kept one of, with the weight of the one LoRA that was given."""
+    if run is None or len(loras) != 1:
+        raise UserError("--every-checkpoint: compares the steps of one run; give --lora once, as runs/mine")
+    (given,) = loras
+    export = run.ema_lora_folder if given.place.name == run.ema_lora_folder.name else run.lora_folder
+    copies = lora_copies(run.checkpoints_folder, export.name)
+    if not copies:
+        raise UserError(
+            f"--every-checkpoint: {run.path} kept no LoRA of a step; a run keeps one with each checkpoint "
+            "(output.keep_adapters)"
+        )
+    return {
+        copy.step: GivenLora(place=copy.path, name=_name(copy.path, run), weight=given.weight)
+        for copy in copies
+    }
 
 
 def require_new(out: Path) -> None:
@@ -126,4 +125,6 @@ def _name(place: Path, run: RunFolder | None) -> str:
     if run is None:
         return place.stem if place.is_file() else folder.resolve().name
     run_name = run.path.resolve().name
+    if copy := LoraCopy.of(folder):
+        return f"{run_name}@{copy.step}"
     return run_name if folder.name == run.lora_folder.name else f"{run_name}-{folder.name}"

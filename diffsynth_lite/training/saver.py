@@ -28,8 +28,15 @@ from diffsynth_lite.lora import (
 from diffsynth_lite.lora.metadata import NoiseRange, lora_metadata
 from diffsynth_lite.media import STRIP_FRAMES
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.run_folder.loras import lora_copies
+from diffsynth_lite.run_folder.model_card import CARD, IMAGES
 from diffsynth_lite.training.builder import TrainingObjects
-from diffsynth_lite.training.checkpoint.manifest import Checkpoint, folder_name, read_checkpoint
+from diffsynth_lite.training.checkpoint.manifest import (
+    Checkpoint,
+    folder_name,
+    is_file_name,
+    read_checkpoint,
+)
 from diffsynth_lite.training.checkpoint.store import SavedBytes
 from diffsynth_lite.training.data_settings import num_preview_frames, num_preview_layers
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
@@ -171,14 +178,25 @@ class Saver:
         if self._keeps_best:
             on_main_process(self._run.accelerator, self._update_best, step, loss)
 
-    def repair_best(self) -> None:
-        """Export the best checkpoint's LoRA again; call it at a start, on all processes.
+    def repair_loras(self) -> None:
+        """Export the LoRAs again that a trainer that was killed may not have; call it at a start, on all
+        processes.
 
-        The exported one is of another checkpoint where a trainer was killed between the two, or resumes from
-        before the best. Without a best checkpoint it is set aside, and tracking starts over.
+        That of the checkpoint that the run resumes from, and that of the best one, which is of another where
+        the run resumes from before the best. Without a best checkpoint it is set aside, and tracking starts
+        over.
         """
         if self._keeps_best:
             on_main_process(self._run.accelerator, self._repair_best)
+        on_main_process(self._run.accelerator, self._repair_copy)
+
+    def _repair_copy(self) -> None:
+        checkpoint, folder = self._start.checkpoint, self._run.store.folder
+        if checkpoint is None or checkpoint.path.parent != folder:
+            return
+        copies = [copy for export in self._exports() for copy in lora_copies(folder, export.name)]
+        if [copy.step for copy in copies].count(checkpoint.step) < len(self._exports()):
+            self._export_result(checkpoint.step)
 
     def _repair_best(self) -> None:
         folder = self._run.folder.best_lora_folder
@@ -249,28 +267,44 @@ class Saver:
         }
         with built.divergence.explained():
             run.store.save(step, tensors=tensors, documents=documents)
-            self._export(run.folder.lora_folder, step, average=self._exports_average)
-            if averaged is not None and not self._exports_average:
-                self._export(run.folder.ema_lora_folder, step, average=True)
+        self._export_result(step)
         # Last: where the export fails, the next attempt must export again.
         self._saved_step = step
 
-    def _export(self, folder: Path, step: int, *, average: bool) -> None:
+    def _exports(self) -> dict[Path, bool]:
+        """The folders of the LoRA and, where it is another one, its average; whether each is the average."""
+        folder = self._run.folder
+        exports = {folder.lora_folder: self._exports_average}
+        if self._built.averaged is not None and not self._exports_average:
+            exports[folder.ema_lora_folder] = True
+        return exports
+
+    def _export_result(self, step: int) -> None:
+        """Export the LoRA and its average, and keep copies by step."""
+        with self._built.divergence.explained():
+            for export, average in self._exports().items():
+                files = self._export(export, step, average=average)
+                card = [file for file in (export / CARD, *(export / IMAGES).glob("*")) if file.is_file()]
+                files += [file for file in card if is_file_name(file.relative_to(export).as_posix())]
+                self._run.store.keep_lora(step, export, files)
+
+    def _export(self, folder: Path, step: int, *, average: bool) -> list[Path]:
         describe, averaged = self._description(step, is_average=average), self._built.averaged
         with averaged.applied() if average and averaged else nullcontext():
-            self._write_lora(folder, adapter_tensors(self._built.transformer), describe)
+            files = self._write_lora(folder, adapter_tensors(self._built.transformer), describe)
         self._card.write(folder, step)
+        return files
 
     def _write_lora(
         self,
         folder: Path,
         tensors: dict[str, torch.Tensor],
         describe: Callable[[NoiseRange], Mapping[str, str]],
-    ) -> None:
+    ) -> list[Path]:
         run, transformer = self._run, self._built.transformer
         # Before and after, as diffusers makes a run folder again that is gone.
         run.folder.require_held()
-        _, self._rounding = export_lora(
+        files, self._rounding = export_lora(
             run.family,
             folder,
             exported_tensors(transformer, tensors, run.accelerator.device),
@@ -279,6 +313,7 @@ class Saver:
             dtype=self.lora_dtype,
         )
         run.folder.require_held()
+        return files
 
     def _description(self, step: int, *, is_average: bool) -> Callable[[NoiseRange], Mapping[str, str]]:
         """Metadata of a file with the weights of a step, by the noise levels that it is for."""
@@ -334,8 +369,8 @@ def require_disk_space(run: Run, start: Start) -> None:
         raise UserError(
             "output.dir: the checkpoints that exist at once and the LoRA files take about "
             f"{format_bytes(needed)} more, and {format_bytes(free)} are free at {run.store.folder.parent}; "
-            "free space, keep fewer (output.keep_checkpoints, output.keep_every_steps), or set another "
-            "output.dir"
+            "free space, keep fewer (output.keep_checkpoints, output.keep_every_steps, "
+            "output.keep_adapters), or set another output.dir"
         )
 
 
@@ -369,6 +404,23 @@ def num_checkpoints_to_come(config: Config, *, num_there: int, start_step: int) 
     return num_rotating + num_for_good + has_best
 
 
+def num_loras_to_come(config: Config, *, num_there: int, num_checkpoints: int, start_step: int) -> int:
+    """How many more copies of the LoRA exist at most at once.
+
+    Args:
+        num_there: copies that are there.
+        num_checkpoints: the checkpoints that exist at most at once, each of which has a copy.
+    """
+    output, steps = config.output, config.train.steps
+    if start_step >= steps:
+        return 0
+    every = output.checkpoint_every_steps
+    num_saves = steps // every - start_step // every + (steps % every > 0)
+    if output.keep_adapters == "all":
+        return num_saves
+    return min(num_saves, max(0, num_checkpoints + output.keep_adapters - num_there))
+
+
 def preview_bytes(config: Config, family: ModelFamily, start_step: int) -> int:
     """Most bytes of the previews to come; of videos the strips of their frames, without the MP4."""
     steps, every = config.train.steps, config.validation.every_steps or config.train.steps
@@ -394,5 +446,11 @@ def _needed_bytes(run: Run, start: Start) -> int:
     )
     num_there = len(run.store.steps())
     num_more = num_checkpoints_to_come(config, num_there=num_there, start_step=start.step)
+    num_loras = num_loras_to_come(
+        config,
+        num_there=len(lora_copies(run.store.folder)),
+        num_checkpoints=num_there + num_more,
+        start_step=start.step,
+    )
     # A LoRA file is written next to the one that it replaces.
-    return num_more * saved.checkpoint + (1 if num_there else 2) * saved.lora
+    return num_more * saved.checkpoint + (num_loras + (1 if num_there else 2)) * saved.lora

@@ -235,7 +235,10 @@ def open_run(
         accelerator=accelerator,
         folder=folder,
         store=CheckpointStore(
-            folder.checkpoints_folder, keep=output.keep_checkpoints, keep_every=output.keep_every_steps
+            folder.checkpoints_folder,
+            keep=output.keep_checkpoints,
+            keep_every=output.keep_every_steps,
+            keep_loras=None if output.keep_adapters == "all" else output.keep_adapters,
         ),
         checked=checked,
         page=ReportWriter(folder.path, is_main=accelerator.is_main_process),

@@ -68,7 +68,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
             saver.save(step)
         requests.note_save()
 
-    saver.repair_best()
+    saver.repair_loras()
     if start_step == 0:
         with run.clock.stage("first previews"), shutdown.timing("evaluation"):
             evaluate(built, saver, metrics, 0)

@@ -83,7 +83,7 @@ def make_golden(root: Path) -> Path:
     """Make the golden checkpoint of the present schema again, and return its folder."""
     with _in(root) as run:
         run.stop_after(STEP, Path("run"))
-        (made,) = (root / "run" / "checkpoints").iterdir()
+        (made,) = (root / "run" / "checkpoints").glob("step-*")
         schema = GOLDEN / f"schema-{json.loads((made / 'COMPLETE').read_text().splitlines()[0])['schema']}"
         if schema.exists():
             shutil.rmtree(schema)

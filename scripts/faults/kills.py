@@ -225,10 +225,12 @@ def _check_kept(run: Run, whole: Path, tried: Path) -> None:
     ]
     assert checkpoints[0] == checkpoints[1], checkpoints
     for name in checkpoints[0]:
-        assert_same(whole, tried, int(name.removeprefix("step-")))
+        if name.startswith("step-"):
+            assert_same(whole, tried, int(name.removeprefix("step-")))
     assert run.losses(tried) == run.losses(whole)
     check_best(tried)
-    for folder in ("lora", "lora_ema", "lora_best"):
+    copies = [f"checkpoints/{name}" for name in checkpoints[0] if name.startswith("lora")]
+    for folder in ("lora", "lora_ema", "lora_best", *copies):
         (expected,) = (whole / folder).glob("*.safetensors")
         different = differing(load_file(tried / folder / expected.name), load_file(expected))
         assert not different, f"{folder}: {different[0]}"

@@ -8,13 +8,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from diffsynth_lite.run_folder.loras import lora_copies
 from faults.bench import PROVOKED, Bench, Run, environment, fault
 
 MAX_GROWTH = 0.05
 SAVE_EVERY = 20
 SAVE_EVERY_MINUTES = 0.005
 """Far less than the steps between two saves take, and each save starts this time again."""
-KEEP, KEEP_EVERY = 2, 1000
+KEEP, KEEP_EVERY, KEEP_LORAS = 2, 1000, 3
 WARM_UP = 0.2
 """Of the run: allocators and caches fill."""
 NUM_MEASUREMENTS = 100
@@ -52,6 +53,7 @@ def _with_everything(run: Run) -> tuple[str, ...]:
         *(*run.held_out(), "validation.every_steps=100"),
         *("validation.num_inference_steps=2", "train.ema_decay=0.9", "train.learning_rate=0.001"),
         *(f"output.checkpoint_every_steps={SAVE_EVERY}", f"output.keep_checkpoints={KEEP}"),
+        f"output.keep_adapters={KEEP_LORAS}",
         *(f"output.keep_every_steps={KEEP_EVERY}", f"output.checkpoint_every_minutes={SAVE_EVERY_MINUTES}"),
         *("data.num_workers=1", "logging.trackers=[tensorboard]"),
     )
@@ -132,7 +134,10 @@ class Soaked:
     def _check_folders(self) -> None:
         """The checkpoints that the settings keep, a preview for each time it was due, nothing aside."""
         folder = self.run.folder
-        names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        names = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+        copies = [copy.step for copy in lora_copies(folder / "checkpoints")]
+        assert {f"step-{step:08d}" for step in copies} >= set(names), (copies, names)
+        assert len(copies) == len(names) + KEEP_LORAS, (copies, names)
         best = json.loads((folder / "checkpoints" / names[-1] / "state.json").read_text())["best"]
         for_good = {f"step-{step:08d}" for step in range(KEEP_EVERY, self.steps + 1, KEEP_EVERY)}
         stay = for_good | {f"step-{best['step']:08d}"}

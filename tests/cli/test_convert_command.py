@@ -1,6 +1,7 @@
 """``diffsynth-lite convert``: files of other trainers there and back, and what it says of them."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,11 @@ def test_alpha_and_dtype_of_a_runs_lora_are_those_asked_for(
     (run / "status.json").write_text('{"found_at": ""}')
     (run / "lora").mkdir()
     flux_file.rename(run / "lora" / flux_file.name)
+    shutil.copytree(run / "lora", run / "checkpoints" / "lora-00000200")
+    assert main(["convert", f"{run}@200", str(run / "at_200.safetensors"), "--to", "kohya", *asked]) == 0
+    capsys.readouterr()
     assert main(["convert", str(run), str(out), "--to", "kohya", *asked]) == 0
+    assert out.read_bytes() == (run / "at_200.safetensors").read_bytes()
     printed = capsys.readouterr().out.splitlines()
     assert printed[1].endswith("rank 4, alpha 3, float16")
     assert "their updates differ by" in printed[2]

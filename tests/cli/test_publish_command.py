@@ -1,6 +1,7 @@
 """Publishing against a hub on this machine: which bytes arrive, in one commit, and what is never sent."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -96,6 +97,12 @@ def test_only_what_changed_is_committed_and_a_card_edited_there_gives_way_to_one
     assert publish(run, "--lora", "ema") == 0
     assert hub.commits[3:] == [["README.md", "pytorch_lora_weights.safetensors"]]
     assert hub.files["README.md"].startswith(b"# By hand\n")
+    shutil.copytree(run.lora_folder, copy := run.checkpoints_folder / "lora-00000200")
+    (copy / "pytorch_lora_weights.safetensors").write_bytes(b"at step 200")
+    assert main(["publish", f"{run.path}@200", f"--to={REPOSITORY}"]) == 0
+    assert hub.files["pytorch_lora_weights.safetensors"] == b"at step 200"
+    assert main(["publish", f"{run.path}@200", "--lora=best", f"--to={REPOSITORY}"]) == 2
+    assert "names a LoRA already" in caplog.messages[-1]
 
 
 def write_card(text: str) -> Change:

@@ -38,6 +38,7 @@ def test_a_run_folder_holds_what_the_readme_says(watched_run: TinyRun) -> None:
     }
     assert "6 <small>of 6</small>" in (watched_run.folder / "report.html").read_text()
     assert sorted(path.name for path in (watched_run.folder / "checkpoints").iterdir()) == [
+        *("lora-00000002", "lora-00000004", "lora-00000006"),
         "step-00000004",
         "step-00000006",
     ]

@@ -17,7 +17,7 @@ from diffsynth_lite.config import load_config
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
 from diffsynth_lite.training.checks import bind_family
-from diffsynth_lite.training.saver import num_checkpoints_to_come, warn_of_previews
+from diffsynth_lite.training.saver import num_checkpoints_to_come, num_loras_to_come, warn_of_previews
 
 
 def test_a_disk_that_is_full_at_the_first_status_stops_the_run(
@@ -86,6 +86,26 @@ def test_the_checkpoints_that_are_there_at_once_are_counted(
 ) -> None:
     config = load_config(tiny_run.config, settings).config
     assert num_checkpoints_to_come(config, num_there=saved, start_step=2 * saved) == number
+
+
+@pytest.mark.parametrize(
+    ("settings", "start_step", "num_there", "number"),
+    [
+        ((), 0, 0, 3),
+        ((), 2, 1, 2),
+        (("train.steps=7",), 6, 3, 1),
+        (("train.steps=20", "output.keep_adapters=4"), 0, 0, 7),  # with the 3 checkpoints that exist at once
+        (("train.steps=20", "output.keep_adapters=4"), 10, 5, 2),
+        (("train.steps=20", "output.keep_adapters=0"), 0, 0, 3),
+        ((), 6, 3, 0),
+    ],
+)
+def test_the_copies_of_the_lora_that_are_there_at_once_are_counted(
+    tiny_run: TinyRun, settings: Sequence[str], start_step: int, num_there: int, number: int
+) -> None:
+    config = load_config(tiny_run.config, settings).config
+    found = num_loras_to_come(config, num_there=num_there, num_checkpoints=3, start_step=start_step)
+    assert found == number
 
 
 def test_previews_that_may_fill_the_disk_are_a_warning(

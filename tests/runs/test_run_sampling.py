@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
-from tiny_run import TinyRun
+from safetensors.torch import load
+from tiny_run import TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -63,6 +64,15 @@ REFUSED = {
     "": "--lora, --config: name the folder of a run, or a yaml file",
     "--lora {root}/nowhere": "nowhere: there is no such file or folder",
     "--lora {root}/data": "data: there is no LoRA in",
+    "--lora {root}/data@2": "data holds no run; name the folder of a run, a step of it",
+    "--lora {root}/run@3:0.7": "run@3: no LoRA of step 3 was kept (output.keep_adapters); the run has @2",
+    "--lora {root}/run@best": "there is no lora_best; a run writes it with validation.data",
+    "--lora {root}/run@ema": "there is no lora_ema; a run writes it with train.ema_decay",
+    "--lora {root}/run@x": "'x' is neither a step nor last, best, ema; the run has @2; @4; @6; @last",
+    "--lora {root}/run/checkpoints": "not a LoRA file; the run has @2; @4; @6; @last",
+    "--lora {root}/run/checkpoints/step-00000004": "not a LoRA file; the run has @2; @4",
+    "--lora {root}/run/checkpoints/step-00000004/adapter.safetensors": "not a LoRA file; the run has",
+    "--lora {root}/lone.safetensors --every-checkpoint --config {root}/tiny.yaml": "steps of one run; give",
     "--lora {root}/tiny.yaml": "tiny.yaml: is not a .safetensors file",
     "--lora {root}/run:inf": "inf is not a weight; give a finite number",
     "--lora {root}/lone.safetensors": "--config: is missing, and no run names the base model",
@@ -114,6 +124,56 @@ def test_what_cannot_be_drawn_is_said_before_weights_load(
     assert not (root / "run" / "samples").exists()
 
 
+def test_a_run_keeps_the_lora_of_each_save_also_where_it_was_killed_before_that(
+    tiny_run: TinyRun, whole_run: TinyRun
+) -> None:
+    file = "pytorch_lora_weights.safetensors"
+    exported = []
+    for step in (2, 4, 6):
+        assert tiny_run.train(f"train.steps={step}") == 0
+        exported.append((tiny_run.folder / "lora" / file).read_bytes())
+        if step == 2:
+            shutil.rmtree(tiny_run.folder / "checkpoints" / "lora-00000002")
+    kept = [find_lora(f"{tiny_run.folder}@{step}:0.7") for step in (2, 4, 6)]
+    assert [(lora.place / file).read_bytes() for lora in kept[1:]] == exported[1:]
+    # Written by the next start, whose train.steps is in the metadata.
+    assert differing(load((kept[0].place / file).read_bytes()), load(exported[0])) == []
+    assert [(lora.name, lora.weight) for lora in kept] == [(f"run@{step}", 0.7) for step in (2, 4, 6)]
+    assert find_lora(f"{tiny_run.folder}@last").place == tiny_run.folder / "lora"
+    # A copy is not what a run resumes from.
+    checkpoints = tiny_run.folder / "checkpoints"
+    shutil.rmtree(checkpoints / "step-00000006")
+    assert tiny_run.train("--resume", str(checkpoints / "lora-00000006")) == 2
+    assert tiny_run.train() == 0
+    assert differing(checkpoint_tensors(whole_run.folder, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+
+
+def test_each_step_is_a_column_of_one_grid_and_the_model_is_loaded_once(
+    finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, loads = finished_run.folder, []
+    load = QwenImage.load_transformer
+    monkeypatch.setattr(
+        QwenImage, "load_transformer", lambda *args, **kwargs: [loads.append(1), load(*args, **kwargs)][1]
+    )
+    drawn = ("--prompt", "a red circle", "--size", "32x32", "--steps", 2, "--guidance", 1)
+    assert sample("--lora", f"{run}:2", "--every-checkpoint", *drawn) == 0
+    assert len(loads) == 1
+    names = [f"prompt-00-seed-0-step-{step:08d}-scale-1.png" for step in (2, 4, 6)]
+    first = run / "samples" / "0001"
+    assert sorted(path.name for path in first.iterdir()) == [
+        *("grid.png", "prompt-00-seed-0-scale-0.png"),
+        *names,
+    ]
+    with Image.open(first / names[0]) as image:
+        assert "<lora:run@2:2>" in image.info["parameters"]
+    for step, name in zip((2, 4, 6), names, strict=True):
+        assert sample("--lora", f"{run}@{step}:2", *drawn, "--scale", 1, "--out", run / f"at {step}") == 0
+        one = run / f"at {step}" / "prompt-00-seed-0-scale-1.png"
+        assert np.array_equal(pixels(first / name), pixels(one))
+    assert not np.array_equal(pixels(first / names[0]), pixels(first / names[2]))
+
+
 def test_an_image_whose_numbers_overflow_is_not_drawn(
     finished_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,13 +197,25 @@ def test_numbers_that_are_none_are_refused_with_an_example(
 
 def test_a_lora_is_named_by_its_run_and_a_colon_may_be_part_of_its_path(finished_run: TinyRun) -> None:
     root, folder = finished_run.root, finished_run.folder
-    for copy in (folder / "lora_best", root / "a:b"):
+    for copy in (folder / "lora_best", root / "a:b", root / "run@4"):
         shutil.copytree(folder / "lora", copy)
     file = shutil.copy(folder / "lora" / "pytorch_lora_weights.safetensors", root / "one.safetensors")
-    found = [find_lora(str(given)) for given in (folder, f"{folder}/lora_best:2", root / "a:b", file)]
+    given = (
+        folder,
+        f"{folder}/lora_best:2",
+        f"{folder}@best",
+        f"{folder}@2",
+        f"{folder}@4",
+        root / "a:b",
+        file,
+    )
+    found = [find_lora(str(one)) for one in given]
     assert [(lora.place.name, lora.name, lora.weight) for lora in found] == [
         ("lora", "run", 1),
         ("lora_best", "run-lora_best", 2),
+        ("lora_best", "run-lora_best", 1),
+        ("lora-00000002", "run@2", 1),
+        ("run@4", "run@4", 1),  # an existing path of that name
         ("a:b", "a:b", 1),
         ("one.safetensors", "one", 1),
     ]

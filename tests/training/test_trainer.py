@@ -272,7 +272,7 @@ class Life:
         self.done: list[tuple[str, int]] = []
         self._folder, self._asked, self._saved = folder, asked, 0
         self._saver = SimpleNamespace(
-            num_bytes=0, repair_best=lambda: None, save=self._save, log_rounding_error=lambda: None
+            num_bytes=0, repair_loras=lambda: None, save=self._save, log_rounding_error=lambda: None
         )
         monkeypatch.setattr(trainer, "train_step", lambda _built, step: self._step(step))
         monkeypatch.setattr(

@@ -23,7 +23,7 @@ from diffsynth_lite.run_folder.reading import read_run_file
 SCHEMA = 1
 MANIFEST_NAME = "COMPLETE"
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9_]+\.(safetensors|json)")
+_FILE_NAME = re.compile(r"(pictures/)?[A-Za-z0-9_-]+\.(safetensors|json|md|png|mp4)")
 _FOLDER_NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -96,9 +96,14 @@ def step_of(name: str) -> int | None:
     return int(match[1])
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a name is a plain one of a checkpoint, a LoRA or its card, which cannot leave the folder."""
+    return _FILE_NAME.fullmatch(name) is not None
+
+
 def require_file_name(name: str) -> None:
-    """Check that a name is a plain ``.safetensors`` or ``.json`` one, which cannot leave the folder."""
-    if not _FILE_NAME.fullmatch(name):
+    """Check that a name is one of :func:`is_file_name`."""
+    if not is_file_name(name):
         raise ValueError(f"{name!r} is not a name for a file of a checkpoint")
 
 
@@ -123,8 +128,9 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no file {MANIFEST_NAME}")
     manifest = _parse(path / MANIFEST_NAME)
     present = {entry.name for entry in path.iterdir()} - {MANIFEST_NAME}
-    if present != manifest.files.keys():
-        difference = sorted(present ^ manifest.files.keys())
+    listed = {name.partition("/")[0] for name in manifest.files}
+    if present != listed:
+        difference = sorted(present ^ listed)
         raise CheckpointError(f"{path} has files missing or added since it was written: {difference}")
     for name, entry in manifest.files.items():
         if not _is_plain_file(path / name):

@@ -295,14 +295,20 @@ class ResumePolicy:
                 )
             return None
         if self.source not in ("auto", "must"):
-            return read_checkpoint(_checkpoint_folder(self.source))
-        checkpoint = self.store.latest()
-        if checkpoint is None and self.source == "must":
+            checkpoint = read_checkpoint(_checkpoint_folder(self.source))
+            if "state" not in checkpoint.documents:
+                raise UserError(
+                    f"resume.source: {self.source} has a LoRA without the optimizer's state; name a "
+                    "checkpoint such as runs/mine/checkpoints/step-00000200"
+                )
+            return checkpoint
+        newest = self.store.latest()
+        if newest is None and self.source == "must":
             raise UserError(
                 f"resume.source: must, but {self.store.folder} holds no checkpoint; "
                 "check output.dir, or use --resume auto"
             )
-        return checkpoint
+        return newest
 
     def earlier_choices(self) -> dict[str, Any] | None:
         """Settings that ``memory.auto`` chose when a resumed run was started, by key; None for a new run."""

@@ -1,5 +1,7 @@
 """The checkpoints of a run on disk: each folder appears whole, and is dropped only after a newer one has.
 
+Next to them are copies of the LoRA at each save, which appear in the same way and stay for longer.
+
 Writing: in a ``.tmp-`` folder, every file synced, the manifest last, the folder synced, renamed to its name,
 the parent synced. Then the oldest are removed. Whenever a process is killed or a machine switched off, the
 newest checkpoint for which ``save`` returned can be loaded.
@@ -8,7 +10,7 @@ newest checkpoint for which ``save`` returned can be loaded.
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch import Tensor
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import CheckpointError, RunDivergedError, RunStoppedError
 from diffsynth_lite.files import free_disk_bytes, is_unfinished, set_aside, sync, temporary_path, write_synced
+from diffsynth_lite.run_folder.loras import LoraCopy, copy_name, lora_copies
 from diffsynth_lite.training.checkpoint.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -75,18 +78,22 @@ class CheckpointStore:
     Args:
         keep: newest complete checkpoints to keep, at least 1.
         keep_every: checkpoints of steps that are multiples of it are never removed.
+        keep_loras: newest copies of the LoRA to keep of steps whose checkpoint was removed; None keeps all.
 
     Attributes:
         pinned: a step whose checkpoint stays too, such as the best one's.
         known_good: the step of the newest checkpoint whose weights are known to be good, which stays too.
     """
 
-    def __init__(self, folder: Path, *, keep: int, keep_every: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int, keep_every: int | None = None, keep_loras: int | None = None
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must be kept")
         self.folder = folder
         self.keep = keep
         self.keep_every = keep_every
+        self.keep_loras = keep_loras
         self.pinned: int | None = None
         self.known_good: int | None = None
 
@@ -115,16 +122,28 @@ class CheckpointStore:
         path = self.folder / folder_name(step)
         if self._is_good(path):
             return path
-        try:
-            self._write(path, step, tensors, documents)
-        except OSError as error:
-            raise RunStoppedError(
-                f"checkpoint {path} could not be written ({error.strerror}): it needs about "
-                f"{format_bytes(_num_bytes(tensors))}, {format_bytes(free_disk_bytes(self.folder))} are free "
-                "there; the checkpoints before it are intact"
-            ) from error
+        self._write(path, step, _contents(tensors, documents), _num_bytes(tensors))
         self._rotate()
         return path
+
+    def keep_lora(self, step: int, export: Path, files: Sequence[Path]) -> None:
+        """Keep a copy of files of an export, ``lora-00000200``, then drop those of the oldest steps.
+
+        A copy of the same step is left as it is.
+
+        Args:
+            export: the folder with the files, ``lora`` or ``lora_ema``.
+        """
+        path = self.folder / copy_name(export.name, step)
+        if not path.exists():
+            contents = ((file.relative_to(export).as_posix(), file.read_bytes()) for file in files)
+            self._write(path, step, contents, sum(file.stat().st_size for file in files))
+        if self.keep_loras is None:
+            return
+        steps = self.steps()
+        further = [copy for copy in lora_copies(self.folder, export.name) if copy.step not in steps]
+        for copy in further[: max(0, len(further) - self.keep_loras)]:
+            _drop(copy.path)
 
     def latest(self) -> Checkpoint | None:
         """The newest good checkpoint, or None when there never was one.
@@ -150,7 +169,8 @@ class CheckpointStore:
         return None
 
     def cut_back_to(self, step: int) -> None:
-        """Rename the checkpoints of later steps to ``.left-<name>-<n>``: the run resumes from ``step``.
+        """Rename the checkpoints and LoRAs of later steps to ``.left-<name>-<n>``: the run resumes from
+        ``step``.
 
         Otherwise they would count as this run's newest.
         """
@@ -160,6 +180,9 @@ class CheckpointStore:
                 logger.warning(
                     "The run resumes from step %d: checkpoint of step %d moved to %s", step, later, aside
                 )
+        for copy in filter(None, map(LoraCopy.of, self._entries())):
+            if copy.step > step:
+                set_aside(copy.path, "left")
 
     def clean(self) -> None:
         """Remove leftovers of killed writers; only for the process that holds the run folder's lock."""
@@ -167,9 +190,17 @@ class CheckpointStore:
             if is_unfinished(entry.name):
                 _remove(entry)
 
-    def _write(
-        self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]
-    ) -> None:
+    def _write(self, path: Path, step: int, contents: Iterable[tuple[str, bytes]], num_bytes: int) -> None:
+        try:
+            self._write_whole(path, step, contents)
+        except OSError as error:
+            raise RunStoppedError(
+                f"checkpoint {path} could not be written ({error.strerror}): it needs about "
+                f"{format_bytes(num_bytes)}, {format_bytes(free_disk_bytes(self.folder))} are free "
+                "there; the checkpoints before it are intact"
+            ) from error
+
+    def _write_whole(self, path: Path, step: int, contents: Iterable[tuple[str, bytes]]) -> None:
         if not self.folder.exists():
             self.folder.mkdir()  # Not the run folder: where that is gone, its lock is too.
             sync(self.folder.parent)
@@ -177,10 +208,15 @@ class CheckpointStore:
         temporary.mkdir()
         try:
             files = {}
-            for name, content in _contents(tensors, documents):
+            for name, content in contents:
+                require_file_name(name)
+                if not (folder := (temporary / name).parent).exists():
+                    folder.mkdir()
                 write_synced(temporary / name, content)
                 files[name] = ListedFile.of(content)
             write_synced(temporary / MANIFEST_NAME, Manifest(step=step, files=files).encode())
+            for folder in {(temporary / name).parent for name in files} - {temporary}:
+                sync(folder)
             sync(temporary)
             temporary.rename(path)
             sync(self.folder)
@@ -207,14 +243,7 @@ class CheckpointStore:
         for step in complete[: -self.keep]:
             if step in (self.pinned, self.known_good) or (self.keep_every and step % self.keep_every == 0):
                 continue
-            path = self.folder / folder_name(step)
-            removed = temporary_path(path)
-            try:
-                path.rename(removed)
-            except OSError as error:
-                logger.warning("Old checkpoint %s cannot be removed: %s", path, error)
-                continue
-            _remove(removed)
+            _drop(self.folder / folder_name(step))
 
     def _entries(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -261,6 +290,17 @@ def _is_complete(path: Path) -> bool:
     except (CheckpointError, OSError):
         return False
     return True
+
+
+def _drop(path: Path) -> None:
+    """Remove a checkpoint or a copy of a LoRA, whose name is gone at once."""
+    removed = temporary_path(path)
+    try:
+        path.rename(removed)
+    except OSError as error:
+        logger.warning("Old checkpoint %s cannot be removed: %s", path, error)
+        return
+    _remove(removed)
 
 
 def _remove(path: Path) -> None:

@@ -15,6 +15,8 @@ from processes import FORKED, LIMIT_S
 from save_until_killed import kill_again_and_again
 
 from diffsynth_lite.errors import CheckpointError, RunStoppedError
+from diffsynth_lite.run_folder.loras import lora_copies
+from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 if sys.platform != "win32":
@@ -104,6 +106,32 @@ def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     for done in range(len(operations) + 1):
         assert set(steps_after_a_power_cut(tmp_path, before, operations[:done])) <= {1, 2}
     assert set(steps_after_a_power_cut(tmp_path, before, operations)) == {2}
+
+
+def test_a_power_cut_while_a_lora_is_kept_leaves_it_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, file = CheckpointStore(tmp_path / "checkpoints", keep=1), tmp_path / "lora" / "pictures" / "a.png"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"an image")
+    save(store, 1)
+    before = read_tree(store.folder)
+    operations = record(monkeypatch, lambda: store.keep_lora(1, tmp_path / "lora", [file]))
+
+    def kept_after(num_done: int) -> set[int]:
+        """How many whole copies are there in each state that the disk may be in."""
+        kept = set()
+        for number, state in enumerate(crash_states(store.folder, before, operations[:num_done])):
+            survived = tmp_path / f"survived {num_done} {number}"
+            write_tree(survived, state)
+            assert latest_step(survived) == 1
+            copies = lora_copies(survived)
+            assert all(read_checkpoint(copy.path).step == 1 for copy in copies)
+            kept.add(len(copies))
+        return kept
+
+    assert set().union(*map(kept_after, range(len(operations)))) == {0, 1}
+    assert kept_after(len(operations)) == {1}
 
 
 @pytest.mark.parametrize("left_out", range(6))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from diffsynth_lite.errors import CheckpointError, RunDivergedError, RunStoppedError, UserError
-from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint
+from diffsynth_lite.run_folder.loras import lora_copies
+from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint, read_manifest
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -275,6 +276,35 @@ def test_a_folder_that_cannot_be_made_stops_the_run_with_its_reason(tmp_path: Pa
     (tmp_path / "file").write_text("")
     with pytest.raises(RunStoppedError, match="Not a directory"):
         save(CheckpointStore(tmp_path / "file" / "checkpoints", keep=1), 1)
+
+
+@pytest.mark.parametrize(("keep_loras", "steps"), [(None, [1, 2, 3, 4, 5]), (2, [2, 3, 4, 5]), (0, [4, 5])])
+def test_copies_of_the_lora_stay_for_each_checkpoint_and_so_many_more(
+    tmp_path: Path, keep_loras: int | None, steps: list[int]
+) -> None:
+    export = tmp_path / "lora"
+    (export / "pictures").mkdir(parents=True)
+    files = [export / "pytorch_lora_weights.safetensors", export / "pictures" / "prompt-00.png"]
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2, keep_loras=keep_loras)
+    for step in range(1, 6):
+        for file in files:
+            file.write_text(f"{file.name} of step {step}")
+        save(store, step)
+        store.keep_lora(step, export, files)
+    copies = lora_copies(store.folder)
+    assert [copy.step for copy in copies] == steps
+    for copy in copies:
+        assert names(copy.path) == ["COMPLETE", "pictures", "pytorch_lora_weights.safetensors"]
+        assert read_manifest(copy.path).files.keys() == {
+            "pytorch_lora_weights.safetensors",
+            "pictures/prompt-00.png",
+        }
+        for file in files:
+            assert (copy.path / file.relative_to(export)).read_text() == f"{file.name} of step {copy.step}"
+    assert store.steps() == [4, 5]
+    assert_holds(store.latest(), 5)
+    store.cut_back_to(4)
+    assert [copy.step for copy in lora_copies(store.folder)] == steps[:-1]
 
 
 @pytest.mark.parametrize("reason", ["pinned", "known_good"])
