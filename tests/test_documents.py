@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from diffsynth_lite.pipelines import ModelFamily, load_family
 
 REPOSITORY = Path(__file__).parents[1]
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 OF_BASE_CLASSES = {
     *("check_size", "check_frames", "check_prompt", "empty_component", "noise_path", "noise_ranges"),
     *("denoisers", "edits", "parts_of", "take_files", "text_encoders"),
@@ -42,6 +43,16 @@ def test_the_readme_names_scripts_that_are_there() -> None:
     named = re.findall(r"bash (scripts/\S+\.sh)", (REPOSITORY / "README.md").read_text())
     assert "scripts/video_quickstart.sh" in named
     assert [name for name in named if not (REPOSITORY / name).is_file()] == []
+
+
+def test_the_public_ci_runs_the_commands_of_the_readme() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    (workflow,) = (REPOSITORY / ".github" / "workflows").iterdir()
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    named = {f"bash {script}" for run in runs for script in re.findall(r"bash (\S+)", run)}
+    assert named == {"bash scripts/test.sh", "bash scripts/quickstart.sh"}
+    assert all(command in readme for command in named)
 
 
 def test_the_page_about_families_names_all_that_has_a_default_with_families_that_give_it() -> None:
