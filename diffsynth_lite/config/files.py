@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from diffsynth_lite.config.document import YamlError, is_nothing, line_of, read_yaml, shown
+from diffsynth_lite.config.peers import THEIR_SECTIONS, answer_to
 from diffsynth_lite.config.schema import section_types
 from diffsynth_lite.errors import UserError
 
@@ -24,9 +25,12 @@ _FAMILIES = "families"
 
 # Many times the size of a config; a file of weights named by mistake is not read into memory.
 _LARGEST_FILE = 1 << 20
+_MANY_OF_OTHERS = 3
+"""As many names of another trainer's settings, and no section of ours, show that a file is a config of it."""
 _FIRST_KEY = re.compile(r"""^[ \t{"']*(\w+)["']?[ \t]*:""", re.MULTILINE)
-# Less alike, as my_lora.yaml and chroma_lora.yaml, is another name and not a mistyped one.
-_SIMILAR = 0.8
+# Less alike, as my_lora.yaml and anima_lora.yaml, is another name and not a mistyped one.
+_SIMILAR = 0.85
+_INIT = "`diffsynth-lite init FOLDER` writes a config for the images or clips in a folder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +120,8 @@ def find_config_file(name: str | Path) -> Path:
         return given
     if given.name != str(name):
         raise UserError(
-            f"--config {name}: there is no such file; check the path (working folder: {Path.cwd()})"
+            f"--config {name}: there is no such file; check the path (working folder: {Path.cwd()}), or "
+            f"begin with one: {_INIT}"
         )
     return _find_recipe(given.name, f"--config {name}", Path.cwd())
 
@@ -143,11 +148,8 @@ def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:
     if name in found:
         return found[name]
     nearby = {path.name for path in looked_in.glob("*.y*ml")}
-    known = sorted(path.name for path in recipes.glob("*.yaml"))
-    recipe_names = ", ".join(known) or "no yaml file"
     hint = did_you_mean(name, [*nearby, *found], cutoff=_SIMILAR).strip()
-    hint = hint or f"give the path of a file of your own. The recipes: {recipe_names}"
-    raise UserError(f"{asked}: not found in {looked_in} nor in {recipes}; {hint}")
+    raise UserError(f"{asked}: not found in {looked_in} nor in {recipes}; {hint or _INIT}")
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
@@ -202,6 +204,8 @@ def _top_level(path: Path, text: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]
     try:
         root = read_yaml(text, str(path))
     except YamlError as error:
+        if path.suffix.lower() == ".toml":
+            raise UserError(f"{path}:1: is toml, and a config is yaml; {_translation(path)}") from None
         raise UserError(f"{path}:{error.line}: {error}") from None
     if is_nothing(root):
         raise UserError(f"{path}:1: is empty; start from a copy of configs/qwen_lora.yaml")
@@ -209,7 +213,25 @@ def _top_level(path: Path, text: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]
         example = "such as 'train:' and below it '  steps: 1000'"
         raise UserError(f"{path}:1: must be sections with settings, {example}")
     entries: list[tuple[yaml.ScalarNode, yaml.Node]] = root.value
+    _refuse_others_config(path, entries)
     return entries
+
+
+def _refuse_others_config(path: Path, entries: list[tuple[yaml.ScalarNode, yaml.Node]]) -> None:
+    """Refuse a config of another trainer as a whole: a line for each key of it would bury what to do."""
+    if any(key.value in section_types() and isinstance(node, yaml.MappingNode) for key, node in entries):
+        return
+    theirs = [key for key, _ in entries if isinstance(key.value, str) and answer_to(key.value)]
+    sections = [key for key in theirs if key.value in THEIR_SECTIONS]
+    if sections or len(theirs) >= _MANY_OF_OTHERS:
+        key = (sections or theirs)[0]
+        raise UserError(
+            f"{path}:{line_of(key)} {key.value}: is of another trainer's config; {_translation(path)}"
+        )
+
+
+def _translation(path: Path) -> str:
+    return f"`diffsynth-lite init --from {path}` translates configs of other trainers"
 
 
 def _read_text(path: Path) -> str:

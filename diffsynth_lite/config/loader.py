@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -104,8 +105,8 @@ def load_config(
         builder.add_file(preset)
         stages.append(builder.written())
     given_flags = [f"{name}={value}" for name, value in (flags or {}).items() if value is not None]
-    for override in [*overrides, *given_flags]:
-        builder.add_override(override)
+    for pieces in [*_by_setting(overrides), *([flag] for flag in given_flags)]:
+        builder.add_override(*pieces)
     config, unresolved = builder.build()
     for preset in chosen:
         preset.require_fit(config.model.family)
@@ -162,15 +163,22 @@ class _Builder:
         """The settings so far, by section, with references as they were written."""
         return deepcopy({name: values for name, values in self._values.items() if values})
 
-    def add_override(self, text: str) -> None:
-        """Takes one setting from ``section.key=value``, which wins over those that were taken before."""
+    def add_override(self, text: str, *rest: str) -> None:
+        """Takes one setting from ``section.key=value``, which wins over those that were taken before.
+
+        Args:
+            rest: what the shell cut off at spaces in it.
+        """
         name, equals, value = text.partition("=")
         section, _, key = name.partition(".")
         source = f"{shortened(text)} (command line)"
         self._sources[source] = len(self._sources)
         self._arguments[source] = (section, key)
         key_node, own = scalar(key, source=source), self._sections.get(section)
-        if name[:1] in {"+", "~", "-"}:
+        if rest:
+            whole = shlex.quote(shortened(" ".join((text, *rest))))
+            problem = f"ends here, as a shell splits at spaces; put quotes around all of it: {whole}"
+        elif name[:1] in {"+", "~", "-"}:
             problem = f"'{name[0]}' has no meaning here; {_FORM}"
         elif own is None:
             problem = unknown_section(name, self._sections)
@@ -353,6 +361,18 @@ class _Builder:
         if self._arguments.get(source) != path:
             place = f"{place} {name}"
         return f"{place}: {message.removeprefix(f'{name} ')}"
+
+
+def _by_setting(overrides: Sequence[str]) -> list[list[str]]:
+    """Each setting, with the words after it that a shell cut off: without ``=``, and not a setting's name."""
+    settings: list[list[str]] = []
+    for text in overrides:
+        is_rest = "=" not in text and text.partition(".")[0] not in section_types() and text[:1] not in "+~-"
+        if is_rest and settings and "=" in settings[-1][0]:
+            settings[-1].append(text)
+        else:
+            settings.append([text])
+    return settings
 
 
 def _node_of_argument(value: str, schema: Schema, source: str) -> yaml.Node:

@@ -114,6 +114,8 @@ _CLASS = (
     "preserve: true, so that the model stays as it is on them"
 )
 _HUB = "is not a setting here; diffsynth-lite publish puts a LoRA on the hub"
+THEIR_SECTIONS = ("job", "process", "general", "dataset_config", "data_backend_config")
+"""Sections of other trainers' configs; those that are ours by another name are not among them."""
 _OTHERWISE = {
     **dict.fromkeys(("epochs", "max_train_epochs", "num_train_epochs", "num_epochs"), _EPOCHS),
     **dict.fromkeys(("save_every_n_epochs", "checkpoint_epoch_interval"), _SAVE_EPOCHS),
@@ -172,8 +174,8 @@ _OTHERWISE = {
     **dict.fromkeys(("sample", "samples"), "is the section validation here"),
     "save": "is the section output here",
     **dict.fromkeys(
-        ("job", "process", "general", "dataset_config", "data_backend_config"),
-        "is a section of another trainer's config; start from a copy of configs/qwen_lora.yaml",
+        THEIR_SECTIONS,
+        "is a section of another trainer's config; diffsynth-lite init --from THEIRS translates one",
     ),
 }
 """Names of others that are not a setting here, and the equivalent."""
@@ -181,7 +183,10 @@ _OTHERWISE = {
 
 _CHANGES_BASE = "{} changes the base's weights, so that its file is wrong on the model that others have"
 _NOT_READ = "neither diffusers nor this trainer can read a file of the kind {} back"
+_IN_8_BITS = "model.quantize: int8 keeps the base in 8 bits, also that of a model.transformer_file in fp8"
 _NOT_HERE = {
+    "model.dtype": dict.fromkeys(("fp8", "fp8_e4m3fn", "float8", "float8_e4m3fn", "fp8_scaled"), _IN_8_BITS),
+    "model.quantize": dict.fromkeys(("fp8", "fp8_e4m3fn", "float8", "qfloat8", "fp8_scaled"), _IN_8_BITS),
     "lora.kind": {
         **{name: _NOT_READ.format(name) for name in ("loha", "oft", "oftv2", "boft", "hada")},
         **{

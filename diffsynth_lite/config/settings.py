@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
 from pydantic import (
@@ -27,6 +27,9 @@ def _require_distinct(entries: list[_Entry]) -> list[_Entry]:
 
 
 def _require_possible_path(path: str) -> str:
+    if os.name != "nt" and (windows := PureWindowsPath(path)).drive.endswith(":") and windows.root:
+        place = "/".join(("/mnt", windows.drive[0].lower(), *windows.parts[1:]))
+        raise ValueError(f"is a path of Windows, and this is not Windows: in WSL it is {place}")
     try:
         parts = Path(path).expanduser().parts
     except RuntimeError:

@@ -1,5 +1,6 @@
 """This file reads the captions of an item from text files or rows, and counts tags in them."""
 
+import codecs
 import logging
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ CAPTION_SUFFIXES = (".txt", ".caption")
 MAX_CAPTION_BYTES = 1 << 20
 """In UTF-8: far more than any text encoder reads; keeps files that are not captions out of memory."""
 _SAVE_AS_UTF_8 = "not UTF-8 text; save it as UTF-8"
+_UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
 MAX_TAGS = 500
@@ -149,8 +151,9 @@ def _most_frequent(counts: Mapping[str, int], number: int) -> dict[str, int]:
 class CaptionFiles:
     """Text files of a folder by the files that they describe.
 
-    A whole file is one caption. ``cat.txt`` or ``cat.caption`` belongs to ``cat.png``, and so do further
-    captions in ``cat.1.txt``, ``cat.2.txt``, unless there is a ``cat.1.png`` for them to belong to.
+    A whole file is one caption, in UTF-8, or in UTF-16 with a byte order mark. ``cat.txt`` or ``cat.caption``
+    belongs to ``cat.png``, and so do further captions in ``cat.1.txt``, ``cat.2.txt``, unless there is a
+    ``cat.1.png`` for them to belong to.
     """
 
     def __init__(self, folder: Folder, targets: Sequence[str]) -> None:
@@ -181,7 +184,7 @@ class CaptionFiles:
         """
         texts = sorted(self._texts.get(stem(target), ()))
         if not texts:
-            raise MissingCaption(f"no {stem(target)}.txt")
+            raise MissingCaption(f"no caption: write {stem(target)}.txt")
         for (number, name), (next_number, next_name) in pairwise(texts):
             if number == next_number:
                 raise UserError(f"{name} and {next_name}; keep one")
@@ -192,7 +195,9 @@ class CaptionFiles:
         try:
             if (size := path.stat().st_size) > MAX_CAPTION_BYTES:
                 raise _too_long(size)
-            text = path.read_text(encoding="utf-8-sig")
+            with path.open("rb") as file:  # Windows' editors write UTF-16 with a byte order mark
+                encoding = "utf-16" if file.read(2) in _UTF_16_MARKS else "utf-8-sig"
+            text = path.read_text(encoding=encoding)
             if "\0" in text:  # as in most UTF-16 without a byte order mark
                 raise UserError(_SAVE_AS_UTF_8)
             return clean_caption(text)

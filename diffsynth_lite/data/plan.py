@@ -270,11 +270,19 @@ def refuse_bad_items(
     if not bad:
         return
     summary = summary_of_bad(names, bad)
+    if len(bad) == len(names):
+        raise BadItemsError(f"{summary}. Repair them: there is none to train on")
+    are_few = len(bad) <= max_bad_ratio * len(names)
+    would_do = next(part / 100 for part in range(101) if len(bad) <= part / 100 * len(names))
+    enough = "" if are_few else f" data.max_bad_ratio={would_do:g}"
     if on_bad_item == "error":
-        raise BadItemsError(f"{summary}. Repair or remove them, or leave them out with data.on_bad_item=skip")
-    if len(bad) > max_bad_ratio * len(names) or len(bad) == len(names):
         raise BadItemsError(
-            f"{summary}. Too many to skip: data.max_bad_ratio is {max_bad_ratio}, and one must be good"
+            f"{summary}. Repair or remove them, or leave them out with data.on_bad_item=skip{enough}"
+        )
+    if not are_few:
+        raise BadItemsError(
+            f"{summary}. Too many to skip, as data.max_bad_ratio is {max_bad_ratio:g}: repair or remove "
+            f"them, or set{enough}"
         )
 
 

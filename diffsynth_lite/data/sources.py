@@ -308,12 +308,21 @@ class _Reader:
         if bad:
             self.unread |= {f"{self._prefix}{name}": reason for name, reason in bad.items()}
             problems = [f"{name}: {reason}" for name, reason in bad.items()]
-            hint = "; or set captions: optional and a trigger, which is then their caption"
             self.problems.append(
                 f"{where}: {len(problems)} of {len(keys)} items cannot be used: {join_names(problems)}"
-                f"{hint if self._lacks_captions else ''}"
+                f"{self._hint_at_captions() if self._lacks_captions else ''}"
             )
         return records
+
+    def _hint_at_captions(self) -> str:
+        """How to train on the items that lack one all the same."""
+        given, trigger = self._source.trigger, "" if self._source.trigger else " data.trigger=WORD"
+        settings = f"data.captions=optional{trigger}"
+        if self._prefix:  # its settings are in a list, which the command line takes as a whole
+            settings = (
+                f"captions: optional{'' if given else ' and trigger: WORD'} in its entry of data.sources"
+            )
+        return f"; or set {settings}: {given or 'the word'} is then the caption of those without one"
 
 
 def _log_ignored_files(folder: Folder, pairs: PairFolders) -> None:

@@ -204,7 +204,12 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     """
     model = config.model
     family_class = load_family(model.family)
-    folder = resolve_folder(model.path, revision=model.revision, variant=model.variant)
+    folder = resolve_folder(
+        model.path,
+        revision=model.revision,
+        variant=model.variant,
+        known=[release.hub_id for release in family_class.releases],
+    )
     require_family(family_class, folder)
     family = family_class(folder, trained=config.lora.components)
     given = {f"model.{name}": getattr(model, name) for name in ("transformer_file", "transformer_2_file")}

@@ -110,7 +110,7 @@ def test_bad_items_stop_their_own_part_alone_and_are_left_out_where_the_run_does
     listed = tiny_run.root / "cache" / "parts" / "1-of-2.run.quarantine.jsonl"
     assert len(listed.read_text().splitlines()) == 3
     assert fill(tiny_run, "data.on_bad_item=skip", "data.max_bad_ratio=0.01") == 2
-    assert "Too many to skip: data.max_bad_ratio is 0.01" in caplog.text
+    assert "Too many to skip, as data.max_bad_ratio is 0.01" in caplog.text
 
 
 def test_a_part_is_no_process_of_a_launcher_but_may_be_a_task_of_srun(

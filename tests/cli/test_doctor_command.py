@@ -65,10 +65,10 @@ def test_bad_data_exit_with_2_after_everything_is_shown(
     printed = capsys.readouterr().out
     assert "3.png: not a PNG" in printed
     assert "64x32" in printed
-    assert "4.png: no 4.txt" in caplog.text
+    assert "4.png: no caption: write 4.txt" in caplog.text
     assert "1 of 4 items cannot be used: 3.png" in caplog.text
     page = (tiny_run.root / "page.html").read_text()
-    assert "4.png: no 4.txt" in page
+    assert "4.png: no caption: write 4.txt" in page
     assert page.count("data:image/jpeg") == 3
 
 

@@ -77,7 +77,7 @@ def test_clips_that_are_short_and_small_get_sizes_that_they_fill(
     assert main(["init", "clips", "--out", "mine.yaml", "--preset", "motion"]) == 0
     printed = capsys.readouterr().out
     assert "clips: 2 clips, 1 of which cannot be used yet; 96 x 64 to 96 x 64 pixels" in printed
-    assert "> clips: 1 of 2 items cannot be used: long.mp4: no long.txt" in printed
+    assert "> clips: 1 of 2 items cannot be used: long.mp4: no caption: write long.txt" in printed
     data = load_config("mine.yaml").config.data
     assert (data.width, data.height, data.resolutions) == (None, None, [64])
     assert (data.frame_counts, data.trigger) == ([17, 81], None)

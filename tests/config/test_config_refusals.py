@@ -70,6 +70,7 @@ WRONG_VALUES = [
     ("lora", "target_modules", "[to_q, to_q]", "twice"),
     ("lora", "init_from", "~nosuchuser/lora", "no user of that name"),
     ("lora", "init_from", "x/" * 1501, "at most 3000 bytes"),
+    ("lora", "init_from", "C:\\my files\\x", "in WSL it is /mnt/c/my files/x"),
     ("lora", "dropout", "1", "below 1"),
     ("lora", "target_modules", "to_q", "must be attention, all, or a list of texts"),
     ("lora", "target_modules", "atention", "did you mean 'attention'?"),
@@ -189,6 +190,7 @@ def test_a_wrong_setting_is_reported_with_file_and_key(refusal, write, minimal, 
         ("network-dim=8", "is lora.rank here"),
         ("train.num_frames=81", "is data.frame_counts here, a list; validation.num_frames is"),
         ("model.quantization=nf4", "is model.quantize here"),
+        ("model.dtype=fp8", "model.quantize: int8 keeps the base in 8 bits"),
         ("data.resolution=512", "is data.resolutions here"),
         ("train.optimizer_type=adamw8bit", "is train.optimizer here"),
         ("network.linear=16", "is lora.rank here"),
@@ -211,6 +213,18 @@ def test_a_wrong_override_is_reported_as_typed(refusal, write, minimal, override
     shown = override.encode("ascii", "backslashreplace").decode()
     assert line.startswith(f"{shown} (command line): ")
     assert reason in line
+
+
+def test_a_setting_that_the_shell_split_is_reported_once_with_the_quotes_that_it_needs(
+    refusal, write, minimal
+):
+    given = ["lora.target_modules=[to_q,", "to_k]", "train.steps=5", "my", "train.seed"]
+    split = "(command line): ends here, as a shell splits at spaces; put quotes around all of it:"
+    assert refusal(write(minimal), given) == [
+        f"lora.target_modules=[to_q, {split} 'lora.target_modules=[to_q, to_k]'",
+        f"train.steps=5 {split} 'train.steps=5 my'",
+        "train.seed (command line): has no value; write section.key=value, such as train.steps=10",
+    ]
 
 
 def test_a_conflict_with_the_file_is_placed_at_the_first_of_the_two_that_was_set(refusal, write, minimal):

@@ -418,14 +418,15 @@ MANY = {f"{index}.png": "damaged" for index in range(25)}
     ("count", "bad", "on_bad_item", "max_bad_ratio", "message"),
     [
         (3, {}, "error", 0.5, None),
-        (3, FEW, "error", 1.0, r"2 of 3 .*0\.png: damaged; 2\.png: animated.*on_bad_item=skip"),
+        (3, FEW, "error", 1.0, r"2 of 3 .*0\.png: damaged; 2\.png: animated.*on_bad_item=skip$"),
+        (12, FEW, "error", 0.1, r"on_bad_item=skip data\.max_bad_ratio=0\.17$"),
         (26, MANY, "error", 0.1, "and 5 more"),
         (26, MANY, "skip", 0.1, "and 5 more"),
         (4, {}, "skip", 0.5, None),
         (4, FEW, "skip", 0.5, None),
-        (4, FEW, "skip", 0.2, "Too many to skip: data.max_bad_ratio is 0.2"),
-        (26, MANY, "skip", 0.9, "Too many to skip: data.max_bad_ratio is 0.9"),
-        (25, MANY, "skip", 1.0, "Too many to skip: data.max_bad_ratio is 1.0"),  # nothing is good
+        (4, FEW, "skip", 0.2, r"data\.max_bad_ratio is 0\.2: .* set data\.max_bad_ratio=0\.5$"),
+        (26, MANY, "skip", 0.9, "set data.max_bad_ratio=0.97$"),
+        (25, MANY, "skip", 1.0, "there is none to train on"),
     ],
 )
 def test_bad_items_are_refused_by_name_or_left_out_as_far_as_the_limit_says(

@@ -53,15 +53,16 @@ def test_hidden_files_and_folders_are_not_read(folder, write_image):
     assert names_and_captions(folder) == [("a.png", "kept")]
 
 
-def test_a_caption_keeps_its_inner_lines_and_loses_its_byte_order_mark(folder, write_image):
-    write_image("a.png").with_suffix(".txt").write_bytes("\ufefffirst, é\r\nsecond\n".encode())
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16-be"])
+def test_a_caption_keeps_its_inner_lines_and_loses_its_byte_order_mark(folder, write_image, encoding):
+    write_image("a.png").with_suffix(".txt").write_bytes("\ufefffirst, é\r\nsecond\n".encode(encoding))
     assert names_and_captions(folder) == [("a.png", "first, é\nsecond")]
 
 
 def test_all_unusable_captions_are_named_at_once(folder, write_image):
     for name in ["empty", "good", "latin", "missing", "folder", "wide", "marked", "two"]:
         write_image(f"{name}.png")
-    (folder / "marked.txt").write_bytes("a cat".encode("utf-16"))
+    (folder / "marked.txt").write_bytes("a cat".encode("utf-16") + b"!")
     (folder / "two.txt").write_text("a cat")
     (folder / "two.caption").write_text("a dog")
     (folder / "good.txt").write_text("good")
@@ -79,7 +80,7 @@ def test_all_unusable_captions_are_named_at_once(folder, write_image):
         "wide.txt: not UTF-8 text; save it as UTF-8",
         "marked.txt: not UTF-8 text; save it as UTF-8",
         "two.caption and two.txt; keep one",
-        "missing.png: no missing.txt",
+        "missing.png: no caption: write missing.txt",
         "folder.png: no",
     ]:
         assert expected in message
@@ -274,8 +275,11 @@ def test_a_trigger_alone_is_the_caption_where_that_is_asked_for(folder, write_im
     rows.write_text('{"file_name": "a.png", "text": "a cat"}\n{"file_name": "b.png", "text": ""}\n')
     bare.write_text("file_name\na.png\nb.png\n")
     for metadata in (None, rows):
-        for lacking in ({"trigger": "sks"}, {"captions": "optional"}):
-            with pytest.raises(UserError, match=r"1 of 2 .*; or set captions: optional and a trigger"):
+        for lacking, words in (
+            ({"trigger": "sks"}, "=optional: sks is"),
+            ({"captions": "optional"}, "=optional data.trigger=WORD: the word is"),
+        ):
+            with pytest.raises(UserError, match=rf"1 of 2 .*; or set data\.captions{words} then the caption"):
                 names_and_captions(folder, metadata, **lacking)
         optional = names_and_captions(folder, metadata, trigger="sks", captions="optional")
         assert optional == [("a.png", "sks, a cat"), ("b.png", "sks")]
@@ -309,7 +313,11 @@ def test_the_problems_of_all_sources_are_named_at_once(folder, write_image, tmp_
     with pytest.raises(UserError) as error:
         find_records(sources, media_store=tmp_path).require_all()
     lines = str(error.value).split("\n")
-    for line, problem in zip(lines, ["no a.txt; ", "no such folder", "no such folder"], strict=True):
+    for line, problem in zip(
+        lines,
+        ["no caption: write a.txt; or set captions: optional and", "no such folder", "no such folder"],
+        strict=True,
+    ):
         assert f": {problem}" in line
 
 

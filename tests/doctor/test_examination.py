@@ -88,7 +88,7 @@ def test_bad_files_that_are_skipped_stop_nothing_until_they_are_too_many(workpla
     examination = examine(workplace.config(*skip, "data.max_bad_ratio=0.5"), sheet_size=0)
     examination.require_usable()
     assert "2 items cannot be used, and left out: page.png, bare.png." in examination.findings.advice[0]
-    assert examination.findings.dropped["bare.png"] == "no bare.txt"
+    assert examination.findings.dropped["bare.png"] == "no caption: write bare.txt"
     assert examination.findings.sources[0].num_dropped == 2
     with pytest.raises(UserError, match=r"max_bad_ratio is 0\.1"):
         examine(workplace.config(*skip), sheet_size=0).require_usable()
@@ -109,7 +109,7 @@ def test_what_is_wrong_in_one_source_does_not_hide_the_others(workplace: Workpla
     ]
     assert examination.findings.num_items == 4
     first, second = examination.findings.problems
-    assert "bare.png: no bare.txt" in first
+    assert "bare.png: no caption: write bare.txt" in first
     assert "none: no such folder" in second
     with pytest.raises(UserError) as caught:
         examination.require_usable()

@@ -103,10 +103,24 @@ def test_a_local_folder_is_used_as_it_is(pipeline_folder: Path) -> None:
     check(folder)
 
 
-@pytest.mark.parametrize("location", ["/no/such/folder", "./missing", "~/no-such-folder", "a/b/c", "missing"])
-def test_a_missing_folder_is_not_looked_for_on_the_hub(location: str) -> None:
-    with pytest.raises(UserError, match="there is no folder"):
-        resolve_folder(location)
+@pytest.mark.parametrize(
+    ("location", "words"),
+    [
+        *(
+            (place, "which has the form owner/name$")
+            for place in ("./missing", "~/no-such-folder", "missing")
+        ),
+        (
+            "models/a/Name/",
+            "set model.path=owner/name, .* hf download owner/name --local-dir models/a/Name/$",
+        ),
+        ("https://hub/owner/name", "set model.path=owner/name, which is downloaded once$"),
+    ],
+)
+def test_a_missing_folder_is_not_looked_for_on_the_hub(location: str, words: str) -> None:
+    known = ["an/other", "owner/name"] if "name" in location.lower() else []
+    with pytest.raises(UserError, match=f"there is no folder {location}; .*{words}"):
+        resolve_folder(location, known=known)
 
 
 def test_a_misspelt_folder_next_to_existing_ones_is_not_taken_for_a_hub_id(

@@ -40,6 +40,8 @@ _FLOATING = (".weight", ".bias")
 """Endings of names of weights; other tensors may well be of whole numbers, such as positions."""
 _COMFYUI_FOLDERS = ("diffusion_models", "unet", "checkpoints")
 """Where ComfyUI's folder of models has transformers and whole models."""
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+"""Of a folder that is taken for a model by mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +374,8 @@ def _near(folder: Path) -> str:
     parent = folder.resolve().parent
     if index_file(parent).is_file():
         return f"; its parent is one: model.path={parent}"
+    if any(path.suffix.lower() in _IMAGE_SUFFIXES for path in folder.glob("*")):
+        return f"; it holds images: data.path={folder} trains on them, and model.path is the model"
     for place in (folder, *(folder / name for name in _COMFYUI_FOLDERS)):
         if found := sorted([*place.glob("*.safetensors"), *place.glob("*.gguf")]):
             return (
@@ -382,7 +386,11 @@ def _near(folder: Path) -> str:
 
 
 def resolve_folder(
-    location: str, *, revision: str | None = None, variant: str | None = None
+    location: str,
+    *,
+    revision: str | None = None,
+    variant: str | None = None,
+    known: Sequence[str] = (),
 ) -> PipelineFolder:
     """The pipeline at a local folder, or in the hub's cache, with all of its components but their weights.
 
@@ -391,6 +399,7 @@ def resolve_folder(
     Args:
         location: a local folder, or a hub id such as ``Qwen/Qwen-Image``. A folder that exists wins.
         revision: branch, tag or commit on the hub.
+        known: hub ids to suggest where there is no such folder.
 
     Raises:
         UserError: a missing local folder; a hub id that does not exist, is gated or cannot be reached.
@@ -408,11 +417,22 @@ def resolve_folder(
             "as model.transformer_file"
         )
     if _looks_local(location):
-        raise UserError(f"model.path: there is no folder {location} (a hub id has the form owner/name)")
+        raise UserError(f"model.path: there is no folder {location}; {_instead(location, known)}")
     hub = HubCommit.find(location, revision)
     folder = PipelineFolder(path=hub.path, variant=variant, hub=hub)
     hub.fetch_settings(folder.own_subfolders())
     return folder
+
+
+def _instead(location: str, known: Sequence[str]) -> str:
+    """What to write where a folder is not there: the hub id that it is named by, or what one looks like."""
+    ending = location.rstrip("/").lower().rpartition("/")[2]
+    meant = next((one for one in known if one.lower().rpartition("/")[2] == ending), None)
+    if meant is None:
+        example = f", such as {known[0]}" if known else ""
+        return f"check the path, or give a hub id, which has the form owner/name{example}"
+    own_copy = "" if "://" in location else f", or get it: hf download {meant} --local-dir {location}"
+    return f"set model.path={meant}, which is downloaded once{own_copy}"
 
 
 def _looks_local(location: str) -> bool:
