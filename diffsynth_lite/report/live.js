@@ -6,7 +6,7 @@
   const RELOAD_EVERY_MS = 30000;
   const UNTOUCHED_MS = 5000;
   // Scripts have changed the content of these: each is taken over as a whole.
-  const WHOLE = "section.previews, table.sortable";
+  const WHOLE = "section.previews, section.items";
 
   // The page as it was sent: this script runs before those that change it.
   const main = document.querySelector("main");

@@ -180,9 +180,8 @@ def _item(
     before, (after, last) = losses[0], known[-1]
     by_level = _list(last.get("by_level"))
     own = [as_number(level) for level in _list(by_level[place] if place < len(by_level) else None)]
-    is_shown = isinstance(item.thumbnail, str) and item.thumbnail.startswith("data:image/")
     return (
-        item.thumbnail if is_shown else None,
+        _thumbnail(item),
         (item.name, item.size, item.caption),
         before,
         after,
@@ -192,11 +191,17 @@ def _item(
     )
 
 
+def _thumbnail(item: MeasuredItem) -> str | None:
+    """Its thumbnail, if that is a data URL of an image."""
+    is_image = isinstance(item.thumbnail, str) and item.thumbnail.startswith("data:image/")
+    return item.thumbnail if is_image else None
+
+
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def hard_items(rows: Sequence[Mapping[str, Any]]) -> Table:
+def hard_items(rows: Sequence[Mapping[str, Any]], measured: Sequence[MeasuredItem] = ()) -> Table:
     """The items whose losses are highest for their noise levels; empty before two have enough samples.
 
     The hardest come first, by the ratio to the expected loss minus two standard errors. The columns are this
@@ -204,6 +209,7 @@ def hard_items(rows: Sequence[Mapping[str, Any]]) -> Table:
 
     Args:
         rows: of ``sample_losses.jsonl``, in the order of the steps.
+        measured: items whose losses are measured one by one, of which there are thumbnails.
     """
     names, levels, losses = _samples(rows)
     if len(losses) <= _PARTS * _MIN_NEIGHBOURS:
@@ -222,14 +228,16 @@ def hard_items(rows: Sequence[Mapping[str, Any]]) -> Table:
     if len(found) < 2:
         return NO_TABLE
     found.sort(key=lambda row: row[1] - 2 * row[2], reverse=True)
+    thumbnails = {item.name: thumbnail for item in measured if (thumbnail := _thumbnail(item))}
     return Table(
         columns=(
+            Column(kind="image"),
             Column(title="item"),
             Column(title="loss", kind="ratio"),
             Column(title="give or take", kind="ratio"),
             Column(title="samples", kind="count", is_wide=True),
         ),
-        rows=found[:_MAX_HARD],
+        rows=[(thumbnails.get(row[0]), *row) for row in found[:_MAX_HARD]],
         summary=f"{len(found)} items with four samples and more; {len(losses)} samples.",
     )
 

@@ -34,7 +34,7 @@ _WRITE_EVERY_S = 20.0
 _WAITED_MULTIPLE = 100
 """Pause before the next page, in times of the last one's duration: its files grow with the run."""
 _SCRIPTS = ("live.js", "vendor/uPlot.iife.min.js", "report.js")
-_TEMPLATES = ("page.html", "run.html", "several.html")
+_TEMPLATES = ("page.html", "icons.html", "run.html", "several.html")
 _STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
 _HEAD_BYTES = 1000
 """Start of a page, with the mark of the version that wrote it."""
@@ -152,7 +152,9 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
         compared = {
             "results": results(runs),
             "settings": differing_settings([run.settings for run in runs]),
-            "prompts": shared_prompts(runs),
+            "prompts": (shared := shared_prompts(runs)),
+            "has_previews": any(run.prompts for run in runs),
+            "has_own_prompts": len(shared) < len({each.prompt for run in runs for each in run.prompts}),
         }
     page = (
         _environment()
@@ -165,6 +167,7 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
             compared=compared,
             renewal="ask" if is_served else "reload" if any(run.state.is_running for run in runs) else "none",
             run_page="" if is_served else "report.html",
+            home="/" if is_served else "",
             charts=[chart for chart in charts if any(chart.is_shown(run.series) for run in runs)],
             data={
                 "runs": [

@@ -27,7 +27,7 @@ _STATES = ("running", "finished", "interrupted", "stopped", "diverged", "failed"
 _LATEST_TIME = 253_402_300_799
 """The end of the year 9999, in seconds since 1970, after which there are no dates."""
 _FILES = {
-    "lora": "the LoRA, and its model card",
+    "lora": "the LoRA",
     "lora_ema": "the moving average of the LoRA",
     "lora_best": "the LoRA with the lowest loss on held-out data",
     "previews": "previews by prompt and step; grid.png has all of them",
@@ -203,13 +203,24 @@ def skipped_items(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def run_files(folder: Path) -> Table:
-    """The files that the run left, the LoRA first."""
+    """The files that the run left, the LoRA first; a folder's name ends with a slash."""
     rows = [
         (name, meaning, format_bytes(_size(folder / name)))
-        for name, meaning in _FILES.items()
-        if (folder / name).exists()
+        for place, meaning in _FILES.items()
+        for name in _names(folder, place)
     ]
     return Table(columns=(Column(kind="link"), Column(), Column(kind="count")), rows=rows)
+
+
+def _names(folder: Path, place: str) -> list[str]:
+    """The weight files in a folder of a LoRA, as phones open no folder; otherwise the place itself."""
+    path = folder / place
+    weights = sorted(path.glob("*.safetensors")) if place.startswith("lora") else []
+    if weights:
+        return [f"{place}/{each.name}" for each in weights]
+    if not path.exists():
+        return []
+    return [f"{place}/" if path.is_dir() else place]
 
 
 def _start(entry: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -3,7 +3,8 @@
 (() => {
   const LINE_COLOURS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6"];
   const DASHES = [[], [6, 3], [2, 3], [10, 3, 2, 3]];
-  const CHART_HEIGHT_PX = 220;
+  const CHART_HEIGHT_PX = 180;
+  const FEW_ROWS = 10;
   const SILENT_S = 600;
   const cursors = uPlot.sync("step");
   let charts = [];
@@ -19,7 +20,7 @@
   }
 
   function number(value) {
-    if (value == null) return "–";
+    if (value == null) return "";
     const size = Math.abs(value);
     if (size !== 0 && (size < 1e-4 || size >= 1e5)) return value.toExponential(2);
     return String(Number(value.toPrecision(4)));
@@ -70,22 +71,25 @@
     const chart = data.charts[place.dataset.chart];
     const lines = linesOf(chart, data.runs);
     if (!lines.length) return;
-    const axis = { stroke: colour("--faint"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
-    const stepLabel = { label: "step", labelSize: 16, labelFont: "11px system-ui" };
+    const axis = { stroke: colour("--ink-2"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
     const options = {
       width: place.clientWidth,
       height: CHART_HEIGHT_PX,
+      padding: [10, 14, 0, 0],
       cursor: { sync: { key: cursors.key }, drag: { x: true, y: false }, y: false },
       scales: {
         x: { time: false },
         y: valueScale(chart),
       },
       axes: [
-        { ...axis, ...stepLabel, size: 30, values: (_, steps) => steps.map((step) => (Number.isInteger(step) ? step : "")) },
+        { ...axis, size: 26, values: (_, steps) => steps.map((step) => (Number.isInteger(step) ? step : "")) },
         { ...axis, size: 62, values: (_, values) => values.map((value) => (value == null ? "" : number(value))) },
       ],
-      series: [{ label: "step", value: (_, step) => (step == null ? "–" : step) }, ...lines.map(series)],
+      // What a line has where nobody points is nothing, so that its place stays empty.
+      hooks: { setCursor: [({ root, cursor }) => root.classList.toggle("pointed", cursor.idx != null)] },
+      series: [{ label: "step", value: (_, step) => step ?? "" }, ...lines.map(series)],
     };
+    place.classList.toggle("single", lines.length === 1);
     const drawn = new uPlot(options, uPlot.join(lines.map((line) => line.points)), place);
     follow(drawn);
     charts.push(drawn);
@@ -137,18 +141,17 @@
 
   // --- light and dark
 
-  const THEMES = { "": "Auto", light: "Light", dark: "Dark" };
+  const THEMES = { "": "as the system", light: "light", dark: "dark" };
 
   function showTheme() {
     const theme = chosen.get("theme") ?? "";
     document.documentElement.dataset.theme = theme;
-    document.getElementById("theme").textContent = THEMES[theme] ?? THEMES[""];
+    document.querySelector("#theme small").textContent = THEMES[theme] ?? THEMES[""];
   }
 
   function startTheme() {
     const button = document.getElementById("theme");
     button.hidden = false;
-    button.title = "Light, dark, or as the system is set";
     button.addEventListener("click", () => {
       const names = Object.keys(THEMES);
       remember("theme", names[(names.indexOf(chosen.get("theme") ?? "") + 1) % names.length]);
@@ -174,6 +177,13 @@
     return element("video", { src: link.dataset.video, ...plays, className });
   }
 
+  // The sign on the line that it can be dragged.
+  function handle() {
+    const icon = document.querySelector(".icon").cloneNode(true);
+    icon.firstElementChild.setAttribute("href", "#i-drag");
+    return element("span", { className: "handle" }, icon);
+  }
+
   function slider(value, max, label) {
     const input = element("input", { type: "range", min: 0, max, value });
     input.setAttribute("aria-label", label);
@@ -197,8 +207,9 @@
       compare.append(
         one,
         other,
-        element("span", { className: "label-before", textContent: `step ${before.dataset.step}` }),
-        element("span", { className: "label-after", textContent: `step ${after.dataset.step}` }),
+        element("span", { className: "veil label-before", textContent: `step ${before.dataset.step}` }),
+        element("span", { className: "veil label-after", textContent: `step ${after.dataset.step}` }),
+        handle(),
         split,
       );
       // Two videos drift apart where one of them was late to load.
@@ -206,7 +217,7 @@
         if (Math.abs(one.currentTime - other.currentTime) > 0.1) other.currentTime = one.currentTime;
       });
       viewer.querySelector(".compare")?.remove();
-      viewer.querySelector("h3").after(compare);
+      viewer.prepend(compare);
       const prompt = section.querySelectorAll(".prompt h3")[promptPlace].textContent;
       Object.assign(viewer.querySelector("h3"), { textContent: prompt, title: prompt });
       other.muted = !audio.checked;
@@ -240,7 +251,7 @@
     audio.addEventListener("change", () => {
       viewer.querySelector(".after").muted = !audio.checked;
     });
-    viewer.append(element("h3", {}), element("label", {}, output, step));
+    viewer.append(element("label", {}, output, step), element("h3", {}));
     if ("audio" in section.dataset) {
       viewer.append(element("label", { className: "audio" }, audio, "audio of the later step"));
     }
@@ -284,6 +295,19 @@
       });
       if (head.dataset.sort === column) sortTable(table, head, order === "down" ? -1 : 1);
     });
+    shorten(table);
+  }
+
+  // Of a long table only the first rows are shown, in whatever order, until the reader asks for all.
+  function shorten(table) {
+    const more = table.parentElement.querySelector("[data-more]");
+    const isShort = table.tBodies[0].rows.length > FEW_ROWS && !chosen.has("all");
+    table.classList.toggle("short", isShort);
+    more.hidden = !isShort;
+    more.onclick = () => {
+      remember("all", "1");
+      shorten(table);
+    };
   }
 
   // --- the map of layers: the text of a cell is shown below it, also where nothing hovers
@@ -296,6 +320,38 @@
     };
     section.querySelector(".map")?.addEventListener("pointerover", show);
     section.querySelector(".map")?.addEventListener("click", show);
+  }
+
+  // --- the index, which follows the reader, and opens what is folded; the address keeps the reader's choices
+
+  function openPart(event) {
+    const link = event.target.closest("a[href^='#']");
+    const part = link && document.getElementById(link.hash.slice(1));
+    if (!part) return;
+    event.preventDefault();
+    const drawer = part.querySelector(":scope > .drawer");
+    if (drawer) drawer.open = true;
+    part.scrollIntoView();
+    part.tabIndex = -1;
+    part.focus({ preventScroll: true });
+  }
+
+  function showPlace() {
+    const links = [...document.querySelectorAll(".index a[href^='#']")];
+    const isAtEnd = innerHeight + scrollY >= document.documentElement.scrollHeight - 2;
+    const above = links.filter((link) => document.getElementById(link.hash.slice(1)).getBoundingClientRect().top < 120);
+    const current = (isAtEnd && scrollY > 0 ? links : above).at(-1);
+    links.forEach((link) => link.removeAttribute("aria-current"));
+    current?.setAttribute("aria-current", "true");
+    const list = current?.closest("ol");
+    if (list) list.scrollLeft = current.offsetLeft - list.offsetLeft - (list.clientWidth - current.offsetWidth) / 2;
+  }
+
+  // What a chart is about is closed again by a click elsewhere, or by Escape.
+  function closeInfos(event) {
+    document.querySelectorAll(".info[open]").forEach((info) => {
+      if (event.key === "Escape" || (event.type === "click" && !info.contains(event.target))) info.open = false;
+    });
   }
 
   function localTimes() {
@@ -326,6 +382,7 @@
     startOnce("section.previews", startPreviews);
     startOnce("table.sortable", startSorting);
     startOnce("section.layers", startMap);
+    showPlace();
   }
 
   const started = new WeakSet();
@@ -333,5 +390,9 @@
   startAll();
   document.addEventListener("renewed", startAll);
   addEventListener("resize", resize);
+  addEventListener("scroll", showPlace, { passive: true });
+  document.addEventListener("click", openPart);
+  document.addEventListener("click", closeInfos);
+  document.addEventListener("keydown", closeInfos);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 })();

@@ -92,7 +92,7 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
         ),
         has_audio=_section(settings, "data").get("audio") is True,
         items=item_progress(items, loss_rows),
-        hard_items=hard_items(reader.rows(folder.sample_losses_file.name)),
+        hard_items=hard_items(reader.rows(folder.sample_losses_file.name), items),
         noise=noise_tenths(rows),
         noise_levels=noise_levels(items, loss_rows),
         layers=read_layers(layer_rows),

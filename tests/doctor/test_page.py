@@ -167,4 +167,4 @@ def test_a_browser_shows_all_of_it_and_asks_for_nothing_else(
         assert shown.text().count(ATTACK) == 3
         assert shown.evaluate("[...document.images].map(image => image.naturalWidth)") == [500, 500, 64]
         lightness = shown.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert lightness == ("rgb(22, 25, 29)" if dark else "rgb(255, 255, 255)")
+        assert lightness == ("rgb(24, 24, 24)" if dark else "rgb(255, 255, 255)")

@@ -219,16 +219,25 @@ def samples(num_items: int = 20, num_steps: int = 40) -> list[dict[str, object]]
 def test_an_item_is_hard_that_has_higher_losses_than_others_at_its_levels() -> None:
     found = hard_items(samples())
     assert found.summary == "20 items with four samples and more; 800 samples."
-    (name, ratio, error, num_samples), *others = found.rows
+    (_, name, ratio, error, num_samples), *others = found.rows
     assert (name, num_samples) == ("7.png", 40)
     assert ratio == pytest.approx(2, rel=0.1)
-    assert all(0.9 < row[1] < 1.1 for row in others)
-    assert ratio - 2 * error > max(row[1] for row in others)
+    assert all(0.9 < row[2] < 1.1 for row in others)
+    assert ratio - 2 * error > max(row[2] for row in others)
+
+
+def test_hard_items_have_the_thumbnails_of_those_that_are_measured() -> None:
+    measured = [
+        replace(item, name=f"{item.name}.png", thumbnail=thumbnail)
+        for item, thumbnail in zip(items(3), ("data:image/gif;base64,", "javascript:1", None), strict=True)
+    ]
+    found = {name: thumbnail for thumbnail, name, *_ in hard_items(samples(), measured).rows}
+    assert {name: each for name, each in found.items() if each} == {"0.png": "data:image/gif;base64,"}
 
 
 def test_an_item_with_few_samples_must_be_harder_to_come_first() -> None:
     few = {"step": 40, "samples": {"few.png": [[0.5, 0.6]] * 4, "one.png": [[0.5, 9.0]]}}
-    found = {name: ratio for name, ratio, *_ in hard_items([*samples(), few]).rows}
+    found = {name: ratio for _, name, ratio, *_ in hard_items([*samples(), few]).rows}
     assert next(iter(found)) == "7.png"
     assert found["few.png"] > found["7.png"]
     assert "one.png" not in found

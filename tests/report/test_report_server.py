@@ -186,7 +186,7 @@ def test_an_open_page_takes_over_what_is_new_and_keeps_what_was_chosen(
         page.evaluate(come_back)
         page.wait_for("document.querySelector('.viewer label')")
         assert page.evaluate("[...document.querySelector('main').children].map(part => part.className)") == [
-            *("", "", "charts", "previews", "items", "hard", "noise", "layers", "memory", "settings"),
+            *("index", "", "previews", "charts", "items", "hard", "noise", "layers", "memory", "settings"),
             *("starts", "skipped", ""),
         ]
         page.click("#theme")

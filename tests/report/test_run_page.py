@@ -58,13 +58,17 @@ class Page(HTMLParser):
 
 
 def test_a_run_is_shown_with_all_that_it_left(tmp_path: Path) -> None:
-    page = Page(write_report(full_folder(tmp_path / "mine")).read_text())
+    folder = RunFolder(full_folder(tmp_path / "mine"))
+    folder.lora_folder.mkdir()
+    (folder.lora_folder / "one #1.safetensors").write_bytes(b"\0" * 2048)
+    text = write_report(folder.path).read_text()
+    page = Page(text)
     shown = re.sub(r"\s+", " ", page.text)
     for words in (
-        *("Failed", "Step 200 of 300", "no memory for a circle"),
+        *("Failed", "LoRA: one #1.safetensors 2.0 KiB", "Step 200 of 300", "no memory for a circle"),
         "on training data: 0.9 at step 0, 0.3 at step 200",
         *("above 0.6 now. 2 of 3 got better, the median by -40.0 %", "2 a circle 8x8", "+20.0 %"),
-        *("2 items with four samples and more; 80 samples. item loss", "samples a circle 1.75 0.10 40"),
+        *("2 items with four samples and more; 80 samples.", "samples a circle 1.75 0.10 40"),
         *("0.0-0.1 25.0 % 0.4 0.3 0.2 -50.0 % -33.3 %", "0.5 1.167 1.033 -11.4 %"),
         "1 of 4 layers did not change at all: blocks.1.a circle",
         *("blocks.1.to_q 10 %", "6 run, 6 checkpointed, 6 recomputed", "2 tensors, 2.0 KiB"),
@@ -73,6 +77,11 @@ def test_a_run_is_shown_with_all_that_it_left(tmp_path: Path) -> None:
     ):
         assert words in shown, words
     assert page.tags.count("figure") == 7
+    assert page.places.count("lora/one%20%231.safetensors") == 2
+    assert "previews/" not in page.places
+    sections = re.findall(r'<(?:header|section)[^>]* id="(\w+)"', text)
+    assert re.findall(r'<li><a href="#(\w+)">', text) == sections
+    assert sections[:4] == ["top", "previews", "charts", "items"]
 
 
 def test_what_others_wrote_is_text_and_no_script_but_ours_may_run(tmp_path: Path) -> None:
@@ -227,7 +236,11 @@ def test_a_browser_draws_it_and_keeps_in_its_address_what_was_chosen(
         assert page.text(".items tbody b").startswith("2 ")
         page.click(".prompt:nth-of-type(1) a[data-step='200']")
         assert page.text(".viewer .label-after") == "step 200"
+        page.click(".index a[href='#hard']")
+        assert page.evaluate("document.querySelector('#hard .drawer').open")
+        page.wait_for("document.querySelector('.index [aria-current]').innerText === 'Hard items'")
         page.click("#theme")
+        assert page.text("#theme").split() == ["Theme", "light"]
         chosen = dict(pair.split("=") for pair in page.evaluate("location.hash.slice(1)").split("&"))
         assert chosen == {"prompt": "0", "step": "200", "sort": "change-down", "theme": "light"}
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

@@ -64,6 +64,14 @@ def test_previews_of_the_same_prompt_are_in_columns_of_their_steps(tmp_path: Pat
     assert (len(steps), steps[0], steps[-1], 200 in steps) == (8, 0, 1100, True)
 
 
+def test_previews_of_different_prompts_are_shown_run_by_run(tmp_path: Path) -> None:
+    first, second = run(tmp_path / "first"), run(tmp_path / "second", validation={"prompts": ["one", "two"]})
+    page = render([first, second])
+    assert "No prompt is in two of these runs" in page
+    assert 'alt="second, step 200: two"' in page
+    assert page.index('id="charts"') < page.index('id="previews"') < page.index('id="settings"')
+
+
 def test_an_open_page_of_a_run_is_loaded_again_while_the_run_continues(tmp_path: Path) -> None:
     folder = full_folder(tmp_path / "mine")
     assert 'data-renewal="none"' in render([read_run(folder)])
