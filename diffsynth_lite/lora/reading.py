@@ -67,6 +67,18 @@ _TEXT_ENCODERS = {
 _DENOISERS = ("transformer", "unet")
 
 
+class UnknownLayersError(UserError):
+    """A LoRA has layers that a model does not have.
+
+    Attributes:
+        contents: the file.
+    """
+
+    def __init__(self, message: str, contents: "LoraContents") -> None:
+        super().__init__(message)
+        self.contents = contents
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraContents:
     """A LoRA file as it is.
@@ -182,9 +194,10 @@ def known_updates(contents: LoraContents, names: Mapping[str, LayerNames]) -> di
         origin = f" here, as the file is of {family}" if family else ""
         # For a LoRA of another model a few names are enough.
         named = unknown if len(unknown) < len(contents.updates) else unknown[:_NAMED_OF_ANOTHER_MODEL]
-        raise UserError(
+        raise UnknownLayersError(
             f"{contents.file}: {len(unknown)} of {len(contents.updates)} layers are not known{origin}: "
-            f"{join_names(named)}{'; ...' if len(named) < len(unknown) else ''}"
+            f"{join_names(named)}{'; ...' if len(named) < len(unknown) else ''}",
+            contents,
         )
     for key, update in contents.updates.items():
         component, place = _place_of(key, names)

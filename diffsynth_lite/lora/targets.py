@@ -93,7 +93,7 @@ def _is_part(asked: str, part: str) -> bool:
 
 
 def _describe_unmatched(unmatched: Sequence[str], names: Sequence[str], owner: str) -> str:
-    endings = sorted({_without_indices(name) for name in names})
+    endings = sorted({ending_of(name) for name in names})
     close = [match for target in unmatched for match in difflib.get_close_matches(target, endings, n=1)]
     hint = f"did you mean {join_names(list(dict.fromkeys(close)))}? " if close else ""
     return (
@@ -102,8 +102,8 @@ def _describe_unmatched(unmatched: Sequence[str], names: Sequence[str], owner: s
     )
 
 
-def _without_indices(name: str) -> str:
-    """``transformer_blocks.3.attn.to_out.0`` as ``attn.to_out.0``: what follows the block's index."""
+def ending_of(name: str) -> str:
+    """What names a layer in all blocks: ``attn.to_out.0`` of ``transformer_blocks.3.attn.to_out.0``."""
     parts = name.split(".")
     first_index = next((place for place, part in enumerate(parts[:-1]) if part.isdigit()), None)
     return name if first_index is None else ".".join(parts[first_index + 1 :])

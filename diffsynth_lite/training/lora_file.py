@@ -20,7 +20,9 @@ from diffsynth_lite.lora.adapter import example_tensors
 from diffsynth_lite.lora.kinds import LORA, AdapterKind, Lokr
 from diffsynth_lite.lora.layers import MAGNITUDE
 from diffsynth_lite.lora.metadata import NoiseRange, add_metadata
+from diffsynth_lite.lora.reading import UnknownLayersError
 from diffsynth_lite.lora.spelling import DIFFUSERS
+from diffsynth_lite.lora.targets import ending_of
 from diffsynth_lite.lora.updates import (
     LOKR_NAME,
     LayerUpdate,
@@ -31,7 +33,7 @@ from diffsynth_lite.lora.updates import (
     trained_tensors,
     updates_of,
 )
-from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines import ModelFamily, families_of
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
 
@@ -171,6 +173,10 @@ def read_lora(family: ModelFamily, location: str, *, key: str) -> LoraFile:
         place = RunFolder(place).lora_folder
     try:
         return family.lora_files.read(place)
+    except UnknownLayersError as error:
+        found = families_of(error.contents)
+        likely = f"; it looks like a LoRA of {' or '.join(found)}: name one of this model" if found else ""
+        raise UserError(f"{key}: {error}{likely}") from error
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     except (OSError, SafetensorError, ValueError, KeyError) as error:
@@ -241,9 +247,12 @@ def _check_layers(given: Collection[str], layers: Collection[str], location: str
     if found != set(layers):
         missing, added = sorted(set(layers) - found), sorted(found - set(layers))
         named = f"it lacks {missing[0]}" if missing else f"it also has {added[0]}"
+        endings = sorted(set(map(ending_of, found)))
+        is_in_all_blocks = added or not any(ending_of(layer) in endings for layer in missing)
+        blocks = "" if is_in_all_blocks else ", and lora.target_blocks to its blocks"
         raise UserError(
             f"lora.init_from: the LoRA in {location} is on {len(found)} layers, this run's on {len(layers)} "
-            f"({named}); set lora.target_modules and lora.components to its layers"
+            f"({named}); set 'lora.target_modules=[{', '.join(endings)}]'{blocks}"
         )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from family_sample import pairs_on
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from tiny_run import UNWATCHED, TinyRun, checkpoint_part, checkpoint_tensors, differing, lora_metadata_of
 
 from diffsynth_lite.cli.main import main
@@ -264,7 +264,10 @@ def test_a_run_that_goes_on_does_not_look_at_it_any_more_and_may_write_files_of_
     ("settings", "message"),
     [
         (("lora.rank=8",), "has rank 4; set lora.rank"),
-        (("lora.target_modules=[to_q]",), "it also has transformer_blocks.0.attn"),
+        (
+            ("lora.target_modules=[to_q]",),
+            "it also has transformer_blocks.0.attn.add_k_proj); set 'lora.target_modules=[attn.add_k_proj, ",
+        ),
     ],
 )
 def test_a_lora_of_another_shape_is_refused_with_what_would_do(
@@ -289,13 +292,26 @@ def test_a_lora_with_a_number_that_is_not_finite_is_refused_by_name(
     assert "Loading the transformer" not in caplog.text
 
 
-@pytest.mark.parametrize("content", [None, b"", b"<html>", b"\x08\0\0\0\0\0\0\0{}      "])
-def test_what_is_no_lora_is_refused_in_one_line(
-    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, content: bytes | None
+OF_WAN = {"blocks.0.self_attn.q.lora_down.weight": (4, 8), "blocks.0.self_attn.q.lora_up.weight": (8, 4)}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        *((content, "") for content in (None, b"", b"<html>", b"\x08\0\0\0\0\0\0\0{}      ")),
+        (
+            save({name: torch.ones(shape) for name, shape in OF_WAN.items()}),
+            "it looks like a LoRA of wan or ",
+        ),
+    ],
+)
+def test_what_is_no_lora_of_the_model_is_refused_in_one_line(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, content: bytes | None, words: str
 ) -> None:
     file = tiny_run.root / "lora.safetensors"
     if content is not None:
         file.write_bytes(content)
     assert tiny_run.train(f"lora.init_from={file}") == 2
     assert "lora.init_from: " in caplog.text
+    assert words in caplog.text
     assert "Traceback" not in caplog.text

@@ -14,6 +14,7 @@ from types import ModuleType
 
 from diffsynth_lite import pipelines
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.reading import LoraContents, likeliest, unknown_layers
 from diffsynth_lite.pipelines.base.family import ModelFamily
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.releases import UNTRAINED, Release
@@ -71,6 +72,14 @@ def import_named(path: str, *, setting: str) -> ModuleType:
 def releases_of(name: str) -> tuple[Release, ...]:
     """The released models that are known of a family; a family may have none."""
     return load_family(name).releases
+
+
+def families_of(contents: LoraContents) -> list[str]:
+    """The built-in families that a LoRA is likely of, by its layers; takes the seconds to import them all."""
+    layers = {name: load_family(name).lora_layers for name in family_names()}
+    return likeliest(
+        contents, {name: of for name, of in layers.items() if of and not unknown_layers(contents, of)}
+    )
 
 
 def require_family(family: type[ModelFamily], folder: PipelineFolder) -> None:
