@@ -1,6 +1,7 @@
 """Write a config for a folder of images or clips, by what is in it; asks nothing and loads no weights."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.config.document import shortened
 from diffsynth_lite.config.files import read_preset
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import UserError, join_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="yaml to write; must be new (default: FOLDER_lora.yaml)"
     )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="graphics card that is to train it, such as 'RTX 4090' (default: the one that is here)",
+    )
     add_preset_argument(parser)
 
 
@@ -45,19 +51,23 @@ def run(parsed: argparse.Namespace) -> None:
     if out.exists():
         raise UserError(f"--out {out}: already exists and was not changed; choose another name")
     # The libraries take seconds to import: wrong arguments are refused before that.
+    from diffsynth_lite.doctor.model_choice import base_model, card_here
     from diffsynth_lite.doctor.starting_point import (
         look_at,
         starting_config,
         starting_point,
         write_start,
     )
+    from diffsynth_lite.training.planning.gpus import gpu_named
 
+    gpu = gpu_named(parsed.gpu) if parsed.gpu else card_here()
     inputs, layers, masks = parsed.inputs, parsed.layers, parsed.masks
     start = starting_point(
         *(parsed.folder, parsed.family),
         has_inputs=bool(inputs),
         has_layers=bool(layers),
         has_masks=masks is not None,
+        gpu=gpu,
     )
     found = look_at(parsed.folder, start, input_dirs=inputs, layer_dirs=layers, mask_dir=masks)
     commands = [command(name, "--config", shortened(str(out))) for name in ("doctor", "plan", "train")]
@@ -68,11 +78,25 @@ def run(parsed: argparse.Namespace) -> None:
             file.write(text)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
-    reason = start.reason and f", {start.reason} (--family names another)"
+    reason = start.reason and f", {start.reason}"
+    if reason and not parsed.family:
+        reason += f" (--family names another{'' if gpu else ', --gpu your card for one that fits it'})"
     lines = [
         f"{found.path}: {found.summary}",
         *(f"> {problem}" for problem in found.problems),
-        f"Wrote {out}{f' and {image}' if image else ''}, for {start.family}{reason}. Look at it, then:",
+        *_strays(found.strays, start.family),
+        *([f"Models with a recipe for your {gpu.name}:"] if gpu and start.fitting else ()),
+        *(f"  {model.family}: {model.facts}" for model in start.fitting),
+        f"Wrote {out}{f' and {image}' if image else ''}, for {start.family}{reason}.",
+        f"Base model: {base_model(start.family, start.recipe)}. Look at the file, then:",
         *(f"  {line}" for line in commands),
     ]
     print_lines(*lines)
+
+
+def _strays(names: Sequence[str], family: str) -> list[str]:
+    """What to do about files that the family does not train on."""
+    if not names:
+        return []
+    advice = "a run stops at such files: move them out of the folder, or set data.on_bad_item=skip"
+    return [f"> {family} does not train on {join_names(names)}; {advice}"]

@@ -158,6 +158,11 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     return f"did you mean '{close[0]}'? " if close else ""
 
 
+def schema_file() -> Path:
+    """The JSON schema that editors complete a config from."""
+    return _recipe_folder() / "schema.json"
+
+
 def _recipe_folder() -> Path:
     """The folder ``configs`` of an installed wheel, or of the repository around a checkout."""
     package = Path(__file__).parents[1]

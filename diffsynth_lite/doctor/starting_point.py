@@ -5,7 +5,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from statistics import median_low
@@ -16,16 +16,18 @@ from pydantic import ValidationError
 
 from diffsynth_lite.config import Config, find_config_file, load_config
 from diffsynth_lite.config.document import shortened
-from diffsynth_lite.config.files import Preset
+from diffsynth_lite.config.files import Preset, schema_file
 from diffsynth_lite.data import Record, Source, VideoFacts, find_records
 from diffsynth_lite.data.folder import list_folder
 from diffsynth_lite.data.images import ImageFacts, check_image
 from diffsynth_lite.data.records import is_image, is_video
 from diffsynth_lite.data.video import check_video, max_frames, read_frames
 from diffsynth_lite.doctor.findings import counted
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.doctor.model_choice import FittingModel, fitting_models, recipe_for
+from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines import family_names, load_family
+from diffsynth_lite.training.planning.gpus import Gpu
 
 _DEFAULTS: Mapping[RecordKind, tuple[str, str]] = {
     "image": ("qwen_image", "as the folder holds images; it is the README's example"),
@@ -35,6 +37,7 @@ _DEFAULTS: Mapping[RecordKind, tuple[str, str]] = {
     "inpaint": ("flux_fill", "as its images have masks"),
 }
 """The family that is taken where none is named, and why, by what the folder holds."""
+_OF_CLIPS: tuple[RecordKind, ...] = ("video", "image_to_video")
 _FLAGS = {"input_dirs": "--inputs", "layer_dirs": "--layers", "inpaint_mask_dir": "--masks"}
 _EDGE_STEP = 64
 """Pixels that a proposed resolution is a multiple of."""
@@ -53,12 +56,14 @@ class StartingPoint:
         recipe: the config, as ``extends`` names it.
         kind: of the data that the recipe is for.
         reason: why the family was taken; empty where it was given.
+        fitting: the models that fit the card, where one is known and no family was given.
     """
 
     family: str
     recipe: str
     kind: RecordKind
     reason: str = ""
+    fitting: Sequence[FittingModel] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,7 @@ class FolderFindings:
     Attributes:
         sizes: from the headers of the images and clips that can be read.
         records: its items that can be used, by all that is known without their pixels.
+        strays: names of the clips among images that are learned, or of the images among clips.
         problems: errors in captions and names, as a run would report them.
     """
 
@@ -79,6 +85,7 @@ class FolderFindings:
     mask_dir: Path | None
     sizes: Sequence[ImageFacts | VideoFacts]
     records: Sequence[Record]
+    strays: Sequence[str]
     problems: Sequence[str]
 
     @property
@@ -101,17 +108,19 @@ def starting_point(
     has_inputs: bool = False,
     has_layers: bool = False,
     has_masks: bool = False,
+    gpu: Gpu | None = None,
 ) -> StartingPoint:
-    """A model family and its recipe: that of the family, or else what suits the folder.
+    """A model family and its recipe: that of the family, or else what suits the folder and the card.
 
     Args:
         family: name, or the dotted path of a module elsewhere.
+        gpu: that is to train it, where that is known.
     """
     own = load_family(family).starting_recipes if family else {}
     kinds: tuple[RecordKind, ...] = ("image", "video")
     learned = "images"
-    if any(map(is_video, list_folder(path, allow_outside=False).files)):
-        learned, kinds = "clips", ("video", "image_to_video")
+    if _learns_clips(path, own):
+        learned, kinds = "clips", _OF_CLIPS
     elif has_inputs or ("edit" in own and "image" not in own):
         learned, kinds = "images with --inputs", ("edit",)
     elif has_layers or "layers" in own:
@@ -127,10 +136,61 @@ def starting_point(
     default, reason = _DEFAULTS[kinds[0]]
     name = family or default
     if found := _recipe_of(name, kinds):
-        return StartingPoint(family=name, recipe=found[1], kind=found[0], reason="" if family else reason)
+        start = StartingPoint(family=name, recipe=found[1], kind=found[0], reason="" if family else reason)
+        return start if gpu is None else _for_card(start, kinds, gpu, is_given=family is not None)
     # Imports every family, which takes seconds: only for the message.
     others = ", ".join(other for other in family_names() if _recipe_of(other, kinds))
     raise UserError(f"--family {family}: has no starting point for a folder of {learned}; {others} have")
+
+
+def _for_card(
+    start: StartingPoint, kinds: Sequence[RecordKind], gpu: Gpu, *, is_given: bool
+) -> StartingPoint:
+    """The recipe for a card, and the models that fit it; unless the family was given, it is one of them."""
+    card = f"the {gpu.memory_gib} GB of your {gpu.name}"
+    own = recipe_for(start.recipe, gpu.memory_gib)
+    if is_given:
+        remark = (
+            f"with the recipe for {card}" if own else f"which has no recipe for {card}; plan shows what fits"
+        )
+        return replace(start, recipe=own[1] if own else start.recipe, reason=remark)
+    recipes = {name: found for name in family_names() if (found := _recipe_of(name, kinds[:1]))}
+    models = fitting_models([(name, found[1]) for name, found in recipes.items()], gpu.memory_gib)
+    if not models:
+        return replace(start, reason=f"although no recipe is for {card}; plan shows what fits")
+    if own is None:
+        best = models[-1]  # made for the card that is most like it
+        start = StartingPoint(
+            family=best.family,
+            recipe=best.recipe,
+            kind=recipes[best.family][0],
+            reason=f"as {start.family} has no recipe for {card}",
+        )
+    else:
+        start = replace(start, recipe=own[1])
+    return replace(start, fitting=models)
+
+
+def _learns_clips(path: Path, own: Mapping[RecordKind, str]) -> bool:
+    """Whether clips are learned: there are more of them than images with captions, or, without any caption,
+    that can be read; a family that takes only one of both decides.
+
+    Args:
+        own: recipes of the family that was named.
+    """
+    names = list_folder(path, allow_outside=False).files
+    clips, images = list(filter(is_video, names)), list(filter(is_image, names))
+    if not clips or not images:
+        return bool(clips)
+    if own and own.keys().isdisjoint(_OF_CLIPS):
+        return False
+    if own.keys() == {"image_to_video"}:
+        return True
+    captioned = find_records([Source(path=str(path))], media_store=path).records
+    usable = [is_video(record.target.name) for record in captioned] or [
+        isinstance(size, VideoFacts) for size in _sizes(path / name for name in (*images, *clips))
+    ]
+    return 2 * sum(usable) > len(usable)
 
 
 def _recipe_of(name: str, kinds: Sequence[RecordKind]) -> tuple[RecordKind, str] | None:
@@ -177,6 +237,10 @@ def look_at(
                 "; --layers FOLDER names their layers, of the same names: once for each, from the bottom up"
             )
         raise UserError("\n".join(found.problems) + hint)
+    strays = [name for name in (*images, *clips) if not _is_learned(name, start.kind)]
+    images, clips = ([name for name in names if name not in strays] for names in (images, clips))
+    if not images and not clips:
+        raise UserError(f"{path}: has none of what {start.family} trains on, only {join_names(strays)}")
     return FolderFindings(
         path=path,
         num_images=len(images),
@@ -185,9 +249,15 @@ def look_at(
         layer_dirs=layer_dirs,
         mask_dir=mask_dir,
         sizes=list(_sizes(path / name for name in (*images, *clips))),
-        records=found.records,
+        records=[one for one in found.records if _is_learned(one.target.name, start.kind)],
+        strays=strays,
         problems=found.problems,
     )
+
+
+def _is_learned(name: str, kind: RecordKind) -> bool:
+    """Whether a model for this kind of data trains on a file; one for clips takes an image as a clip, too."""
+    return is_video(name) if kind == "image_to_video" else is_image(name) or kind == "video"
 
 
 def write_start(found: FolderFindings, start: StartingPoint, out: Path) -> Path | None:
@@ -256,6 +326,7 @@ def starting_config(
     extends = f"extends: {start.recipe}"
     cards = ", ".join(path.name for path in recipes if f"\n{extends}\n" in path.read_text(encoding="utf-8"))
     head = [
+        f"# yaml-language-server: $schema={schema_file().resolve().as_uri()}",
         f"# A LoRA for {config.model.family} from {shortened(str(found.path))}: {found.summary}.",
         "#",
         *(f"#   {command}" for command in commands),

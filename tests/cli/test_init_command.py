@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from PIL import Image
@@ -12,9 +13,18 @@ from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
 from diffsynth_lite.data.video import write_video
+from diffsynth_lite.doctor import model_choice
 from diffsynth_lite.doctor.starting_point import look_at, starting_config, starting_point
 from diffsynth_lite.pipelines import family_names, load_family
 from diffsynth_lite.training.data_settings import find_training_records
+
+CARD_HERE = model_choice.card_here
+
+
+@pytest.fixture(autouse=True)
+def without_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own card changes nothing."""
+    monkeypatch.setattr(model_choice, "card_here", lambda: None)
 
 
 @pytest.fixture
@@ -54,6 +64,93 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
     assert main(["init", str(images)]) == 2
     assert caplog.messages[-1] == f"--out {out}: already exists and was not changed; choose another name"
     assert out.read_text() == text
+
+
+def test_editors_find_the_schema_of_what_it_writes(images: Path) -> None:
+    assert main(["init", str(images), "--out", "mine.yaml"]) == 0
+    first = Path("mine.yaml").read_text().splitlines()[0]
+    schema = urlsplit(first.removeprefix("# yaml-language-server: $schema="))
+    assert "properties" in json.loads(Path(unquote(schema.path)).read_text())
+
+
+@pytest.mark.parametrize(
+    ("clips", "captioned", "arguments", "family", "strays"),
+    [
+        (["a.MOV"], "012", [], "qwen_image", "a.MOV"),
+        (["a.MOV", "b.mov", "c.mp4", "d.mp4"], "012", [], "qwen_image", "a.MOV; b.mov; c.mp4; d.mp4"),
+        (["a.mp4", "b.mp4"], "0ab", [], "wan", ""),  # images are clips of one frame there
+        (["a.mp4", "b.mp4"], "0ab", ["--family", "wan_i2v"], "wan_i2v", "0.png; 1.png; 2.png"),
+        (["a.mp4", "b.mp4"], "0ab", ["--family", "sdxl"], "sdxl", "a.mp4; b.mp4"),
+        (["a.mp4"], "0a", [], "qwen_image", "a.mp4"),
+        (["a.mp4", "b.mp4"], "", [], "qwen_image", "a.mp4; b.mp4"),
+    ],
+)
+def test_the_majority_of_what_can_be_used_decides(
+    images: Path,
+    clips: list[str],
+    captioned: str,
+    arguments: list[str],
+    family: str,
+    strays: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in clips:
+        path = images / name
+        write_video(path, [tiny_image(96, 64, 10)] * 20, fps=16) if name[1:] == ".mp4" else path.touch()
+    for stem in "012abcd":
+        (images / f"{stem}.txt").unlink(missing_ok=True)
+        if stem in captioned:
+            (images / f"{stem}.txt").write_text("ohwx")
+    assert main(["init", str(images), "--out", "mine.yaml", *arguments]) == 0
+    config, printed = load_config("mine.yaml").config, capsys.readouterr().out
+    assert config.model.family == family
+    assert (f"> {family} does not train on {strays}; a run stops at such files" in printed) == bool(strays)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extends", "words"),
+    [
+        (
+            ["--gpu", "4090"],
+            "qwen_24gb.yaml",
+            "  sdxl: stabilityai/stable-diffusion-xl-base-1.0, 13.9 GB to ",
+        ),
+        (
+            ["--gpu", "RTX 4070"],
+            "qwen_12gb.yaml",
+            "Base model: Qwen/Qwen-Image, 57.7 GB to download, Apache-2",
+        ),
+        (["--gpu", "5090", "--family", "flux"], "flux_24gb.yaml", "for flux, with the recipe for the 32 GB "),
+        (["--gpu", "RTX 3050 6GB", "--family", "flux"], "flux_lora.yaml", "which has no recipe for the 6 GB"),
+        (["--gpu", "RTX 3050 6GB"], "qwen_lora.yaml", "although no recipe is for the 6 GB of your RTX 3050"),
+    ],
+)
+def test_the_recipe_is_one_for_the_card(
+    images: Path, arguments: list[str], extends: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", str(images), "--out", "mine.yaml", *arguments]) == 0
+    assert f"\nextends: {extends}" in Path("mine.yaml").read_text()
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ("NVIDIA GeForce RTX 4090, 24564\nNVIDIA T4, 15360\n", "RTX 4090"),
+        ("NVIDIA GeForce RTX 3060, 12288\n", "RTX 3060 12GB"),
+        ("Graphics Card of Tomorrow, 99999\n", None),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", None),
+    ],
+)
+def test_the_driver_is_asked_for_the_card(
+    answer: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}END\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    gpu = CARD_HERE()
+    assert (gpu and gpu.name) == found
 
 
 def test_a_folder_without_a_name_gets_one(images: Path, caplog: pytest.LogCaptureFixture) -> None:
