@@ -30,6 +30,17 @@ _INTERRUPTED_S = 10.0
 _INTERRUPTED = int(pytest.ExitCode.INTERRUPTED)
 
 
+class _Hooks:
+    """Hooks of this plugin."""
+
+    def pytest_before_fork(self, session: pytest.Session) -> None:
+        """Make what tests of several files need, which each worker would make for itself."""
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(_Hooks)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--workers", type=int, default=0, help="number of forked processes to run tests in (Linux)"
@@ -50,6 +61,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         return (yield)
     is_run = session.items and not session.testsfailed and not session.config.option.collectonly
     if is_run:
+        session.config.hook.pytest_before_fork(session=session)
         distribution.start(session)
     try:
         return (yield)

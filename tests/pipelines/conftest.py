@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,25 +61,43 @@ def _small_inputs() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def samples() -> dict[str, Sample]:
+class _Samples(dict[str, Sample]):
     """Those that were built so far, by the name of their family or layout."""
-    return {}
+
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__()
+        self._config = config
+
+    def __missing__(self, name: str) -> Sample:
+        family, build = ALL_LAYOUTS.get(name, (name, None))
+        self[name] = build_sample(family, self._config._tmp_path_factory.mktemp(name), build)
+        return self[name]
+
+
+_SAMPLES = pytest.StashKey[_Samples]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_SAMPLES] = _Samples(config)
+
+
+def pytest_before_fork(session: pytest.Session) -> None:
+    """Build the samples of which several files have tests; all take 15 CPU seconds, in each worker."""
+    files: dict[str, set[Path]] = {}
+    for item in session.items:
+        if name := getattr(item, "callspec", None) and item.callspec.params.get("sample"):
+            files.setdefault(name, set()).add(item.path)
+    samples = session.config.stash[_SAMPLES]
+    with small_edit_inputs():
+        for name in (name for name, paths in files.items() if len(paths) > 1):
+            # What raises here fails the tests that need it, and no others.
+            pytest.CallInfo.from_call(partial(samples.__getitem__, name), "setup", KeyboardInterrupt)
 
 
 @pytest.fixture(scope="module")
-def sample_of(
-    tmp_path_factory: pytest.TempPathFactory, samples: dict[str, Sample], _small_inputs: None
-) -> Callable[[str], Sample]:
+def sample_of(request: pytest.FixtureRequest, _small_inputs: None) -> Callable[[str], Sample]:
     """The sample of a family or layout by its name, which no test may change."""
-
-    def find(name: str) -> Sample:
-        if name not in samples:
-            family, build = ALL_LAYOUTS.get(name, (name, None))
-            samples[name] = build_sample(family, tmp_path_factory.mktemp(name), build)
-        return samples[name]
-
-    return find
+    return request.config.stash[_SAMPLES].__getitem__
 
 
 @pytest.fixture(scope="module")
