@@ -22,8 +22,19 @@ has_torch() {
     "$1" -c 'import sys, torch; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
 
+# Whether a Python has all that .venv needs: the modules, and the headers that torch.compile builds with.
+makes_venv() {
+    "$1" -c 'import os, sys, sysconfig, venv, ensurepip
+sys.exit(sys.version_info < (3, 11) or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' >/dev/null 2>&1
+}
+
 find_python() {
     local candidate
+    # Distributions build theirs optimized; with one that pyenv builds the tests take a fifth more CPU time.
+    if makes_venv /usr/bin/python3; then
+        echo /usr/bin/python3
+        return
+    fi
     for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             echo "$candidate"
