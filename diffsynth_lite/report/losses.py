@@ -134,11 +134,7 @@ def item_progress(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any
     Args:
         rows: of ``item_losses.jsonl``; one that is of other items is left out.
     """
-    measured = [
-        row
-        for row in rows
-        if len(_list(row.get("losses"))) == len(items) and as_number(row.get("step")) is not None
-    ]
+    measured = _measured(items, rows)
     levels = _levels(items) if any(_list(row.get("by_level")) for row in measured) else []
     found = [each for place, item in enumerate(items) if (each := _item(item, place, measured, len(levels)))]
     if not found:
@@ -169,11 +165,31 @@ def item_progress(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any
     )
 
 
+def item_courses(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """The losses of each item on fixed noise, as far as they are known, the first one first."""
+    measured = _measured(items, rows)
+    return [[loss for loss, _ in _known(measured, place)] for place in range(len(items))]
+
+
+def _measured(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows that are of these items."""
+    return [
+        row
+        for row in rows
+        if len(_list(row.get("losses"))) == len(items) and as_number(row.get("step")) is not None
+    ]
+
+
+def _known(rows: Sequence[Mapping[str, Any]], place: int) -> list[tuple[float, Mapping[str, Any]]]:
+    """The losses of the item at a place, and the rows that have them."""
+    return [(loss, row) for row in rows if (loss := as_number(row["losses"][place])) is not None]
+
+
 def _item(
     item: MeasuredItem, place: int, rows: Sequence[Mapping[str, Any]], num_levels: int
 ) -> tuple[Any, ...] | None:
     """The row of the item at a place; None where fewer than two of its losses are known."""
-    known = [(loss, row) for row in rows if (loss := as_number(row["losses"][place])) is not None]
+    known = _known(rows, place)
     if len(known) < 2:
         return None
     losses = [loss for loss, _ in known]

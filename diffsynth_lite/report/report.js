@@ -334,6 +334,8 @@
     part.scrollIntoView();
     part.tabIndex = -1;
     part.focus({ preventScroll: true });
+    const { showStep } = link.dataset;
+    if (showStep) part.querySelector(`.prompt:has([aria-current]) a[data-step="${showStep}"]`)?.click();
   }
 
   function showPlace() {

@@ -11,8 +11,9 @@ import yaml
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.report.charts import NO_TABLE, Series, Table, as_number, read_series, update_series
+from diffsynth_lite.report.judgement import Judgement, judge, judge_items
 from diffsynth_lite.report.layers import Layers, read_layers
-from diffsynth_lite.report.losses import hard_items, item_progress, noise_levels, noise_tenths
+from diffsynth_lite.report.losses import hard_items, item_courses, item_progress, noise_levels, noise_tenths
 from diffsynth_lite.report.previews import PromptPreviews, find_previews
 from diffsynth_lite.report.record import (
     RunState,
@@ -29,6 +30,9 @@ from diffsynth_lite.run_folder.reading import TolerantReader
 
 logger = logging.getLogger(__name__)
 
+_JUDGED = ("validation_loss", "train_fixed_noise_loss")
+"""The metrics by which a run is judged: the second one where there is too little of the first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
@@ -37,6 +41,7 @@ class RunReport:
     Attributes:
         base: put before the names of files in the folder to link them from the page.
         series: lines of charts, by metric.
+        judgements: sentences on how well it learns; none before there are enough evaluations.
         has_audio: whether clips are trained on and generated with audio.
         problems: a line for each file that could not be read.
     """
@@ -46,6 +51,7 @@ class RunReport:
     base: str
     state: RunState
     series: Mapping[str, Series] = field(default_factory=dict)
+    judgements: Sequence[Judgement] = ()
     prompts: Sequence[PromptPreviews] = ()
     has_audio: bool = False
     items: Table = NO_TABLE
@@ -79,12 +85,21 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
     )
     validation = _section(settings, "validation")
     prompts, model_path = validation.get("prompts"), validation.get("model_path")
+    series = read_series(rows) | update_series(layer_rows)
+    judged = (
+        judge(
+            *(series[name].points if name in series else [] for name in _JUDGED),
+            has_finished=state.name == "finished",
+        ),
+        judge_items(item_courses(items, loss_rows), noun=_noun(items)),
+    )
     return RunReport(
         name=path.resolve().name,
         folder=path,
         base=base,
         state=state,
-        series=read_series(rows) | update_series(layer_rows),
+        series=series,
+        judgements=[each for each in judged if each is not None],
         prompts=find_previews(
             path,
             [str(each) for each in prompts] if isinstance(prompts, list) else [],
@@ -134,6 +149,12 @@ def _items(folder: RunFolder, reader: TolerantReader) -> list[MeasuredItem]:
     except (OSError, UserError):
         reader.problems.append(f"{folder.items_file.name} cannot be read and is left out")
         return []
+
+
+def _noun(items: Sequence[MeasuredItem]) -> str:
+    """What items are by their sizes, which have a number of frames where they are clips."""
+    frames = {str(item.size).count("x") for item in items}
+    return {frozenset({1}): "images", frozenset({2}): "clips"}.get(frozenset(frames), "items")
 
 
 def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:

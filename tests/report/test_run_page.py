@@ -251,8 +251,12 @@ def test_charts_have_their_axes_and_lines_and_what_a_reader_zoomed_into_stays(
 ) -> None:
     folder = full_folder(tmp_path / "mine")
     with RunFolder(folder).metrics_file.open("a") as metrics:
-        metrics.write('{"step": 200, "time": 401.0, "validation_loss": 0.4}\n')
+        for step, loss in ((0, 0.9), (50, 0.6), (100, 0.4), (150, 0.5), (200, 0.6)):
+            metrics.write(f'{{"step": {step}, "time": 401.0, "validation_loss": {loss}}}\n')
     with browser.page(write_report(folder)) as page:
+        assert "held-out data fell by 56 % until step 100, has not improved since" in page.text("header")
+        page.click("header [data-show-step]")
+        assert page.text(".viewer .label-after") == "step 100"
         # Equal ratios take equal room on a logarithmic axis, equal differences on any other.
         distances = "[1, 2, 4, 7].map(x => chart.valToPos(x / 10, 'y')).map((x, i, all) => x - all[i + 1])"
         ratio_1, ratio_2, _, _ = page.evaluate(of_chart("update", distances))
