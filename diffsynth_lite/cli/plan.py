@@ -1,10 +1,12 @@
 """Estimate what training takes of device and host memory, and which settings fit, before any download."""
 
 import argparse
+import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,20 +16,19 @@ from rich.console import Console
 from rich.table import Table
 
 from diffsynth_lite.cli.arguments import add_config_arguments, positive_count, positive_number
-from diffsynth_lite.cli.console import importing_libraries
+from diffsynth_lite.cli.console import importing_libraries, print_lines
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import UserError
 
 if TYPE_CHECKING:
-    from diffsynth_lite.training.planning.choices import Choice, MemoryBudget
-    from diffsynth_lite.training.planning.gpus import Gpu
+    from diffsynth_lite.training.planning.answer import Answer
     from diffsynth_lite.training.planning.memory_count import MemoryCount
-    from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
-    from diffsynth_lite.training.planning.step import StepSettings
+    from diffsynth_lite.training.planning.phases import Phase
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
+_NUM_SHOWN = 3
 _SPLIT = (
     "Of each sample a process computes one of {} parts of the tokens. Previews are counted as if each "
     "process generated its own."
@@ -35,9 +36,8 @@ _SPLIT = (
 _REUSED = (
     "{} counts are those of earlier plans, which are kept in {}; without that folder all is counted again."
 )
-_ESTIMATED = (
-    "A step of batch {:g} is estimated to take {:.2f} s on one {}: from its data sheet and the part of it "
-    "that we assume is reached, measured on no GPU."
+_PRESERVED = (
+    "{:.0f} % of the samples, if all sources hold as many items, are preserved: a forward pass more each."
 )
 
 
@@ -60,8 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help="graphics card, such as 'RTX 4090': which settings fit its memory, and how long a step takes",
+        help="graphics card, such as 'RTX 4090': which settings fit its memory, and how long a run takes",
     )
+    parser.add_argument("--all", action="store_true", help="all settings that fit, not only the fastest")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--require-fit", action="store_true", help="exit with code 2 where it does not fit")
     parser.add_argument(
         "--processes",
         metavar="N",
@@ -77,61 +80,44 @@ def run(parsed: argparse.Namespace) -> None:
     # The libraries take seconds to import: a wrong config is refused before that.
     with importing_libraries():
         from diffsynth_lite.training.data_settings import plan_rules
-        from diffsynth_lite.training.planning.choices import (
-            SMALLER_FORMATS,
-            MemoryBudget,
-            choices_of_first_format,
-        )
+        from diffsynth_lite.training.planning.answer import Answer
+        from diffsynth_lite.training.planning.choices import MemoryBudget
         from diffsynth_lite.training.planning.gpus import gpu_named
         from diffsynth_lite.training.planning.kept_counts import KeptCounts
-        from diffsynth_lite.training.planning.phases import PhaseCounter
+        from diffsynth_lite.training.planning.planner import RunPlanner, recipes_like
         from diffsynth_lite.training.planning.step_time import gpu_here
-        from diffsynth_lite.training.planning.subject import (
-            counter_of,
-            family_without_weights,
-            largest_size,
-            num_inputs_of,
-            preserved_share,
-            step_settings,
-            timer_of,
-        )
+        from diffsynth_lite.training.planning.subject import family_without_weights
 
     for warning in loaded.warnings:
         logger.warning("%s", warning)
-    config, console = loaded.config, Console(emoji=False)
-    _require_processes(config, parsed.processes)
-    shared, folder = config.train.context_parallel, _cache_folder(os.environ)
+    config, processes = loaded.config, parsed.processes
+    _require_processes(config, processes)
+    folder = _cache_folder(os.environ)
     gpu = gpu_here() if parsed.gpu is None else gpu_named(parsed.gpu)
     device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
+    if device_gib is None and parsed.require_fit:
+        raise UserError("--require-fit: needs a card: give --gpu NAME, or its memory, as --device-gib 24")
+    room = None
+    if device_gib is not None:
+        host_bytes = parsed.host_gib * _GIB / processes  # all processes share the host's
+        room = MemoryBudget(device=device_gib * _GIB, host=host_bytes, num_sharing=processes)
     with family_without_weights(config) as family:
         plan_rules(config, family)  # refuses what no run could do
         kept = KeptCounts(folder, family)
-        counter = counter_of(config, family, kept)
-        settings = step_settings(config, family, num_processes=parsed.processes)
-        size = largest_size(config, family)
-        console.print(f"{config.model.family}, {size.name}, micro-batch of {settings.micro_batch_size}")
-        console.print(_needs(counter.count(settings), num_shards=settings.num_shards))
-        if shared > 1:
-            console.print(_SPLIT.format(shared), highlight=False, soft_wrap=True)
-        if settings.compiles:
-            console.print("Counted and estimated as with train.compile=off.", highlight=False)
-        num_inputs = num_inputs_of(config, family)
-        phases = PhaseCounter(config, family, counter, size=size, num_inputs=num_inputs)
-        _print_phases(console, phases, settings)
-        timer = timer_of(config, counter, gpu, num_processes=parsed.processes)
-        if gpu:
-            preserved = _preserved(preserved_share(config))
-            _print_time(console, config, timer.seconds(settings), gpu, parsed.processes, preserved)
-        if device_gib is not None:
-            host_bytes = parsed.host_gib * _GIB / parsed.processes  # all processes share the host's
-            room = MemoryBudget(device=device_gib * _GIB, host=host_bytes, num_sharing=parsed.processes)
-            formats = settings.quantize, *SMALLER_FORMATS
-            found = choices_of_first_format(counter, timer.seconds, [settings], room, formats)
-            _print_choices(console, config, found, gpu, settings, room)
-            if found:
-                _print_remedies(console, phases, found[0].settings, room)
-    if kept.num_reused:
-        console.print(_REUSED.format(kept.num_reused, folder), highlight=False, markup=False, soft_wrap=True)
+        planner = RunPlanner(config, family, room=room, gpu=gpu, kept=kept, num_processes=processes)
+        recipes = (
+            recipes_like(loaded, room, overrides=parsed.overrides, presets=parsed.presets) if room else ()
+        )
+        best = planner.fitting(recipes)
+        answer = Answer(planner=planner, best=best, gpu=gpu, num_processes=processes)
+        if parsed.json:
+            print_lines(json.dumps(answer.as_json(), indent=2))
+        else:
+            _print(Console(emoji=False, highlight=False), answer, shows_all=parsed.all)
+            if kept.num_reused:
+                print_lines(_REUSED.format(kept.num_reused, folder))
+    if parsed.require_fit and not answer.fits:
+        raise UserError(f"--require-fit: {answer.verdict}")
 
 
 def _cache_folder(environment: Mapping[str, str]) -> Path | None:
@@ -143,22 +129,6 @@ def _cache_folder(environment: Mapping[str, str]) -> Path | None:
     return None
 
 
-def _print_time(
-    console: Console, config: Config, seconds: float, gpu: "Gpu", num_processes: int, preserved: str
-) -> None:
-    samples = config.train.global_batch_size * config.train.context_parallel / num_processes
-    exchange = " What the processes exchange comes on top." if num_processes > 1 else ""
-    text = _ESTIMATED.format(samples, seconds, gpu.name)
-    console.print(f"{text}{exchange}{preserved}", highlight=False)
-
-
-def _preserved(share: float) -> str:
-    what = (
-        " of its samples, taken as all sources hold as many items, are preserved: a forward pass more each."
-    )
-    return f" {100 * share:.0f} %{what}" if share else ""
-
-
 def _require_processes(config: Config, num_processes: int) -> None:
     """Check that there are as many as share something."""
     shards, shared = config.memory.shard_base, config.train.context_parallel
@@ -168,6 +138,58 @@ def _require_processes(config: Config, num_processes: int) -> None:
         raise UserError(
             f"train.context_parallel: {shared} must divide the processes: pass --processes {shared}"
         )
+
+
+def _print(console: Console, answer: "Answer", *, shows_all: bool) -> None:
+    """Print the answer, then what it is made of."""
+    planner, needs = answer.planner, answer.planner.as_configured.needs
+    print_lines(*answer.lines, "", *_subject_lines(answer))
+    console.print(_needs(needs.step, num_shards=planner.settings.num_shards))
+    if needs.uncounted:
+        print_lines(needs.uncounted)
+    else:
+        rows = {str(phase.name): (phase.device, phase.host) for phase in needs.phases}
+        console.print(_table("Peak of each phase, GiB", rows))
+        print_lines(_most(needs.phases))
+    if planner.room is not None:
+        print_lines(*_choice_lines(answer, shows_all=shows_all))
+
+
+def _subject_lines(answer: "Answer") -> Iterator[str]:
+    """What is counted, and how."""
+    from diffsynth_lite.training.planning.subject import preserved_share
+
+    planner, config = answer.planner, answer.planner.config
+    yield f"{config.model.family}, {planner.size.name}, micro-batch of {planner.settings.micro_batch_size}"
+    if config.train.context_parallel > 1:
+        yield _SPLIT.format(config.train.context_parallel)
+    if planner.settings.compiles:
+        yield "Counted and estimated as with train.compile=off."
+    if answer.num_processes > 1:
+        yield "What the processes exchange takes time on top."
+    if share := preserved_share(config):
+        yield _PRESERVED.format(100 * share)
+
+
+def _choice_lines(answer: "Answer", *, shows_all: bool) -> Iterator[str]:
+    """Settings of the steps, the fastest first, those of the config among them."""
+    planner, choices = answer.planner, answer.planner.choices_and_configured
+    others = [choice for choice in choices if not answer.is_configured(choice)]
+    shown = others if shows_all else others[: _NUM_SHOWN - 1]
+    numbers = "; another model.quantize gives other numbers" if planner.changes_format else ""
+    yield f"Settings of a step, the fastest first{numbers}:"
+    for choice in choices:
+        if not answer.is_configured(choice) and choice not in shown:
+            continue
+        device, host = (size / _GIB for size in (choice.count.device, choice.count.host))
+        seconds = answer.seconds(choice)
+        ratio = f"{choice.seconds / choices[0].seconds:.2f} of the first one's time"
+        yield f"{device:.1f} GiB, {host:.1f} on the host, {f'{seconds:.3g} s a step' if seconds else ratio}:"
+        misses = "" if planner.room and planner.room.fits(choice.count) else ", which does not fit"
+        is_own = answer.is_configured(choice)
+        yield f"  {f'as the config says{misses}' if is_own else shlex.join(choice.overrides(planner.config))}"
+    if len(shown) < len(others):
+        yield f"{len(others) - len(shown)} more with --all."
 
 
 def _needs(count: "MemoryCount", *, num_shards: int) -> Table:
@@ -186,44 +208,6 @@ def _needs(count: "MemoryCount", *, num_shards: int) -> Table:
     return _table("Training steps as configured, GiB", rows)
 
 
-def _print_phases(console: Console, counter: "PhaseCounter", settings: "StepSettings") -> None:
-    try:
-        phases = counter.count(settings)
-    except UserError as error:  # steps were counted all the same
-        console.print(str(error), highlight=False, markup=False, soft_wrap=True)
-        return
-    console.print(_table("Peak of each phase, GiB", {one.name: (one.device, one.host) for one in phases}))
-    console.print(_most(phases), highlight=False, soft_wrap=True)
-
-
-def _print_remedies(
-    console: Console, phases: "PhaseCounter", settings: "StepSettings", room: "MemoryBudget"
-) -> None:
-    """Which other phases do not fit with these settings of the steps, and what would help."""
-    from diffsynth_lite.training.planning.choices import as_overrides
-    from diffsynth_lite.training.planning.phases import remedies
-
-    try:
-        found = list(remedies(phases, settings, room))
-    except UserError:  # printed before
-        return
-    for remedy in found:
-        text = f"{remedy.before.name.capitalize()} does not fit: {_sizes(remedy.before)}"
-        if remedy.after is None:
-            console.print(f"{text}. Nothing is known that would help.", highlight=False, soft_wrap=True)
-            continue
-        numbers = " and gives other numbers" if remedy.changes_numbers else ""
-        text = f"{text}. It takes {_sizes(remedy.after)}{numbers} with:"
-        console.print(text, highlight=False, soft_wrap=True)
-        console.print(f"  {' '.join(as_overrides(remedy.changes))}", highlight=False, markup=False)
-    if not found:
-        console.print("With the first of these, all other phases fit, too.")
-
-
-def _sizes(phase: "Phase") -> str:
-    return f"{phase.least_device / _GIB:.1f} GiB, {phase.host / _GIB:.1f} GiB on the host"
-
-
 def _most(phases: "Sequence[Phase]") -> str:
     largest = max(phases, key=lambda phase: phase.device)
     text = f"The most: {largest.device / _GIB:.1f} GiB on the device, while {largest.name}"
@@ -240,33 +224,3 @@ def _table(title: str, rows: Mapping[str, tuple[float, float]]) -> Table:
     for name, sizes in rows.items():
         table.add_row(name, *(f"{size / _GIB:.2f}" for size in sizes))
     return table
-
-
-def _print_choices(
-    console: Console,
-    config: Config,
-    found: "Sequence[Choice]",
-    gpu: "Gpu | None",
-    settings: "StepSettings",
-    room: "MemoryBudget",
-) -> None:
-    """What fits, in place of these settings."""
-    if not found:
-        host = room.host * room.num_sharing / _GIB
-        with_host = "" if math.isinf(host) else f" with {host:g} GiB of host memory"
-        console.print(f"Nothing fits {room.device / _GIB:g} GiB{with_host}.")
-        return
-    console.print(
-        "Settings that fit, as arguments of train.py; another model.quantize gives other numbers:"
-        if found[0].settings.quantize != settings.quantize
-        else "Settings that fit and give the same numbers, as arguments of train.py:",
-        soft_wrap=True,
-    )
-    for choice in found:
-        device, host = (size / _GIB for size in (choice.count.device, choice.count.host))
-        time = f"{choice.seconds / found[0].seconds:.2f} of the fastest's time"
-        if gpu:
-            time = f"{choice.seconds:.2f} s a step, {time}"
-        console.print(f"{device:.1f} GiB, {host:.1f} GiB on the host, {time}:", highlight=False)
-        changes = " ".join(choice.overrides(config)) or "as configured"
-        console.print(f"  {changes}", soft_wrap=True, highlight=False, markup=False)

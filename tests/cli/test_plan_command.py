@@ -1,13 +1,16 @@
 """The plan as a command: what a config takes and which settings fit, without weights or a download."""
 
+import json
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_run import TinyRun
 
 from diffsynth_lite.cli.main import main
-from diffsynth_lite.core.gradient import KEEP
+from diffsynth_lite.core.gradient import KEEP, RECOMPUTE
 from diffsynth_lite.training.planning import choices
 
 ANY = ("data.path=pictures", "output.dir=runs/one")
@@ -32,6 +35,10 @@ def test_a_release_is_planned_from_its_numbers_alone(capsys: pytest.CaptureFixtu
     settings = ("memory.stream_blocks=all", "train.compile=blocks", "train.ema_decay=0.9")
     assert plan("--config", "sana_lora.yaml", *settings, *ANY) == 0
     printed = capsys.readouterr().out
+    needed, next_one, time = printed.splitlines()[:3]
+    assert re.fullmatch(r"Needs (\S+) GiB of the GPU and (\S+) GiB of host memory\.", needed)
+    assert "--gpu 'RTX 4090'" in next_one
+    assert time.startswith("Time: not known without the name of a card")
     assert "Counted and estimated as with train.compile=off." in printed
     assert "sana, 1024x1024, micro-batch of 1" in printed
     names = ("slots of streamed weights", "LoRA", "its optimizer", "activations and gradients, peak")
@@ -61,8 +68,8 @@ def test_a_base_that_is_sharded_is_counted_as_each_process_has_it(
     weights = row(sharded, "frozen weights, 1 of 4 shards")
     assert weights == [pytest.approx(row(whole, "frozen weights")[0] / 4, abs=0.02), 0]
     assert 0 < row(sharded, "gathered of all shards, peak")[0] < row(whole, "frozen weights")[0]
-    assert "A step of batch 1 is estimated" in sharded
-    assert "What the processes exchange comes on top." in " ".join(sharded.split())
+    assert re.search(r"^Time: \S+ s a step of batch 1, ", sharded, re.MULTILINE)
+    assert "What the processes exchange takes time on top." in sharded
     assert "stream_blocks" not in sharded
 
 
@@ -85,23 +92,64 @@ def test_a_sample_that_processes_share_is_counted_as_each_has_it(
     exchanged = [row(printed[name], "exchanged of split sequences, peak")[0] for name in ("ulysses", "ring")]
     assert 0 < exchanged[0] < exchanged[1]
     assert "exchanged" not in printed["unsplit"]
-    assert "one of 2 parts of the tokens. Previews are counted as if each process generated" in " ".join(
-        printed["ulysses"].split()
-    )
-    seconds = {
-        name: float(re.findall(r"estimated to take (\S+) s", text)[0]) for name, text in printed.items()
-    }
+    assert "one of 2 parts of the tokens. Previews are counted as if each" in printed["ulysses"]
+    seconds = {name: float(re.findall(r"Time: (\S+) s", text)[0]) for name, text in printed.items()}
     assert seconds["ring"] < seconds["ulysses"] < seconds["unsplit"]  # Ulysses attends once more in backward
-    assert "A step of batch 0.5 " in printed["unsplit"]
-    assert "A step of batch 1 " in printed["ulysses"]
+    assert " a step of batch 0.5, " in printed["unsplit"]
+    assert " a step of batch 1, " in printed["ulysses"]
 
 
-def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert plan(*arguments, "--json") == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+def test_a_verdict_comes_first_and_what_it_proposes_then_fits(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "_STRATEGIES", (KEEP, RECOMPUTE))
+    given = ("--config", str(tiny_run.config), "--gpu=4090", "train.use_gradient_checkpointing=false")
+    fits = answer(capsys, *given)
+    assert fits["fits"] is True
+    assert fits["overrides"] == []
+    assert fits["summary"][0].startswith("Fits your RTX 4090: 0.0 of 21.6 GiB")
+    assert fits["summary"][1] == "Nothing needs to change."
+    assert fits["run_s"] == fits["step_s"] * 6
+    short = "--device-gib=0.0115"
+    refused = answer(capsys, *given, short)
+    assert refused["fits"] is False
+    assert refused["limit_gib"] <= refused["needed_gib"] == 0.012
+    verdict, remedy, time = refused["summary"]
+    assert verdict.startswith("Does not fit your RTX 4090: 0.01 of 0.01 GiB")
+    assert remedy == f"It fits with these settings: {shlex.join(refused['overrides'])}"
+    assert re.match(
+        r"Time: with that \S+ s a step of batch 4, .* for 6 steps; estimated from the card's", time
+    )
+    (own,) = [choice for choice in refused["choices"] if choice["is_configured"]]
+    assert not own["fits"]
+    assert answer(capsys, *given, short, *refused["overrides"])["fits"] is True
+
+
+def test_a_recipe_for_the_card_is_proposed_and_a_no_is_an_error_only_where_a_fit_is_required(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choices, "_STRATEGIES", (KEEP,))
+    given = ("--config", "z_image_lora.yaml", "--device-gib=11", *ANY)
+    assert plan(*given, "--json", "--require-fit") == 2
+    refused = json.loads(capsys.readouterr().out)
+    assert refused["summary"][1] == "The recipe for this card fits: --config z_image_12gb.yaml"
+    assert refused["recipe"] == "z_image_12gb.yaml"
+    assert refused["step_s"] is None  # without the name of a card
+    assert "--require-fit: Does not fit: " in caplog.text
+
+
+def test_settings_of_a_step_are_listed_with_those_of_the_config_and_where_none_fit_it_is_said(
     tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choices, "_STRATEGIES", (KEEP,))
 
-    def last_of(gib: str, *given: str) -> list[str]:
+    def lines_of(gib: str, *given: str) -> list[str]:
         room = ("--device-gib", gib, *given)
         assert plan("--config", str(tiny_run.config), *room, "train.micro_batch_size=2") == 0
         lines = capsys.readouterr().out.splitlines()
@@ -109,18 +157,19 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
         assert "qwen_image, 64x32, micro-batch of 2" in printed
         return printed
 
-    assert last_of("1")[-4:] == [
-        "Settings that fit and give the same numbers, as arguments of train.py:",
-        "0.0 GiB, 0.0 GiB on the host, 1.00 of the fastest's time:",
+    last = lines_of("1")[-5:]
+    assert last[:3] == [
+        "Settings of a step, the fastest first:",
+        "0.0 GiB, 0.0 on the host, 1.00 of the first one's time:",
         "train.use_gradient_checkpointing=false",
-        "With the first of these, all other phases fit, too.",
     ]
+    assert last[4] == "as the config says"
     without_previews = "validation.prompts=[]"
     preserved = "data.path=null", "data.sources=[{path: a}, {path: a, preserve: true, weight: 0.25}]"
-    printed = last_of("1", "--gpu", "NVIDIA RTX 4090", without_previews, *preserved)
-    assert re.fullmatch(r"0.0 GiB, .*, 0.00 s a step, 1.00 of .*:", printed[-3])
-    assert "20 % of its samples, taken as all sources hold as many items, are preserved" in " ".join(printed)
-    assert last_of("1e-8", without_previews)[-1] == "Nothing fits 1e-08 GiB."
+    printed = lines_of("1", "--gpu", "M1", without_previews, *preserved)
+    assert printed[2].startswith("Time: not known. Nothing was tried on a Mac")
+    assert "20 % of the samples, if all sources hold as many items, are preserved" in " ".join(printed)
+    assert lines_of("1e-8", without_previews)[1].startswith("Nothing that is known makes it fit.")
 
 
 def test_counts_are_kept_for_the_next_plan(
@@ -138,7 +187,9 @@ def test_counts_are_kept_for_the_next_plan(
     assert "\n".join(same) + "\n" == first
     assert re.fullmatch(rf"[4-9] counts are those of earlier plans, which are kept in {folder}; .*", reused)
     # Neither the number of streamed blocks nor what follows the plan is part of a count.
-    assert reused in printed("memory.stream_blocks=all", "train.steps=5")
+    files = set(folder.iterdir())
+    printed("memory.stream_blocks=all", "train.steps=5")
+    assert set(folder.iterdir()) == files
     for file in folder.iterdir():
         file.write_bytes(b"damaged")
     assert printed() == first
@@ -154,6 +205,7 @@ def test_counts_are_kept_for_the_next_plan(
         ("data.frame_counts=[5]", "data.frame_counts: 5 frames; this family makes images"),
         ("memory.stream_blocks=61", "memory.stream_blocks: 61; the model has 60 blocks"),
         ("lora.target_modules=[nothing]", "lora.target_modules: nothing match no linear layer"),
+        ("--require-fit", "--require-fit: needs a card: give --gpu NAME"),
         ("--gpu=RTX 4900", "--gpu RTX 4900: not known; did you mean 'RTX 4090'"),
         ("memory.shard_base=all", "memory.shard_base: all needs several processes: pass --processes 8"),
         (

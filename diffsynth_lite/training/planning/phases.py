@@ -220,7 +220,9 @@ def _phase(name: PhaseName, device: int, host: int) -> Phase:
 
 _Changes = dict[str, Any]
 
-_OTHER_NUMBERS = frozenset(("model.text_encoder_quantize", "model.vae_dtype", "model.vae_tiling"))
+OTHER_NUMBERS = frozenset(
+    ("model.quantize", "model.text_encoder_quantize", "model.vae_dtype", "model.vae_tiling")
+)
 """Settings that make it another run."""
 _STREAMED: _Changes = {"memory.stream_text_encoder": True}
 _IN_TILES: _Changes = {"model.vae_tiling": True}
@@ -238,11 +240,6 @@ class Remedy:
     before: Phase
     changes: _Changes
     after: Phase | None
-
-    @property
-    def changes_numbers(self) -> bool:
-        """Whether the run is another one with them."""
-        return not _OTHER_NUMBERS.isdisjoint(self.changes)
 
 
 def remedies(phases: PhaseCounter, settings: StepSettings, room: MemoryBudget) -> Iterator[Remedy]:

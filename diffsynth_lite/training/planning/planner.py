@@ -1,0 +1,208 @@
+"""This file counts a run as its config has it, and finds a way to make it that fits a card."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any
+
+from diffsynth_lite.config import Config, LoadedConfig, load_config, recipes_for_card
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.planning.choices import (
+    SMALLER_FORMATS,
+    Choice,
+    MemoryBudget,
+    changed_settings,
+    choices_of_first_format,
+    least_streamed,
+)
+from diffsynth_lite.training.planning.gpus import COUNTED_SHARE, Gpu
+from diffsynth_lite.training.planning.kept_counts import KeptCounts
+from diffsynth_lite.training.planning.memory_count import MemoryCount
+from diffsynth_lite.training.planning.phases import OTHER_NUMBERS, Phase, PhaseCounter, remedies
+from diffsynth_lite.training.planning.step import StepSettings
+from diffsynth_lite.training.planning.subject import (
+    counter_of,
+    largest_size,
+    num_inputs_of,
+    step_settings,
+    timer_of,
+)
+
+_ROUNDING = 0.01
+"""GiB by which a card may be smaller than its recipes: nine tenths of a number are no exact ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The memory of a run under some settings of its steps.
+
+    Attributes:
+        phases: all of a run, or only training where a family loads its models in a way of its own.
+        uncounted: why the other phases are not counted; empty where they are.
+    """
+
+    step: MemoryCount
+    phases: Sequence[Phase]
+    uncounted: str = ""
+
+    def fits(self, room: MemoryBudget) -> bool:
+        """Whether all phases, and what processes share, fit."""
+        return room.fits(self.step) and all(phase.fits(room.device, room.host) for phase in self.phases)
+
+    def device_in(self, room: MemoryBudget | None) -> int:
+        """Bytes of the device in the largest phase; previews are decoded in tiles only where they must be."""
+        limit = room.device if room else 0
+        return max(one.device if one.device <= limit else one.least_device for one in self.phases)
+
+    def host_in(self, room: MemoryBudget | None) -> float:
+        """Bytes of the host in the largest phase."""
+        least = room.host_needed(self.step) if room else 0
+        return max(least, *(phase.host for phase in self.phases))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a run can be made: as its config has it, with other settings, or by another recipe.
+
+    Attributes:
+        seconds: of an optimizer step.
+        changes: settings that differ from those of the config, by dotted key.
+        recipe: name of the config that takes its place; empty for none.
+        changes_numbers: whether it is another run: other losses and weights.
+    """
+
+    needs: Needs
+    seconds: float
+    changes: Mapping[str, Any]
+    recipe: str = ""
+    changes_numbers: bool = False
+
+
+class RunPlanner:
+    """Counts the run of one config, in one of the processes of a machine.
+
+    Args:
+        room: the memory that there is; None where no card is known.
+        gpu: the card, for times; None for ratios only.
+        kept: counts of earlier plans.
+
+    Attributes:
+        size: the largest that is trained on.
+        given: settings of the steps, as in the config.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        family: ModelFamily,
+        *,
+        room: MemoryBudget | None,
+        gpu: Gpu | None,
+        kept: KeptCounts,
+        num_processes: int = 1,
+    ) -> None:
+        self.config, self.room, self.size = config, room, largest_size(config, family)
+        self._counter = counter_of(config, family, kept)
+        self._timer = timer_of(config, self._counter, gpu, num_processes=num_processes)
+        self.given = step_settings(config, family, num_processes=num_processes)
+        num_inputs = num_inputs_of(config, family)
+        self._phases = PhaseCounter(config, family, self._counter, size=self.size, num_inputs=num_inputs)
+        self._another = partial(
+            RunPlanner, family=family, room=room, gpu=gpu, kept=kept, num_processes=num_processes
+        )
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """Settings of the steps that fit, the fastest first."""
+        if self.room is None:
+            return []
+        formats = self.given.quantize, *SMALLER_FORMATS
+        return choices_of_first_format(self._counter, self._timer.seconds, [self.given], self.room, formats)
+
+    @cached_property
+    def choices_and_configured(self) -> list[Choice]:
+        """The same with those of the config, whether they fit or not; none where no card is known."""
+        own, found = self.settings, self.choices
+        if self.room is None or any(one.settings == own or not one.overrides(self.config) for one in found):
+            return found
+        step = self.as_configured.needs.step
+        configured = Choice(settings=own, count=step, seconds=self.as_configured.seconds)
+        return sorted([*found, configured], key=lambda choice: choice.seconds)
+
+    @property
+    def changes_format(self) -> bool:
+        """Whether the choices are those of fewer bits, as nothing fits in the format of the config."""
+        return bool(self.choices) and self.choices[0].settings.quantize != self.given.quantize
+
+    @cached_property
+    def as_configured(self) -> Way:
+        """The run as its config has it."""
+        return self._way(self.settings, {})
+
+    @cached_property
+    def settings(self) -> StepSettings:
+        """Those of the steps in the config, or where it leaves them open those that the run chooses."""
+        memory = self.config.memory
+        if memory.auto and self.choices and not self.changes_format:
+            return self.choices[0].settings
+        if memory.stream_blocks == "auto" and self.room:
+            return least_streamed(self._counter, self.given, self.room.device) or self.given
+        return self.given
+
+    def fitting(self, recipes: Iterable[tuple[str, Config]]) -> Way | None:
+        """The first way that fits: as configured, a recipe, more for other phases, other steps.
+
+        Args:
+            recipes: for this card, by name.
+        """
+        if self.room is None or self.as_configured.needs.fits(self.room):
+            return self.as_configured
+        ways = chain((self._by_recipe(name, config) for name, config in recipes), self._repaired(self.room))
+        return next((way for way in ways if way.needs.fits(self.room)), None)
+
+    def _by_recipe(self, name: str, config: Config) -> Way:
+        way = self._another(config).as_configured
+        numbers = (config.data, config.model) != (self.config.data, self.config.model)
+        return replace(way, recipe=name, changes_numbers=numbers)
+
+    def _repaired(self, room: MemoryBudget) -> Iterator[Way]:
+        """With what helps the other phases; steps are changed where they do not fit themselves."""
+        kinds = [self.settings] if room.fits(self.as_configured.needs.step) else []
+        for settings in (*kinds, *(choice.settings for choice in self.choices)):
+            changes = {} if settings is self.settings else changed_settings(settings, self.config)
+            with suppress(UserError):  # the other phases are not counted
+                for remedy in remedies(self._phases, settings, room):
+                    changes |= remedy.changes
+            number = changes.get("memory.stream_blocks", settings.stream_blocks)
+            yield self._way(replace(settings, stream_blocks=number), changes)
+
+    def _way(self, settings: StepSettings, changes: Mapping[str, Any]) -> Way:
+        step = self._counter.count(settings)
+        try:
+            needs = Needs(step=step, phases=self._phases.changed(changes).count(settings))
+        except UserError as error:  # steps are counted all the same
+            steps = Phase(name="training", device=step.device, host=step.host, least_device=step.device)
+            needs = Needs(step=step, phases=[steps], uncounted=str(error))
+        return Way(
+            needs=needs,
+            seconds=self._timer.seconds(settings),
+            changes=changes,
+            changes_numbers=not OTHER_NUMBERS.isdisjoint(changes),
+        )
+
+
+def recipes_like(loaded: LoadedConfig, room: MemoryBudget, **given: Any) -> Iterator[tuple[str, Config]]:
+    """The recipes that train the LoRA of another recipe on a card of this memory, by name.
+
+    Args:
+        given: overrides and presets of the command line.
+    """
+    config, sections = loaded.config, ("lora", "objective", "output")
+    for path in recipes_for_card(loaded.path, room.device / COUNTED_SHARE / 1024**3 + _ROUNDING):
+        found = load_config(path, **given).config
+        same = all(getattr(found, name) == getattr(config, name) for name in sections)
+        if same and found.model.path == config.model.path:
+            yield path.name, found
