@@ -308,7 +308,9 @@ class RunFolder:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         if is_locked:  # No other process writes: unfinished files are left from killed writers.
-            for entry in (*self.path.glob("*"), *self.previews_folder.glob("*")):
+            loras = self.lora_folder, self.ema_lora_folder, self.best_lora_folder
+            in_loras = [entry for folder in loras for entry in folder.rglob("*")]
+            for entry in (*self.path.glob("*"), *self.previews_folder.glob("*"), *in_loras):
                 if is_unfinished(entry.name) and entry.is_file():
                     entry.unlink(missing_ok=True)
 

@@ -31,7 +31,7 @@ from diffsynth_lite.lora import (
     load_adapter_tensors,
     set_lora_weights,
 )
-from diffsynth_lite.lora.finished import add_finished_lora
+from diffsynth_lite.lora.finished import add_finished_lora, load_finished_lora
 from diffsynth_lite.lora.kinds import AdapterKind, Dora, Lokr, Lora
 from diffsynth_lite.lora.spelling import DIFFUSERS
 from diffsynth_lite.lora.updates import adapter_of, updates_of
@@ -186,6 +186,10 @@ def test_a_written_adapter_does_the_same_when_it_is_read(kind: AdapterKind) -> N
     generating = frozen()
     finished, settings = adapter_of({layer.removeprefix("model."): one for layer, one in read.items()})
     add_finished_lora(generating, "finished", finished, settings)
+    # Other values, and those again: as the LoRAs of a run's steps take each other's place.
+    load_finished_lora(generating, "finished", {name: tensor / 2 for name, tensor in finished.items()})
+    assert not torch.allclose(output_of(generating), output_of(model))
+    load_finished_lora(generating, "finished", finished)
     torch.testing.assert_close(output_of(generating), output_of(model), rtol=0, atol=2e-6)
     resumed = adapted(kind, is_trained=False)
     load_adapter_tensors(resumed, adapter_tensors(model))

@@ -196,9 +196,13 @@ def test_what_killed_writers_left_is_removed_by_the_next_who_has_the_lock(folder
     folder.previews_folder.mkdir()
     for name in ("grid.png", ".tmp-grid.png-0123abcd"):
         (folder.previews_folder / name).touch()
+    (folder.lora_folder / "pictures").mkdir(parents=True)
+    for name in ("README.md", ".tmp-README.md-0123abcd", "pictures/.tmp-prompt-00.png-0123abcd"):
+        (folder.lora_folder / name).touch()
     start(folder)
-    assert sorted(path.name for path in folder.path.iterdir()) == sorted((*others, "previews"))
+    assert sorted(path.name for path in folder.path.iterdir()) == sorted((*others, "previews", "lora"))
     assert [path.name for path in folder.previews_folder.iterdir()] == ["grid.png"]
+    assert [path.name for path in folder.lora_folder.rglob("*") if path.is_file()] == ["README.md"]
 
 
 def test_the_lock_is_free_again_after_an_exception(folder: RunFolder) -> None:
