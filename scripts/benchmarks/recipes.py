@@ -36,31 +36,38 @@ from diffsynth_lite.training.planning.subject import (
 )
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-HOSTS = {12: 32, 16: 32, 24: 32, 48: 64, 80: 128}
+HOSTS = {8: 32, 12: 32, 16: 32, 24: 32, 48: 64, 80: 128}
 """GiB of the machine, by those of the card."""
 SHARE = 0.9
 """Of each that a run may take by count."""
 GIB = 1024**3
 RECIPES: Mapping[str, Sequence[str]] = {
-    "Qwen-Image": ("qwen_12gb", "qwen_16gb", "qwen_24gb", "qwen_48gb", "qwen_lora"),
-    "FLUX.1 dev": ("flux_12gb", "flux_16gb", "flux_24gb", "flux_lora", "flux_80gb"),
-    "FLUX.2 dev": ("flux2_12gb", "flux2_16gb", "flux2_24gb", "flux2_48gb", "flux2_lora"),
-    "Z-Image": ("z_image_12gb", "z_image_16gb", "z_image_lora", "z_image_lora", "z_image_80gb"),
-    "SDXL": ("sdxl_lora", "sdxl_16gb", "sdxl_16gb", "sdxl_16gb", "sdxl_16gb"),
+    "Qwen-Image": ("qwen_8gb", "qwen_12gb", "qwen_16gb", "qwen_24gb", "qwen_48gb", "qwen_lora"),
+    "FLUX.1 dev": ("flux_8gb", "flux_12gb", "flux_16gb", "flux_24gb", "flux_lora", "flux_80gb"),
+    "FLUX.2 dev": ("-", "flux2_12gb", "flux2_16gb", "flux2_24gb", "flux2_48gb", "flux2_lora"),
+    "Z-Image": (
+        "z_image_8gb",
+        "z_image_12gb",
+        "z_image_16gb",
+        "z_image_lora",
+        "z_image_lora",
+        "z_image_80gb",
+    ),
+    "SDXL": ("sdxl_lora", "sdxl_lora", "sdxl_16gb", "sdxl_16gb", "sdxl_16gb", "sdxl_16gb"),
     "Wan 2.1 T2V 14B": (
-        *("wan_t2v_14b_12gb", "wan_t2v_14b_16gb", "wan_t2v_14b_24gb"),
+        *("wan_t2v_14b_8gb", "wan_t2v_14b_12gb", "wan_t2v_14b_16gb", "wan_t2v_14b_24gb"),
         *("wan_t2v_14b_offload", "wan_t2v_14b_80gb"),
     ),
     "Wan 2.2 T2V A14B": (
-        *("wan22_t2v_a14b_12gb", "wan22_t2v_a14b_16gb", "wan22_t2v_a14b_24gb"),
+        *("-", "wan22_t2v_a14b_12gb", "wan22_t2v_a14b_16gb", "wan22_t2v_a14b_24gb"),
         *("wan22_t2v_a14b_48gb", "wan22_t2v_a14b_lora"),
     ),
     "LTX-Video 13B": (
-        *("ltx_video_13b_12gb", "ltx_video_13b_16gb", "ltx_video_13b_24gb"),
+        *("-", "ltx_video_13b_12gb", "ltx_video_13b_16gb", "ltx_video_13b_24gb"),
         *("ltx_video_13b_48gb", "ltx_video_13b_48gb"),
     ),
 }
-"""Names of the recipe for each card, by model."""
+"""Names of the recipe for each card, by model; a dash where none fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +123,7 @@ def needs_of(name: str) -> Needs:
 def card_row(model: str) -> dict[str, str]:
     """The recipe of a model for each card."""
     cells = {
-        f"{card} GB ({host})": f"{name}: {_taken(needs_of(name))}"
+        f"{card} GB ({host})": name if name == "-" else f"{name}: {_taken(needs_of(name))}"
         for (card, host), name in zip(HOSTS.items(), RECIPES[model], strict=True)
     }
     return {"model": model, **cells}
@@ -141,7 +148,7 @@ def too_large() -> list[str]:
         f"{name} on {card} GB, with {HOSTS[card]} GB of host memory: {_taken(needs_of(name))} GiB"
         for names in RECIPES.values()
         for card, name in zip(HOSTS, names, strict=True)
-        if not needs_of(name).fits(card)
+        if name != "-" and not needs_of(name).fits(card)
     ]
 
 

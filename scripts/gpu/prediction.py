@@ -16,7 +16,7 @@ from gpu.results import Result
 from gpu.settings import config_of
 from gpu.stage import Case, Stage
 from gpu.tables import gibibytes, markdown, measured, percent, seconds_of
-from recipes import RECIPES
+from recipes import HOSTS, RECIPES
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.training.planning.gpus import Gpu
@@ -28,8 +28,6 @@ from diffsynth_lite.training.planning.subject import (
     timer_of,
 )
 
-_CARDS = (12, 16, 24, 48, 80)
-"""GB of the cards that ``RECIPES`` has recipes for, in its order."""
 _ONE_MICRO_BATCH = ("train.global_batch_size=1", "train.micro_batch_size=1")
 _REHEARSED = ("qwen_12gb", "ltx_video_13b_24gb")
 
@@ -61,9 +59,9 @@ def _recipes() -> dict[str, int]:
     """Those for cards, with GB of the smallest one that each is for."""
     found: dict[str, int] = {}
     for names in RECIPES.values():
-        for card, name in zip(_CARDS, names, strict=True):
+        for card, name in zip(HOSTS, names, strict=True):
             found.setdefault(name, card)
-    return found
+    return {name: card for name, card in found.items() if name != "-"}
 
 
 def cases(rehearse: bool) -> list[Case]:
