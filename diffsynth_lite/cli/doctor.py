@@ -88,7 +88,10 @@ def _print_data(console: Console, findings: "Findings", *, title: str, unused: s
     _print_table(console, "Buckets", findings.buckets)
     levels = f"Noise levels ({findings.noise_level}): % of the steps"
     _print_table(console, levels, findings.noise, padding=0)
-    _print_names(console, unused, [f"{name}: {why}" for name, why in findings.dropped.items()])
+    dropped = [f"{name}: {why}" for name, why in findings.dropped.items()]
+    _print_names(console, "What stops the run" if findings.remedy else unused, dropped)
+    if findings.remedy:
+        console.print(f"[bold red]>[/] {escape(findings.remedy)}", soft_wrap=True)
     _print_names(console, "Equal files", _joined(" = ", findings.equal))
     _print_names(console, "Look alike", _joined(" ~ ", findings.alike))
 

@@ -36,6 +36,7 @@ from diffsynth_lite.data.plan import (
     plan_items,
     refuse_bad_items,
     refuse_other_kinds,
+    remedy_of_bad,
     summary_of_bad,
 )
 from diffsynth_lite.data.records import ROLES, WHOLE, Part, Record, Source, unpacked
@@ -103,6 +104,7 @@ __all__ = [
     "prune",
     "refuse_bad_items",
     "refuse_other_kinds",
+    "remedy_of_bad",
     "summary_of_bad",
     "tag_variants",
     "unpacked",

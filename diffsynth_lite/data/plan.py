@@ -267,23 +267,29 @@ def refuse_bad_items(
         on_bad_item: "error" refuses any bad item, "skip" leaves them out.
         max_bad_ratio: more bad items than this part of all, in [0, 1], are not skipped.
     """
+    remedy = remedy_of_bad(names, bad, on_bad_item=on_bad_item, max_bad_ratio=max_bad_ratio)
+    if remedy:
+        raise BadItemsError(f"{summary_of_bad(names, bad)}. {remedy}")
+
+
+def remedy_of_bad(
+    names: Sequence[str], bad: Mapping[str, str], *, on_bad_item: OnBadItem, max_bad_ratio: float
+) -> str:
+    """What to do about items that stop the run, as `refuse_bad_items` has them; empty where none do."""
     if not bad:
-        return
-    summary = summary_of_bad(names, bad)
+        return ""
     if len(bad) == len(names):
-        raise BadItemsError(f"{summary}. Repair them: there is none to train on")
+        return "Repair them: there is none to train on"
     are_few = len(bad) <= max_bad_ratio * len(names)
     would_do = next(part / 100 for part in range(101) if len(bad) <= part / 100 * len(names))
     enough = "" if are_few else f" data.max_bad_ratio={would_do:g}"
     if on_bad_item == "error":
-        raise BadItemsError(
-            f"{summary}. Repair or remove them, or leave them out with data.on_bad_item=skip{enough}"
-        )
-    if not are_few:
-        raise BadItemsError(
-            f"{summary}. Too many to skip, as data.max_bad_ratio is {max_bad_ratio:g}: repair or remove "
-            f"them, or set{enough}"
-        )
+        return f"Repair or remove them, or leave them out with data.on_bad_item=skip{enough}"
+    if are_few:
+        return ""
+    return (
+        f"Too many to skip, as data.max_bad_ratio is {max_bad_ratio:g}: repair or remove them, or set{enough}"
+    )
 
 
 def summary_of_bad(names: Sequence[str], bad: Mapping[str, str]) -> str:

@@ -55,6 +55,8 @@ class FoundRecords:
         records: one source after the other.
         unread: name of an item that could not be read to the reason, such as a missing caption.
         problems: one line for each source that cannot be used as it is, with everything that is wrong in it.
+        about_items: those of them that only name what is in ``unread``.
+        skipped: files that are neither media nor captions, counted by kind; a line for each source with any.
         without_trigger: names of the records with a caption to which the trigger was added.
     """
 
@@ -62,6 +64,8 @@ class FoundRecords:
     records: list[Record] = field(default_factory=list)
     unread: Mapping[str, str] = field(default_factory=dict)
     problems: Sequence[str] = ()
+    about_items: Sequence[str] = ()
+    skipped: Sequence[str] = ()
     without_trigger: Sequence[str] = ()
 
     @property
@@ -96,6 +100,8 @@ def find_records(
     unread: dict[str, str] = {}
     problems = Problems()
     without_trigger: list[str] = []
+    about_items: list[str] = []
+    skipped: list[str] = []
     for index, source in enumerate(sources):
         # The index and not the folder's name: a run can be resumed after its folders were moved.
         prefix = f"{index}/" if len(sources) > 1 else ""
@@ -105,12 +111,16 @@ def find_records(
         unread |= reader.unread
         if on_bad_item == "error":
             problems += reader.problems
+            about_items += reader.problems
+        skipped += reader.skipped
         without_trigger += reader.without_trigger
     return FoundRecords(
         sources=sources,
         records=records,
         unread=unread,
         problems=problems,
+        about_items=about_items,
+        skipped=skipped,
         without_trigger=without_trigger,
     )
 
@@ -121,6 +131,7 @@ class _Reader:
     Attributes:
         problems: one line for each item that cannot be read.
         unread: name of such an item to the reason.
+        skipped: a line about the files that are neither media nor captions, if there are any.
         without_trigger: names of the records with a caption to which the trigger was added.
     """
 
@@ -133,6 +144,7 @@ class _Reader:
         self.problems: list[str] = []
         self.unread: dict[str, str] = {}
         self.without_trigger: list[str] = []
+        self.skipped: list[str] = []
 
     def read_dataset(self, media_store: Path) -> list[Record]:
         # Imported here, because `datasets` takes seconds to import and most runs need none of it.
@@ -154,7 +166,7 @@ class _Reader:
         folder = list_folder(source.folder, allow_outside=source.allow_outside)
         pairs = PairFolders(source)
         media = [name for name in folder.files if (is_image(name) or is_video(name)) and not pairs.hold(name)]
-        _log_ignored_files(folder, pairs)
+        self._count_ignored_files(folder, pairs)
         if source.metadata_file is not None:
             return self._read_rows(folder, media, pairs, read_table(source.metadata_file, source.columns))
         texts, reads_texts = CaptionFiles(folder, media), source.captions != "none"
@@ -314,6 +326,26 @@ class _Reader:
             )
         return records
 
+    def _count_ignored_files(self, folder: Folder, pairs: PairFolders) -> None:
+        """Count and log the kinds of files that are neither image, clip, caption nor table."""
+        known = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *CAPTION_SUFFIXES, *_TABLE_SUFFIXES)
+        others = [
+            PurePosixPath(name).suffix.lower().removeprefix(".") or "without suffix"
+            for name in folder.files
+            if not name.lower().endswith(known) and not pairs.hold(name)
+        ]
+        if not others:
+            return
+        counts = join_names([f"{count} {kind}" for kind, count in Counter(others).most_common()])
+        remedies = [
+            f"; save {' and '.join(media)} as {readable} to train on them"
+            for readable, suffixes in _UNREAD_MEDIA.items()
+            if (media := sorted(set(others).intersection(suffixes.split())))
+        ]
+        self.skipped.append(f"{self._prefix}{counts}{''.join(remedies)}")
+        level = logging.WARNING if remedies else logging.INFO
+        logger.log(level, "%s: skipped files: %s%s", folder.path, counts, "".join(remedies))
+
     def _hint_at_captions(self) -> str:
         """How to train on the items that lack one all the same."""
         given, trigger = self._source.trigger, "" if self._source.trigger else " data.trigger=WORD"
@@ -323,26 +355,6 @@ class _Reader:
                 f"captions: optional{'' if given else ' and trigger: WORD'} in its entry of data.sources"
             )
         return f"; or set {settings}: {given or 'the word'} is then the caption of those without one"
-
-
-def _log_ignored_files(folder: Folder, pairs: PairFolders) -> None:
-    """Log the kinds of files that are neither image, clip, caption nor table."""
-    known = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *CAPTION_SUFFIXES, *_TABLE_SUFFIXES)
-    others = [
-        PurePosixPath(name).suffix.lower().removeprefix(".") or "without suffix"
-        for name in folder.files
-        if not name.lower().endswith(known) and not pairs.hold(name)
-    ]
-    if not others:
-        return
-    counts = join_names([f"{count} {kind}" for kind, count in Counter(others).most_common()])
-    remedies = [
-        f"; save {' and '.join(media)} as {readable} to train on them"
-        for readable, suffixes in _UNREAD_MEDIA.items()
-        if (media := sorted(set(others).intersection(suffixes.split())))
-    ]
-    level = logging.WARNING if remedies else logging.INFO
-    logger.log(level, "%s: skipped files: %s%s", folder.path, counts, "".join(remedies))
 
 
 def _row_label(table: Table) -> Callable[[int], str]:

@@ -60,9 +60,9 @@ def advise_on_held_out(data: ExaminedData, found: Findings) -> list[str]:
 
 
 def _about_bad_items(data: ExaminedData) -> list[str]:
-    stops = data.config.data.on_bad_item == "error"
-    does = "which stops the run (data.on_bad_item: error)" if stops else "and left out"
-    return _remark(list(data.dropped), "item", f"cannot be used, {does}")
+    # Those that stop the run are listed one by one, with what to do.
+    left_out = [name for name in data.dropped if name not in data.reported] if not data.remedy else []
+    return _remark(left_out, "item", "cannot be used, and left out")
 
 
 def _about_captions(captions: CaptionFindings) -> list[str]:

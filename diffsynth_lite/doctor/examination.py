@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from PIL.Image import Image
+
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
     DatasetPlan,
@@ -19,9 +21,10 @@ from diffsynth_lite.data import (
     TensorCache,
     VideoFacts,
     adopt_parts,
+    load_image,
     plan_items,
-    refuse_bad_items,
 )
+from diffsynth_lite.data.records import is_image
 from diffsynth_lite.doctor.advice import advise, advise_on_held_out
 from diffsynth_lite.doctor.examined import ExaminedData, estimate_cache
 from diffsynth_lite.doctor.findings import Findings, NoiseFindings, counted
@@ -56,6 +59,9 @@ from diffsynth_lite.training.encoding.dataset import require_audio
 
 _Value = TypeVar("_Value")
 
+_SMALL_PX = 96
+_MAX_SHOWN = 60
+"""Items that stop the run that are decoded to be shown."""
 _TRAINING = "trained on: "
 """Prefix of the names of training items where they are listed next to held-out ones."""
 
@@ -66,26 +72,19 @@ class Examination:
 
     Attributes:
         findings: for people.
+        problems: all errors of which no single item is the cause, and those about items that were not read.
         data: the training data, and the held-out data, if there are any.
     """
 
     findings: Findings
+    problems: Sequence[str]
     data: Sequence[ExaminedData]
 
     def require_usable(self) -> None:
         """Check that the run would start with these data."""
-        problems = Problems(self.findings.problems)
+        problems = Problems(self.problems)
         for data in self.data:
-            settings = data.config.data
-            problems.attempt(
-                partial(
-                    refuse_bad_items,
-                    data.plan.names,
-                    data.dropped,
-                    on_bad_item=settings.on_bad_item,
-                    max_bad_ratio=settings.max_bad_ratio,
-                )
-            )
+            problems.attempt(data.require_usable)
         problems.require_none()
 
 
@@ -109,10 +108,12 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
         examined = examiner.examine(held_out, held_out_rules(rules)) if held_out else None
     findings = dataclasses.replace(_training_findings(data, decoded, problems, cache), model=model)
     if examined is None:
-        return Examination(findings=findings, data=[data])
+        return Examination(findings=findings, problems=problems, data=[data])
     held_out_findings = _held_out_findings(*examined, data, decoded)
     return Examination(
-        findings=dataclasses.replace(findings, held_out=held_out_findings), data=[data, examined[0]]
+        findings=dataclasses.replace(findings, held_out=held_out_findings),
+        problems=problems,
+        data=[data, examined[0]],
     )
 
 
@@ -142,8 +143,14 @@ class _Examiner:
         """The records planned by the rules, and decoded."""
         self.problems.attempt(check_records, found.records, self.family)
         records = [record for record in found.records if record.kind in self.family.record_kinds]
-        planned = plan_items(records, index=MediaIndex(self.memory), rules=rules)
-        plan = planned.without(found.unread if self.config.data.on_bad_item == "skip" else {})
+        others = {
+            record.name: f"this model does not train on the kind {record.kind}"
+            for record in found.records
+            if record.kind not in self.family.record_kinds
+        }
+        plan = plan_items(records, index=MediaIndex(self.memory), rules=rules)
+        plan = plan.without({**found.unread, **others})
+        stopping = found.unread.keys() if self.config.data.on_bad_item == "error" else set()
         decoded = decode(plan.items, cache=self.cache, memory=self.memory, sheet_size=self.sheet_size)
         bad = {**plan.bad, **decoded.bad}
         prefixes = {record.name: f"{record.target}: " for record in records}
@@ -154,7 +161,9 @@ class _Examiner:
             sources=found.sources,
             records=records,
             without_trigger=found.without_trigger,
+            found=found,
             plan=plan,
+            reported=frozenset({*others, *stopping}),
             dropped={
                 name: bad[name].removeprefix(prefixes.get(name, "")) for name in plan.names if name in bad
             },
@@ -190,6 +199,8 @@ def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
         buckets=bucket_table(data),
         captions=captions,
         dropped=data.dropped,
+        remedy=data.remedy,
+        small=_small_images(data) if data.remedy else {},
         equal=equal,
         alike=_beyond(equal, near_duplicates(hashes)),
         sheet=[
@@ -200,6 +211,20 @@ def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
     )
 
 
+def _small_images(data: ExaminedData) -> dict[str, Image]:
+    """What can be shown of the items that stop the run, the first ones only."""
+    paths = {record.name: record.target for record in data.found.records}
+    found = {}
+    for name in list(data.dropped)[:_MAX_SHOWN]:
+        index, _, rest = name.partition("/") if len(data.sources) > 1 else ("0", "", name)
+        path = paths.get(name) or (data.sources[int(index)].folder or Path()) / rest
+        if is_image(path.name) and path.is_file():
+            with suppress(UserError):
+                found[name] = load_image(path, background=data.config.data.background)
+                found[name].thumbnail((_SMALL_PX, _SMALL_PX))
+    return found
+
+
 def _training_findings(
     data: ExaminedData, decoded: Decoded, problems: Problems, cache: TensorCache
 ) -> Findings:
@@ -207,13 +232,14 @@ def _training_findings(
     estimate = estimate_cache(data, cache) if config.data.cache else None
     if data.family.with_audio:
         problems.attempt(lambda: require_audio(config, data.plan))
+    noise = problems.attempt(lambda: _noise(data)) or []
     facts = {"trained on": counted(len(data.items), "item"), **found.facts}
     return dataclasses.replace(
         found,
         machine=machine_table([Path(config.output.dir), cache.folder]),
-        problems=problems,
+        problems=[problem for problem in problems if problem not in data.found.about_items],
         facts=facts | pass_table(data, found.buckets, estimate),
-        noise=problems.attempt(lambda: _noise(data)) or [],
+        noise=noise,
         noise_level=data.family.noise_path.noise_level,
         advice=advise(data, found, estimate=estimate, free_bytes=free_disk_bytes(cache.folder)),
     )

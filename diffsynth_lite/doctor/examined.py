@@ -10,7 +10,9 @@ import torch
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
+    BadItemsError,
     DatasetPlan,
+    FoundRecords,
     PromptItem,
     Record,
     Source,
@@ -18,6 +20,8 @@ from diffsynth_lite.data import (
     TrainingItem,
     VideoFacts,
     kept_ratio,
+    remedy_of_bad,
+    summary_of_bad,
 )
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import audio_shape
@@ -44,7 +48,9 @@ class ExaminedData:
     Attributes:
         family: bound to its folder, without weights.
         without_trigger: names of those that lacked their trigger.
-        dropped: name of a record to the reason why it cannot be used.
+        found: what was read: also the records that the family does not train on.
+        dropped: name of an item to the reason why it cannot be used, whether or not it could be read.
+        reported: names of those of them that a problem of their own stops the run for.
         caption_tokens: of each caption, uncut.
         unheard: names of clips that have audio, where the model could learn it and does not.
     """
@@ -54,8 +60,10 @@ class ExaminedData:
     sources: Sequence[Source]
     records: Sequence[Record]
     without_trigger: Sequence[str]
+    found: FoundRecords
     plan: DatasetPlan
     dropped: Mapping[str, str]
+    reported: frozenset[str]
     caption_tokens: Mapping[str, int]
     unheard: Sequence[str] = ()
 
@@ -63,6 +71,28 @@ class ExaminedData:
     def items(self) -> Sequence[TrainingItem]:
         """Those that can be used."""
         return [item for item in self.plan.items if item.record.name not in self.dropped]
+
+    @property
+    def remedy(self) -> str:
+        """What to do about the items that stop the run; empty where none do."""
+        settings, reasons = self.config.data, self.dropped.values()
+        other_kinds = self.reported - self.found.unread.keys()
+        names = [name for name in self.plan.names if name not in other_kinds]
+        bad = {name: why for name, why in self.dropped.items() if name not in other_kinds}
+        ways = [
+            remedy_of_bad(names, bad, on_bad_item=settings.on_bad_item, max_bad_ratio=settings.max_bad_ratio)
+        ]
+        if ways[0] and any(why.startswith("no caption") for why in reasons):
+            ways.append(
+                "What has no caption can be trained on one word: data.captions=optional data.trigger=WORD"
+            )
+        return ". ".join(ways)
+
+    def require_usable(self) -> None:
+        """Check the items of which no other problem is known."""
+        bad = {name: why for name, why in self.dropped.items() if name not in self.reported}
+        if bad and self.remedy:
+            raise BadItemsError(f"{summary_of_bad(self.plan.names, bad)}. {self.remedy}")
 
     @cached_property
     def oddities(self) -> Mapping[str, Mapping[str, str]]:

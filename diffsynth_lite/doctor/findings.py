@@ -32,14 +32,14 @@ class SourceFindings:
 
     Attributes:
         place: its folder or data set.
-        num_records: by kind: image, video, edit and so on.
+        num_records: by kind: image, video, edit and so on; the items that are not used, too.
         num_captions: of all records together, with the tags in all their orders.
-        num_dropped: records that are not trained on.
+        num_dropped: items that are not used.
         passes: times that each record is in a pass: repeats x weight.
         is_preserved: whether it is not learned.
     """
 
-    COLUMNS: ClassVar = ("source", "holds", "captions", "not used", "times a pass")
+    COLUMNS: ClassVar = ("source", "holds", "used", "left out", "captions", "times a pass")
 
     place: str
     num_records: Mapping[str, int]
@@ -57,7 +57,8 @@ class SourceFindings:
     @property
     def cells(self) -> list[str]:
         """Its row of a table."""
-        counts = (self.num_captions, self.num_dropped, f"{self.passes:g}")
+        num_used = sum(self.num_records.values()) - self.num_dropped
+        counts = (num_used, self.num_dropped, self.num_captions, f"{self.passes:g}")
         return [self.place, self.contents, *map(str, counts)]
 
 
@@ -193,7 +194,9 @@ class Findings:
         noise_level: what such a level is, in words.
         model: facts by name: its release, components and LoRA.
         problems: errors that stop a run, except bad single files, one a line.
-        dropped: name of a record to the reason why it cannot be used.
+        dropped: name of an item to the reason why it cannot be used.
+        remedy: what to do about these where they stop the run; else empty.
+        small: images of some of them that can be decoded, by their names.
         equal: groups of names with equal files.
         alike: groups of names that look alike, beyond the equal ones.
         trained: of held-out data, groups of their names with those of training items that are equal.
@@ -214,6 +217,8 @@ class Findings:
     noise: Sequence[NoiseFindings] = ()
     noise_level: str = ""
     dropped: Mapping[str, str] = field(default_factory=dict)
+    remedy: str = ""
+    small: Mapping[str, Image] = field(default_factory=dict)
     equal: Sequence[Sequence[str]] = ()
     alike: Sequence[Sequence[str]] = ()
     trained: Sequence[Sequence[str]] = ()

@@ -8,6 +8,7 @@ from fractions import Fraction
 from diffsynth_lite.core.noise import LevelShares, mixed_shares
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.data import Bucket, VideoFacts, micro_batch_sizes
+from diffsynth_lite.data.records import is_video
 from diffsynth_lite.doctor.examined import CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import (
     BucketFindings,
@@ -28,13 +29,16 @@ def source_table(data: ExaminedData) -> list[SourceFindings]:
     """What each source holds, in their order."""
     found = []
     for index, source in enumerate(data.sources):
-        own = [record for record in data.records if record.source == index]
         place = f"{index}/" if len(data.sources) > 1 else ""
+        kinds: Counter[str] = Counter(record.kind for record in data.found.records if record.source == index)
+        usual = next((kind for kind, _ in kinds.most_common() if kind != "video"), "image")
+        unread = [name for name in data.found.unread if name.startswith(place)]
+        kinds += Counter("video" if is_video(name) else usual for name in unread)
         found.append(
             SourceFindings(
                 place=source.where,
-                num_records=Counter(record.kind for record in own),
-                num_captions=sum(len(record.captions) for record in own),
+                num_records=kinds,
+                num_captions=sum(len(one.captions) for one in data.records if one.source == index),
                 num_dropped=sum(name.startswith(place) for name in data.dropped),
                 passes=float(source.passes),
                 is_preserved=source.preserve,
@@ -88,6 +92,8 @@ def number_table(data: ExaminedData, captions: CaptionFindings) -> dict[str, str
     table = {name: str(Spread.of(numbers)) for name, numbers in spreads.items() if numbers}
     if data.family.with_audio:
         table["audio"] = _audio(data)
+    if data.found.skipped:
+        table["skipped files"] = "; ".join(data.found.skipped)
     if captions.tokens:
         table["caption tokens"] = f"{captions.tokens}; the model sees {captions.limit}"
     return table

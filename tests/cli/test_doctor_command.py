@@ -66,10 +66,10 @@ def test_bad_data_exit_with_2_after_everything_is_shown(
     assert "3.png: not a PNG" in printed
     assert "64x32" in printed
     assert "4.png: no caption: write 4.txt" in caplog.text
-    assert "1 of 4 items cannot be used: 3.png" in caplog.text
+    assert "1 of 5 items cannot be used: 3.png" in caplog.text
     page = (tiny_run.root / "page.html").read_text()
-    assert "4.png: no caption: write 4.txt" in page
-    assert page.count("data:image/jpeg") == 3
+    assert "no caption: write 4.txt" in page
+    assert page.count("data:image/jpeg") == 3 + 1  # what has no caption is shown with its reason
 
 
 def test_long_lists_are_cut_short_on_the_console(
@@ -80,7 +80,7 @@ def test_long_lists_are_cut_short_on_the_console(
         (tiny_run.root / "data" / f"bad {number:02}.txt").write_text("a [bold]caption[/]")
     assert doctor(tiny_run) == 2
     printed = capsys.readouterr().out
-    assert "Not trained on (14)" in printed
+    assert "What stops the run (14)" in printed
     assert "bad 09.png: " in printed
     assert "bad 10.png: " not in printed
     assert "and 4 more, on the page" in printed

@@ -75,7 +75,9 @@ def test_bad_files_are_named_with_their_reason_and_the_others_are_shown(workplac
     assert "9x9 pixels are too few" in found.dropped["speck.png"]
     assert found.sources[0].num_dropped == 3
     assert names_on_sheet(found) == ["0.png", "1.png", "2.png"]
-    assert "3 items cannot be used, which stops the run" in found.advice[0]
+    assert found.remedy.endswith("data.on_bad_item=skip data.max_bad_ratio=0.5")
+    assert found.small.keys() == {"speck.png"}
+    assert not any("cannot be used" in line for line in found.advice)
     with pytest.raises(UserError, match=r"3 of 6 items cannot be used: page\.png: not a PNG"):
         examination.require_usable()
 
@@ -102,14 +104,18 @@ def test_what_is_wrong_in_one_source_does_not_hide_the_others(workplace: Workpla
         f"data.sources=[{{path: {good}}}, {{path: {workplace.root}/some}}, {{path: {workplace.root}/none}}]"
     )
     examination = examine(workplace.config(sources), sheet_size=50)
-    assert [source.contents for source in examination.findings.sources] == [
-        "2 images",
-        "2 images",
-        "none",
+    assert [source.cells[1:4] for source in examination.findings.sources] == [
+        ["2 images", "2", "0"],
+        ["3 images", "2", "1"],
+        ["none", "0", "0"],
     ]
     assert examination.findings.num_items == 4
-    first, second = examination.findings.problems
+    assert examination.findings.dropped == {"1/bare.png": "no caption: write bare.txt"}
+    assert examination.findings.small.keys() == {"1/bare.png"}
+    assert "data.captions=optional data.trigger=WORD" in examination.findings.remedy
+    first, second = examination.problems
     assert "bare.png: no caption: write bare.txt" in first
+    assert examination.findings.problems == [second]
     assert "none: no such folder" in second
     with pytest.raises(UserError) as caught:
         examination.require_usable()
@@ -134,6 +140,8 @@ def test_records_that_the_family_cannot_learn_are_a_problem(workplace: Workplace
     path = add_images(workplace, "data", 2)
     examination = examine(workplace.config(f"data.path={path}", family="qwen_image_edit"), sheet_size=5)
     assert "2 of kind image" in examination.findings.problems[0]
+    assert examination.findings.sources[0].cells[1:4] == ["2 images", "0", "2"]
+    assert examination.findings.remedy == ""
     with pytest.raises(UserError, match="2 of kind image"):
         examination.require_usable()
 

@@ -113,13 +113,12 @@ def test_console_and_page_tell_them_from_the_training_data(
     found = findings(workplace.config(*settings))
     print_findings(Console(width=200), found)
     printed = capsys.readouterr().out
-    assert printed.index("Data") < printed.index("Held out") < printed.index("Not measured on (1)")
+    assert printed.index("Data") < printed.index("Held out") < printed.index("What stops the run (1)")
     assert "copy.png = trained on: 0.png" in printed
-    assert "> held out: 1 item cannot be used" in printed
     write_page(tmp_path / "page.html", found, title="run", lead="3 items")
     page = (tmp_path / "page.html").read_text()
     assert page.count("data:image/jpeg") == 3 + 3
     assert "3 of 3 items" not in page.split("<h1>Held out</h1>")[0]
     assert "3 of 3 items" in page.split("<h1>Held out</h1>")[1]
-    assert "Not measured on (1)" in page
+    assert "1 item cannot be used. Repair or remove them" in page.split("<h1>Held out</h1>")[1]
     assert "trained on: 0.png" in page

@@ -139,7 +139,7 @@ def test_tables_and_remarks_are_shown(tmp_path: Path) -> None:
     for part in (
         "Model release none that is known",
         "832x480x81 2 3 2 1.5 32760",
-        "photos 2 images 2 1 1.5",
+        "photos 2 images 1 1 2 1.5",
         "2 of 900 items",
     ):
         assert part in text
