@@ -10,6 +10,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 SUFFIX = ".safetensors"
 
 _COPY_NAME = re.compile(r"(lora(?:_ema)?)-(\d{8,})", re.ASCII)
+_STEP = re.compile("[0-9]{1,12}")
 _CHECKPOINT_NAME = re.compile(r"step-\d{8,}", re.ASCII)
 
 
@@ -94,7 +95,7 @@ def _lora_of(run: RunFolder, which: str, name: str) -> Path:
     }
     if which in folders:
         place, reason = folders[which], f"there is no {folders[which].name}; {written[which]}"
-    elif which.isdecimal():
+    elif _STEP.fullmatch(which):
         place = run.checkpoints_folder / copy_name(run.lora_folder.name, int(which))
         reason = f"no LoRA of step {int(which)} was kept (output.keep_adapters)"
     else:
@@ -123,7 +124,7 @@ def _has_lora(folder: Path) -> bool:
 def _others(run: RunFolder) -> str:
     """The LoRAs that a run has, as text."""
     steps = [str(copy.step) for copy in lora_copies(run.checkpoints_folder)]
-    there = [*steps, *(which for which, folder in exports_of(run).items() if _has_lora(folder))]
+    there = [*(which for which, folder in exports_of(run).items() if _has_lora(folder)), *steps]
     if not there:
         return "the run has no LoRA yet: it writes the first with its first checkpoint"
     return f"the run has {join_names([f'@{which}' for which in there])}"

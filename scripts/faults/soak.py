@@ -80,7 +80,7 @@ class Soaked:
         temporary.mkdir()
         command = (sys.executable, PROVOKED, "measured", str(file), str(max(1, steps // NUM_MEASUREMENTS)))
         variables = {**environment(), "TMPDIR": str(temporary)}
-        done = run.launched(command, f"train.steps={steps}", variables=variables, timeout_s=6000)
+        done = run.launched(command, f"train.steps={steps}", variables=variables, timeout=6000)
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         saves = [int(line) for line in Path(f"{file}.saves").read_text().splitlines()]
