@@ -31,7 +31,7 @@ sys.exit(sys.version_info < (3, 11) or not os.path.exists(sysconfig.get_path("in
 find_python() {
     local candidate
     # Distributions build theirs optimized; with one that pyenv builds the tests take a fifth more CPU time.
-    if makes_venv /usr/bin/python3; then
+    if [ "$(uname)" = Linux ] && makes_venv /usr/bin/python3; then
         echo /usr/bin/python3
         return
     fi
