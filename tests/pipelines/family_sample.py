@@ -109,6 +109,11 @@ class Sample:
             self._adapted[key] = adapted_transformer(self.family, targets=key[0], kind=kind)
         return self._adapted[key].train()
 
+    @cached_property
+    def learned(self) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+        """What ``velocity_and_gradients`` gives of ``adapted()`` where every block keeps its activations."""
+        return velocity_and_gradients(self, self.adapted())
+
     def fresh_pipeline(self) -> Any:
         """The tiny pipeline as it was saved; reading an edit pipeline back would need torchvision."""
         return called_as_others(self.build())
