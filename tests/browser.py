@@ -34,6 +34,8 @@ _ON_3_AND_4 = (
     "os.execv(sys.argv[3], sys.argv[3:])"
 )
 """A program that runs another one with its pipes where Chromium looks for them."""
+_OPERATED = ("button", "checkbox", "DisclosureTriangle", "link", "progressbar", "slider", "textbox")
+"""Roles of controls; a page has to name each."""
 _TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
@@ -86,6 +88,16 @@ class Page:
     def click(self, selector: str) -> None:
         """Click on the first element that a selector names."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def nameless(self) -> list[str]:
+        """The roles of what can be operated and has no name for those who do not see it."""
+        nodes = self._call("Accessibility.getFullAXTree")["nodes"]
+        roles = [
+            (node["role"]["value"], node.get("name", {}).get("value"))
+            for node in nodes
+            if not node["ignored"]
+        ]
+        return [role for role, name in roles if role in _OPERATED and not name]
 
     def overflow_px(self) -> int:
         """How much wider than the window the page is, which makes a phone scroll sideways."""

@@ -226,7 +226,7 @@
       output.textContent = `step ${after.dataset.step}`;
       section.querySelectorAll("[aria-current]").forEach((link) => link.removeAttribute("aria-current"));
       after.setAttribute("aria-current", "true");
-      reveal(after);
+      prompts.forEach((each) => reveal(each[Math.min(linkPlace, each.length - 1)]));
       current = promptPlace;
     }
 

@@ -227,6 +227,7 @@ def test_a_browser_draws_it_and_keeps_in_its_address_what_was_chosen(
         assert page.requests == [url]
         assert page.overflow_px() <= 0
         assert page.evaluate("document.title") == "mine"
+        assert page.nameless() == []
         assert page.evaluate("document.querySelectorAll('.plot canvas').length") == 7
         assert page.text(".viewer .label-after") == "step 100"
         assert page.text(".items tbody b").startswith("0 ")

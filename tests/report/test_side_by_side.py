@@ -91,6 +91,7 @@ def test_a_browser_shows_runs_side_by_side(tmp_path: Path, browser: Browser, wid
         assert page.requests == [out.as_uri()]
         assert page.overflow_px() <= 0
         assert page.text("h1") == "3 runs side by side"
+        assert page.nameless() == []
         assert ATTACK in page.text(".shared")
         loss = page.text("[data-chart=loss] .u-legend")
         assert "first" in loss
