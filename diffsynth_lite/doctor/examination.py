@@ -1,11 +1,12 @@
 """This file examines the data of a config as a run would use them, without loading any weights."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from PIL.Image import Image
@@ -42,7 +43,8 @@ from diffsynth_lite.doctor.tables import (
 )
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import free_disk_bytes
-from diffsynth_lite.pipelines import ModelFamily, WithAudio
+from diffsynth_lite.pipelines import ModelFamily, WithAudio, load_family
+from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.builder import build_noise_levels
 from diffsynth_lite.training.checks import bind_family, check_held_out
 from diffsynth_lite.training.data_settings import (
@@ -54,11 +56,16 @@ from diffsynth_lite.training.data_settings import (
     index_file,
     own_audio_shape,
     plan_rules,
+    set_audio,
 )
 from diffsynth_lite.training.encoding.dataset import require_audio
 
 _Value = TypeVar("_Value")
 
+_WITHOUT_MODEL = {
+    "model": "not here, so that tokens of captions and entries of the cache are not counted; sizes and noise "
+    "levels are by the settings of a release"
+}
 _SMALL_PX = 96
 _MAX_SHOWN = 60
 """Items that stop the run that are decoded to be shown."""
@@ -94,19 +101,23 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
     Args:
         sheet_size: items on the contact sheet, and on that of the held-out data.
     """
-    family = bind_family(config, with_weights=False)
-    rules = plan_rules(config, family)
-    cache = TensorCache(cache_folder(config))
-    found = find_training_records(config)
-    problems = Problems(found.problems)
-    model = problems.attempt(lambda: model_table(config, family)) or {}
-    held_out = _find_held_out(config, found.records, problems)
-    adopt_parts(index_file(cache.folder))
-    with FileMemory(index_file(cache.folder)) as memory:
-        examiner = _Examiner(config, family, cache, memory, sheet_size, problems)
-        data, decoded = examiner.examine(found, rules)
-        examined = examiner.examine(held_out, held_out_rules(rules)) if held_out else None
-    findings = dataclasses.replace(_training_findings(data, decoded, problems, cache), model=model)
+    with _bound_family(config) as (family, lacking):
+        rules = plan_rules(config, family)
+        cache = TensorCache(cache_folder(config))
+        found = find_training_records(config)
+        problems = Problems([*filter(None, [lacking]), *found.problems])
+        model = _WITHOUT_MODEL if lacking else problems.attempt(lambda: model_table(config, family)) or {}
+        held_out = _find_held_out(config, found.records, problems)
+        adopt_parts(index_file(cache.folder))
+        with FileMemory(index_file(cache.folder)) as memory:
+            examiner = _Examiner(
+                config, family, cache, memory, sheet_size, problems, counts_tokens=not lacking
+            )
+            data, decoded = examiner.examine(found, rules)
+            examined = examiner.examine(held_out, held_out_rules(rules)) if held_out else None
+        findings = dataclasses.replace(
+            _training_findings(data, decoded, problems, cache, lacking), model=model
+        )
     if examined is None:
         return Examination(findings=findings, problems=problems, data=[data])
     held_out_findings = _held_out_findings(*examined, data, decoded)
@@ -115,6 +126,30 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
         problems=problems,
         data=[data, examined[0]],
     )
+
+
+@contextmanager
+def _bound_family(config: Config) -> Iterator[tuple[ModelFamily, str]]:
+    """The family that the config names, and why its model is not at hand; empty where it is.
+
+    Without its folder the family answers by the settings of the release that is named, else of its first one.
+    """
+    family_class, location = load_family(config.model.family), config.model.path
+    try:
+        family = bind_family(config, with_weights=False)
+    except UserError as error:
+        if not family_class.releases or Path(location).expanduser().exists():
+            raise
+        lacking = str(error)
+    else:
+        yield family, ""
+        return
+    named = [one for one in family_class.releases if one.hub_id.lower() == location.lower()]
+    with TemporaryDirectory() as folder:
+        release = write_release((*named, *family_class.releases)[0], Path(folder))
+        family = family_class(release, trained=config.lora.components)
+        set_audio(config, family)
+        yield family, lacking
 
 
 def _find_held_out(config: Config, training: Sequence[Record], problems: Problems) -> FoundRecords | None:
@@ -138,6 +173,7 @@ class _Examiner:
     memory: FileMemory
     sheet_size: int
     problems: Problems
+    counts_tokens: bool
 
     def examine(self, found: FoundRecords, rules: PlanRules) -> tuple[ExaminedData, Decoded]:
         """The records planned by the rules, and decoded."""
@@ -167,10 +203,15 @@ class _Examiner:
             dropped={
                 name: bad[name].removeprefix(prefixes.get(name, "")) for name in plan.names if name in bad
             },
-            caption_tokens=dict(zip(texts, self.family.prompt_lengths(texts), strict=True)) if texts else {},
+            caption_tokens=self._token_counts(texts),
             unheard=self._unheard(plan),
         )
         return data, decoded
+
+    def _token_counts(self, texts: Sequence[str]) -> dict[str, int]:
+        if not texts or not self.counts_tokens:
+            return {}
+        return dict(zip(texts, self.family.prompt_lengths(texts), strict=True))
 
     def _unheard(self, plan: DatasetPlan) -> list[str]:
         if self.family.with_audio or not isinstance(self.family, WithAudio):
@@ -226,10 +267,11 @@ def _small_images(data: ExaminedData) -> dict[str, Image]:
 
 
 def _training_findings(
-    data: ExaminedData, decoded: Decoded, problems: Problems, cache: TensorCache
+    data: ExaminedData, decoded: Decoded, problems: Problems, cache: TensorCache, lacking: str
 ) -> Findings:
+    """Of the data that are trained on; ``lacking`` is why the model is not at hand, or empty."""
     config, found = data.config, _findings(data, decoded)
-    estimate = estimate_cache(data, cache) if config.data.cache else None
+    estimate = estimate_cache(data, cache) if config.data.cache and not lacking else None
     if data.family.with_audio:
         problems.attempt(lambda: require_audio(config, data.plan))
     noise = problems.attempt(lambda: _noise(data)) or []
@@ -238,7 +280,9 @@ def _training_findings(
         found,
         machine=machine_table([Path(config.output.dir), cache.folder]),
         problems=[problem for problem in problems if problem not in data.found.about_items],
-        facts=facts | pass_table(data, found.buckets, estimate),
+        facts=facts
+        | pass_table(data, found.buckets, estimate)
+        | ({"cache": "not counted without the model"} if lacking else {}),
         noise=noise,
         noise_level=data.family.noise_path.noise_level,
         advice=advise(data, found, estimate=estimate, free_bytes=free_disk_bytes(cache.folder)),

@@ -51,7 +51,7 @@ class ExaminedData:
         found: what was read: also the records that the family does not train on.
         dropped: name of an item to the reason why it cannot be used, whether or not it could be read.
         reported: names of those of them that a problem of their own stops the run for.
-        caption_tokens: of each caption, uncut.
+        caption_tokens: of each caption, uncut; empty where there is no tokenizer.
         unheard: names of clips that have audio, where the model could learn it and does not.
     """
 

@@ -152,12 +152,14 @@ def caption_table(data: ExaminedData) -> CaptionFindings:
     learned = [record for record in data.records if not data.sources[record.source].preserve]
     owners = Counter(caption for record in learned for caption in set(record.captions))
     return CaptionFindings(
-        tokens=Spread.of([lengths[caption] for record in data.records for caption in record.captions]),
+        tokens=Spread.of(
+            [lengths[text] for record in data.records for text in record.captions if text in lengths]
+        ),
         limit=limit,
         too_long=[
             record.name
             for record in data.records
-            if any(lengths[caption] > limit for caption in record.captions)
+            if any(lengths.get(caption, 0) > limit for caption in record.captions)
         ],
         without_trigger=data.without_trigger,
         same=[(caption, count) for caption, count in owners.most_common(_MAX_SHARED) if count > 1],

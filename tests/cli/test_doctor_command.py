@@ -92,6 +92,7 @@ def test_long_lists_are_cut_short_on_the_console(
     [
         ("data.path=nowhere", "nowhere: no such folder"),
         ("data.pth=x", "data.pth"),
+        ("model.family=fluxx", "did you mean 'flux'?"),
         ("data.width=60", "60x32 is not divisible by 16"),
         ("model.path=./nowhere", "model.path"),
     ],
@@ -102,6 +103,19 @@ def test_wrong_settings_exit_with_2_and_one_line(
     assert doctor(tiny_run, change) == 2
     [line] = caplog.messages
     assert message in line
+
+
+def test_without_the_model_the_data_are_shown_all_the_same(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor(tiny_run, "model.path=./nowhere", "model.text_encoder_dtype=bfloat16") == 2
+    assert caplog.messages[-1].startswith("model.path: there is no folder ./nowhere; ")
+    printed = capsys.readouterr().out
+    for words in ("5 images", "64x32", "not counted without the model", "by the settings of a release"):
+        assert words in " ".join(printed.split())
+    page = (tiny_run.root / "page.html").read_text()
+    assert page.index("What stops the run") < page.index("there is no folder ./nowhere")
+    assert page.count("data:image/jpeg") == 5
 
 
 def test_a_page_that_cannot_be_written_is_said(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
