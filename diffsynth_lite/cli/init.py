@@ -3,19 +3,34 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffsynth_lite.cli.arguments import add_preset_argument
 from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.cli.invocation import command
+from diffsynth_lite.config import load_config
 from diffsynth_lite.config.document import shortened
-from diffsynth_lite.config.files import read_preset
+from diffsynth_lite.config.files import Preset, read_preset
 from diffsynth_lite.errors import UserError, join_names
+
+if TYPE_CHECKING:
+    from diffsynth_lite.doctor.starting_point import StartingPoint
+    from diffsynth_lite.training.planning.gpus import Gpu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite init``."""
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="images or clips, with their captions")
+    parser.add_argument(
+        "folder", metavar="FOLDER", nargs="?", type=Path, help="images or clips, with their captions"
+    )
+    parser.add_argument(
+        "--from",
+        dest="theirs",
+        metavar="FILE",
+        type=Path,
+        help="config of another trainer to translate: ai-toolkit, kohya, musubi-tuner, OneTrainer, "
+        "SimpleTuner, diffusion-pipe; FOLDER may be left out",
+    )
     parser.add_argument("--family", metavar="NAME", help="model family (default: by what the folder holds)")
     folders: dict[str, Any] = {"metavar": "FOLDER", "type": Path, "action": "append", "default": []}
     for name, content in (
@@ -45,22 +60,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Look, write, and print what comes next."""
+    if parsed.folder is None and parsed.theirs is None:
+        raise UserError(
+            "FOLDER: is missing; name the folder of your images, or --from another trainer's config"
+        )
     presets = [read_preset(name) for name in parsed.presets]
-    name = parsed.folder.resolve().name  # that of "." too; "/" has none
-    out: Path = parsed.out or Path(f"{name}_lora.yaml" if name else "lora.yaml")
-    if out.exists():
-        raise UserError(f"--out {out}: already exists and was not changed; choose another name")
+    out = _new_file(parsed)
+    commands = [command(name, "--config", shortened(str(out))) for name in ("doctor", "plan", "train")]
     # The libraries take seconds to import: wrong arguments are refused before that.
     from diffsynth_lite.doctor.model_choice import base_model, card_here
-    from diffsynth_lite.doctor.starting_point import (
-        look_at,
-        starting_config,
-        starting_point,
-        write_start,
-    )
     from diffsynth_lite.training.planning.gpus import gpu_named
 
     gpu = gpu_named(parsed.gpu) if parsed.gpu else card_here()
+    if parsed.theirs:
+        start, lines = _translate(parsed, out, commands, gpu)
+    else:
+        start, lines = _write_for_folder(parsed, out, commands, gpu, presets)
+    print_lines(
+        *lines,
+        f"Base model: {base_model(start.family, start.recipe)}. Look at the file, then:",
+        *(f"  {line}" for line in commands),
+    )
+
+
+def _new_file(parsed: argparse.Namespace) -> Path:
+    """The file to write, which is not there yet."""
+    # The name of "." too; "/" has none.
+    name = parsed.theirs.stem if parsed.theirs else parsed.folder.resolve().name
+    out: Path = parsed.out or Path(f"{name}_lora.yaml" if name else "lora.yaml")
+    if out.exists():
+        raise UserError(f"--out {out}: already exists and was not changed; choose another name")
+    return out
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+
+
+def _translate(
+    parsed: argparse.Namespace, out: Path, commands: list[str], gpu: "Gpu | None"
+) -> "tuple[StartingPoint, list[str]]":
+    """Write what another trainer's config is here; the lines to print."""
+    from diffsynth_lite.doctor.starting_point import recipe_of_family
+    from diffsynth_lite.doctor.translation import translated_config, translation_of
+
+    if parsed.inputs or parsed.layers or parsed.masks or parsed.presets:
+        raise UserError(
+            "--from: --inputs, --layers, --masks and --preset do not go with it; edit what it writes"
+        )
+    found = translation_of(parsed.theirs)
+    if parsed.folder:
+        found.settings.pop("data.sources", None)
+        found.settings["data.path"] = str(parsed.folder)
+    family = parsed.family or found.family
+    if family is None:
+        raise UserError(f"--from {parsed.theirs}: names no model that is known here; add --family NAME")
+    start = recipe_of_family(family, found.settings.get("model.path"), gpu)
+    if "data.path" not in found.settings and "data.sources" not in found.settings:
+        found.rest.append("no folder of images or clips is named: set data.path")
+    _write(out, translated_config(found, start, parsed.theirs, commands))
+    try:
+        warnings = load_config(out).warnings
+    except UserError as error:  # the file stays, to be put right
+        warnings = tuple(str(error).splitlines())
+    lines = [
+        f"{parsed.theirs}: a config of {found.trainer}, {len(found.settings)} settings translated",
+        *(["Not translated:"] if found.rest else []),
+        *(f"  {line}" for line in found.rest),
+        *(f"> {warning}" for warning in warnings),
+        f"Wrote {out}, for {start.family}{start.reason and f', {start.reason}'}.",
+    ]
+    return start, lines
+
+
+def _write_for_folder(
+    parsed: argparse.Namespace,
+    out: Path,
+    commands: list[str],
+    gpu: "Gpu | None",
+    presets: "Sequence[Preset]",
+) -> "tuple[StartingPoint, list[str]]":
+    """Write what a folder asks for; the lines to print."""
+    from diffsynth_lite.doctor.starting_point import look_at, starting_config, starting_point, write_start
+
     inputs, layers, masks = parsed.inputs, parsed.layers, parsed.masks
     start = starting_point(
         *(parsed.folder, parsed.family),
@@ -70,14 +156,9 @@ def run(parsed: argparse.Namespace) -> None:
         gpu=gpu,
     )
     found = look_at(parsed.folder, start, input_dirs=inputs, layer_dirs=layers, mask_dir=masks)
-    commands = [command(name, "--config", shortened(str(out))) for name in ("doctor", "plan", "train")]
     text = starting_config(found, start, out=out, commands=commands, presets=presets)
     image = write_start(found, start, out)
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    _write(out, text)
     reason = start.reason and f", {start.reason}"
     if reason and not parsed.family:
         reason += f" (--family names another{'' if gpu else ', --gpu your card for one that fits it'})"
@@ -88,10 +169,8 @@ def run(parsed: argparse.Namespace) -> None:
         *([f"Models with a recipe for your {gpu.name}:"] if gpu and start.fitting else ()),
         *(f"  {model.family}: {model.facts}" for model in start.fitting),
         f"Wrote {out}{f' and {image}' if image else ''}, for {start.family}{reason}.",
-        f"Base model: {base_model(start.family, start.recipe)}. Look at the file, then:",
-        *(f"  {line}" for line in commands),
     ]
-    print_lines(*lines)
+    return start, lines
 
 
 def _strays(names: Sequence[str], family: str) -> list[str]:

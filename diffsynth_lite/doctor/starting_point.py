@@ -143,6 +143,20 @@ def starting_point(
     raise UserError(f"--family {family}: has no starting point for a folder of {learned}; {others} have")
 
 
+def recipe_of_family(family: str, model: str | None, gpu: Gpu | None) -> StartingPoint:
+    """The starting point of a run whose data are elsewhere.
+
+    Args:
+        model: its path, as of a recipe that is taken before others.
+        gpu: that is to train it, where that is known.
+    """
+    recipes = [_recipe_of(family, [kind]) for kind in load_family(family).starting_recipes]
+    found = [StartingPoint(family=family, recipe=one[1], kind=one[0]) for one in recipes if one]
+    same = [start for start in found if load_config(start.recipe).config.model.path == model]
+    start = (same or found)[0]
+    return start if gpu is None else _for_card(start, [start.kind], gpu, is_given=True)
+
+
 def _for_card(
     start: StartingPoint, kinds: Sequence[RecordKind], gpu: Gpu, *, is_given: bool
 ) -> StartingPoint:
@@ -316,17 +330,17 @@ def starting_config(
     lines: dict[str, dict[str, str]] = defaultdict(dict)
     first = _start_file(found, start, out)
     for section, key, value, why in _settings(found, config, out, first):
-        lines[section][key] = _line(key, value, why)
+        lines[section][key] = setting_line(key, value, why)
     for preset in presets:
         preset.require_fit(config.model.family)
         for section, values in yaml.safe_load(preset.text).items():
             for key, value in values.items() if isinstance(values, dict) else ():
-                lines[section][key] = _line(key, value, f"preset {preset.name}")
+                lines[section][key] = setting_line(key, value, f"preset {preset.name}")
     recipes = sorted((find_config_file(start.recipe).parent / "cards").glob("*.yaml"))
     extends = f"extends: {start.recipe}"
     cards = ", ".join(path.name for path in recipes if f"\n{extends}\n" in path.read_text(encoding="utf-8"))
     head = [
-        f"# yaml-language-server: $schema={schema_file().resolve().as_uri()}",
+        schema_line(),
         f"# A LoRA for {config.model.family} from {shortened(str(found.path))}: {found.summary}.",
         "#",
         *(f"#   {command}" for command in commands),
@@ -340,6 +354,11 @@ def starting_config(
         lines["data"]["trigger"] = f"  # trigger: my_word  # {remark}"
     blocks = [[f"{section}:", *own.values()] for section, own in lines.items()]
     return "\n\n".join("\n".join(block) for block in [head, *blocks]) + "\n"
+
+
+def schema_line() -> str:
+    """The line by which editors find what settings there are."""
+    return f"# yaml-language-server: $schema={schema_file().resolve().as_uri()}"
 
 
 def _settings(
@@ -448,7 +467,7 @@ def _area(size: ImageFacts | VideoFacts) -> int:
     return size.width * size.height
 
 
-def _line(key: str, value: object, why: str) -> str:
+def setting_line(key: str, value: object, why: str) -> str:
     """A setting as yaml, of which json is a part; a plain word needs no quotes."""
     text, below = _plain(value), ""
     if isinstance(value, list) and value and isinstance(value[0], str):

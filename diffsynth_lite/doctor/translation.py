@@ -1,0 +1,338 @@
+"""This file translates the config of another trainer, as far as its settings mean the same here.
+
+The names are those of ``config/peers.py``; facts on the formats are from the examples of ai-toolkit,
+SimpleTuner and diffusion-pipe, OneTrainer's code, and the documents of sd-scripts and musubi-tuner (kohya).
+"""
+
+import json
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from diffsynth_lite.config import load_config, section_types
+from diffsynth_lite.config.document import shortened
+from diffsynth_lite.config.peers import answer_to, setting_named
+from diffsynth_lite.doctor.starting_point import StartingPoint, schema_line, setting_line
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import family_names
+
+_TRAINERS = "ai-toolkit, kohya, musubi-tuner, OneTrainer, SimpleTuner or diffusion-pipe"
+_SECTIONS = {
+    "train": "train",
+    "optimizer": "train",
+    "network": "lora",
+    "adapter": "lora",
+    "sample": "validation",
+    "samples": "validation",
+    "save": "output",
+}
+"""Ours, by the section of theirs."""
+_TRANSLATED = frozenset(
+    [
+        *(f"model.{key}" for key in ("path", "transformer_file")),
+        *(f"lora.{key}" for key in ("kind", "rank", "alpha", "dropout")),
+        *(f"data.{key}" for key in ("path", "repeats", "trigger", "resolutions", "frame_counts")),
+        *("data.caption_dropout", "train.steps", "train.seed", "train.micro_batch_size", "train.optimizer"),
+        *("train.learning_rate", "train.lr_scheduler", "train.warmup_steps", "train.weight_decay"),
+        *("train.max_grad_norm", "train.mixed_precision", "train.use_gradient_checkpointing"),
+        *("validation.prompts", "validation.negative_prompt", "validation.every_steps", "validation.seed"),
+        *("validation.num_inference_steps", "validation.guidance_scale", "validation.num_frames"),
+        *("validation.width", "validation.height", "logging.run_name", "output.dir"),
+        *("output.checkpoint_every_steps", "output.checkpoint_every_minutes", "output.keep_checkpoints"),
+        "output.keep_adapters",
+    ]
+)
+"""Settings that mean the same here."""
+_JOINED = ("data.resolutions", "data.frame_counts", "validation.prompts")
+"""Lists, to which each place in their file may add."""
+_FILES = ("dataset_config", "data_backend_config", "dataset", "concept_file_name")
+"""Their keys that name a second file, of the data."""
+_ACCUMULATED = ("gradient_accumulation_steps", "gradient_accumulation")
+_FAMILY_KEYS = ("arch", "model_family", "network_module", "is_flux", "is_xl")
+_FAMILIES = {
+    **{name: "wan" for name in ("wan21", "wan22_14b", "wan22_5b")},
+    **{name: "wan_i2v" for name in ("wan21_i2v", "wan22_14b_i2v")},
+    **{name: "flux2" for name in ("flux_2", "flux2_klein_4b", "flux2_klein_9b")},
+    **{name: "sd3" for name in ("sd35", "stable_diffusion_3", "stable_diffusion_35")},
+    **{name: "ltx2" for name in ("ltx2_3", "ltxvideo2")},
+    "is_flux": "flux",
+    "flux_dev_1": "flux",
+    "flux_fill_dev_1": "flux_fill",
+    "is_xl": "sdxl",
+    "stable_diffusion_xl_10_base": "sdxl",
+    "qwen": "qwen_image",
+    "qwen_image_edit_plus": "qwen_image_edit",
+    "zimage": "z_image",
+    "chroma_1": "chroma",
+    "ernie": "ernie_image",
+    "ideogram_4": "ideogram4",
+    "krea_2": "krea2",
+    "ltxvideo": "ltx_video",
+    "hunyuanvideo": "hunyuan_video",
+    "hv_1_5": "hunyuan_video_15",
+}
+"""Our model families, by their names."""
+_VALUES = {
+    "lora.kind": {"standard": "lora"},
+    "train.optimizer": {"adamw_8bit": "adamw8bit"},
+    "train.lr_scheduler": {"constant_with_warmup": "constant"},
+    "train.mixed_precision": {"bfloat16": "bf16", "bfloat_16": "bf16"},
+    "train.use_gradient_checkpointing": {},
+}
+"""Our values, by theirs in small letters."""
+_KNOWN_BY = {
+    "ai-toolkit": ["job", "process"],
+    "OneTrainer": ["training_method", "concept_file_name", "concepts"],
+    "SimpleTuner": ["model_family", "data_backend_config"],
+    "diffusion-pipe": ["micro_batch_size_per_gpu", "pipeline_stages", "adapter"],
+    "musubi-tuner": ["dit", "dataset_config"],
+    "kohya": ["network_module", "pretrained_model_name_or_path"],
+}
+"""Keys that a trainer's config has and none of those below has."""
+_MEANS_OTHERWISE = [("OneTrainer", "save_every"), ("OneTrainer", "sample_after"), ("SimpleTuner", "repeats")]
+"""Keys that are settings of others: in units of their own, or counted from 0 on."""
+_SECRET = re.compile(r"token|secret|password|api_key|access_key")
+_ALPHA_IS_RANK = ("SimpleTuner", "diffusion-pipe")
+"""Trainers whose alpha is the rank where it is not set; it is 1 in the others."""
+
+
+@dataclass(kw_only=True)
+class Translation:
+    """What another trainer's config is here.
+
+    Attributes:
+        trainer: whose it is.
+        family: None where it names none that is known here.
+        settings: values by our dotted keys.
+        rest: lines on each of their keys that is not translated.
+    """
+
+    trainer: str
+    family: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+
+    def add(self, setting: str, value: object) -> bool:
+        """Take a value over, if it is one here and does not differ from one before."""
+        if setting == "model.path" and str(value).endswith((".safetensors", ".gguf")):
+            setting = "model.transformer_file"
+        if setting == "output.dir" and str(value).endswith(".safetensors"):
+            return False
+        if setting not in _TRANSLATED or (ours := self._ours(setting, value)) is None:
+            return False
+        if setting in _JOINED:
+            known = self.settings.setdefault(setting, [])
+            known += [one for one in ours if one not in known]
+            return True
+        if setting == "data.path":
+            paths = [source["path"] for source in self.settings.pop("data.sources", [])]
+            paths = list(dict.fromkeys([*paths, *self._popped("data.path"), ours]))
+            several = {"data.sources": [{"path": path} for path in paths]}
+            self.settings |= several if len(paths) > 1 else {"data.path": ours}
+            return True
+        return bool(self.settings.setdefault(setting, ours) == ours)
+
+    def _popped(self, setting: str) -> list[Any]:
+        return [self.settings.pop(setting)] if setting in self.settings else []
+
+    def _ours(self, setting: str, value: object) -> Any:
+        """The value as the type of our setting; None where it is none."""
+        if setting in _VALUES and isinstance(value, str):
+            word = value.lower()
+            if setting == "lora.kind" and word.startswith("networks.lora"):
+                word = "lora"
+            value = _VALUES[setting].get(word, word)
+        if setting == "data.resolutions":
+            value = self._edges(value)
+        elif setting == "validation.prompts" and str(value).endswith((".txt", ".json", ".toml", ".yaml")):
+            return None
+        elif setting in _JOINED and not isinstance(value, list):
+            value = [value]
+        section, _, key = setting.partition(".")
+        own = section_types()[section].model_fields[key]
+        type_of_ours: Any = Annotated[own.annotation, own]  # with the ranges of the field
+        try:
+            return TypeAdapter(type_of_ours).validate_python(value)
+        except ValidationError:
+            return None
+
+    def _edges(self, value: object) -> object:
+        """Edges of squares; of kohya's programs, which have width and height, only a square is one."""
+        listed = value.split(",") if isinstance(value, str) else value
+        edges = listed if isinstance(listed, list) else [listed]
+        is_pair = len(edges) == 2 and self.trainer in ("kohya", "musubi-tuner")
+        if (is_pair and edges[0] != edges[1]) or any(str(edge).startswith(("0.", "1.")) for edge in edges):
+            return None  # SimpleTuner's 1.0 is a megapixel
+        return list(dict.fromkeys(edges))
+
+    def take_family(self, key: str, value: object) -> bool:
+        """Take over the name of a model; whether it is known here."""
+        name = key if value is True else str(value).lower().partition(":")[0]
+        name = name.removeprefix("networks.").removeprefix("lora_").replace("-", "_").replace(".", "_")
+        if self.trainer == "musubi-tuner":
+            name = {"lora": "hunyuan_video", "flux": "flux_kontext"}.get(name, name)
+        name = _FAMILIES.get(name, name)
+        if name in family_names():
+            self.family = name
+        return self.family == name
+
+
+def translation_of(path: Path) -> Translation:
+    """Read another trainer's config, and the file of its data where it names one that is there."""
+    values = _read(path)
+    found = Translation(trainer=_trainer_of(values, path))
+    accumulated = 1
+    for place, value in _all_leaves(values, path):
+        words = [part.lstrip("-") for part in place if not part.isdecimal()]
+        parent, key = ["", *words][-2:]
+        if key in _ACCUMULATED and isinstance(value, int):
+            accumulated = value
+        elif not _is_translated(found, parent, key, value):
+            found.rest.append(f"{'.'.join(words)}: {_shown(key, value)}")
+    if "train.micro_batch_size" in found.settings or accumulated > 1:
+        batch = found.settings.setdefault("train.micro_batch_size", 1)
+        found.settings["train.global_batch_size"] = batch * accumulated
+    if (name := found.settings.get("logging.run_name")) and "output.dir" in found.settings:
+        found.settings["output.dir"] += f"/{name}"  # here a folder holds one run
+    if rank := found.settings.get("lora.rank"):
+        found.settings.setdefault("lora.alpha", rank if found.trainer in _ALPHA_IS_RANK else 1)
+    paths = [str(found.settings.get(f"model.{key}", "")).lower() for key in ("path", "transformer_file")]
+    if found.family is None and any(
+        "xl" in Path(path).name for path in paths
+    ):  # kohya's file does not say it
+        found.family = "sdxl"
+    if sources := found.settings.get("data.sources"):
+        _move_into(sources, found)
+    return found
+
+
+def _move_into(sources: list[dict[str, Any]], found: Translation) -> None:
+    """Move what is said of all data into their sources; how often each repeats is said of one."""
+    found.settings["data.path"] = None
+    if "data.trigger" in found.settings:
+        trigger = found.settings.pop("data.trigger")
+        for source in sources:
+            source["trigger"] = trigger
+    if repeats := found.settings.pop("data.repeats", None):
+        found.rest.append(f"repeats: {repeats}; of several folders they are set in data.sources")
+
+
+def _is_translated(found: Translation, parent: str, key: str, value: object) -> bool:
+    """Whether a value of theirs is one of ours, which is then taken over."""
+    is_family = key in _FAMILY_KEYS or (parent, key) == ("model", "type")
+    if is_family or (key == "model_type" and found.trainer == "OneTrainer"):
+        is_known = found.take_family(key, value)
+        # It also says that this is a LoRA.
+        return found.add("lora.kind", value) or is_known if key == "network_module" else is_known
+    if (found.trainer, key) in _MEANS_OTHERWISE:
+        return False
+    setting = _setting_of(parent, key)
+    return setting is not None and found.add(setting, value)
+
+
+def _shown(key: str, value: object) -> str:
+    """A value of theirs with what is known of its key; not that of a secret."""
+    text = "..." if _SECRET.search(key) else shortened(json.dumps(value, default=str))
+    answer = answer_to(key)
+    return f"{text}; {key} {answer}" if answer and "another trainer" not in answer else text
+
+
+def _setting_of(parent: str, key: str) -> str | None:
+    """Our setting for a key of theirs."""
+    sections = section_types()
+    own = _SECTIONS.get(parent)
+    if own and key in sections[own].model_fields:
+        return f"{own}.{key}"
+    if named := setting_named(f"{parent}.{key}") or setting_named(key):
+        return named
+    homes = [name for name in sections if name != "validation" and key in sections[name].model_fields]
+    return f"{homes[0]}.{key}" if len(homes) == 1 else None
+
+
+def _all_leaves(values: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Places and values of a config and of the file of its data, those that say something."""
+    for place, value in _leaves(values):
+        if value is None or value in ("", []):
+            continue
+        second = path.parent / str(value)
+        if place[-1].lstrip("-") not in _FILES or not second.is_file():
+            second = Path(str(value))
+        if place[-1].lstrip("-") in _FILES and second.is_file():
+            yield from _all_leaves(
+                {"datasets": data} if isinstance(data := _parsed(second), list) else data, second
+            )
+        else:
+            yield place, value
+
+
+def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _leaves(below, (*place, str(key)))
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        for number, below in enumerate(value):
+            yield from _leaves(below, (*place, str(number)))
+    else:
+        yield place, value
+
+
+def _trainer_of(values: Mapping[str, Any], path: Path) -> str:
+    """Whose config it is, by keys that only one has."""
+    keys = {place[-1].lstrip("-") for place, _ in _leaves(values)} | {key.lstrip("-") for key in values}
+    for trainer, some in _KNOWN_BY.items():
+        if not keys.isdisjoint(some):
+            return trainer
+    raise UserError(f"--from {path}: is not a config of {_TRAINERS} for training a LoRA")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    values = _parsed(path)
+    if not isinstance(values, Mapping):
+        raise UserError(f"--from {path}: is not a config of {_TRAINERS}: it has no keys")
+    return values
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise UserError(f"--from {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"--from {path}: cannot be read: {shortened(str(error))}") from None
+
+
+def translated_config(found: Translation, start: StartingPoint, theirs: Path, commands: Sequence[str]) -> str:
+    """The yaml of a run with the settings of another trainer's config, on top of a recipe.
+
+    Args:
+        theirs: file of that config.
+        commands: what to type next, for its head.
+    """
+    if "data.resolutions" in found.settings and load_config(start.recipe).config.data.width is not None:
+        found.settings |= {"data.width": None, "data.height": None}
+    sections: dict[str, list[str]] = defaultdict(list)
+    for setting, value in found.settings.items():
+        section, _, key = setting.partition(".")
+        sections[section].append(setting_line(key, value, ""))
+    rest = ["", "# Not translated:", *(f"#   {line}" for line in found.rest)] if found.rest else []
+    lines = [
+        schema_line(),
+        f"# {start.family}, translated from {shortened(str(theirs))}, a config of {found.trainer}.",
+        "#",
+        *(f"#   {command}" for command in commands),
+        *rest,
+        "",
+        f"extends: {start.recipe}",
+        *(line for section, own in sections.items() for line in ("", f"{section}:", *own)),
+    ]
+    return "\n".join(lines) + "\n"

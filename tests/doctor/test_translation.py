@@ -1,0 +1,286 @@
+"""Configs of other trainers, small ones, and what they are here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffsynth_lite.cli.main import main
+from diffsynth_lite.config import load_config
+from diffsynth_lite.doctor import model_choice
+
+AI_TOOLKIT = """
+job: extension
+config:
+  name: mine
+  process:
+    - type: sd_trainer
+      training_folder: output
+      trigger_word: ohwx
+      network: {type: lora, linear: 16, linear_alpha: 8}
+      save: {save_every: 250, dtype: float16}
+      datasets:
+        - {folder_path: photos, resolution: [512, 768], caption_dropout_rate: 0.05}
+        - {folder_path: photos, resolution: [768, 1024]}
+        - {folder_path: more}
+      train: {batch_size: 2, gradient_accumulation: 3, steps: 900, lr: 1e-4, optimizer: AdamW8bit}
+      model: {name_or_path: Qwen/Qwen-Image, arch: qwen_image}
+      sample: {sample_every: 100, seed: 7, sample_steps: 20, samples: [{prompt: a}, {prompt: b}]}
+"""
+KOHYA = """
+[model]
+pretrained_model_name_or_path = "checkpoints/sd_xl_base_1.0.safetensors"
+[network]
+network_module = "networks.lora"
+network_dim = 32
+[training]
+train_data_dir = "img"
+resolution = "1024,1024"
+learning_rate = 1
+optimizer_type = "Prodigy"
+lr_scheduler = "constant_with_warmup"
+lr_warmup_steps = 50
+max_train_steps = 1600
+train_batch_size = 4
+save_every_n_steps = 400
+output_dir = "out"
+output_name = "person"
+seed = 42
+mixed_precision = "fp16"
+max_train_epochs = 10
+sample_prompts = "prompts.txt"
+wandb_api_key = "0123456789abcdef"
+"""
+MUSUBI = """
+dit = "qwen_image_bf16.safetensors"
+dataset_config = "data.toml"
+network_module = "networks.lora_qwen_image"
+network_dim = 16
+network_alpha = 16
+timestep_sampling = "shift"
+"""
+MUSUBI_DATA = """
+[general]
+resolution = [960, 544]
+batch_size = 1
+[[datasets]]
+image_directory = "images"
+num_repeats = 2
+"""
+ONE_TRAINER = """
+{"training_method": "LORA", "model_type": "FLUX_DEV_1", "base_model_name": "black-forest-labs/FLUX.1-dev",
+ "concepts": [{"path": "cats", "name": "x"}], "optimizer": {"optimizer": "ADAMW_8BIT", "weight_decay": 0.02},
+ "learning_rate": 3e-4, "learning_rate_scheduler": "COSINE", "batch_size": 4, "resolution": "768",
+ "peft_type": "LORA", "lora_rank": 16, "train_dtype": "BFLOAT_16", "gradient_checkpointing": "ON",
+ "save_every": 1, "output_model_destination": "models/lora.safetensors", "samples": []}
+"""
+SIMPLE_TUNER = """
+{"--model_family": "flux", "--pretrained_model_name_or_path": "black-forest-labs/FLUX.1-dev",
+ "--data_backend_config": "backend.json", "--lora_type": "standard", "--lora_rank": 12,
+ "--max_train_steps": 500,
+ "--checkpoint_step_interval": "100", "--validation_prompt": "a cat", "--validation_seed": 3, "--seed": 4,
+ "--gradient_checkpointing": "true", "--optimizer": "adamw_bf16"}
+"""
+BACKEND = """[{"id": "a", "type": "local", "instance_data_dir": "cats", "resolution": 1.0, "repeats": 5}]"""
+DIFFUSION_PIPE = """
+output_dir = "runs/wan"
+dataset = "dataset.toml"
+epochs = 100
+micro_batch_size_per_gpu = 1
+gradient_accumulation_steps = 2
+gradient_clipping = 0.5
+activation_checkpointing = true
+[model]
+type = "wan"
+[adapter]
+type = "lora"
+rank = 32
+[optimizer]
+type = "adamw"
+lr = 2e-5
+betas = [0.9, 0.99]
+"""
+DIRECTORY = """
+resolutions = [256]
+frame_buckets = [1, 33]
+[[directory]]
+path = "clips"
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "trainer", "family", "expected", "rest"),
+    [
+        (
+            {"a.yaml": AI_TOOLKIT},
+            "ai-toolkit",
+            "qwen_image",
+            {
+                "data.sources": [("photos", "ohwx"), ("more", "ohwx")],
+                "data.resolutions": [512, 768, 1024],
+                "lora.rank": 16,
+                "lora.alpha": 8,
+                "train.micro_batch_size": 2,
+                "train.global_batch_size": 6,
+                "train.steps": 900,
+                "train.learning_rate": 1e-4,
+                "train.optimizer": "adamw8bit",
+                "validation.prompts": ["a", "b"],
+                "validation.seed": 7,
+                "validation.every_steps": 100,
+                "output.dir": "output/mine",
+                "output.checkpoint_every_steps": 250,
+            },
+            "job process.type save.dtype",
+        ),
+        (
+            {"k.toml": KOHYA},
+            "kohya",
+            "sdxl",
+            {
+                "model.transformer_file": "checkpoints/sd_xl_base_1.0.safetensors",
+                "data.path": "img",
+                "data.resolutions": [1024],
+                "lora.rank": 32,
+                "lora.alpha": 1,  # kohya's default
+                "train.optimizer": "prodigy",
+                "train.lr_scheduler": "constant",
+                "train.warmup_steps": 50,
+                "train.seed": 42,
+                "train.global_batch_size": 4,
+                "output.dir": "out/person",
+            },
+            "mixed_precision max_train_epochs sample_prompts wandb_api_key: ...",
+        ),
+        (
+            {"m.toml": MUSUBI, "data.toml": MUSUBI_DATA},
+            "musubi-tuner",
+            "qwen_image",
+            {
+                "model.path": "Qwen/Qwen-Image",  # the recipe's
+                "model.transformer_file": "qwen_image_bf16.safetensors",
+                "data.path": "images",
+                "data.repeats": 2,
+                "lora.alpha": 16,
+                "train.micro_batch_size": 1,
+            },
+            "general.resolution timestep_sampling",
+        ),
+        (
+            {"o.json": ONE_TRAINER},
+            "OneTrainer",
+            "flux",
+            {
+                "data.path": "cats",
+                "data.resolutions": [768],
+                "lora.rank": 16,
+                "lora.alpha": 1,
+                "train.optimizer": "adamw8bit",
+                "train.weight_decay": 0.02,
+                "train.lr_scheduler": "cosine",
+                "train.mixed_precision": "bf16",
+                "train.use_gradient_checkpointing": True,
+            },
+            "concepts.name save_every output_model_destination training_method",
+        ),
+        (
+            {"s.json": SIMPLE_TUNER, "backend.json": BACKEND},
+            "SimpleTuner",
+            "flux",
+            {
+                "data.path": "cats",
+                "data.repeats": 1,  # SimpleTuner counts them from 0 on
+                "lora.alpha": 12,
+                "train.steps": 500,
+                "train.seed": 4,
+                "validation.seed": 3,
+                "validation.prompts": ["a cat"],
+                "output.checkpoint_every_steps": 100,
+            },
+            "datasets.resolution datasets.repeats optimizer",
+        ),
+        (
+            {"d.toml": DIFFUSION_PIPE, "dataset.toml": DIRECTORY},
+            "diffusion-pipe",
+            "wan",
+            {
+                "data.path": "clips",
+                "data.resolutions": [256],
+                "data.width": None,  # of the recipe
+                "data.frame_counts": [1, 33],
+                "lora.alpha": 32,
+                "train.optimizer": "adamw",
+                "train.learning_rate": 2e-5,
+                "train.max_grad_norm": 0.5,
+                "train.global_batch_size": 2,
+            },
+            "epochs optimizer.betas",
+        ),
+    ],
+)
+def test_a_config_of_another_trainer_becomes_one_of_ours(
+    files: dict[str, str],
+    trainer: str,
+    family: str,
+    expected: dict[str, Any],
+    rest: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(model_choice, "card_here", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    for name, text in files.items():
+        Path(name).write_text(text)
+    theirs, *_ = files
+    assert main(["init", "--from", theirs, "--out", "ours.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{theirs}: a config of {trainer}, " in printed
+    config = load_config("ours.yaml").config.model_dump()
+    assert config["model"]["family"] == family
+    for setting, value in expected.items():
+        section, _, key = setting.partition(".")
+        found = config[section][key]
+        assert ([(one["path"], one["trigger"]) for one in found] if key == "sources" else found) == value, (
+            setting
+        )
+    listed = [line.strip() for line in printed.splitlines() if line.startswith("  ")]
+    for key in rest.replace(": ", ":").split():
+        assert any(key in line.replace(": ", ":") for line in listed), key
+    assert "0123456789abcdef" not in printed + Path("ours.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "reason"),
+    [
+        ("", [], "FOLDER: is missing; name the folder of your images, or --from another trainer's"),
+        ("a: 1", ["--from", "a.yaml"], "--from a.yaml: is not a config of ai-toolkit, kohya, "),
+        ("- a", ["--from", "a.yaml"], "--from a.yaml: is not a config of ai-toolkit, kohya, "),
+        ("a: [", ["--from", "a.yaml"], "--from a.yaml: cannot be read: "),
+        ("", ["--from", "b.toml"], "--from b.toml: cannot be read: No such file"),
+        (
+            "network_module: x",
+            ["--from", "a.yaml"],
+            "--from a.yaml: names no model that is known here; add --",
+        ),
+        (
+            "network_module: x",
+            ["--from", "a.yaml", "--preset", "style"],
+            "--from: --inputs, --layers, --masks",
+        ),
+    ],
+)
+def test_what_cannot_be_translated_is_refused_in_a_line(
+    text: str,
+    arguments: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(model_choice, "card_here", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(text)
+    assert main(["init", *arguments]) == 2
+    assert caplog.messages[-1].startswith(reason)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
