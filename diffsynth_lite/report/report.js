@@ -334,8 +334,13 @@
     part.scrollIntoView();
     part.tabIndex = -1;
     part.focus({ preventScroll: true });
-    const { showStep } = link.dataset;
+    const { showStep, sortBy } = link.dataset;
     if (showStep) part.querySelector(`.prompt:has([aria-current]) a[data-step="${showStep}"]`)?.click();
+    const head = sortBy && part.querySelector(`th[data-sort="${sortBy}"]`);
+    if (head) {
+      sortTable(head.closest("table"), head, -1);
+      remember("sort", `${sortBy}-down`);
+    }
   }
 
   function showPlace() {

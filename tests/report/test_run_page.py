@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from browser import DESKTOP_PX, PHONE_PX, Browser
 from PIL import Image
-from run_folders import ATTACK, full_folder, of_chart
+from run_folders import ATTACK, full_folder, of_chart, write_rows
 
 from diffsynth_lite.errors import DifferentRunError, RunInterrupted
 from diffsynth_lite.report import page as page_module
@@ -254,10 +254,16 @@ def test_charts_have_their_axes_and_lines_and_what_a_reader_zoomed_into_stays(
     with RunFolder(folder).metrics_file.open("a") as metrics:
         for step, loss in ((0, 0.9), (50, 0.6), (100, 0.4), (150, 0.5), (200, 0.6)):
             metrics.write(f'{{"step": {step}, "time": 401.0, "validation_loss": {loss}}}\n')
+    measured = [{"step": step, "losses": [0.5 + step / 500, 1.0, 2.0]} for step in range(0, 250, 50)]
+    write_rows(RunFolder(folder).item_losses_file, measured)
     with browser.page(write_report(folder)) as page:
         assert "held-out data fell by 56 % until step 100, has not improved since" in page.text("header")
         page.click("header [data-show-step]")
         assert page.text(".viewer .label-after") == "step 100"
+        assert "1 of 3 images is worse than at the start." in page.text("header")
+        assert page.text(".items tbody b").startswith("2 ")
+        page.click("header [data-sort-by]")
+        assert page.text(".items tbody b").startswith("0 ")
         # Equal ratios take equal room on a logarithmic axis, equal differences on any other.
         distances = "[1, 2, 4, 7].map(x => chart.valToPos(x / 10, 'y')).map((x, i, all) => x - all[i + 1])"
         ratio_1, ratio_2, _, _ = page.evaluate(of_chart("update", distances))
