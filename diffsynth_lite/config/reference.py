@@ -61,6 +61,8 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
 - **Yaml** anchors, aliases, tags and several documents in one file are refused.
 """
 _REFERENCE = "${section.key} is another setting, ${oc.env:NAME} an environment variable; also within a text."
+_REFERENCES = "#/$defs/Reference"
+_OF_A_MODULE = {"type": "string", "pattern": r"\."}
 _EXTENDS = "A file whose settings are taken, those of this one on top; next to it, or a recipe."
 _SWITCH_WORDS = [
     written for word in ("yes", "no", "on", "off") for written in (word, word.capitalize(), word.upper())
@@ -114,7 +116,9 @@ def render_schema(families: Sequence[str]) -> str:
         }
         | {"Reference": {"description": _REFERENCE, "type": "string", "pattern": r"\$\{"}},
     }
-    schema["properties"]["model"]["properties"]["family"]["examples"] = list(families)
+    family = schema["properties"]["model"]["properties"]["family"]
+    family["examples"] = list(families)
+    family["else"] = {"if": _OF_A_MODULE, "else": {"enum": list(families)}}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -123,8 +127,7 @@ def _section_for_editors(model: Schema) -> Schema:
     for key, setting in model["properties"].items():
         settings[key] = {"description": _on_one_line(setting["description"])}
         settings[key] |= {"default": setting["default"]} if "default" in setting else {}
-        ways = _ways_to_write(setting)
-        settings[key] |= {"anyOf": ways} if len(ways) > 1 else ways[0]
+        settings[key] |= _as_written(setting)
     return {
         "description": _on_one_line(model["description"]),
         "type": "object",
@@ -133,22 +136,31 @@ def _section_for_editors(model: Schema) -> Schema:
     }
 
 
-def _ways_to_write(setting: Schema) -> list[Schema]:
-    """The forms a setting may have in a file: its values, spelled in one of several ways, or a reference."""
+def _as_written(setting: Schema) -> Schema:
+    """The forms that a setting may have in a file: a reference, or its values, and which of these to propose.
+
+    A reference is a condition and not an alternative: of that a validator reports that it does not match.
+    """
     value = without_null(setting)
     plain = {key: part for key, part in value.items() if key not in ("title", "description", "default")}
-    ways = [plain]
     if section_of_entries(setting):
-        return ways
+        return plain
+    words = words_instead(setting)
+    proposed = [*plain.pop("examples", []), *plain.get("enum", []), *words]
     if "items" in value:
-        plain["items"] = {"anyOf": _ways_to_write(value["items"])}
+        plain["items"] = _as_written(value["items"])
     elif value["type"] == "boolean":
-        ways.append({"enum": _SWITCH_WORDS})
-    elif value["type"] == "string" and "enum" not in value and "examples" not in value:
+        proposed = [True, False]
+        plain = {"enum": [*proposed, *_SWITCH_WORDS]}
+    elif value["type"] == "string" and not proposed:
         plain["type"] = ["string", "number", "boolean"]  # text that looks like these needs no quotes
-    ways += [{"enum": words}] if (words := words_instead(setting)) else []
-    ways.append({"$ref": "#/$defs/Reference"})
-    return [*ways, {"type": "null"}] if takes_null(setting) else ways
+    ways = [
+        plain,
+        *([{"type": "string", "enum": words}] if words else []),
+        *([{"type": "null"}] if takes_null(setting) else []),
+    ]
+    values = {"anyOf": ways} if len(ways) > 1 else plain
+    return {"if": {"$ref": _REFERENCES}, "else": values} | ({"examples": proposed} if proposed else {})
 
 
 def _section(name: str, model: Schema, models: dict[str, Schema], *, level: int) -> str:

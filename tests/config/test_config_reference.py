@@ -147,7 +147,7 @@ def test_what_a_config_may_say_is_not_underlined(minimal: str, setting: str) -> 
         ("lora: {dropout: 1}", "lora.dropout"),
         ("logging: {project: ''}", "logging.project"),
         ("logging: {trackers: [wandb, wandb]}", "logging.trackers"),
-        ("logging: {trackers: [mlflow]}", "logging.trackers"),
+        ("logging: {trackers: [mlflow]}", "logging.trackers.0"),
         ("memory: 5", "memory"),
     ],
 )
@@ -157,9 +157,36 @@ def test_a_wrong_key_or_value_is_underlined(minimal: str, setting: str, place: s
 
 def test_what_a_file_must_give_is_underlined_where_it_is_missing_and_not_where_another_may_give_it() -> None:
     assert problems("extends: qwen_lora.yaml\nmodel: {quantize: int8}\n") == []
-    assert problems("model: {family: a}\ndata: {sources: [{pth: a}], sizes: [64]}\n") == [
+    assert problems("model: {family: fluxx}\ndata: {sources: [{pth: a}], sizes: [64]}\n") == [
         "",
-        "data.sizes",
+        "data.sizes.0",
         "data.sources.0",
         "model",
+        "model.family",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {learning_rate: fast}", "'fast' is not of type 'number'"),
+        ("train: {mixed_precision: fast}", "'fast' is not one of ['no', 'bf16']"),
+        ("lora: {target_modules: to_q}", "'to_q' is not one of ['attention', 'all']"),
+        ("model: {family: fluxx}", "'fluxx' is not one of ['anima', "),
+        ("model: {family: my_package.my_family}", None),
+    ],
+)
+def test_what_is_underlined_is_explained_by_the_values_and_not_by_references(text, message) -> None:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    config = yaml.load(f"extends: qwen_lora.yaml\n{text}\n", EditorLoader)
+    error = jsonschema.exceptions.best_match(jsonschema.Draft7Validator(schema).iter_errors(config))
+    assert error is None if message is None else error.message.startswith(message)
+
+
+def test_an_editor_proposes_families_and_choices() -> None:
+    sections = json.loads(SCHEMA.read_text(encoding="utf-8"))["properties"]
+    proposed = {
+        key: sections[section]["properties"][key].get("examples")
+        for section, key in (("model", "family"), ("train", "mixed_precision"), ("data", "cache"))
+    }
+    assert proposed == {"family": family_names(), "mixed_precision": ["no", "bf16"], "cache": [True, False]}
