@@ -120,10 +120,9 @@ class CheckpointStore:
         """
         _check_finite(tensors, step)
         path = self.folder / folder_name(step)
-        if self._is_good(path):
-            return path
-        self._write(path, step, _contents(tensors, documents), _num_bytes(tensors))
-        self._rotate()
+        if not self._is_good(path):
+            self._write(path, step, _contents(tensors, documents), _num_bytes(tensors))
+        self._rotate()  # Also for a writer that was killed before it had.
         return path
 
     def keep_lora(self, step: int, export: Path, files: Sequence[Path]) -> None:

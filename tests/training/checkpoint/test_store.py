@@ -123,12 +123,15 @@ def test_a_torn_folder_neither_counts_as_kept_nor_is_removed(store: CheckpointSt
     assert store.steps() == [2, 3, 4]
 
 
-def test_saving_a_complete_step_again_leaves_it_alone(store: CheckpointStore) -> None:
+def test_saving_a_complete_step_again_leaves_it_alone_and_drops_old_ones(store: CheckpointStore) -> None:
+    save(store, 4)
     path = save(store, 5)
+    store.keep = 1
     inode = path.stat().st_ino
     other_tensors, other_documents = contents(6)
     assert store.save(5, other_tensors, other_documents) == path
     assert path.stat().st_ino == inode
+    assert store.steps() == [5]
     assert_holds(store.latest(), 5)
 
 
