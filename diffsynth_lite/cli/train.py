@@ -61,8 +61,8 @@ def run(parsed: argparse.Namespace) -> None:
     with _errors_for_launcher(os.environ.get(_ERROR_FILE)):
         try:
             _train(parsed, started_at)
-        except KeyboardInterrupt:  # before the run listens to signals
-            raise RunInterrupted("SIGINT before the first step; the same command starts again") from None
+        except KeyboardInterrupt:  # while the run does not listen to signals
+            raise RunInterrupted("stopped by SIGINT; the same command continues") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -82,7 +82,7 @@ def test_ctrl_c_while_libraries_are_imported_ends_with_a_sentence(
 
     monkeypatch.setattr(train, "_train", interrupted)
     assert main(["train", "--config", "a.yaml"]) == 75
-    assert caplog.messages == ["SIGINT before the first step; the same command starts again"]
+    assert caplog.messages == ["stopped by SIGINT; the same command continues"]
 
 
 AGENT = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}
