@@ -102,7 +102,7 @@ def test_sound_is_encoded_learned_told_apart_and_drawn(run: TinyRun) -> None:
         # Two of the four have audio.
         assert row["train_fixed_noise_loss"] == pytest.approx(parts[0] + parts[1] / 2)
     page = (run.folder / "report.html").read_text()
-    assert '<section class="previews" data-audio>' in page
+    assert '<section class="previews" id="previews" data-audio>' in page
     assert "Loss of images and audio" in page
     assert "Loss of the audio on fixed noise" in page
     clips = sorted((run.folder / "previews").glob("*.mp4"))
@@ -171,7 +171,7 @@ def test_without_the_switch_the_run_is_that_of_a_family_without_sound(
     assert differing(checkpoint_tensors(plain, 3), checkpoint_tensors(run.folder, 3)) == []
     # Nor are there other entries.
     assert entries == {path: path.stat().st_mtime_ns for path in (run.root / "cache").rglob("*.safetensors")}
-    assert '<section class="previews">' in (run.folder / "report.html").read_text()
+    assert '<section class="previews" id="previews">' in (run.folder / "report.html").read_text()
     for drawn, same in zip(
         *(sorted((one / "previews").glob("*")) for one in (plain, run.folder)), strict=True
     ):
