@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
@@ -25,6 +26,8 @@ _IDLE_ADVICE = {
     "bitsandbytes.backends.cpu.ops": "pip install kernels",
 }
 """Warnings of other libraries that nobody should act on: words of them, by their logger."""
+_IDLE_WARNING = "`FluxPosEmbed` is deprecated"
+"""diffusers 0.42 uses in its own Chroma what it tells others not to use."""
 _SILENT = logging.CRITICAL + 1
 
 
@@ -151,6 +154,7 @@ def run_command(work: Callable[[], None], console: Console, *, level: int = logg
     logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
     for name in _IDLE_ADVICE:
         logging.getLogger(name).addFilter(_is_no_idle_advice)
+    warnings.filterwarnings("ignore", _IDLE_WARNING, FutureWarning)
     with in_force(redactor), lossy_log():
         code = EXIT_BUG
         try:

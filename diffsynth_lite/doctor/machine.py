@@ -31,8 +31,9 @@ def machine_table(folders: Sequence[Path] = ()) -> dict[str, str]:
         "diffsynth_lite": __version__,
         "python": platform.python_version(),
         "system": platform.platform(terse=True),
-        "packages": _versions(_PACKAGES, "missing"),
-        "optional packages": _versions(_OPTIONAL, "not installed"),
+        "packages": ", ".join(f"{name} {_version(name) or 'missing'}" for name in _PACKAGES),
+        "optional packages": ", ".join(f"{name} {found}" for name in _OPTIONAL if (found := _version(name)))
+        or "none",
         "CPU cores": str(os.cpu_count()),
         **_devices(),
     }
@@ -42,14 +43,11 @@ def machine_table(folders: Sequence[Path] = ()) -> dict[str, str]:
     return facts
 
 
-def _versions(names: Sequence[str], missing: str) -> str:
-    def entry(name: str) -> str:
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            return f"{name} {missing}"
-
-    return ", ".join(map(entry, names))
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _devices() -> dict[str, str]:

@@ -104,13 +104,13 @@ def test_the_environment_is_printed_without_its_secrets(
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setenv("UNRELATED", "2")
-    monkeypatch.setattr(machine, "_OPTIONAL", ("no_such_package",))
+    monkeypatch.setattr(machine, "_OPTIONAL", ("no_such_package", "rich"))
     assert main(["env", *["--json"] * as_json]) == 0
     shown = capsys.readouterr().out
     facts = json.loads(shown) if as_json else dict(line.split(": ", 1) for line in shown.splitlines())
     assert facts["diffsynth_lite"] == __version__
     assert f"diffusers {version('diffusers')}" in facts["packages"]
-    assert facts["optional packages"] == "no_such_package not installed"
+    assert facts["optional packages"] == f"rich {version('rich')}"
     assert (facts["HF_TOKEN"], facts["CUDA_VISIBLE_DEVICES"]) == ("REDACTED", "1")
     assert "UNRELATED" not in facts
     assert "aaaa" not in shown
