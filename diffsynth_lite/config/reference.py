@@ -154,12 +154,11 @@ def _as_written(setting: Schema) -> Schema:
         plain = {"enum": [*proposed, *_SWITCH_WORDS]}
     elif value["type"] == "string" and not proposed:
         plain["type"] = ["string", "number", "boolean"]  # text that looks like these needs no quotes
-    ways = [
-        plain,
-        *([{"type": "string", "enum": words}] if words else []),
-        *([{"type": "null"}] if takes_null(setting) else []),
-    ]
-    values = {"anyOf": ways} if len(ways) > 1 else plain
+    if takes_null(setting):
+        kinds = plain.pop("type")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        plain |= {"enum": [*plain["enum"], None]} if "enum" in plain else {"type": [*kinds, "null"]}
+    values = {"anyOf": [plain, {"type": "string", "enum": words}]} if words else plain
     return {"if": {"$ref": _REFERENCES}, "else": values} | ({"examples": proposed} if proposed else {})
 
 

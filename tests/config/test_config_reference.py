@@ -170,6 +170,7 @@ def test_what_a_file_must_give_is_underlined_where_it_is_missing_and_not_where_a
     ("text", "message"),
     [
         ("train: {learning_rate: fast}", "'fast' is not of type 'number'"),
+        ("train: {cpu_threads: x}", "'x' is not of type 'integer', 'null'"),
         ("train: {mixed_precision: fast}", "'fast' is not one of ['no', 'bf16']"),
         ("lora: {target_modules: to_q}", "'to_q' is not one of ['attention', 'all']"),
         ("model: {family: fluxx}", "'fluxx' is not one of ['anima', "),
