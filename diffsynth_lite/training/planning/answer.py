@@ -78,7 +78,7 @@ class Answer:
             "limit_host_gib": _gib(room.host) if room and has_limit else None,
             "overrides": as_overrides(best.changes) if best else [],
             "recipe": best.recipe or None if best else None,
-            "changes_numbers": best is not None and best.changes_numbers,
+            "changes_numbers": best is not None and bool(best.other_numbers),
             "step_s": seconds,
             "run_s": None if seconds is None else seconds * planner.config.train.steps,
             "is_measured": False,
@@ -112,7 +112,8 @@ class Answer:
             return "Nothing that is known makes it fit. Smaller or shorter data, or a smaller model, may."
         if self.fits:
             return "Nothing needs to change."
-        numbers = ", and gives other numbers" if self.best.changes_numbers else ""
+        others = ", ".join(self.best.other_numbers)
+        numbers = f" (changes results: {others})" if others else ""
         if self.best.recipe:
             return f"The recipe for this card fits{numbers}: --config {self.best.recipe}"
         return f"It fits with these settings{numbers}: {shlex.join(as_overrides(self.best.changes))}"

@@ -71,14 +71,14 @@ class Way:
         seconds: of an optimizer step.
         changes: settings that differ from those of the config, by dotted key.
         recipe: name of the config that takes its place; empty for none.
-        changes_numbers: whether it is another run: other losses and weights.
+        other_numbers: the settings that make it another run, with other losses and weights, by dotted key.
     """
 
     needs: Needs
     seconds: float
     changes: Mapping[str, Any]
     recipe: str = ""
-    changes_numbers: bool = False
+    other_numbers: tuple[str, ...] = ()
 
 
 class RunPlanner:
@@ -165,8 +165,13 @@ class RunPlanner:
 
     def _by_recipe(self, name: str, config: Config) -> Way:
         way = self._another(config).as_configured
-        numbers = (config.data, config.model) != (self.config.data, self.config.model)
-        return replace(way, recipe=name, changes_numbers=numbers)
+        numbers = [
+            f"{section}.{key}"
+            for section in ("data", "model")
+            for key, value in getattr(self.config, section)
+            if getattr(getattr(config, section), key) != value
+        ]
+        return replace(way, recipe=name, other_numbers=tuple(numbers))
 
     def _repaired(self, room: MemoryBudget) -> Iterator[Way]:
         """With what helps the other phases; steps are changed where they do not fit themselves."""
@@ -190,7 +195,7 @@ class RunPlanner:
             needs=needs,
             seconds=self._timer.seconds(settings),
             changes=changes,
-            changes_numbers=not OTHER_NUMBERS.isdisjoint(changes),
+            other_numbers=tuple(key for key in changes if key in OTHER_NUMBERS),
         )
 
 
