@@ -22,6 +22,19 @@ def command(*words: str) -> str:
     return shlex.join([*program, *words])
 
 
+def train_command(words: Sequence[str], *, num_processes: int) -> str:
+    """The command that trains, in so many processes of this machine.
+
+    Args:
+        words: after the name of the command.
+    """
+    if num_processes == 1:
+        return command("train", *words)
+    entry = ["train.py"] if Path("train.py").is_file() else ["-m", "diffsynth_lite.cli.train"]
+    launcher = ["torchrun", "--standalone", "--nproc_per_node", str(num_processes)]
+    return shlex.join([*launcher, *entry, *words])
+
+
 def same_command(environment: Mapping[str, str], words: Sequence[str]) -> str | None:
     """The command that started this process; None for several processes whose launcher is not known.
 

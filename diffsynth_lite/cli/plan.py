@@ -15,8 +15,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from diffsynth_lite.cli.arguments import add_config_arguments, positive_count, positive_number
+from diffsynth_lite.cli.arguments import add_config_arguments, config_words, positive_count, positive_number
 from diffsynth_lite.cli.console import importing_libraries, print_lines
+from diffsynth_lite.cli.invocation import train_command
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import UserError
 
@@ -114,6 +115,8 @@ def run(parsed: argparse.Namespace) -> None:
             print_lines(json.dumps(answer.as_json(), indent=2))
         else:
             _print(Console(emoji=False, highlight=False), answer, shows_all=parsed.all)
+            if answer.fits:
+                print_lines(f"Next: {train_command(config_words(parsed), num_processes=processes)}")
             if kept.num_reused:
                 print_lines(_REUSED.format(kept.num_reused, folder))
     if parsed.require_fit and not answer.fits:

@@ -120,5 +120,7 @@ def test_the_same_command_is_as_it_can_be_typed_here(
     monkeypatch.setattr(invocation, "parent_command", lambda: parent)
     monkeypatch.chdir(tmp_path.parent)
     words = ("train", "--config", "my run.yaml")
+    several = "torchrun --standalone --nproc_per_node 2 -m diffsynth_lite.cli.train --config 'my run.yaml'"
+    assert invocation.train_command(words[1:], num_processes=2) == several
     wanted = expected and expected.replace("{bin}", tmp_path.name)
     assert invocation.same_command(environment, words) == wanted

@@ -158,13 +158,15 @@ def test_settings_of_a_step_are_listed_with_those_of_the_config_and_where_none_f
         assert "qwen_image, 64x32, micro-batch of 2" in printed
         return printed
 
-    last = lines_of("1")[-5:]
+    last = lines_of("1")[-6:]
     assert last[:3] == [
         "Settings of a step, the fastest first:",
         "0.0 GiB, 0.0 on the host, 1.00 of the first one's time:",
         "train.use_gradient_checkpointing=false",
     ]
     assert last[4] == "as the config says"
+    assert last[5].startswith("Next: ")
+    assert last[5].endswith(f" train --config {tiny_run.config} train.micro_batch_size=2")
     without_previews = "validation.prompts=[]"
     preserved = "data.path=null", "data.sources=[{path: a}, {path: a, preserve: true, weight: 0.25}]"
     printed = lines_of("1", "--gpu", "M1", without_previews, *preserved)
