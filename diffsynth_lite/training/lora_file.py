@@ -250,9 +250,12 @@ def _check_layers(given: Collection[str], layers: Collection[str], location: str
         endings = sorted(set(map(ending_of, found)))
         is_in_all_blocks = added or not any(ending_of(layer) in endings for layer in missing)
         blocks = "" if is_in_all_blocks else ", and lora.target_blocks to its blocks"
+        remedy = f"set 'lora.target_modules=[{', '.join(endings)}]'{blocks}"
+        if any(layer.startswith("text_encoder") for layer in added):
+            remedy = "set lora.target_modules and lora.components to its layers"
         raise UserError(
             f"lora.init_from: the LoRA in {location} is on {len(found)} layers, this run's on {len(layers)} "
-            f"({named}); set 'lora.target_modules=[{', '.join(endings)}]'{blocks}"
+            f"({named}); {remedy}"
         )
 
 
