@@ -152,7 +152,7 @@ def begin_run_folder(run: Run, start: Start, data: TrainingData) -> Start:
         names=settings.trackers,
         project=settings.project,
         # Unresolved: no tracker gets the value of an environment variable.
-        settings=load_yaml(run.loaded.resolved_yaml),
+        settings=load_yaml(run.loaded.resolved_yaml) if settings.trackers else {},
         folder=run.folder.path / "trackers",
         run_name=settings.run_name,
         run_id=start.run_id,
