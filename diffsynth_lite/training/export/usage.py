@@ -112,6 +112,7 @@ def _taken_by(pipeline_class: Any) -> tuple[Collection[str], Collection[str]]:
 def _opening(pipeline_class: Any, base: str, dtype: str) -> Iterator[str]:
     """The lines that load a pipeline."""
     name = pipeline_class.__name__
+    yield '# In place of "cuda": "mps" on a Mac, "cpu" where there is no GPU.'
     if not issubclass(pipeline_class, ModularPipeline):
         yield f'pipeline = {name}.from_pretrained({base!r}, dtype=torch.{dtype}).to("cuda")'
         return
