@@ -116,10 +116,18 @@ def another(value: Any, kind: Any) -> Any:
     return "x"
 
 
-def test_no_setting_but_those_that_are_named_changes_what_a_plan_counts(tmp_path: Path) -> None:
-    config = config_of("qwen_image", tmp_path / "tiny")
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, ModelFamily, set[str]]:
+    """A config, its family and the keys of what is counted of them."""
+    config = config_of("qwen_image", tmp_path_factory.mktemp("planned") / "tiny")
     family = bind_family(config)
-    before = keys_of(config, family)
+    return config, family, keys_of(config, family)
+
+
+def test_no_setting_but_those_that_are_named_changes_what_a_plan_counts(
+    planned: tuple[Config, ModelFamily, set[str]],
+) -> None:
+    config, family, before = planned
     named = READ_AS_IT_IS | READ_FOR_STEPS | READ_FOR_SHAPES
     num_accepted, changing = 0, []
     for key, value, kind in leaves(config):
@@ -158,10 +166,11 @@ def test_no_setting_but_those_that_are_named_changes_what_a_plan_counts(tmp_path
         ("validation.inputs", ["one.png"]),
     ],
 )
-def test_what_a_count_reads_is_part_of_its_key(key: str, value: Any, tmp_path: Path) -> None:
-    config = config_of("qwen_image", tmp_path / "tiny")
-    family = bind_family(config)
-    assert keys_of(with_changes(config, {key: value}), family) != keys_of(config, family)
+def test_what_a_count_reads_is_part_of_its_key(
+    key: str, value: Any, planned: tuple[Config, ModelFamily, set[str]]
+) -> None:
+    config, family, before = planned
+    assert keys_of(with_changes(config, {key: value}), family) != before
 
 
 class Watched(KeptCounts):
