@@ -26,6 +26,7 @@ from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.session import Run, StartupClock, build_accelerator
+from diffsynth_lite.training.stopping import StopRequest
 from diffsynth_lite.training.trainer import train, train_step
 
 INPUTS, OUTPUTS = 5, 3
@@ -295,6 +296,7 @@ class Life:
             console=Console(file=io.StringIO()),
             clock=StartupClock(0.0),
             grace=None,
+            stop=StopRequest(),
         )
         built = SimpleNamespace(
             weights=WeightStream([], process.device),
