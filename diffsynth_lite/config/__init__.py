@@ -2,8 +2,8 @@
 
 from diffsynth_lite.config.data import DataSettings, SourceSettings
 from diffsynth_lite.config.document import load_yaml
-from diffsynth_lite.config.files import find_config_file, recipes_for_card
-from diffsynth_lite.config.loader import LoadedConfig, dump_config, load_config
+from diffsynth_lite.config.files import find_config_file
+from diffsynth_lite.config.loader import LoadedConfig, dump_config, load_config, recipes_for_card
 from diffsynth_lite.config.run import AllowedChange
 from diffsynth_lite.config.schema import Config, section_types
 

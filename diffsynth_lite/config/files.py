@@ -28,11 +28,11 @@ _LARGEST_FILE = 1 << 20
 _MANY_OF_OTHERS = 3
 """As many names of another trainer's settings, and no section of ours, show that a file is a config of it."""
 _FIRST_KEY = re.compile(r"""^[ \t{"']*(\w+)["']?[ \t]*:""", re.MULTILINE)
-_CARDS = "cards"
-"""The folder of recipes for a card of so many GB, as in qwen_24gb.yaml, among the recipes."""
-_OF_CARD = re.compile(r"_(\d+)gb$")
-_NEXT_CARD = 1.4
-"""A recipe for a card is not proposed for one with so many times its memory: most of that would be idle."""
+_OF_CARD = re.compile(r"_(\d+)gb\.yaml$")
+"""In the name of a recipe for a card of so many GB."""
+_FITS = re.compile(r"fits a card of (\d+) GB")
+"""In the head of any other recipe; scripts/benchmarks/recipes.py checks it."""
+_EXTENDED = re.compile(rf"^{EXTENDS}: (\S+)$", re.MULTILINE)
 # Less alike, as my_lora.yaml and anima_lora.yaml, is another name and not a mistyped one.
 _SIMILAR = 0.85
 _INIT = "`diffsynth-lite init FOLDER` writes a config for the images or clips in a folder"
@@ -131,8 +131,8 @@ def find_config_file(name: str | Path) -> Path:
     return _find_recipe(given.name, f"--config {name}", Path.cwd())
 
 
-def recipes_for_card(path: Path, card_gib: float) -> list[Path]:
-    """The recipes for a card of about so much memory that extend what a recipe extends, largest card first.
+def recipes_by_card(path: Path) -> list[tuple[int, Path]]:
+    """The recipes that extend what a recipe extends, or are that: GB of the card of each, and its file.
 
     Args:
         path: of a config; one that does not come with this package has none.
@@ -140,12 +140,16 @@ def recipes_for_card(path: Path, card_gib: float) -> list[Path]:
     folder = _recipe_folder()
     if folder not in path.resolve().parents:
         return []
-    root = read_config_files(path)[0].path.resolve()
-    sizes = {file: int(_OF_CARD.findall(file.stem)[0]) for file in (folder / _CARDS).glob("*gb.yaml")}
-    near = [file for file, gib in sizes.items() if gib <= card_gib < _NEXT_CARD * gib]
-    like = [file for file in near if read_config_files(file)[0].path.resolve() == root]
-    others = [file for file in like if file.resolve() != path.resolve()]
-    return sorted(others, key=lambda file: sizes[file], reverse=True)
+    # Read as yaml they would take a tenth of a second for every family that is asked for.
+    texts = {file: file.read_text(encoding="utf-8") for file in folder.rglob("*.yaml")}
+    extended = {file.name: found[1] for file, text in texts.items() if (found := _EXTENDED.search(text))}
+
+    def root(name: str) -> str:
+        return root(extended[name]) if name in extended else name
+
+    cards = {file: _OF_CARD.search(file.name) or _FITS.search(text) for file, text in texts.items()}
+    like = root(path.resolve().name)
+    return [(int(card[1]), file) for file, card in cards.items() if card and root(file.name) == like]
 
 
 def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:

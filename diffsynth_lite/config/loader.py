@@ -28,7 +28,14 @@ from diffsynth_lite.config.document import (
     shown,
     write_yaml,
 )
-from diffsynth_lite.config.files import ConfigFile, Preset, find_config_file, read_config_files, read_preset
+from diffsynth_lite.config.files import (
+    ConfigFile,
+    Preset,
+    find_config_file,
+    read_config_files,
+    read_preset,
+    recipes_by_card,
+)
 from diffsynth_lite.config.messages import (
     expectation,
     in_words,
@@ -120,6 +127,25 @@ def load_config(
         resolved_yaml=write_yaml(redacted(unresolved)),
         warnings=tuple(map(builder.located, remarks)),
     )
+
+
+def recipes_for_card(like: LoadedConfig, card_gib: float, **given: Any) -> Iterator[tuple[int, LoadedConfig]]:
+    """The recipes that train the LoRA of another recipe, itself among them, on a card of so much memory.
+
+    Args:
+        given: overrides and presets for each.
+
+    Returns:
+        GB of the card that each is for, the largest first, and the recipe.
+    """
+    for card_gb, path in sorted(recipes_by_card(like.path), reverse=True):
+        if card_gb > card_gib:
+            continue
+        found = load_config(path, **given)
+        ours, theirs = like.config, found.config
+        # Where model.path is given, only output tells the smaller of two models from the larger.
+        if (theirs.model.path, theirs.output) == (ours.model.path, ours.output):
+            yield card_gb, found
 
 
 def dump_config(config: Config) -> str:

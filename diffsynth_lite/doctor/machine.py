@@ -17,8 +17,7 @@ from diffsynth_lite.files import free_disk_bytes
 
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "datasets", "av", "pillow")
 _OPTIONAL = ("bitsandbytes", "gguf", "prodigyopt", "pylance", "schedulefree", "tensorboard", "torchvision")
-_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-_DRIVER_TIMEOUT_S = 10
+_DRIVER_TIMEOUT_S = 20
 
 
 def machine_table(folders: Sequence[Path] = ()) -> dict[str, str]:
@@ -41,6 +40,26 @@ def machine_table(folders: Sequence[Path] = ()) -> dict[str, str]:
         free = (f"{format_bytes(free_disk_bytes(folder))} at {folder}" for folder in folders)
         facts["free disk"] = ", ".join(free)
     return facts
+
+
+def ask_driver(fields: str) -> list[str]:
+    """What NVIDIA's driver answers of each card, without torch, which takes seconds to import.
+
+    Args:
+        fields: as nvidia-smi names them, with commas between.
+
+    Returns:
+        A line for each card; none where there is no driver that answers.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return answer.stdout.splitlines() if answer.returncode == 0 else []
 
 
 def _version(package: str) -> str | None:
@@ -67,17 +86,6 @@ def _devices() -> dict[str, str]:
         )
     if not torch.cuda.is_available():
         facts["GPU"] = "none that torch can use"
-    if (driver := _driver()) is not None:
-        facts["driver"] = driver
+    if versions := ask_driver("driver_version"):
+        facts["driver"] = ", ".join(dict.fromkeys(versions))
     return facts
-
-
-def _driver() -> str | None:
-    """Version of NVIDIA's driver; None where there is none that answers."""
-    if shutil.which(_DRIVER[0]) is None:
-        return None
-    try:
-        answer = subprocess.run(_DRIVER, capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return ", ".join(dict.fromkeys(answer.stdout.split())) if answer.returncode == 0 else None

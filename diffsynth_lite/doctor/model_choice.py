@@ -1,21 +1,13 @@
 """This file knows which models fit a graphics card, by the recipes made for one, with sizes and licences."""
 
-import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diffsynth_lite.config import find_config_file, load_config
+from diffsynth_lite.config import load_config, recipes_for_card
+from diffsynth_lite.doctor.machine import ask_driver
 from diffsynth_lite.pipelines import load_family
 from diffsynth_lite.pipelines.base.release_folder import weight_bytes
 from diffsynth_lite.training.planning.gpus import Gpu, gpu_of_device
-
-_FITS = re.compile(r"fits a card of (\d+) GB")
-"""In the head of a recipe; scripts/benchmarks/recipes.py checks it."""
-_OF_CARD = re.compile(r"_(\d+)gb\.yaml$")
-_SMI = ("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-_SMI_LIMIT_S = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,35 +29,18 @@ class FittingModel:
 def card_here() -> Gpu | None:
     """The first card that NVIDIA's driver lists; None without one, or where the table of cards has none like
     it. Torch, which takes seconds to import, is not asked."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run(
-            [program, *_SMI], capture_output=True, text=True, check=False, timeout=_SMI_LIMIT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs is for the doctor to report
-        return None
-    name, _, mib = done.stdout.partition("\n")[0].rpartition(", ")
+    name, _, mib = next(iter(ask_driver("name,memory.total")), "").rpartition(", ")
     return gpu_of_device(name, int(mib) * 2**20) if mib.isdecimal() else None
 
 
 def recipe_for(recipe: str, memory_gib: float) -> tuple[int, str] | None:
-    """The one among a recipe and those that extend it for a card which makes the most of so much memory.
+    """The one among a recipe and its versions for cards which makes the most of so much memory.
 
     Returns:
         The memory of the card that it is for, and its name; None where none is for so little.
     """
-    file = find_config_file(recipe)
-    model = load_config(recipe).config.model.path
-    by_memory = {int(gb): recipe for gb in _FITS.findall(file.read_text(encoding="utf-8"))[:1]}
-    for path in (file.parent / "cards").glob("*.yaml"):
-        card, extends = _OF_CARD.search(path.name), f"\nextends: {recipe}\n"
-        if not card or extends not in path.read_text(encoding="utf-8"):
-            continue
-        if load_config(path.name).config.model.path == model:
-            by_memory[int(card[1])] = path.name
-    return max(((gb, name) for gb, name in by_memory.items() if gb <= memory_gib), default=None)
+    found = next(recipes_for_card(load_config(recipe), memory_gib), None)
+    return found and (found[0], found[1].path.name)
 
 
 def fitting_models(recipes: Sequence[tuple[str, str]], memory_gib: float) -> list[FittingModel]:

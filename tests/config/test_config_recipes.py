@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diffsynth_lite.config import load_config
+from diffsynth_lite.config import load_config, recipes_for_card
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "configs").glob("*.yaml"))
@@ -47,6 +47,24 @@ def test_a_recipe_for_a_card_is_a_few_settings_on_top_of_another(path):
     given = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert given.pop("extends")
     assert sum(map(len, given.values())) <= 5
+
+
+@pytest.mark.parametrize(
+    ("like", "card_gib", "found"),
+    [
+        ("qwen_lora", 24, "qwen_24gb qwen_16gb qwen_12gb qwen_8gb"),
+        ("sdxl_16gb", 12, "sdxl_lora"),  # which others extend, and is for the smallest card
+        ("ltx_video_13b_12gb", 20, "ltx_video_13b_16gb ltx_video_13b_12gb"),  # they extend one that extends
+        ("ltx_video_0_9_5_lora", 48, "ltx_video_0_9_5_lora"),  # the larger model is another
+        ("z_image_turbo_lora", 80, ""),
+    ],
+)
+def test_the_recipes_of_a_model_for_a_card_are_found_the_largest_first(like, card_gib, found):
+    given = {"overrides": ["model.path=mine"]}
+    for settings in ({}, given) if like.startswith("ltx") else ({},):
+        loaded = load_config(f"{like}.yaml", **settings)
+        names = [recipe.path.stem for _, recipe in recipes_for_card(loaded, card_gib, **settings)]
+        assert " ".join(names) == found
 
 
 SQUARES = {"data.resolutions": [1024], "data.given_sizes": []}

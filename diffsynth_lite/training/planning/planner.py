@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
-from diffsynth_lite.config import Config, LoadedConfig, load_config, recipes_for_card
+from diffsynth_lite.config import Config, LoadedConfig, recipes_for_card
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.planning.choices import (
@@ -31,6 +31,8 @@ from diffsynth_lite.training.planning.subject import (
     timer_of,
 )
 
+_NEXT_CARD = 1.4
+"""A recipe for a card is not proposed for one with so many times its memory: most of that would be idle."""
 _ROUNDING = 0.01
 """GiB by which a card may be smaller than its recipes: nine tenths of a number are no exact ones."""
 
@@ -205,9 +207,9 @@ def recipes_like(loaded: LoadedConfig, room: MemoryBudget, **given: Any) -> Iter
     Args:
         given: overrides and presets of the command line.
     """
-    config, sections = loaded.config, ("lora", "objective", "output")
-    for path in recipes_for_card(loaded.path, room.device / COUNTED_SHARE / 1024**3 + _ROUNDING):
-        found = load_config(path, **given).config
-        same = all(getattr(found, name) == getattr(config, name) for name in sections)
-        if same and found.model.path == config.model.path:
-            yield path.name, found
+    card_gib = room.device / COUNTED_SHARE / 1024**3 + _ROUNDING
+    for card_gb, found in recipes_for_card(loaded, card_gib, **given):
+        if card_gib >= _NEXT_CARD * card_gb:
+            return
+        if found.path.resolve() != loaded.path.resolve():
+            yield found.path.name, found.config
