@@ -36,18 +36,26 @@ def train_command(words: Sequence[str], *, num_processes: int) -> str:
 
 
 def same_command(environment: Mapping[str, str], words: Sequence[str]) -> str | None:
-    """The command that started this process; None for several processes whose launcher is not known.
+    """The command that started this process, without ``--resume``, which may ask for a new run; None for
+    several processes whose launcher is not known.
 
     Args:
         words: of the command, after the name of this program.
     """
     if not is_one_of_several(environment):
-        return command(*words)
+        return command(*_without_resume(words))
     # Of torch's agent, which accelerate launch is, too; mpirun may be on another machine.
     launcher = parent_command() if "TORCHELASTIC_RUN_ID" in environment else []
     if len(launcher) > 1 and _as_typed(launcher[1]) != launcher[1]:
         launcher = launcher[1:]  # a script: its interpreter is not typed
-    return shlex.join([*map(_as_typed, launcher[:1]), *launcher[1:]]) or None
+    return shlex.join([*map(_as_typed, launcher[:1]), *_without_resume(launcher[1:])]) or None
+
+
+def _without_resume(words: Sequence[str]) -> list[str]:
+    followed = {place + 1 for place, word in enumerate(words) if word == "--resume"}
+    return [
+        word for place, word in enumerate(words) if place not in followed and not word.startswith("--resume")
+    ]
 
 
 def _as_typed(word: str) -> str:

@@ -159,7 +159,7 @@ class LoraSettings(Settings):
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the LoRA's inputs set to zero at each training step. A little, such as 0.05, works against
-    learning a small set of images by heart."""
+    overfitting to a small set of images."""
 
     components: Distinct[NonEmptyStr] | None = Field(default=None, min_length=1)
     """Folders of the pipeline that get a LoRA; null takes what the family trains by default. For most models

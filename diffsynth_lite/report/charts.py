@@ -240,7 +240,7 @@ CHARTS = (
         name="fixed_noise_loss",
         title="Loss on fixed noise",
         meaning="The same images with the same noise, measured again and again: a change is learned, and "
-        "not luck. On held-out data a rise means that the LoRA learns its own data by heart.",
+        "not luck. On held-out data a rise means that the LoRA overfits.",
         lines=(
             Line(metric="train_fixed_noise_loss", label="on training data"),
             Line(metric="validation_loss", label="on held-out data"),

@@ -42,7 +42,7 @@ def judge(held_out: Points, fixed_noise: Points, *, has_finished: bool) -> Judge
 
     The first rule that applies decides:
 
-    - ``rises``: the loss is higher than at the start.
+    - ``rises``: the loss was never lower than at the start, and is higher.
     - ``unchanged``: it was never lower than at the start.
     - ``rebounds``: it is higher than its lowest value.
     - ``stalled``: the recent evaluations have no lower value than those before.
@@ -59,10 +59,10 @@ def judge(held_out: Points, fixed_noise: Points, *, has_finished: bool) -> Judge
     name = f"The loss on {'held-out data' if is_held_out else 'fixed noise'}"
     (first_step, first), (_, last) = points[0], points[-1]
     best, best_step = min((loss, step) for step, loss in points)
-    if last >= first * (1 + CLEAR_RATIO):
-        text = f"{name} is {_percent(last / first - 1)} higher than at step {first_step}."
-        return Judgement(rule="rises", kind="warn", text=f"{text} The learning rate may be too high.")
     if best > first * (1 - CLEAR_RATIO):
+        if last >= first * (1 + CLEAR_RATIO):
+            text = f"{name} is {_percent(last / first - 1)} higher than at step {first_step}."
+            return Judgement(rule="rises", kind="warn", text=f"{text} The learning rate may be too high.")
         text = f"{name} has not fallen since step {first_step}."
         return Judgement(rule="unchanged", kind="warn", text=f"{text} The learning rate may be too low.")
     recent = max(2, math.ceil(len(points) * RECENT_RATIO))
@@ -76,7 +76,7 @@ def judge(held_out: Points, fixed_noise: Points, *, has_finished: bool) -> Judge
             return Judgement(rule="rebounds", kind="info", text=text, step=best_step)
         text = text.replace(" and is", ", has not improved since, and is")
         if is_held_out:
-            text += " Further steps learn the training data by heart."
+            text += " The LoRA overfits from there on."
         return Judgement(rule="rebounds", kind="warn", text=text, step=best_step)
     if is_stalled:
         text = f"{fell} and has not improved since step {best_step}. Little is left to learn."

@@ -119,8 +119,8 @@ def test_the_same_command_is_as_it_can_be_typed_here(
     parent = [word.replace("{bin}", str(tmp_path)) for word in launcher]
     monkeypatch.setattr(invocation, "parent_command", lambda: parent)
     monkeypatch.chdir(tmp_path.parent)
-    words = ("train", "--config", "my run.yaml")
+    words = ("train", "--config", "my run.yaml", "--resume", "none", "--resume=none")
     several = "torchrun --standalone --nproc_per_node 2 -m diffsynth_lite.cli.train --config 'my run.yaml'"
-    assert invocation.train_command(words[1:], num_processes=2) == several
+    assert invocation.train_command(words[1:3], num_processes=2) == several
     wanted = expected and expected.replace("{bin}", tmp_path.name)
     assert invocation.same_command(environment, words) == wanted

@@ -40,9 +40,14 @@ def points(losses: list[float]) -> list[tuple[int, float]]:
             "has not fallen since step 0. The learning rate may be too low.",
         ),
         (
-            [1.0, 0.5, 0.7, 1.0, 1.1],
+            [1.0, 0.99, 1.05, 1.0, 1.1],
             "rises",
             "is 10 % higher than at step 0. The learning rate may be too high.",
+        ),
+        (
+            [1.0, 0.5, 0.7, 1.0, 1.1],
+            "rebounds",
+            "fell by 50 % until step 200, has not improved since, and is 120 % higher now.",
         ),
         # A quarter of twelve is three: what was lowest before them decides.
         (
@@ -59,14 +64,14 @@ def test_a_series_has_its_sentence(losses: list[float], rule: str | None, senten
 
 
 def test_held_out_data_are_judged_first_once_there_are_five_evaluations() -> None:
-    falls, learned_by_heart = points([1.0, 0.6, 0.4, 0.2, 0.15]), points([1.0, 0.7, 0.6, 0.7, 0.75])
-    found = judge(learned_by_heart, falls, has_finished=True)
+    falls, overfitted = points([1.0, 0.6, 0.4, 0.2, 0.15]), points([1.0, 0.7, 0.6, 0.7, 0.75])
+    found = judge(overfitted, falls, has_finished=True)
     assert (found.kind, found.step) == ("warn", 400)
     assert found.text == (
         f"{HELD_OUT} fell by 40 % until step 400, has not improved since, and is 25 % higher now. "
-        "Further steps learn the training data by heart."
+        "The LoRA overfits from there on."
     )
-    found = judge(learned_by_heart[:4], falls, has_finished=True)
+    found = judge(overfitted[:4], falls, has_finished=True)
     assert found.text == f"{NAME} fell by 85 % and was still falling at the end. More steps may help."
 
 
