@@ -30,9 +30,8 @@ def train_command(words: Sequence[str], *, num_processes: int) -> str:
     """
     if num_processes == 1:
         return command("train", *words)
-    entry = ["train.py"] if Path("train.py").is_file() else ["-m", "diffsynth_lite.cli.train"]
     launcher = ["torchrun", "--standalone", "--nproc_per_node", str(num_processes)]
-    return shlex.join([*launcher, *entry, *words])
+    return shlex.join([*launcher, "-m", "diffsynth_lite.cli.train", *words])
 
 
 def same_command(environment: Mapping[str, str], words: Sequence[str]) -> str | None:
