@@ -114,11 +114,12 @@ def load_config(
     given_flags = [f"{name}={value}" for name, value in (flags or {}).items() if value is not None]
     for pieces in [*_by_setting(overrides), *([flag] for flag in given_flags)]:
         builder.add_override(*pieces)
+    given = dict(_differences(stages[-1], builder.written()))
     config, unresolved = builder.build()
     for preset in chosen:
         preset.require_fit(config.model.family)
     for preset, before, after in zip(chosen, stages, stages[1:], strict=False):
-        logger.info("--preset %s: %s", preset.name, ", ".join(_changes(before, after)))
+        logger.info("--preset %s: %s", preset.name, ", ".join(_changes(before, after, given)))
     remarks = (*config.without_effect(), *_secrets_in(unresolved))
     return LoadedConfig(
         config=config,
@@ -430,15 +431,32 @@ def _holder(tree: Any, path: _Path) -> Any:
     return reduce(getitem, path[:-1], tree)
 
 
-def _changes(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Each setting that has another value now, such as ``lora.rank 16 (was 32)``."""
+def _changes(
+    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], given: dict[str, Any]
+) -> Iterator[str]:
+    """Each setting that has another value now, such as ``lora.rank 16 (was 32)``.
+
+    Args:
+        given: those of the command line, which win over it.
+    """
+    old = {f"{section}.{key}": value for section, own in before.items() for key, value in own.items()}
+    for name, value in _differences(before, after):
+        if name in given:
+            remark = f" (the command line wins: {json.dumps(given[name])})"
+        else:
+            remark = f" (was {json.dumps(old[name])})" if name in old else ""
+        yield f"{name} {json.dumps(value)}{remark}"
+
+
+def _differences(
+    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """The names of settings that have another value now, with that."""
     for section, values in after.items():
         old = before.get(section, {})
         for key, value in values.items():
-            if key not in old:
-                yield f"{section}.{key} {json.dumps(value)}"
-            elif old[key] != value:
-                yield f"{section}.{key} {json.dumps(value)} (was {json.dumps(old[key])})"
+            if key not in old or old[key] != value:
+                yield f"{section}.{key}", value
 
 
 def _in_one(

@@ -245,9 +245,10 @@ def test_a_preset_wins_over_the_file_and_the_command_line_over_it(write, minimal
     train, lora = loaded.config.train, loaded.config.lora
     assert (train.steps, train.seed, lora.rank, lora.dropout) == (9, 3, 8, 0.1)
     assert caplog.messages == [
-        "--preset likeness: lora.rank 16 (was 4), train.steps 1000 (was 7), "
+        "--preset likeness: lora.rank 16 (was 4), train.steps 1000 (the command line wins: 9), "
         "validation.every_steps 100, output.checkpoint_every_steps 100",
-        "--preset few_pictures: lora.rank 8 (was 16), lora.dropout 0.1, train.steps 500 (was 1000), "
+        "--preset few_pictures: lora.rank 8 (was 16), lora.dropout 0.1, "
+        "train.steps 500 (the command line wins: 9), "
         "validation.every_steps 50 (was 100), output.checkpoint_every_steps 50 (was 100)",
     ]
     # The copy in the run folder needs no preset, and leaves out the command line.
