@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # Wrong arguments are reported before torch is imported, whic
 logger = logging.getLogger(__name__)
 
 _MAX_NAMED = 10
+_CANNOT = " items cannot be used: "
+"""What the items and their reasons follow in the message of a run, which has no tables above it."""
+_LISTED = " items cannot be used; they are listed above"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +67,11 @@ def run(parsed: argparse.Namespace) -> None:
     except OSError as error:
         raise UserError(f"--page {parsed.page}: cannot be written: {error.strerror}") from None
     print_lines(f"Page with the items as the model sees them: {parsed.page}")
-    examination.require_usable()
+    try:
+        examination.require_usable()
+    except UserError as error:
+        lines = (line.partition(_CANNOT) for line in str(error).splitlines())
+        raise UserError("\n".join(f"{line}{said and _LISTED}" for line, said, _ in lines)) from None
     print_lines(*(f"Next: {command(name, *config_words(parsed))}" for name in ("plan", "train")))
 
 

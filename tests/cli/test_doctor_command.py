@@ -65,15 +65,15 @@ def test_bad_data_exit_with_2_after_everything_is_shown(
     printed = capsys.readouterr().out
     assert "3.png: not a PNG" in printed
     assert "64x32" in printed
-    assert "4.png: no caption: write 4.txt" in caplog.text
-    assert "1 of 5 items cannot be used: 3.png" in caplog.text
+    assert "4.png: no caption: write 4.txt" in printed
+    assert caplog.text.count("1 of 5 items cannot be used; they are listed above\n") == 2
     page = (tiny_run.root / "page.html").read_text()
     assert "no caption: write 4.txt" in page
     assert page.count("data:image/jpeg") == 3 + 1  # what has no caption is shown with its reason
 
 
 def test_long_lists_are_cut_short_on_the_console(
-    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(14):
         (tiny_run.root / "data" / f"bad {number:02}.png").write_text("<html>")
@@ -85,6 +85,7 @@ def test_long_lists_are_cut_short_on_the_console(
     assert "bad 10.png: " not in printed
     assert "and 4 more, on the page" in printed
     assert "[bold]caption[/]" in printed
+    assert caplog.messages[-1].endswith("14 of 19 items cannot be used; they are listed above")
 
 
 @pytest.mark.parametrize(
