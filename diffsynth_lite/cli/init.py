@@ -66,7 +66,11 @@ def run(parsed: argparse.Namespace) -> None:
         )
     presets = [read_preset(name) for name in parsed.presets]
     out = _new_file(parsed)
-    commands = [command(name, "--config", shortened(str(out))) for name in ("doctor", "plan", "train")]
+    flags = {"plan": ["--gpu", parsed.gpu]} if parsed.gpu else {}
+    commands = [
+        command(name, "--config", shortened(str(out)), *flags.get(name, []))
+        for name in ("doctor", "plan", "train")
+    ]
     # The libraries take seconds to import: wrong arguments are refused before that.
     from diffsynth_lite.doctor.model_choice import base_model, card_here
     from diffsynth_lite.training.planning.gpus import gpu_named
@@ -165,17 +169,16 @@ def _write_for_folder(
     lines = [
         f"{found.path}: {found.summary}",
         *(f"> {problem}" for problem in found.problems),
-        *_strays(found.strays, start.family),
+        *(
+            [
+                f"> {start.family} does not train on {join_names(found.strays)}; a run stops at such files: "
+                f"move them out of the folder, or set {found.skip_settings}"
+            ]
+            if found.strays
+            else ()
+        ),
         *([f"Models with a recipe for your {gpu.name}:"] if gpu and start.fitting else ()),
         *(f"  {model.family}: {model.facts}" for model in start.fitting),
         f"Wrote {out}{f' and {image}' if image else ''}, for {start.family}{reason}.",
     ]
     return start, lines
-
-
-def _strays(names: Sequence[str], family: str) -> list[str]:
-    """What to do about files that the family does not train on."""
-    if not names:
-        return []
-    advice = "a run stops at such files: move them out of the folder, or set data.on_bad_item=skip"
-    return [f"> {family} does not train on {join_names(names)}; {advice}"]

@@ -280,16 +280,21 @@ def remedy_of_bad(
         return ""
     if len(bad) == len(names):
         return "Repair them: there is none to train on"
-    are_few = len(bad) <= max_bad_ratio * len(names)
-    would_do = next(part / 100 for part in range(101) if len(bad) <= part / 100 * len(names))
-    enough = "" if are_few else f" data.max_bad_ratio={would_do:g}"
+    skip, *ratio = settings_to_skip(len(bad), len(names), max_bad_ratio=max_bad_ratio).split()
     if on_bad_item == "error":
-        return f"Repair or remove them, or leave them out with data.on_bad_item=skip{enough}"
-    if are_few:
+        return f"Repair or remove them, or leave them out with {' '.join([skip, *ratio])}"
+    if not ratio:
         return ""
-    return (
-        f"Too many to skip, as data.max_bad_ratio is {max_bad_ratio:g}: repair or remove them, or set{enough}"
-    )
+    ways = f"repair or remove them, or set {ratio[0]}"
+    return f"Too many to skip, as data.max_bad_ratio is {max_bad_ratio:g}: {ways}"
+
+
+def settings_to_skip(num_bad: int, num_items: int, *, max_bad_ratio: float) -> str:
+    """What leaves out so many items, with the least ratio that would do where this one does not."""
+    if num_bad <= max_bad_ratio * num_items:
+        return "data.on_bad_item=skip"
+    would_do = next(part / 100 for part in range(101) if num_bad <= part / 100 * num_items)
+    return f"data.on_bad_item=skip data.max_bad_ratio={would_do:g}"
 
 
 def summary_of_bad(names: Sequence[str], bad: Mapping[str, str]) -> str:

@@ -85,6 +85,8 @@ def find_records(
     media_store: Path,
     on_bad_item: OnBadItem = "error",
     part: Part = WHOLE,
+    are_entries: bool = False,
+    logs_skipped: bool = True,
 ) -> FoundRecords:
     """Records of all sources, and their problems. Images and clips are not decoded.
 
@@ -95,6 +97,8 @@ def find_records(
         media_store: folder for the images and clips that datasets hold as bytes.
         on_bad_item: "skip" leaves out items that cannot be read, without a problem.
         part: part whose records are read; no file of other records is opened, not even a caption.
+        are_entries: their settings are entries of ``data.sources``, for messages; several always are.
+        logs_skipped: the kinds of files that are skipped are logged.
     """
     records: list[Record] = []
     unread: dict[str, str] = {}
@@ -105,7 +109,14 @@ def find_records(
     for index, source in enumerate(sources):
         # The index and not the folder's name: a run can be resumed after its folders were moved.
         prefix = f"{index}/" if len(sources) > 1 else ""
-        reader = _Reader(source, index=index, prefix=prefix, part=part)
+        reader = _Reader(
+            source,
+            index=index,
+            prefix=prefix,
+            part=part,
+            is_entry=are_entries or bool(prefix),
+            logs_skipped=logs_skipped,
+        )
         read = partial(reader.read_dataset, media_store) if source.dataset else reader.read_folder
         records += problems.attempt(read) or []
         unread |= reader.unread
@@ -135,11 +146,15 @@ class _Reader:
         without_trigger: names of the records with a caption to which the trigger was added.
     """
 
-    def __init__(self, source: Source, *, index: int, prefix: str, part: Part) -> None:
+    def __init__(
+        self, source: Source, *, index: int, prefix: str, part: Part, is_entry: bool, logs_skipped: bool
+    ) -> None:
         self._source = source
         self._index = index
         self._prefix = prefix
         self._part = part
+        self._is_entry = is_entry
+        self._logs_skipped = logs_skipped
         self._lacks_captions = False
         self.problems: list[str] = []
         self.unread: dict[str, str] = {}
@@ -343,14 +358,15 @@ class _Reader:
             if (media := sorted(set(others).intersection(suffixes.split())))
         ]
         self.skipped.append(f"{self._prefix}{counts}{''.join(remedies)}")
-        level = logging.WARNING if remedies else logging.INFO
-        logger.log(level, "%s: skipped files: %s%s", folder.path, counts, "".join(remedies))
+        if self._logs_skipped:
+            level = logging.WARNING if remedies else logging.INFO
+            logger.log(level, "%s: skipped files: %s%s", folder.path, counts, "".join(remedies))
 
     def _hint_at_captions(self) -> str:
         """How to train on the items that lack one all the same."""
         given, trigger = self._source.trigger, "" if self._source.trigger else " data.trigger=WORD"
         settings = f"data.captions=optional{trigger}"
-        if self._prefix:  # its settings are in a list, which the command line takes as a whole
+        if self._is_entry:  # its settings are in a list, which the command line takes as a whole
             settings = (
                 f"captions: optional{'' if given else ' and trigger: WORD'} in its entry of data.sources"
             )

@@ -83,9 +83,10 @@ class ExaminedData:
             remedy_of_bad(names, bad, on_bad_item=settings.on_bad_item, max_bad_ratio=settings.max_bad_ratio)
         ]
         if ways[0] and any(why.startswith("no caption") for why in reasons):
-            ways.append(
-                "What has no caption can be trained on one word: data.captions=optional data.trigger=WORD"
-            )
+            given = "data.captions=optional data.trigger=WORD"
+            if settings.sources:
+                given = "captions: optional and trigger: WORD in its entry of data.sources"
+            ways.append(f"What has no caption can be trained on one word: {given}")
         return ". ".join(ways)
 
     def require_usable(self) -> None:

@@ -20,6 +20,7 @@ from diffsynth_lite.config.files import Preset, schema_file
 from diffsynth_lite.data import Record, Source, VideoFacts, find_records
 from diffsynth_lite.data.folder import list_folder
 from diffsynth_lite.data.images import ImageFacts, check_image
+from diffsynth_lite.data.plan import settings_to_skip
 from diffsynth_lite.data.records import is_image, is_video
 from diffsynth_lite.data.video import check_video, max_frames, read_frames
 from diffsynth_lite.doctor.findings import counted
@@ -74,6 +75,7 @@ class FolderFindings:
         sizes: from the headers of the images and clips that can be read.
         records: its items that can be used, by all that is known without their pixels.
         strays: names of the clips among images that are learned, or of the images among clips.
+        skip_settings: that leave out these and what cannot be used.
         problems: errors in captions and names, as a run would report them.
     """
 
@@ -86,6 +88,7 @@ class FolderFindings:
     sizes: Sequence[ImageFacts | VideoFacts]
     records: Sequence[Record]
     strays: Sequence[str]
+    skip_settings: str
     problems: Sequence[str]
 
     @property
@@ -200,7 +203,8 @@ def _learns_clips(path: Path, own: Mapping[RecordKind, str]) -> bool:
         return False
     if own.keys() == {"image_to_video"}:
         return True
-    captioned = find_records([Source(path=str(path))], media_store=path).records
+    # The files that are skipped are logged when the folder is read for the family.
+    captioned = find_records([Source(path=str(path))], media_store=path, logs_skipped=False).records
     usable = [is_video(record.target.name) for record in captioned] or [
         isinstance(size, VideoFacts) for size in _sizes(path / name for name in (*images, *clips))
     ]
@@ -265,6 +269,9 @@ def look_at(
         sizes=list(_sizes(path / name for name in (*images, *clips))),
         records=[one for one in found.records if _is_learned(one.target.name, start.kind)],
         strays=strays,
+        skip_settings=settings_to_skip(
+            len({*strays, *found.unread}), len(found.names), max_bad_ratio=data.max_bad_ratio
+        ),
         problems=found.problems,
     )
 

@@ -297,7 +297,13 @@ def _captions(record: Record, config: Config) -> tuple[str, ...]:
 
 def _find(key: str, sources: Sequence[Source], config: Config, part: Part) -> FoundRecords:
     store = cache_folder(config) / "media"
-    found = find_records(sources, media_store=store, on_bad_item=config.data.on_bad_item, part=part)
+    found = find_records(
+        sources,
+        media_store=store,
+        on_bad_item=config.data.on_bad_item,
+        part=part,
+        are_entries=bool(config.data.sources),
+    )
     tables = tuple(f"{source.metadata_file}: " for source in sources if source.metadata is not None)
     # Several sources have one key, and so have the held-out items.
     table_key = "data.metadata" if key == "data.path" else key

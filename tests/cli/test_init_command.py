@@ -74,15 +74,15 @@ def test_editors_find_the_schema_of_what_it_writes(images: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("clips", "captioned", "arguments", "family", "strays"),
+    ("clips", "captioned", "arguments", "family", "strays", "ratio"),
     [
-        (["a.MOV"], "012", [], "qwen_image", "a.MOV"),
-        (["a.MOV", "b.mov", "c.mp4", "d.mp4"], "012", [], "qwen_image", "a.MOV; b.mov; c.mp4; d.mp4"),
-        (["a.mp4", "b.mp4"], "0ab", [], "wan", ""),  # images are clips of one frame there
-        (["a.mp4", "b.mp4"], "0ab", ["--family", "wan_i2v"], "wan_i2v", "0.png; 1.png; 2.png"),
-        (["a.mp4", "b.mp4"], "0ab", ["--family", "sdxl"], "sdxl", "a.mp4; b.mp4"),
-        (["a.mp4"], "0a", [], "qwen_image", "a.mp4"),
-        (["a.mp4", "b.mp4"], "", [], "qwen_image", "a.mp4; b.mp4"),
+        (["a.MOV"], "012", [], "qwen_image", "a.MOV", "0.25"),
+        (["a.MOV", "b.mov", "c.mp4", "d.mp4"], "012", [], "qwen_image", "a.MOV; b.mov; c.mp4; d.mp4", "0.58"),
+        (["a.mp4", "b.mp4"], "0ab", [], "wan", "", ""),  # images are clips of one frame there
+        (["a.mp4", "b.mp4"], "0ab", ["--family", "wan_i2v"], "wan_i2v", "0.png; 1.png; 2.png", "0.6"),
+        (["a.mp4", "b.mp4"], "0ab", ["--family", "sdxl"], "sdxl", "a.mp4; b.mp4", "0.8"),
+        (["a.mp4"], "0a", [], "qwen_image", "a.mp4", "0.75"),
+        (["a.mp4", "b.mp4"], "", [], "qwen_image", "a.mp4; b.mp4", "1"),
     ],
 )
 def test_the_majority_of_what_can_be_used_decides(
@@ -92,8 +92,11 @@ def test_the_majority_of_what_can_be_used_decides(
     arguments: list[str],
     family: str,
     strays: str,
+    ratio: str,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    (images / "notes.md").touch()
     for name in clips:
         path = images / name
         write_video(path, [tiny_image(96, 64, 10)] * 20, fps=16) if name[1:] == ".mp4" else path.touch()
@@ -104,7 +107,10 @@ def test_the_majority_of_what_can_be_used_decides(
     assert main(["init", str(images), "--out", "mine.yaml", *arguments]) == 0
     config, printed = load_config("mine.yaml").config, capsys.readouterr().out
     assert config.model.family == family
-    assert (f"> {family} does not train on {strays}; a run stops at such files" in printed) == bool(strays)
+    advice = f"move them out of the folder, or set data.on_bad_item=skip data.max_bad_ratio={ratio}\n"
+    told = f"> {family} does not train on {strays}; a run stops at such files: {advice}"
+    assert (told in printed) == bool(strays)
+    assert caplog.text.count("skipped files: 1 md") == 1
 
 
 @pytest.mark.parametrize(
@@ -129,8 +135,11 @@ def test_the_recipe_is_one_for_the_card(
     images: Path, arguments: list[str], extends: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["init", str(images), "--out", "mine.yaml", *arguments]) == 0
-    assert f"\nextends: {extends}" in Path("mine.yaml").read_text()
-    assert words in capsys.readouterr().out
+    text, printed = Path("mine.yaml").read_text(), capsys.readouterr().out
+    assert f"\nextends: {extends}" in text
+    assert words in printed
+    for shown in (text, printed):
+        assert f"{command('plan', '--config', 'mine.yaml', *arguments[:2])}\n" in shown
 
 
 @pytest.mark.parametrize(

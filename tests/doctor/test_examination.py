@@ -19,6 +19,7 @@ from diffsynth_lite.doctor.findings import Findings
 from diffsynth_lite.doctor.machine import machine_table
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.training.data_settings import find_training_records
 
 LONG = "word " * 600
 
@@ -112,10 +113,13 @@ def test_what_is_wrong_in_one_source_does_not_hide_the_others(workplace: Workpla
     assert examination.findings.num_items == 4
     assert examination.findings.dropped == {"1/bare.png": "no caption: write bare.txt"}
     assert examination.findings.small.keys() == {"1/bare.png"}
-    assert "data.captions=optional data.trigger=WORD" in examination.findings.remedy
+    entry = "captions: optional and trigger: WORD in its entry of data.sources"
+    assert entry in examination.findings.remedy
     first, second = examination.problems
     assert "bare.png: no caption: write bare.txt" in first
     assert examination.findings.problems == [second]
+    alone = workplace.config(f"data.sources=[{{path: {workplace.root}/some}}]")
+    assert entry in find_training_records(alone).problems[0]
     assert "none: no such folder" in second
     with pytest.raises(UserError) as caught:
         examination.require_usable()
