@@ -5,6 +5,7 @@ SimpleTuner and diffusion-pipe, OneTrainer's code, and the documents of sd-scrip
 """
 
 import json
+import math
 import re
 import tomllib
 from collections import defaultdict
@@ -87,20 +88,28 @@ _VALUES = {
     "train.use_gradient_checkpointing": {},
 }
 """Our values, by theirs in small letters."""
-_KNOWN_BY = {
-    "ai-toolkit": ["job", "process"],
-    "OneTrainer": ["training_method", "concept_file_name", "concepts"],
-    "SimpleTuner": ["model_family", "data_backend_config"],
-    "diffusion-pipe": ["micro_batch_size_per_gpu", "pipeline_stages", "adapter"],
-    "musubi-tuner": ["dit", "dataset_config"],
-    "kohya": ["network_module", "pretrained_model_name_or_path"],
-}
+_KNOWN_BY = [
+    ("ai-toolkit", ["job", "process"]),
+    ("OneTrainer", ["training_method", "concept_file_name", "concepts"]),
+    ("SimpleTuner", ["model_family", "data_backend_config"]),
+    ("diffusion-pipe", ["micro_batch_size_per_gpu", "pipeline_stages", "adapter"]),
+    ("musubi-tuner", ["dit"]),
+    ("kohya", ["pretrained_model_name_or_path"]),
+    ("musubi-tuner", ["dataset_config"]),
+    ("kohya", ["network_module"]),
+]
 """Keys that a trainer's config has and none of those below has."""
 _MEANS_OTHERWISE = [("OneTrainer", "save_every"), ("OneTrainer", "sample_after"), ("SimpleTuner", "repeats")]
 """Keys that are settings of others: in units of their own, or counted from 0 on."""
 _SECRET = re.compile(r"token|secret|password|api_key|access_key")
+_LEAST_EDGE = 64
+"""Less is not an edge, such as SimpleTuner's 1.0, a megapixel."""
 _ALPHA_IS_RANK = ("SimpleTuner", "diffusion-pipe")
 """Trainers whose alpha is the rank where it is not set; it is 1 in the others."""
+
+
+_Leaf = tuple[tuple[str, ...], Any]
+"""A value with its keys, from the top down."""
 
 
 @dataclass(kw_only=True)
@@ -165,11 +174,15 @@ class Translation:
 
     def _edges(self, value: object) -> object:
         """Edges of squares; of kohya's programs, which have width and height, only a square is one."""
-        listed = value.split(",") if isinstance(value, str) else value
-        edges = listed if isinstance(listed, list) else [listed]
+        listed: Any = value.split(",") if isinstance(value, str) else value
+        edges: list[Any] = listed if isinstance(listed, list) else [listed]
         is_pair = len(edges) == 2 and self.trainer in ("kohya", "musubi-tuner")
-        if (is_pair and edges[0] != edges[1]) or any(str(edge).startswith(("0.", "1.")) for edge in edges):
-            return None  # SimpleTuner's 1.0 is a megapixel
+        try:
+            edges = [float(edge) for edge in edges]
+        except (TypeError, ValueError):
+            return None  # such as diffusion-pipe's pairs of a width and a height
+        if (is_pair and edges[0] != edges[1]) or any(edge < _LEAST_EDGE for edge in edges):
+            return None
         return list(dict.fromkeys(edges))
 
     def take_family(self, key: str, value: object) -> bool:
@@ -188,14 +201,7 @@ def translation_of(path: Path) -> Translation:
     """Read another trainer's config, and the file of its data where it names one that is there."""
     values = _read(path)
     found = Translation(trainer=_trainer_of(values, path))
-    accumulated = 1
-    for place, value in _all_leaves(values, path):
-        words = [part.lstrip("-") for part in place if not part.isdecimal()]
-        parent, key = ["", *words][-2:]
-        if key in _ACCUMULATED and isinstance(value, int):
-            accumulated = value
-        elif not _is_translated(found, parent, key, value):
-            found.rest.append(f"{'.'.join(words)}: {_shown(key, value)}")
+    accumulated = _take_all(found, list(_all_leaves(values, path)))
     if "train.micro_batch_size" in found.settings or accumulated > 1:
         batch = found.settings.setdefault("train.micro_batch_size", 1)
         found.settings["train.global_batch_size"] = batch * accumulated
@@ -204,13 +210,35 @@ def translation_of(path: Path) -> Translation:
     if rank := found.settings.get("lora.rank"):
         found.settings.setdefault("lora.alpha", rank if found.trainer in _ALPHA_IS_RANK else 1)
     paths = [str(found.settings.get(f"model.{key}", "")).lower() for key in ("path", "transformer_file")]
-    if found.family is None and any(
-        "xl" in Path(path).name for path in paths
-    ):  # kohya's file does not say it
-        found.family = "sdxl"
+    if found.family is None and any("xl" in Path(path).name for path in paths):
+        found.family = "sdxl"  # kohya's file does not say it
     if sources := found.settings.get("data.sources"):
         _move_into(sources, found)
     return found
+
+
+def _take_all(found: Translation, leaves: Sequence[_Leaf]) -> int:
+    """Take over what can be, and list the rest; the forwards that a step accumulates."""
+    accumulated = 1
+    by_area = {place[:-1] for place, value in leaves if place[-1] == "resolution_type" and value == "area"}
+    for place, value in sorted(leaves, key=lambda leaf: leaf[0][-1] != "unet_lr"):  # it overrides another
+        *parents, key = place
+        words = [*(part for part in parents if not part.isdecimal()), key]
+        if key == "resolution" and place[:-1] in by_area:
+            value = _edge_of_megapixels(value)
+        if key in _ACCUMULATED and str(value).isdecimal():
+            accumulated = int(value)
+        elif not _is_translated(found, ["", *words][-2], key, value):
+            found.rest.append(f"{'.'.join(words)}: {_shown(key, value)}")
+    return accumulated
+
+
+def _edge_of_megapixels(value: object) -> object:
+    """The edge of a square of SimpleTuner's megapixels, in steps of 64 pixels as it has them."""
+    try:
+        return round(math.sqrt(float(str(value))) * 1000 / 64) * 64
+    except (ValueError, OverflowError):
+        return value
 
 
 def _move_into(sources: list[dict[str, Any]], found: Translation) -> None:
@@ -256,26 +284,25 @@ def _setting_of(parent: str, key: str) -> str | None:
     return f"{homes[0]}.{key}" if len(homes) == 1 else None
 
 
-def _all_leaves(values: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _all_leaves(values: Mapping[str, Any], path: Path) -> Iterator[_Leaf]:
     """Places and values of a config and of the file of its data, those that say something."""
-    for place, value in _leaves(values):
-        if value is None or value in ("", []):
-            continue
-        second = path.parent / str(value)
-        if place[-1].lstrip("-") not in _FILES or not second.is_file():
-            second = Path(str(value))
-        if place[-1].lstrip("-") in _FILES and second.is_file():
-            yield from _all_leaves(
-                {"datasets": data} if isinstance(data := _parsed(second), list) else data, second
-            )
+    for place, value in _told(values):
+        named = (path.parent / str(value), Path(str(value))) if place[-1] in _FILES else ()
+        if second := next((file for file in named if file.is_file()), None):
+            data = _parsed(second)
+            yield from _told(data if isinstance(data, Mapping) else {"datasets": data})
         else:
             yield place, value
 
 
-def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _told(values: Mapping[str, Any]) -> Iterator[_Leaf]:
+    return ((place, value) for place, value in _leaves(values) if value is not None and value not in ("", []))
+
+
+def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[_Leaf]:
     if isinstance(value, Mapping):
         for key, below in value.items():
-            yield from _leaves(below, (*place, str(key)))
+            yield from _leaves(below, (*place, _plain(key)))
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
         for number, below in enumerate(value):
             yield from _leaves(below, (*place, str(number)))
@@ -283,10 +310,14 @@ def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
         yield place, value
 
 
+def _plain(key: object) -> str:
+    return str(key).lstrip("-")
+
+
 def _trainer_of(values: Mapping[str, Any], path: Path) -> str:
     """Whose config it is, by keys that only one has."""
-    keys = {place[-1].lstrip("-") for place, _ in _leaves(values)} | {key.lstrip("-") for key in values}
-    for trainer, some in _KNOWN_BY.items():
+    keys = {place[-1] for place, _ in _leaves(values)} | {_plain(key) for key in values}
+    for trainer, some in _KNOWN_BY:
         if not keys.isdisjoint(some):
             return trainer
     raise UserError(f"--from {path}: is not a config of {_TRAINERS} for training a LoRA")

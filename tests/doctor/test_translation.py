@@ -34,9 +34,11 @@ pretrained_model_name_or_path = "checkpoints/sd_xl_base_1.0.safetensors"
 network_module = "networks.lora"
 network_dim = 32
 [training]
+dataset_config = "self.toml"
 train_data_dir = "img"
 resolution = "1024,1024"
-learning_rate = 1
+learning_rate = 1e-4
+unet_lr = 1
 optimizer_type = "Prodigy"
 lr_scheduler = "constant_with_warmup"
 lr_warmup_steps = 50
@@ -50,6 +52,11 @@ mixed_precision = "fp16"
 max_train_epochs = 10
 sample_prompts = "prompts.txt"
 wandb_api_key = "0123456789abcdef"
+"""
+KOHYA_FLUX = """
+pretrained_model_name_or_path = "flux1-dev.safetensors"
+dataset_config = "data.toml"
+network_module = "networks.lora_flux"
 """
 MUSUBI = """
 dit = "qwen_image_bf16.safetensors"
@@ -79,9 +86,10 @@ SIMPLE_TUNER = """
  "--data_backend_config": "backend.json", "--lora_type": "standard", "--lora_rank": 12,
  "--max_train_steps": 500,
  "--checkpoint_step_interval": "100", "--validation_prompt": "a cat", "--validation_seed": 3, "--seed": 4,
- "--gradient_checkpointing": "true", "--optimizer": "adamw_bf16"}
+ "--gradient_accumulation_steps": "4", "--gradient_checkpointing": "true", "--optimizer": "adamw_bf16"}
 """
-BACKEND = """[{"id": "a", "type": "local", "instance_data_dir": "cats", "resolution": 1.0, "repeats": 5}]"""
+BACKEND = """[{"id": "a", "type": "local", "instance_data_dir": "cats", "resolution": 1.0, "repeats": 5},
+{"id": "b", "instance_data_dir": "cats", "resolution": 1, "resolution_type": "area"}]"""
 DIFFUSION_PIPE = """
 output_dir = "runs/wan"
 dataset = "dataset.toml"
@@ -105,6 +113,7 @@ resolutions = [256]
 frame_buckets = [1, 33]
 [[directory]]
 path = "clips"
+resolutions = [[1280, 720]]
 """
 
 
@@ -134,7 +143,7 @@ path = "clips"
             "job process.type save.dtype",
         ),
         (
-            {"k.toml": KOHYA},
+            {"self.toml": KOHYA},
             "kohya",
             "sdxl",
             {
@@ -143,6 +152,7 @@ path = "clips"
                 "data.resolutions": [1024],
                 "lora.rank": 32,
                 "lora.alpha": 1,  # kohya's default
+                "train.learning_rate": 1.0,
                 "train.optimizer": "prodigy",
                 "train.lr_scheduler": "constant",
                 "train.warmup_steps": 50,
@@ -150,7 +160,14 @@ path = "clips"
                 "train.global_batch_size": 4,
                 "output.dir": "out/person",
             },
-            "mixed_precision max_train_epochs sample_prompts wandb_api_key: ...",
+            "learning_rate mixed_precision max_train_epochs sample_prompts wandb_api_key: ...",
+        ),
+        (
+            {"f.toml": KOHYA_FLUX, "data.toml": MUSUBI_DATA},
+            "kohya",
+            "flux",
+            {"model.transformer_file": "flux1-dev.safetensors", "data.path": "images"},
+            "general.resolution",
         ),
         (
             {"m.toml": MUSUBI, "data.toml": MUSUBI_DATA},
@@ -190,6 +207,8 @@ path = "clips"
             {
                 "data.path": "cats",
                 "data.repeats": 1,  # SimpleTuner counts them from 0 on
+                "data.resolutions": [1024],  # a megapixel
+                "train.global_batch_size": 4,
                 "lora.alpha": 12,
                 "train.steps": 500,
                 "train.seed": 4,
@@ -214,7 +233,7 @@ path = "clips"
                 "train.max_grad_norm": 0.5,
                 "train.global_batch_size": 2,
             },
-            "epochs optimizer.betas",
+            "epochs optimizer.betas directory.resolutions",
         ),
     ],
 )
@@ -254,7 +273,7 @@ def test_a_config_of_another_trainer_becomes_one_of_ours(
     ("text", "arguments", "reason"),
     [
         ("", [], "FOLDER: is missing; name the folder of your images, or --from another trainer's"),
-        ("a: 1", ["--from", "a.yaml"], "--from a.yaml: is not a config of ai-toolkit, kohya, "),
+        ("1: a", ["--from", "a.yaml"], "--from a.yaml: is not a config of ai-toolkit, kohya, "),
         ("- a", ["--from", "a.yaml"], "--from a.yaml: is not a config of ai-toolkit, kohya, "),
         ("a: [", ["--from", "a.yaml"], "--from a.yaml: cannot be read: "),
         ("", ["--from", "b.toml"], "--from b.toml: cannot be read: No such file"),
