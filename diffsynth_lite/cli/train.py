@@ -17,7 +17,7 @@ from typing import Any
 from diffsynth_lite import __version__
 from diffsynth_lite.cli.arguments import add_config_arguments
 from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries
-from diffsynth_lite.cli.invocation import same_command
+from diffsynth_lite.cli.invocation import command, same_command
 from diffsynth_lite.cli.processes import grace_can_be_set, grace_period, join_processes, parent_command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import EXIT_BUG, RunInterrupted, UserError, exit_code
@@ -112,9 +112,21 @@ def _train(parsed: argparse.Namespace, started_at: float) -> None:
     clock.add("importing libraries", time.perf_counter() - importing_since)
     if not parsed.console.is_terminal:
         hide_progress_bars()
-    command = same_command(os.environ, parsed.words)
+    again = same_command(os.environ, parsed.words)
     grace = grace_period(os.environ, parent_command(), can_be_set=grace_can_be_set())
-    run_training(loaded, console=parsed.console, clock=clock, grace=grace, command=command)
+    run_training(loaded, console=parsed.console, clock=clock, grace=grace, command=again)
+    _log_next(loaded.config.output.dir)
+
+
+def _log_next(folder: str) -> None:
+    """Log the commands that try the LoRA of a finished run; the console of other processes is silent."""
+    from diffsynth_lite.run_folder.folder import RunFolder
+    from diffsynth_lite.run_folder.loras import lora_copies
+
+    sample = command("sample", "--lora", folder)
+    logger.info('Next: %s --prompt "..."', sample)
+    if len(lora_copies(RunFolder(Path(folder)).checkpoints_folder)) > 1:
+        logger.info('Which step was best: %s --every-checkpoint --prompt "..."', sample)
 
 
 def _launcher_warnings(mixed_precision: str) -> list[str]:

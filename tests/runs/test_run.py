@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard as HubCard
 from PIL import Image
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, lora_metadata_of, make_run
 
+from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.run_folder.model_card import is_as_written
 from diffsynth_lite.run_folder.progress import StepResult
@@ -202,6 +203,11 @@ def test_a_finished_run_says_where_its_results_are_and_changes_nothing(
     }
     assert finished_run.train() == 0
     assert f"LoRA: {finished_run.folder / 'lora'}" in caplog.text
+    sample = command("sample", "--lora", str(finished_run.folder))
+    assert caplog.messages[-2:] == [
+        f'Next: {sample} --prompt "..."',
+        f'Which step was best: {sample} --every-checkpoint --prompt "..."',
+    ]
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 

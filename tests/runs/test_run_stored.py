@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from diffsynth_lite.cli import main as commands
+from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.cli.train import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -81,6 +82,8 @@ def test_a_run_of_then_resumes_with_the_numbers_that_it_went_on_to_have(stored: 
 def test_a_finished_run_of_then_is_known_as_finished(stored: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert main(["--config", "lora.yaml"]) == 0
     assert "This run is finished (step 6)" in caplog.text
+    sample = command("sample", "--lora", "run")
+    assert caplog.messages[-1] == f'Next: {sample} --prompt "..."'
     assert loss_rows(stored / "run") == loss_rows(STORED / "run")
 
 
