@@ -35,7 +35,7 @@ _SPLIT = (
     "process generated its own."
 )
 _REUSED = (
-    "{} counts are those of earlier plans, which are kept in {}; without that folder all is counted again."
+    "Counts reused from earlier plans: {}. They are kept in {}; without that folder all is counted again."
 )
 _PRESERVED = (
     "{:.0f} % of the samples, if all sources hold as many items, are preserved: a forward pass more each."

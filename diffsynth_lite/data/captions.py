@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from diffsynth_lite.core.randomness import counter_generator
 from diffsynth_lite.data.folder import Folder, is_unicode
-from diffsynth_lite.data.records import Record, stem
+from diffsynth_lite.data.records import Record, is_video, stem
 from diffsynth_lite.errors import UserError, join_names
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,8 @@ class CaptionFiles:
         """
         texts = sorted(self._texts.get(stem(target), ()))
         if not texts:
-            raise MissingCaption(f"no caption: write {stem(target)}.txt")
+            only_images = ", or move it away if only images are learned" if is_video(target) else ""
+            raise MissingCaption(f"no caption: write {stem(target)}.txt{only_images}")
         for (number, name), (next_number, next_name) in pairwise(texts):
             if number == next_number:
                 raise UserError(f"{name} and {next_name}; keep one")

@@ -434,7 +434,7 @@ def _proposed_sizes(
         max(_EDGE_STEP, isqrt(median_low(map(_area, sizes))) // _EDGE_STEP * _EDGE_STEP) if sizes else width
     )
     if data.width is None and edge < width:
-        yield "resolutions", [edge], f"half of the images have fewer than {width} x {width} pixels"
+        yield "resolutions", [edge], f"at least half of the images have fewer than {width} x {width} pixels"
     elif data.width is not None and any(size.width < width or size.height < height for size in sizes):
         why = f"some are smaller than {width} x {height}"
         yield "width", None, why

@@ -112,7 +112,8 @@ class Previews:
         """
         if not self.requests:
             return None
-        logger.info("After step %d: generating %d previews.", step, len(self.requests))
+        number = len(self.requests)
+        logger.info("After step %d: generating %d preview%s.", step, number, "s" if number > 1 else "")
         try:
             previews = self._sample(transformer)
             return self._save(previews, step) if self.writes else None

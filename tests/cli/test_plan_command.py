@@ -154,7 +154,7 @@ def test_settings_of_a_step_are_listed_with_those_of_the_config_and_where_none_f
         room = ("--device-gib", gib, *given)
         assert plan("--config", str(tiny_run.config), *room, "train.micro_batch_size=2") == 0
         lines = capsys.readouterr().out.splitlines()
-        printed = [line.strip() for line in lines if "counts are those of earlier plans" not in line]
+        printed = [line.strip() for line in lines if "Counts reused from earlier plans" not in line]
         assert "qwen_image, 64x32, micro-batch of 2" in printed
         return printed
 
@@ -188,7 +188,7 @@ def test_counts_are_kept_for_the_next_plan(
     folder = caches / "diffsynth_lite" / "plan"
     *same, reused = again.splitlines()
     assert "\n".join(same) + "\n" == first
-    assert re.fullmatch(rf"[4-9] counts are those of earlier plans, which are kept in {folder}; .*", reused)
+    assert re.fullmatch(rf"Counts reused from earlier plans: [4-9]\. They are kept in {folder}; .*", reused)
     # Neither the number of streamed blocks nor what follows the plan is part of a count.
     files = set(folder.iterdir())
     printed("memory.stream_blocks=all", "train.steps=5")

@@ -130,7 +130,7 @@ def test_compiled_blocks_prove_their_effect_and_a_run_may_go_on_with_them(
     half_way = plain_run.folder / "checkpoints" / "step-00000002"
     start = (f"output.dir={tmp_path}", "--resume", str(half_way), *COMPILED, *STREAMED)
     assert plain_run.train(*start) == 2
-    assert "set resume.allow: [train.compile]" in caplog.text
+    assert "set 'resume.allow=[train.compile]'" in caplog.text
 
     assert plain_run.train(*start, "resume.allow=[train.compile]") == 0
     assert differing(checkpoint_tensors(plain_run.folder, 4), checkpoint_tensors(tmp_path, 4)) == []

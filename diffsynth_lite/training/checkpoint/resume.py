@@ -206,7 +206,7 @@ def require_same(
     way = f"Restore these to continue that run{how}, or set another output.dir to start a new one"
     if None not in permissions:
         needed = ", ".join(map(str, dict.fromkeys([*allow, *permissions])))
-        way += f"; to continue it with the new values all the same, set resume.allow: [{needed}]"
+        way += f"; to continue it with the new values all the same, set 'resume.allow=[{needed}]'"
     raise DifferentRunError(f"output.dir: {where} belongs to a different run: {named}{more}. {way}")
 
 
