@@ -116,10 +116,7 @@ def _translate(
         raise UserError(
             "--from: --inputs, --layers, --masks and --preset do not go with it; edit what it writes"
         )
-    found = translation_of(parsed.theirs)
-    if parsed.folder:
-        found.settings.pop("data.sources", None)
-        found.settings["data.path"] = str(parsed.folder)
+    found = translation_of(parsed.theirs, parsed.folder)
     family = parsed.family or found.family
     if family is None:
         raise UserError(f"--from {parsed.theirs}: names no model that is known here; add --family NAME")

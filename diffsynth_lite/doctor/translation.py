@@ -101,9 +101,16 @@ _KNOWN_BY = [
 """Keys that a trainer's config has and none of those below has."""
 _MEANS_OTHERWISE = [("OneTrainer", "save_every"), ("OneTrainer", "sample_after"), ("SimpleTuner", "repeats")]
 """Keys that are settings of others: in units of their own, or counted from 0 on."""
-_SECRET = re.compile(r"token|secret|password|api_key|access_key")
+_SECRET = re.compile(r"token(?!s|i)|secret|password|api_key|access_key")
 _LEAST_EDGE = 64
 """Less is not an edge, such as SimpleTuner's 1.0, a megapixel."""
+_NOT_TRAINED = ["enabled false", "disabled true", "dataset_type conditioning", "dataset_type eval"]
+_NOT_TRAINED += ["type validation"]
+"""Keys and values, in small letters, of entries of a list that are not trained on."""
+_PRESERVED = ["is_reg true", "is_regularisation_data true", "type prior_prediction"]
+"""The same of data that our ``preserve`` is for."""
+_OF_A_SOURCE = ("datasets", "subsets", "directory")
+"""Their lists of data; what is there says nothing of the run."""
 _ALPHA_IS_RANK = ("SimpleTuner", "diffusion-pipe")
 """Trainers whose alpha is the rank where it is not set; it is 1 in the others."""
 
@@ -121,12 +128,16 @@ class Translation:
         family: None where it names none that is known here.
         settings: values by our dotted keys.
         rest: lines on each of their keys that is not translated.
+        paths: folders of data.
+        preserved: folders of data that is not learned, but keeps the model as it is.
     """
 
     trainer: str
     family: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    preserved: list[str] = field(default_factory=list)
 
     def add(self, setting: str, value: object) -> bool:
         """Take a value over, if it is one here and does not differ from one before."""
@@ -141,15 +152,9 @@ class Translation:
             known += [one for one in ours if one not in known]
             return True
         if setting == "data.path":
-            paths = [source["path"] for source in self.settings.pop("data.sources", [])]
-            paths = list(dict.fromkeys([*paths, *self._popped("data.path"), ours]))
-            several = {"data.sources": [{"path": path} for path in paths]}
-            self.settings |= several if len(paths) > 1 else {"data.path": ours}
+            self.paths += [] if ours in self.paths else [ours]
             return True
         return bool(self.settings.setdefault(setting, ours) == ours)
-
-    def _popped(self, setting: str) -> list[Any]:
-        return [self.settings.pop(setting)] if setting in self.settings else []
 
     def _ours(self, setting: str, value: object) -> Any:
         """The value as the type of our setting; None where it is none."""
@@ -197,11 +202,15 @@ class Translation:
         return self.family == name
 
 
-def translation_of(path: Path) -> Translation:
-    """Read another trainer's config, and the file of its data where it names one that is there."""
+def translation_of(path: Path, folder: Path | None = None) -> Translation:
+    """Read another trainer's config, and the file of its data where it names one that is there.
+
+    Args:
+        folder: the data, instead of theirs.
+    """
     values = _read(path)
     found = Translation(trainer=_trainer_of(values, path))
-    accumulated = _take_all(found, list(_all_leaves(values, path)))
+    accumulated = _take_all(found, _trained_on(found, list(_all_leaves(values, path))))
     if "train.micro_batch_size" in found.settings or accumulated > 1:
         batch = found.settings.setdefault("train.micro_batch_size", 1)
         found.settings["train.global_batch_size"] = batch * accumulated
@@ -212,14 +221,16 @@ def translation_of(path: Path) -> Translation:
     paths = [str(found.settings.get(f"model.{key}", "")).lower() for key in ("path", "transformer_file")]
     if found.family is None and any("xl" in Path(path).name for path in paths):
         found.family = "sdxl"  # kohya's file does not say it
-    if sources := found.settings.get("data.sources"):
-        _move_into(sources, found)
+    if folder:
+        found.paths, found.preserved = [str(folder)], []
+    _add_data(found)
     return found
 
 
 def _take_all(found: Translation, leaves: Sequence[_Leaf]) -> int:
     """Take over what can be, and list the rest; the forwards that a step accumulates."""
     accumulated = 1
+    preserved = _entries(leaves, _PRESERVED)
     by_area = {place[:-1] for place, value in leaves if place[-1] == "resolution_type" and value == "area"}
     for place, value in sorted(leaves, key=lambda leaf: leaf[0][-1] != "unet_lr"):  # it overrides another
         *parents, key = place
@@ -228,7 +239,7 @@ def _take_all(found: Translation, leaves: Sequence[_Leaf]) -> int:
             value = _edge_of_megapixels(value)
         if key in _ACCUMULATED and str(value).isdecimal():
             accumulated = int(value)
-        elif not _is_translated(found, ["", *words][-2], key, value):
+        elif not _is_translated(found, words, value, is_preserved=_is_below(place, preserved)):
             found.rest.append(f"{'.'.join(words)}: {_shown(key, value)}")
     return accumulated
 
@@ -241,19 +252,57 @@ def _edge_of_megapixels(value: object) -> object:
         return value
 
 
-def _move_into(sources: list[dict[str, Any]], found: Translation) -> None:
-    """Move what is said of all data into their sources; how often each repeats is said of one."""
-    found.settings["data.path"] = None
-    if "data.trigger" in found.settings:
-        trigger = found.settings.pop("data.trigger")
-        for source in sources:
-            source["trigger"] = trigger
+def _trained_on(found: Translation, leaves: Sequence[_Leaf]) -> list[_Leaf]:
+    """What is left without entries that are off or are not of training, which are listed."""
+    off = _entries(leaves, _NOT_TRAINED)
+    for entry, why in off.items():
+        own = {place[-1]: value for place, value in leaves if place[:-1] == entry}
+        name = next((value for key, value in own.items() if _setting_of(entry[-2], key) == "data.path"), "")
+        found.rest.append(f"{entry[-2]}: {name and f'{name}, '}left out: {why}")
+    return [(place, value) for place, value in leaves if not _is_below(place, off)]
+
+
+def _entries(leaves: Sequence[_Leaf], marks: Sequence[str]) -> dict[tuple[str, ...], str]:
+    """Places of the entries of lists that have one of some keys and values, and which."""
+    return {
+        place[:-1]: f"{place[-1]}: {str(value).lower()}"
+        for place, value in leaves
+        if len(place) > 2 and place[-2].isdecimal() and f"{place[-1]} {value}".lower() in marks
+    }
+
+
+def _is_below(place: tuple[str, ...], entries: Mapping[tuple[str, ...], str]) -> bool:
+    return any(place[: len(entry)] == entry for entry in entries)
+
+
+def _add_data(found: Translation) -> None:
+    """Set the folders of data; of several, the trigger is said of each, and the repeats of one."""
+    if not found.paths:
+        found.rest += [f"{path}: left out, as there is no data that is learned" for path in found.preserved]
+        return
+    if not found.preserved and len(found.paths) == 1:
+        found.settings["data.path"] = found.paths[0]
+        return
+    each = ("trigger", "repeats") if len(found.paths) == 1 else ("trigger",)
+    said = {key: found.settings.pop(f"data.{key}") for key in each if f"data.{key}" in found.settings}
+    learned = [{"path": path, **said} for path in found.paths]
+    preserved = [{"path": path, "preserve": True} for path in found.preserved]
+    found.settings |= {"data.path": None, "data.sources": [*learned, *preserved]}
     if repeats := found.settings.pop("data.repeats", None):
         found.rest.append(f"repeats: {repeats}; of several folders they are set in data.sources")
 
 
-def _is_translated(found: Translation, parent: str, key: str, value: object) -> bool:
-    """Whether a value of theirs is one of ours, which is then taken over."""
+def _is_translated(found: Translation, words: Sequence[str], value: object, *, is_preserved: bool) -> bool:
+    """Whether a value of theirs is one of ours, which is then taken over.
+
+    Args:
+        words: its keys, from the top down.
+        is_preserved: whether it is said of data that is not learned.
+    """
+    *parents, key = words
+    parent = parents[-1] if parents else ""
+    if is_preserved and f"{key} {value}".lower() in _PRESERVED:
+        return True
     is_family = key in _FAMILY_KEYS or (parent, key) == ("model", "type")
     if is_family or (key == "model_type" and found.trainer == "OneTrainer"):
         is_known = found.take_family(key, value)
@@ -262,7 +311,22 @@ def _is_translated(found: Translation, parent: str, key: str, value: object) -> 
     if (found.trainer, key) in _MEANS_OTHERWISE:
         return False
     setting = _setting_of(parent, key)
-    return setting is not None and found.add(setting, value)
+    if setting is None or _is_said_of_a_part(parents, setting):
+        return False
+    if is_preserved and setting == "data.path":
+        found.preserved.append(str(value))
+        return True
+    return not is_preserved and found.add(setting, value)
+
+
+def _is_said_of_a_part(parents: Sequence[str], setting: str) -> bool:
+    """Whether a key is not of the run, as it is of a text encoder, of another optimizer or of some data."""
+    if any(name.startswith("text_encoder") or name == "optimizer_defaults" for name in parents):
+        return True
+    if "concepts" in parents:
+        return setting != "data.path"
+    is_of_data = setting.startswith("data.") or setting == "train.micro_batch_size"
+    return not is_of_data and not set(_OF_A_SOURCE).isdisjoint(parents)
 
 
 def _shown(key: str, value: object) -> str:

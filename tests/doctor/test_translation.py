@@ -76,7 +76,10 @@ num_repeats = 2
 """
 ONE_TRAINER = """
 {"training_method": "LORA", "model_type": "FLUX_DEV_1", "base_model_name": "black-forest-labs/FLUX.1-dev",
- "concepts": [{"path": "cats", "name": "x"}], "optimizer": {"optimizer": "ADAMW_8BIT", "weight_decay": 0.02},
+ "concepts": [{"path": "cats", "name": "x", "seed": 9},
+ {"path": "dogs", "enabled": false}, {"path": "pets", "type": "PRIOR_PREDICTION"}],
+ "text_encoder": {"dropout_probability": 0.1}, "optimizer_defaults": {"ADAMW": {"weight_decay": 0.5}},
+ "optimizer": {"optimizer": "ADAMW_8BIT", "weight_decay": 0.02},
  "learning_rate": 3e-4, "learning_rate_scheduler": "COSINE", "batch_size": 4, "resolution": "768",
  "peft_type": "LORA", "lora_rank": 16, "train_dtype": "BFLOAT_16", "gradient_checkpointing": "ON",
  "save_every": 1, "output_model_destination": "models/lora.safetensors", "samples": []}
@@ -89,7 +92,9 @@ SIMPLE_TUNER = """
  "--gradient_accumulation_steps": "4", "--gradient_checkpointing": "true", "--optimizer": "adamw_bf16"}
 """
 BACKEND = """[{"id": "a", "type": "local", "instance_data_dir": "cats", "resolution": 1.0, "repeats": 5},
-{"id": "b", "instance_data_dir": "cats", "resolution": 1, "resolution_type": "area"}]"""
+{"id": "b", "instance_data_dir": "cats", "resolution": 1, "resolution_type": "area"},
+{"id": "c", "instance_data_dir": "dogs", "disabled": true},
+{"id": "d", "instance_data_dir": "edges", "dataset_type": "conditioning"}]"""
 DIFFUSION_PIPE = """
 output_dir = "runs/wan"
 dataset = "dataset.toml"
@@ -125,7 +130,7 @@ resolutions = [[1280, 720]]
             "ai-toolkit",
             "qwen_image",
             {
-                "data.sources": [("photos", "ohwx"), ("more", "ohwx")],
+                "data.sources": [("photos", "ohwx", False), ("more", "ohwx", False)],
                 "data.resolutions": [512, 768, 1024],
                 "lora.rank": 16,
                 "lora.alpha": 8,
@@ -188,7 +193,9 @@ resolutions = [[1280, 720]]
             "OneTrainer",
             "flux",
             {
-                "data.path": "cats",
+                "data.sources": [("cats", None, False), ("pets", None, True)],
+                "lora.dropout": 0.0,  # theirs is of the text encoder
+                "train.seed": 0,
                 "data.resolutions": [768],
                 "lora.rank": 16,
                 "lora.alpha": 1,
@@ -198,7 +205,7 @@ resolutions = [[1280, 720]]
                 "train.mixed_precision": "bf16",
                 "train.use_gradient_checkpointing": True,
             },
-            "concepts.name save_every output_model_destination training_method",
+            "dogs concepts.name concepts.seed save_every output_model_destination training_method",
         ),
         (
             {"s.json": SIMPLE_TUNER, "backend.json": BACKEND},
@@ -216,7 +223,7 @@ resolutions = [[1280, 720]]
                 "validation.prompts": ["a cat"],
                 "output.checkpoint_every_steps": 100,
             },
-            "datasets.resolution datasets.repeats optimizer",
+            "dogs edges datasets.resolution datasets.repeats optimizer",
         ),
         (
             {"d.toml": DIFFUSION_PIPE, "dataset.toml": DIRECTORY},
@@ -260,13 +267,24 @@ def test_a_config_of_another_trainer_becomes_one_of_ours(
     for setting, value in expected.items():
         section, _, key = setting.partition(".")
         found = config[section][key]
-        assert ([(one["path"], one["trigger"]) for one in found] if key == "sources" else found) == value, (
-            setting
-        )
+        if key == "sources":
+            found = [(source["path"], source["trigger"], source["preserve"]) for source in found]
+        assert found == value, setting
     listed = [line.strip() for line in printed.splitlines() if line.startswith("  ")]
     for key in rest.replace(": ", ":").split():
         assert any(key in line.replace(": ", ":") for line in listed), key
     assert "0123456789abcdef" not in printed + Path("ours.yaml").read_text()
+
+
+def test_a_folder_takes_the_place_of_their_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_choice, "card_here", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(AI_TOOLKIT)
+    assert main(["init", "mine", "--from", "a.yaml", "--out", "ours.yaml"]) == 0
+    data = load_config("ours.yaml").config.data
+    assert (data.path, data.trigger, data.sources) == ("mine", "ohwx", [])
 
 
 @pytest.mark.parametrize(
