@@ -27,8 +27,8 @@ class FittingModel:
 
 
 def card_here() -> Gpu | None:
-    """The first card that NVIDIA's driver lists; None without one, or where the table of cards has none like
-    it. Torch, which takes seconds to import, is not asked."""
+    """The first card that NVIDIA's driver lists; None without one. Torch, which takes seconds to import,
+    is not asked."""
     name, _, mib = next(iter(ask_driver("name,memory.total")), "").rpartition(", ")
     return gpu_of_device(name, int(mib) * 2**20) if mib.isdecimal() else None
 

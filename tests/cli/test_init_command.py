@@ -147,7 +147,7 @@ def test_the_recipe_is_one_for_the_card(
     [
         ("NVIDIA GeForce RTX 4090, 24564\nNVIDIA T4, 15360\n", "RTX 4090"),
         ("NVIDIA GeForce RTX 3060, 12288\n", "RTX 3060 12GB"),
-        ("Graphics Card of Tomorrow, 99999\n", None),
+        ("Graphics Card of Tomorrow, 99999\n", "Graphics Card of Tomorrow"),
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", None),
     ],
 )

@@ -24,13 +24,21 @@ _FLOPS_RATIO, _MEMORY_RATIO, _BUS_RATIO = 0.7, 0.85, 0.8
 """Assumptions: the parts of a data sheet's numbers that a training step and its copies reach."""
 _TRANSFERS = {4: 16e9, 5: 32e9}
 """Bits a second of one lane each way, by the generation of PCI Express; 128 of 130 are data (PCI-SIG)."""
-_MEMORY = re.compile(r"\s*(\d+)\s*gi?b\b", re.IGNORECASE)
-_SAYS_NOTHING = re.compile(
-    r"nvidia|geforce|rtx|tesla|quadro|amd|radeon|rx|apple|graphics|gpu|generation|blackwell"
-    r"|(workstation|server) edition|sxm\d?|hbm\d?e?|\W|_"
+_MEMORY = re.compile(r"\s*(?<![a-z\d])(\d+)\s*g(i?b)?\b", re.IGNORECASE)
+_MAKERS = {
+    "nvidia": re.compile("nvidia|geforce|rtx|tesla|quadro"),
+    "amd": re.compile("amd|radeon|instinct|rx"),
+    "apple": re.compile("apple"),
+}
+"""What a name calls the maker of a card, whose data sheet is at the maker's address."""
+_OPTIONAL_WORDS = re.compile(
+    "|".join(words.pattern for words in _MAKERS.values())
+    + r"|graphics|gpu|generation|blackwell|(workstation|server) edition|sxm\d?|hbm\d?e?|\W|_"
 )
 """What a name may have or lack. Laptop, Ti, SUPER and PCIe are not among it: those are other cards."""
 _MOST_NEAR = 2
+_ANY_GIB = 8
+"""Proposed as the memory of a card that is not near any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +108,7 @@ _DESIGN = "https://www.nvidia.com/en-us/products/workstations"
 
 
 _NO_BF16 = "It has no tensor cores for bf16, in which recipes train: no time is estimated."
+_NOT_LISTED = "The card of this machine is not in the table of docs/memory.md: no time is estimated."
 _APPLE_RATIO = 2 / 3
 """The GPU of a Mac shares the memory with everything else; macOS lets it have two thirds, or more of much."""
 
@@ -304,39 +313,50 @@ def gpu_named(name: str) -> Gpu:
     return found[0]
 
 
-def gpu_of_device(name: str, num_bytes: float) -> Gpu | None:
-    """The card that CUDA calls so, with as much memory as it has; None where it is not known."""
+def gpu_of_device(name: str, num_bytes: float) -> Gpu:
+    """The card that CUDA calls so, with as much memory as it has; one that is not known has no times."""
     has_enough = [gpu for gpu in _called(name) if num_bytes >= COUNTED_SHARE * gpu.memory_gib * 1024**3]
-    return has_enough[-1] if has_enough else None
+    if has_enough:
+        return has_enough[-1]
+    memory_gib = round(num_bytes / 1024**3)
+    return Gpu(name=name, memory_gib=memory_gib, source="its driver", remark=_NOT_LISTED)
 
 
 def _called(name: str) -> list[Gpu]:
     """The cards of a name, those with the smallest memory first."""
-    model, memory_gib = _identity(name)
-    found = [gpu for gpu in GPUS if _identity(gpu.name)[0] == model]
+    found, memory_gib = _of_model(name), _identity(name)[1]
     if memory_gib is not None:
         found = [gpu for gpu in found if gpu.memory_gib == memory_gib]
     return sorted(found, key=lambda gpu: gpu.memory_gib)
+
+
+def _of_model(name: str) -> list[Gpu]:
+    """The cards of a name with any memory; a maker that it names is theirs."""
+    model, words = _identity(name)[0], name.casefold()
+    makers = [maker for maker, pattern in _MAKERS.items() if pattern.search(words)]
+    same = [gpu for gpu in GPUS if _identity(gpu.name)[0] == model]
+    return [gpu for gpu in same if all(f"{maker}.com" in gpu.source for maker in makers)]
 
 
 def _identity(name: str) -> tuple[str, int | None]:
     """What tells a card from others, and its memory where the name has it."""
     words = name.casefold().replace("mobile", "laptop")
     memory = _MEMORY.search(words)
-    return _SAYS_NOTHING.sub("", _MEMORY.sub("", words)), int(memory[1]) if memory else None
+    return _OPTIONAL_WORDS.sub("", _MEMORY.sub("", words)), int(memory[1]) if memory else None
 
 
 def _unknown(name: str) -> str:
     model, memory_gib = _identity(name)
-    near = [gpu.name for gpu in GPUS if _identity(gpu.name)[0] == model]
+    near = [gpu.name for gpu in _of_model(name)]
     if not near:
         known = {models.casefold(): models for models in (_MEMORY.sub("", gpu.name) for gpu in GPUS)}
         written = f"rtx {model}" if model[:1].isdigit() else name.casefold()
         near = [known[one] for one in get_close_matches(written, known, n=_MOST_NEAR)]
+    near_gib = next((gpu.memory_gib for gpu in GPUS if near and gpu.name.startswith(near[0])), _ANY_GIB)
     hint = f"did you mean {_either(near)}? " if near else ""
     return (
         f"--gpu {name}: not known; {hint}docs/memory.md lists all that are. For another one give its memory, "
-        f"and get no times: --device-gib {memory_gib or 8}"
+        f"and get no times: --device-gib {memory_gib or near_gib}"
     )
 
 

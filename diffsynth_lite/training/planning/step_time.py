@@ -16,7 +16,7 @@ from diffsynth_lite.training.planning.step import StepSettings
 
 
 def gpu_here() -> Gpu | None:
-    """The first CUDA device of this machine, if there is one and it is known."""
+    """The first CUDA device of this machine, if there is one."""
     if not torch.cuda.is_available():
         return None
     device = torch.cuda.get_device_properties(0)

@@ -26,6 +26,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
         ("NVIDIA GeForce RTX 4070 Laptop GPU", "RTX 4070 Laptop"),
         ("3070 mobile", "RTX 3070 Laptop"),
         ("3060 12GB", "RTX 3060 12GB"),
+        ("4090 24G", "RTX 4090"),
+        ("AMD Instinct MI300X", "MI300X"),
         ("Tesla T4", "T4"),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
         ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
@@ -56,10 +58,12 @@ def test_of_a_name_with_several_memories_the_smallest_is_taken_and_the_others_ar
 @pytest.mark.parametrize(
     ("called", "hint", "gib"),
     [
-        ("RTX 4900", "did you mean 'RTX 4090' or 'RTX 4080'? docs", 8),
+        ("RTX 4900", "did you mean 'RTX 4090' or 'RTX 4080'? docs", 24),
         ("4090 48GB", "did you mean 'RTX 4090'? docs", 48),
-        ("3080 Max-Q", "did you mean 'RTX 3080'", 8),
-        ("A10G", "did you mean 'A10' or", 8),
+        ("3080 Max-Q", "did you mean 'RTX 3080'", 10),
+        ("Tesla M4", "not known; docs", 8),
+        ("RTX 6800", "did you mean 'RX 6800'", 16),
+        ("A10G", "did you mean 'A10' or", 24),
         ("", "not known; docs", 8),
     ],
 )
@@ -71,16 +75,22 @@ def test_a_card_that_is_not_known_has_near_names_and_a_way_without_one(
 
 
 @pytest.mark.parametrize(
-    ("memory_gib", "found"), [(15.6, "RTX 4060 Ti 16GB"), (7.6, "RTX 4060 Ti 8GB"), (3.8, None)]
+    ("called", "memory_gib", "name", "training_gib"),
+    [
+        ("RTX 4060 Ti", 15.6, "RTX 4060 Ti 16GB", 14.4),
+        ("RTX 4060 Ti", 7.6, "RTX 4060 Ti 8GB", 7.2),
+        ("RTX 4090 D", 23.6, "NVIDIA GeForce RTX 4090 D", 21.6),  # not in the table
+    ],
 )
 def test_the_card_of_this_machine_is_the_one_with_its_memory(
-    memory_gib: float, found: str | None, monkeypatch: pytest.MonkeyPatch
+    called: str, memory_gib: float, name: str, training_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = SimpleNamespace(name="NVIDIA GeForce RTX 4060 Ti", total_memory=memory_gib * 1024**3)
+    device = SimpleNamespace(name=f"NVIDIA GeForce {called}", total_memory=memory_gib * 1024**3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _place: device)
     gpu = gpu_here()
-    assert (gpu and gpu.name) == found
+    assert gpu
+    assert (gpu.name, gpu.training_gib) == (name, pytest.approx(training_gib))
 
 
 def test_every_card_has_a_source_and_is_timed_below_its_data_sheet_or_it_says_why_not() -> None:
