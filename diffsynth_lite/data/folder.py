@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
+from diffsynth_lite.config.files import did_you_mean
 from diffsynth_lite.data.records import ROLES, Companions, Role, Source, stem
 from diffsynth_lite.errors import UserError, is_of_the_machine, join_names
 
@@ -64,7 +65,9 @@ def list_folder(path: Path, *, allow_outside: bool) -> Folder:
     read already.
     """
     if not path.exists():
-        raise UserError(f"{path}: no such folder")
+        near = did_you_mean(path.name, [one.name for one in path.parent.glob("*") if one.is_dir()])
+        hint = near.strip() or f"check the path (working folder: {Path.cwd()})"
+        raise UserError(f"{path}: no such folder; {hint}")
     if not path.is_dir():
         raise UserError(f"{path}: is a file; give the folder")
     root = os.path.realpath(path)

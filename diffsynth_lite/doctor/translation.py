@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from diffsynth_lite.config import load_config, section_types
 from diffsynth_lite.config.document import shortened
+from diffsynth_lite.config.files import did_you_mean
 from diffsynth_lite.config.peers import answer_to, setting_named
 from diffsynth_lite.doctor.starting_point import StartingPoint, schema_line, setting_line
 from diffsynth_lite.errors import UserError
@@ -400,6 +401,10 @@ def _parsed(path: Path) -> Any:
         if path.suffix == ".toml":
             return tomllib.loads(text)
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except FileNotFoundError:
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.*")]).strip()
+        hint = near or f"check the path (working folder: {Path.cwd()})"
+        raise UserError(f"--from {path}: there is no such file; {hint}") from None
     except OSError as error:
         raise UserError(f"--from {path}: cannot be read: {error.strerror}") from None
     except (ValueError, yaml.YAMLError) as error:

@@ -276,7 +276,7 @@ def test_images_of_which_parts_are_painted_anew_get_masks(
         (["my images", "--masks", "empty", "--inputs", "empty"], "--masks: are of images without"),
         (["my images", "--masks", "empty", "--family", "flux"], "--family flux: has no starting point for"),
         (["my images", "--inputs", "empty", "--inputs", "empty"], "--inputs: has an entry twice; give each"),
-        (["nothing"], "nothing: no such folder"),
+        (["nothing"], "nothing: no such folder; check the path (working folder: "),
         (["empty"], "empty: no images or clips among its 0 files"),
         (["my images", "--family", "wan_i2v"], "--family wan_i2v: has no starting point for a folder of"),
         (
