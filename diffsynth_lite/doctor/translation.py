@@ -102,7 +102,10 @@ _KNOWN_BY = [
 """Keys that a trainer's config has and none of those below has."""
 _MEANS_OTHERWISE = [("OneTrainer", "save_every"), ("OneTrainer", "sample_after"), ("SimpleTuner", "repeats")]
 """Keys that are settings of others: in units of their own, or counted from 0 on."""
-_SECRET = re.compile(r"token(?!s|i)|secret|password|api_key|access_key")
+_SECRET = re.compile(r"(token|keys?|secrets?|passwords?)$")
+"""Ends of keys whose values are not shown, unless they are numbers."""
+_LONG = re.compile(r"[\w-]{32,}")
+"""Text that may be a secret, whatever its key."""
 _LEAST_EDGE = 64
 """Less is not an edge, such as SimpleTuner's 1.0, a megapixel."""
 _NOT_TRAINED = ["enabled false", "disabled true", "dataset_type conditioning", "dataset_type eval"]
@@ -224,6 +227,7 @@ def translation_of(path: Path, folder: Path | None = None) -> Translation:
         found.family = "sdxl"  # kohya's file does not say it
     if folder:
         found.paths, found.preserved = [str(folder)], []
+    _put_trigger_into_prompts(found)
     _add_data(found)
     return found
 
@@ -251,6 +255,16 @@ def _edge_of_megapixels(value: object) -> object:
         return round(math.sqrt(float(str(value))) * 1000 / 64) * 64
     except (ValueError, OverflowError):
         return value
+
+
+def _put_trigger_into_prompts(found: Translation) -> None:
+    """Write out the trigger where ai-toolkit has a placeholder, which captions may have too."""
+    trigger = found.settings.get("data.trigger")
+    if found.trainer != "ai-toolkit" or trigger is None:
+        return
+    if prompts := found.settings.get("validation.prompts"):
+        found.settings["validation.prompts"] = [one.replace("[trigger]", trigger) for one in prompts]
+    found.rest.append("[trigger]: replaced in prompts; captions that have it are to be changed")
 
 
 def _trained_on(found: Translation, leaves: Sequence[_Leaf]) -> list[_Leaf]:
@@ -332,7 +346,9 @@ def _is_said_of_a_part(parents: Sequence[str], setting: str) -> bool:
 
 def _shown(key: str, value: object) -> str:
     """A value of theirs with what is known of its key; not that of a secret."""
-    text = "..." if _SECRET.search(key) else shortened(json.dumps(value, default=str))
+    is_number = isinstance(value, int | float)
+    is_secret = not is_number and (_SECRET.search(key.lower()) or _LONG.fullmatch(str(value)))
+    text = "..." if is_secret else shortened(json.dumps(value, default=str))
     answer = answer_to(key)
     return f"{text}; {key} {answer}" if answer and "another trainer" not in answer else text
 

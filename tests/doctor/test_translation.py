@@ -20,12 +20,12 @@ config:
       network: {type: lora, linear: 16, linear_alpha: 8}
       save: {save_every: 250, dtype: float16}
       datasets:
-        - {folder_path: photos, resolution: [512, 768], caption_dropout_rate: 0.05}
+        - {folder_path: photos, resolution: [512, 768], caption_dropout_rate: 0.05, shuffle_tokens: false}
         - {folder_path: photos, resolution: [768, 1024]}
         - {folder_path: more}
       train: {batch_size: 2, gradient_accumulation: 3, steps: 900, lr: 1e-4, optimizer: AdamW8bit}
       model: {name_or_path: Qwen/Qwen-Image, arch: qwen_image}
-      sample: {sample_every: 100, seed: 7, sample_steps: 20, samples: [{prompt: a}, {prompt: b}]}
+      sample: {sample_every: 100, seed: 7, sample_steps: 20, samples: [{prompt: "a [trigger]"}, {prompt: b}]}
 """
 KOHYA = """
 [model]
@@ -52,6 +52,7 @@ mixed_precision = "fp16"
 max_train_epochs = 10
 sample_prompts = "prompts.txt"
 wandb_api_key = "0123456789abcdef"
+keep_tokens = 2
 """
 KOHYA_FLUX = """
 pretrained_model_name_or_path = "flux1-dev.safetensors"
@@ -139,13 +140,13 @@ resolutions = [[1280, 720]]
                 "train.steps": 900,
                 "train.learning_rate": 1e-4,
                 "train.optimizer": "adamw8bit",
-                "validation.prompts": ["a", "b"],
+                "validation.prompts": ["a ohwx", "b"],
                 "validation.seed": 7,
                 "validation.every_steps": 100,
                 "output.dir": "output/mine",
                 "output.checkpoint_every_steps": 250,
             },
-            "job process.type save.dtype",
+            "job process.type save.dtype shuffle_tokens:false [trigger]",
         ),
         (
             {"self.toml": KOHYA},
@@ -165,7 +166,7 @@ resolutions = [[1280, 720]]
                 "train.global_batch_size": 4,
                 "output.dir": "out/person",
             },
-            "learning_rate mixed_precision max_train_epochs sample_prompts wandb_api_key: ...",
+            "learning_rate mixed_precision max_train_epochs sample_prompts wandb_api_key: ... keep_tokens: 2",
         ),
         (
             {"f.toml": KOHYA_FLUX, "data.toml": MUSUBI_DATA},
