@@ -165,14 +165,14 @@ def _for_card(
 ) -> StartingPoint:
     """The recipe for a card, and the models that fit it; unless the family was given, it is one of them."""
     card = f"the {gpu.memory_gib} GB of your {gpu.name}"
-    own = recipe_for(start.recipe, gpu.memory_gib)
+    own = recipe_for(start.recipe, gpu.comparable_gib)
     if is_given:
         remark = (
             f"with the recipe for {card}" if own else f"which has no recipe for {card}; plan shows what fits"
         )
         return replace(start, recipe=own[1] if own else start.recipe, reason=remark)
     recipes = {name: found for name in family_names() if (found := _recipe_of(name, kinds[:1]))}
-    models = fitting_models([(name, found[1]) for name, found in recipes.items()], gpu.memory_gib)
+    models = fitting_models([(name, found[1]) for name, found in recipes.items()], gpu.comparable_gib)
     if not models:
         return replace(start, reason=f"although no recipe is for {card}; plan shows what fits")
     if own is None:

@@ -127,6 +127,7 @@ def test_the_majority_of_what_can_be_used_decides(
             "Base model: Qwen/Qwen-Image, 57.7 GB to download, Apache-2",
         ),
         (["--gpu", "5090", "--family", "flux"], "flux_24gb.yaml", "for flux, with the recipe for the 32 GB "),
+        (["--gpu", "M2 24GB", "--family", "flux"], "flux_16gb.yaml", "the recipe for the 24 GB of your M2"),
         (["--gpu", "RTX 3050 6GB", "--family", "flux"], "flux_lora.yaml", "which has no recipe for the 6 GB"),
         (["--gpu", "RTX 3050 6GB"], "qwen_lora.yaml", "although no recipe is for the 6 GB of your RTX 3050"),
     ],

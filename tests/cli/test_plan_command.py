@@ -11,7 +11,9 @@ from tiny_run import TinyRun
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.core.gradient import KEEP, RECOMPUTE
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.planning import choices
+from diffsynth_lite.training.planning.phases import PhaseCounter
 
 ANY = ("data.path=pictures", "output.dir=runs/one")
 
@@ -68,7 +70,7 @@ def test_a_base_that_is_sharded_is_counted_as_each_process_has_it(
     weights = row(sharded, "frozen weights, 1 of 4 shards")
     assert weights == [pytest.approx(row(whole, "frozen weights")[0] / 4, abs=0.02), 0]
     assert 0 < row(sharded, "gathered of all shards, peak")[0] < row(whole, "frozen weights")[0]
-    assert re.search(r"^Time: \S+ s a step of batch 1, ", sharded, re.MULTILINE)
+    assert re.search(r"^Time: \S+ s a step of batch 4, ", sharded, re.MULTILINE)
     assert "What the processes exchange takes time on top." in sharded
     assert "stream_blocks" not in sharded
 
@@ -95,8 +97,8 @@ def test_a_sample_that_processes_share_is_counted_as_each_has_it(
     assert "one of 2 parts of the tokens. Previews are counted as if each" in printed["ulysses"]
     seconds = {name: float(re.findall(r"Time: (\S+) s", text)[0]) for name, text in printed.items()}
     assert seconds["ring"] < seconds["ulysses"] < seconds["unsplit"]  # Ulysses attends once more in backward
-    assert " a step of batch 0.5, " in printed["unsplit"]
-    assert " a step of batch 1, " in printed["ulysses"]
+    assert " a step of batch 2, " in printed["unsplit"]
+    assert " a step of batch 2, " in printed["ulysses"]
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -130,6 +132,15 @@ def test_a_verdict_comes_first_and_what_it_proposes_then_fits(
     assert not own["fits"]
     for settings in (refused["overrides"], ["memory.auto=true"]):  # as the run then chooses
         assert answer(capsys, *given, short, *settings)["fits"] is True
+
+    def refuse(*_given: object) -> None:
+        raise UserError("loads its models in a way of its own")
+
+    assert fits["uncounted"] is None
+    monkeypatch.setattr(PhaseCounter, "count", refuse)
+    partial = answer(capsys, *given)
+    assert partial["uncounted"] == "loads its models in a way of its own"
+    assert partial["summary"][0].endswith(" (training only).")
 
 
 def test_a_recipe_for_the_card_is_proposed_and_a_no_is_an_error_only_where_a_fit_is_required(

@@ -42,8 +42,9 @@ class Answer:
         """Whether it fits, and what is needed of what there is."""
         room, needs = self.planner.room, self.planner.as_configured.needs
         device, host = needs.device_in(room) / _GIB, needs.host_in(room) / _GIB
+        only = " (training only)" if self.planner.as_configured.needs.uncounted else ""
         if room is None:
-            return f"Needs {device:.1f} GiB of the GPU and {host:.1f} GiB of host memory."
+            return f"Needs {device:.1f} GiB of the GPU and {host:.1f} GiB of host memory{only}."
         limit = room.device / _GIB
         # That 21.63 do not fit 21.6 must be seen.
         digits = 1 if f"{device:.1f}" != f"{limit:.1f}" else 2
@@ -53,7 +54,7 @@ class Answer:
         card = f" your {self.gpu.name}" if self.gpu else ""
         each = f", in each of {self.num_processes} processes" if self.num_processes > 1 else ""
         word = "Fits" if self.fits else "Does not fit"
-        return f"{word}{card}: {device:.{digits}f} of {limit:.{digits}f} GiB{with_host}{each}."
+        return f"{word}{card}: {device:.{digits}f} of {limit:.{digits}f} GiB{with_host}{each}{only}."
 
     def seconds(self, way: Way | Choice | None) -> float | None:
         """Of a step; None where the speed of the card is not known."""
@@ -81,7 +82,7 @@ class Answer:
             "changes_numbers": best is not None and bool(best.other_numbers),
             "step_s": seconds,
             "run_s": None if seconds is None else seconds * planner.config.train.steps,
-            "is_measured": False,
+            "uncounted": needs.uncounted or None,
             "summary": self.lines,
             "phases": [
                 {
@@ -126,11 +127,10 @@ class Answer:
         seconds, train = self.seconds(self.best), self.planner.config.train
         if seconds is None:
             return f"Time: not known. {self.gpu.remark}"
-        samples = train.global_batch_size * train.context_parallel / self.num_processes
         with_that, run = "" if self.fits else "with that ", duration(seconds * train.steps)
         return (
-            f"Time: {with_that}{seconds:.3g} s a step of batch {samples:g}, {run} for {train.steps} steps; "
-            "estimated from the card's data sheet, measured on no GPU."
+            f"Time: {with_that}{seconds:.3g} s a step of batch {train.global_batch_size}, {run} for "
+            f"{train.steps} steps; estimated from the card's data sheet, measured on no GPU."
         )
 
 

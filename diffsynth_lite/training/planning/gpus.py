@@ -73,6 +73,11 @@ class Gpu:
         return self.usable_ratio * self.memory_gib
 
     @property
+    def comparable_gib(self) -> float:
+        """Memory of a card all of its own with as much that is free for training."""
+        return self.usable_ratio / COUNTED_SHARE * self.memory_gib
+
+    @property
     def is_timed(self) -> bool:
         """Whether the time of a step is estimated."""
         return self.bf16 > 0
