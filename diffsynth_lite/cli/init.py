@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace) -> None:
             "FOLDER: is missing; name the folder of your images, or --from another trainer's config"
         )
     presets = [read_preset(name) for name in parsed.presets]
-    out = _new_file(parsed)
+    out = _file_to_write(parsed)
     flags = {"plan": ["--gpu", parsed.gpu]} if parsed.gpu else {}
     commands = [
         command(name, "--config", shortened(str(out)), *flags.get(name, []))
@@ -73,9 +73,18 @@ def run(parsed: argparse.Namespace) -> None:
     ]
     # The libraries take seconds to import: wrong arguments are refused before that.
     from diffsynth_lite.doctor.model_choice import base_model, card_here
+    from diffsynth_lite.pipelines import load_family
     from diffsynth_lite.training.planning.gpus import gpu_named
 
     gpu = gpu_named(parsed.gpu) if parsed.gpu else card_here()
+    if parsed.family:
+        load_family(parsed.family)
+    if out.exists():
+        raise UserError(
+            f"--out {out}: already exists and was not changed; choose another name"
+            if parsed.out
+            else f"{out} already exists and was not changed; choose another name with --out NAME.yaml"
+        )
     if parsed.theirs:
         start, lines = _translate(parsed, out, commands, gpu)
     else:
@@ -87,14 +96,11 @@ def run(parsed: argparse.Namespace) -> None:
     )
 
 
-def _new_file(parsed: argparse.Namespace) -> Path:
-    """The file to write, which is not there yet."""
+def _file_to_write(parsed: argparse.Namespace) -> Path:
+    """The file to write, by what it is made from unless it is given."""
     # The name of "." too; "/" has none.
     name = parsed.theirs.stem if parsed.theirs else parsed.folder.resolve().name
-    out: Path = parsed.out or Path(f"{name}_lora.yaml" if name else "lora.yaml")
-    if out.exists():
-        raise UserError(f"--out {out}: already exists and was not changed; choose another name")
-    return out
+    return parsed.out or Path(f"{name}_lora.yaml" if name else "lora.yaml")
 
 
 def _write(out: Path, text: str) -> None:

@@ -61,8 +61,15 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
     assert "3 images" in capsys.readouterr().out
     # It never overwrites.
     text = out.read_text()
-    assert main(["init", str(images)]) == 2
-    assert caplog.messages[-1] == f"--out {out}: already exists and was not changed; choose another name"
+    refused = "already exists and was not changed; choose another name"
+    for arguments, message in (
+        ([], f"{out} {refused} with --out NAME.yaml"),
+        (["--out", str(out)], f"--out {out}: {refused}"),
+        (["--gpu", "4900"], "--gpu 4900: not known"),
+        (["--family", "fluxx"], "fluxx"),
+    ):
+        assert main(["init", str(images), *arguments]) == 2
+        assert message in caplog.messages[-1]
     assert out.read_text() == text
 
 
@@ -170,7 +177,7 @@ def test_a_folder_without_a_name_gets_one(images: Path, caplog: pytest.LogCaptur
     out.write_text(starting_config(found, start, out=out, commands=[], presets=[]))
     assert load_config(out).config.logging.run_name == "lora"
     assert main(["init", "/"]) == 2
-    assert caplog.messages[-1].startswith("--out lora.yaml: already exists")
+    assert caplog.messages[-1].startswith("lora.yaml already exists")
 
 
 def test_clips_that_are_short_and_small_get_sizes_that_they_fill(

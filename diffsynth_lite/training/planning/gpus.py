@@ -360,8 +360,9 @@ def _unknown(name: str) -> str:
     near_gib = next((gpu.memory_gib for gpu in GPUS if near and gpu.name.startswith(near[0])), _ANY_GIB)
     hint = f"did you mean {_either(near)}? " if near else ""
     return (
-        f"--gpu {name}: not known; {hint}docs/memory.md lists all that are. For another one give its memory, "
-        f"and get no times: --device-gib {memory_gib or near_gib}"
+        f"--gpu {name}: not known; {hint}docs/memory.md lists all that are. For another one init takes a "
+        "card with as much memory; plan takes the memory itself, and gives no "
+        f"times: --device-gib {memory_gib or near_gib}"
     )
 
 
