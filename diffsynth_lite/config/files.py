@@ -11,6 +11,7 @@ import yaml
 from diffsynth_lite.config.document import YamlError, is_nothing, line_of, read_yaml, shown
 from diffsynth_lite.config.peers import THEIR_SECTIONS, answer_to
 from diffsynth_lite.config.schema import section_types
+from diffsynth_lite.config.settings import require_possible_path
 from diffsynth_lite.errors import UserError
 
 EXTENDS = "extends"
@@ -116,7 +117,10 @@ def find_config_file(name: str | Path) -> Path:
     """
     given = Path(name)
     try:
+        require_possible_path(str(name))
         exists = given.exists()
+    except ValueError as error:
+        raise UserError(f"--config {name}: {error}") from None
     except OSError as error:
         raise UserError(f"--config {name}: cannot be read: {error.strerror}") from None
     if given.is_dir():

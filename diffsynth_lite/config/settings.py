@@ -26,7 +26,8 @@ def _require_distinct(entries: list[_Entry]) -> list[_Entry]:
     return entries
 
 
-def _require_possible_path(path: str) -> str:
+def require_possible_path(path: str) -> str:
+    """The path; a ``ValueError`` says why there can be none like it here."""
     if os.name != "nt" and (windows := PureWindowsPath(path)).drive.endswith(":") and windows.root:
         place = "/".join(("/mnt", windows.drive[0].lower(), *windows.parts[1:]))
         raise ValueError(f"is a path of Windows, and this is not Windows: in WSL it is {place}")
@@ -51,7 +52,7 @@ NonEmptyStr: TypeAlias = Annotated[str, Field(pattern=r"\S")]
 """Text with something in it that is not white space."""
 FilePath: TypeAlias = Annotated[
     NonEmptyStr,
-    AfterValidator(_require_possible_path),
+    AfterValidator(require_possible_path),
     BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path),
 ]
 """A path; ``~`` is a home folder. In Python a ``Path`` is accepted, too."""
