@@ -96,7 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", metavar="N", help="that an image is decomposed into")
     for name, content in _FILES.items():
         parser.add_argument(f"--{name}", action="append", metavar="FILE", help=f"{content}, or one for all")
-    parser.add_argument("--out", metavar="FOLDER", help="new or empty; default: a new one in samples/")
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="new or empty; default: a new one in samples/ of the run, or of the working folder without one",
+    )
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -125,7 +129,8 @@ def _request(parsed: argparse.Namespace) -> SampleRequest:
         require_new(out)
     if parsed.config is None and run is None:
         raise UserError(
-            f"--config: is missing, and no run names the base model of {loras[0].place}; name a yaml"
+            f"--config: is missing, and no run names the base model of {loras[0].place}; name a yaml, "
+            "such as --config qwen_lora.yaml"
             if loras
             else "--lora, --config: name the folder of a run, or a yaml file"
         )

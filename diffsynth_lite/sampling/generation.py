@@ -26,6 +26,7 @@ from diffsynth_lite.media import Generated, frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import LoraCopy
 from diffsynth_lite.run_folder.reading import TolerantReader
 from diffsynth_lite.sampling.request import GivenLora, SampleRequest, make_folder
 from diffsynth_lite.training.builder import load_frozen_transformer
@@ -176,14 +177,26 @@ def generate_samples(request: SampleRequest) -> Path:
 
 def _columns(request: SampleRequest) -> Iterator[_Column]:
     """One for each scale; of steps the base model once, then each step at each other scale."""
+    only = request.loras[0] if len(request.loras) == 1 else None
     for scale in request.scales:
         if not (scale and request.by_step):
-            title = f"scale {scale:g}" if scale else "base"
-            yield _Column(title=title, name=f"scale-{scale:g}", scale=scale)
+            yield _Column(title=_title(only, scale), name=f"scale-{scale:g}", scale=scale)
     for step, lora in request.by_step.items():
         for scale in filter(None, request.scales):
-            title = f"step {step}" + (f", scale {scale:g}" if scale != 1 else "")
-            yield _Column(title=title, name=f"step-{step:08d}-scale-{scale:g}", scale=scale, lora=lora)
+            name = f"step-{step:08d}-scale-{scale:g}"
+            yield _Column(title=_title(lora, scale), name=name, scale=scale, lora=lora)
+
+
+def _title(lora: GivenLora | None, scale: float) -> str:
+    """Such as ``base``, ``scale 0.5``, ``step 40``, ``step 40 at 0.7, scale 0.5``."""
+    if not scale:
+        return "base"
+    copy = lora and (LoraCopy.of(lora.place) or LoraCopy.of(lora.place.parent))
+    words = [f"step {copy.step}"] if copy else []
+    if lora and lora.weight != 1:
+        words.append(f"at {lora.weight:g}" if words else f"weight {lora.weight:g}")
+    at_scale = [f"scale {scale:g}"] if scale != 1 or not words else []
+    return ", ".join(filter(None, [" ".join(words), *at_scale]))
 
 
 def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, ModelFamily, list[_ReadLora]]:

@@ -149,7 +149,7 @@ def test_a_run_keeps_the_lora_of_each_save_also_where_it_was_killed_before_that(
 
 
 def test_each_step_is_a_column_of_one_grid_and_the_model_is_loaded_once(
-    finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+    finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, loads = finished_run.folder, []
     load = QwenImage.load_transformer
@@ -169,6 +169,7 @@ def test_each_step_is_a_column_of_one_grid_and_the_model_is_loaded_once(
         assert "<lora:run@2:2>" in image.info["parameters"]
     for step, name in zip((2, 4, 6), names, strict=True):
         assert sample("--lora", f"{run}@{step}:2", *drawn, "--scale", 1, "--out", run / f"at {step}") == 0
+        assert caplog.messages.count(f"Generating: step {step} at 2.") == 2
         one = run / f"at {step}" / "prompt-00-seed-0-scale-1.png"
         assert np.array_equal(pixels(first / name), pixels(one))
     assert not np.array_equal(pixels(first / names[0]), pixels(first / names[2]))
