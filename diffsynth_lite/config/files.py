@@ -193,6 +193,11 @@ def schema_file() -> Path:
     return _recipe_folder() / "schema.json"
 
 
+def if_in_clone(page: str, clause: str) -> str:
+    """A clause that names a page of the docs; empty where there is no such file, as in a wheel."""
+    return clause if (Path(__file__).parents[2] / page).is_file() else ""
+
+
 def _recipe_folder() -> Path:
     """The folder ``configs`` of an installed wheel, or of the repository around a checkout."""
     package = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from diffsynth_lite.config import Config, find_config_file, load_config
 from diffsynth_lite.config.document import shortened
-from diffsynth_lite.config.files import Preset, schema_file
+from diffsynth_lite.config.files import Preset, if_in_clone, schema_file
 from diffsynth_lite.data import Record, Source, VideoFacts, find_records
 from diffsynth_lite.data.folder import list_folder
 from diffsynth_lite.data.images import ImageFacts, check_image
@@ -346,13 +346,14 @@ def starting_config(
     recipes = sorted((find_config_file(start.recipe).parent / "cards").glob("*.yaml"))
     extends = f"extends: {start.recipe}"
     cards = ", ".join(path.name for path in recipes if f"\n{extends}\n" in path.read_text(encoding="utf-8"))
+    explained = if_in_clone("docs/configuration.md", "; docs/configuration.md explains every setting")
     head = [
         schema_line(),
         f"# A LoRA for {config.model.family} from {shortened(str(found.path))}: {found.summary}.",
         "#",
         *(f"#   {command}" for command in commands),
         "#",
-        "# All else is as in the recipe that it extends; docs/configuration.md explains every setting.",
+        f"# All else is as in the recipe that it extends{explained}.",
         "",
         extends + (f"  # by the memory of the card: {cards}" if cards else ""),
     ]

@@ -8,7 +8,7 @@ import yaml
 
 from diffsynth_lite.config import files as config_files
 from diffsynth_lite.config import find_config_file, load_config
-from diffsynth_lite.config.files import read_config_files, read_preset
+from diffsynth_lite.config.files import if_in_clone, read_config_files, read_preset
 from diffsynth_lite.errors import UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -45,12 +45,14 @@ def test_a_missing_name_says_where_it_was_looked_for_and_what_is_there(tmp_path,
         assert "\n" not in told
 
 
-def test_an_installed_package_has_its_recipes_inside(tmp_path, monkeypatch):
+def test_an_installed_package_has_its_recipes_inside_and_names_no_page_of_the_docs(tmp_path, monkeypatch):
+    assert if_in_clone("docs/memory.md", "see it") == "see it"
     for folder in ("diffsynth_lite/configs", "configs"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "installed.yaml").touch()
     monkeypatch.setattr(config_files, "__file__", str(tmp_path / "diffsynth_lite" / "config" / "files.py"))
     assert find_config_file("installed.yaml") == tmp_path / "diffsynth_lite" / "configs" / "installed.yaml"
+    assert if_in_clone("docs/memory.md", "see it") == ""
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from diffsynth_lite.config.files import if_in_clone
 from diffsynth_lite.errors import UserError
 
 if TYPE_CHECKING:
@@ -359,8 +360,9 @@ def _unknown(name: str) -> str:
         near = [known[one] for one in get_close_matches(written, known, n=_MOST_NEAR)]
     near_gib = next((gpu.memory_gib for gpu in GPUS if near and gpu.name.startswith(near[0])), _ANY_GIB)
     hint = f"did you mean {_either(near)}? " if near else ""
+    listed = if_in_clone("docs/memory.md", "docs/memory.md lists all that are. ")
     return (
-        f"--gpu {name}: not known; {hint}docs/memory.md lists all that are. For another one init takes a "
+        f"--gpu {name}: not known; {hint}{listed}For another one init takes a "
         "card with as much memory; plan takes the memory itself, and gives no "
         f"times: --device-gib {memory_gib or near_gib}"
     )
