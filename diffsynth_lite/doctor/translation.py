@@ -21,6 +21,7 @@ from diffsynth_lite.config import load_config, section_types
 from diffsynth_lite.config.document import shortened
 from diffsynth_lite.config.files import did_you_mean
 from diffsynth_lite.config.peers import answer_to, setting_named
+from diffsynth_lite.data.records import is_image, is_video
 from diffsynth_lite.doctor.starting_point import StartingPoint, schema_line, setting_line
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import family_names
@@ -106,6 +107,8 @@ _SECRET = re.compile(r"(token|keys?|secrets?|passwords?)$")
 """Ends of keys whose values are not shown, unless they are numbers."""
 _LONG = re.compile(r"[\w-]{32,}")
 """Text that may be a secret, whatever its key."""
+_REPEATED = re.compile(r"[1-9]\d{0,3}_")
+"""Start of the name of a folder of kohya's that repeats."""
 _LEAST_EDGE = 64
 """Less is not an edge, such as SimpleTuner's 1.0, a megapixel."""
 _NOT_TRAINED = ["enabled false", "disabled true", "dataset_type conditioning", "dataset_type eval"]
@@ -214,7 +217,8 @@ def translation_of(path: Path, folder: Path | None = None) -> Translation:
     """
     values = _read(path)
     found = Translation(trainer=_trainer_of(values, path))
-    accumulated = _take_all(found, _trained_on(found, list(_all_leaves(values, path))))
+    leaves = _trained_on(found, list(_all_leaves(values, path)))
+    accumulated = _take_all(found, leaves)
     if "train.micro_batch_size" in found.settings or accumulated > 1:
         batch = found.settings.setdefault("train.micro_batch_size", 1)
         found.settings["train.global_batch_size"] = batch * accumulated
@@ -229,6 +233,7 @@ def translation_of(path: Path, folder: Path | None = None) -> Translation:
         found.paths, found.preserved = [str(folder)], []
     _put_trigger_into_prompts(found)
     _add_data(found)
+    _say_steps(found, leaves)
     return found
 
 
@@ -290,17 +295,48 @@ def _is_below(place: tuple[str, ...], entries: Mapping[tuple[str, ...], str]) ->
     return any(place[: len(entry)] == entry for entry in entries)
 
 
+def _repeats_in_names(found: Translation) -> dict[str, int]:
+    """Kohya's folders such as ``10_ohwx`` by how often each repeats, which stand for the one above them."""
+    repeats: dict[str, int] = {}
+    for path in found.paths if found.trainer == "kohya" else ():
+        named = [folder for folder in sorted(Path(path).glob("*_*/")) if _REPEATED.match(folder.name)]
+        repeats |= {str(folder): int(folder.name.partition("_")[0]) for folder in named} or {path: 1}
+    return repeats
+
+
+def _say_steps(found: Translation, leaves: Sequence[_Leaf]) -> None:
+    """Say what passes over the data are in steps, where its folders can be read."""
+    own = {"path": found.settings.get("data.path"), "repeats": found.settings.get("data.repeats", 1)}
+    items = 0
+    for source in found.settings.get("data.sources", [own] if own["path"] else []):
+        files = [file.name for file in Path(source["path"]).rglob("*")]
+        items += sum(is_image(name) or is_video(name) for name in files) * source.get("repeats", 1)
+    for place, value in leaves:
+        if items and str(value).isdecimal() and answer_to(place[-1]) == answer_to("epochs"):
+            steps = math.ceil(int(value) * items / found.settings.get("train.global_batch_size", 1))
+            start = f"{place[-1]}: {value}"
+            found.rest = [line for line in found.rest if start not in line]
+            found.rest.append(
+                f"{start} of {items} items, with repeats, is about {steps} steps: set train.steps"
+            )
+
+
 def _add_data(found: Translation) -> None:
     """Set the folders of data; of several, the trigger is said of each, and the repeats of one."""
     if not found.paths:
         found.rest += [f"{path}: left out, as there is no data that is learned" for path in found.preserved]
         return
+    repeats = _repeats_in_names(found)
+    found.paths = list(repeats) or found.paths
     if not found.preserved and len(found.paths) == 1:
         found.settings["data.path"] = found.paths[0]
+        if (times := repeats.get(found.paths[0], 1)) > 1:
+            found.settings["data.repeats"] = times
         return
     each = ("trigger", "repeats") if len(found.paths) == 1 else ("trigger",)
     said = {key: found.settings.pop(f"data.{key}") for key in each if f"data.{key}" in found.settings}
-    learned = [{"path": path, **said} for path in found.paths]
+    named = {path: {"repeats": times} for path, times in repeats.items() if times > 1}
+    learned = [{"path": path, **said, **named.get(path, {})} for path in found.paths]
     preserved = [{"path": path, "preserve": True} for path in found.preserved]
     found.settings |= {"data.path": None, "data.sources": [*learned, *preserved]}
     if repeats := found.settings.pop("data.repeats", None):

@@ -8,6 +8,7 @@ import pytest
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
 from diffsynth_lite.doctor import model_choice
+from diffsynth_lite.doctor.translation import translation_of
 
 AI_TOOLKIT = """
 job: extension
@@ -323,3 +324,22 @@ def test_what_cannot_be_translated_is_refused_in_a_line(
     assert main(["init", *arguments]) == 2
     assert caplog.messages[-1].startswith(reason)
     assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
+
+
+@pytest.mark.parametrize("others", [[], ["2_dog"]])
+def test_the_repeats_of_kohyas_folders_and_its_epochs_are_read(
+    others: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("self.toml").write_text(KOHYA)
+    for name in ("10_zkq", *others):
+        Path("img", name).mkdir(parents=True)
+        Path("img", name, "a.png").touch()
+    found = translation_of(Path("self.toml"))
+    sources = [{"path": "img/10_zkq", "repeats": 10}, {"path": "img/2_dog", "repeats": 2}]
+    alone = (found.settings["data.path"], found.settings.get("data.repeats"))
+    assert (found.settings["data.sources"] == sources) if others else (alone == ("img/10_zkq", 10))
+    items, steps = (12, 30) if others else (10, 25)
+    line = f"max_train_epochs: 10 of {items} items, with repeats, is about {steps} steps: set train.steps"
+    assert line in found.rest
+    assert "max_train_epochs is train.steps" not in str(found.rest)
