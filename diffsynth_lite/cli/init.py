@@ -1,6 +1,7 @@
 """Write a config for a folder of images or clips, by what is in it; asks nothing and loads no weights."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ from diffsynth_lite.errors import UserError, join_names
 if TYPE_CHECKING:
     from diffsynth_lite.doctor.starting_point import StartingPoint
     from diffsynth_lite.training.planning.gpus import Gpu
+
+_HINTS = {"sd_xl": "sdxl", "sdxl": "sdxl", "flux": "flux", "wan": "wan", "qwen": "qwen_image"}
+"""A model family that a word in the name of its file speaks for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +129,9 @@ def _translate(
     found = translation_of(parsed.theirs, parsed.folder)
     family = parsed.family or found.family
     if family is None:
-        raise UserError(f"--from {parsed.theirs}: names no model that is known here; add --family NAME")
+        files = " ".join(re.findall(r"[\w.-]+\.(?:safetensors|gguf)", str(found).lower()))
+        name = next((f"{hint}, by its file's name" for word, hint in _HINTS.items() if word in files), "NAME")
+        raise UserError(f"--from {parsed.theirs}: names no model that is known here; add --family {name}")
     start = recipe_of_family(family, found.settings.get("model.path"), gpu)
     if "data.path" not in found.settings and "data.sources" not in found.settings:
         found.rest.append("no folder of images or clips is named: set data.path")

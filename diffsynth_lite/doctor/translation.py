@@ -21,6 +21,7 @@ from diffsynth_lite.config import load_config, section_types
 from diffsynth_lite.config.document import shortened
 from diffsynth_lite.config.files import did_you_mean
 from diffsynth_lite.config.peers import answer_to, setting_named
+from diffsynth_lite.config.settings import FilePath
 from diffsynth_lite.data.records import is_image, is_video
 from diffsynth_lite.doctor.starting_point import StartingPoint, schema_line, setting_line
 from diffsynth_lite.errors import UserError
@@ -109,6 +110,8 @@ _LONG = re.compile(r"[\w-]{32,}")
 """Text that may be a secret, whatever its key."""
 _REPEATED = re.compile(r"[1-9]\d{0,3}_")
 """Start of the name of a folder of kohya's that repeats."""
+_NOISE = re.compile(r"(job|meta\..*|(.*\.)?process\.type)")
+"""Their keys that say nothing of a run."""
 _LEAST_EDGE = 64
 """Less is not an edge, such as SimpleTuner's 1.0, a megapixel."""
 _NOT_TRAINED = ["enabled false", "disabled true", "dataset_type conditioning", "dataset_type eval"]
@@ -249,8 +252,10 @@ def _take_all(found: Translation, leaves: Sequence[_Leaf]) -> int:
             value = _edge_of_megapixels(value)
         if key in _ACCUMULATED and str(value).isdecimal():
             accumulated = int(value)
-        elif not _is_translated(found, words, value, is_preserved=_is_below(place, preserved)):
-            found.rest.append(f"{'.'.join(words)}: {_shown(key, value)}")
+            continue
+        is_known = _is_translated(found, words, value, is_preserved=_is_below(place, preserved))
+        if not is_known and not _NOISE.fullmatch(name := ".".join(words)):
+            found.rest.append(f"{name}: {_shown(key, value)}")
     return accumulated
 
 
@@ -385,6 +390,11 @@ def _shown(key: str, value: object) -> str:
     is_number = isinstance(value, int | float)
     is_secret = not is_number and (_SECRET.search(key.lower()) or _LONG.fullmatch(str(value)))
     text = "..." if is_secret else shortened(json.dumps(value, default=str))
+    try:
+        TypeAdapter(FilePath).validate_python(value if isinstance(value, str) else ".")
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        text += f"; {reason}" if "path of Windows" in reason else ""
     answer = answer_to(key)
     return f"{text}; {key} {answer}" if answer and "another trainer" not in answer else text
 

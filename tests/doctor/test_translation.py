@@ -54,6 +54,7 @@ max_train_epochs = 10
 sample_prompts = "prompts.txt"
 wandb_api_key = "0123456789abcdef"
 keep_tokens = 2
+reg_data_dir = "C:/reg"
 """
 KOHYA_FLUX = """
 pretrained_model_name_or_path = "flux1-dev.safetensors"
@@ -147,7 +148,7 @@ resolutions = [[1280, 720]]
                 "output.dir": "output/mine",
                 "output.checkpoint_every_steps": 250,
             },
-            "job process.type save.dtype shuffle_tokens:false [trigger]",
+            "save.dtype shuffle_tokens:false [trigger]",
         ),
         (
             {"self.toml": KOHYA},
@@ -167,7 +168,8 @@ resolutions = [[1280, 720]]
                 "train.global_batch_size": 4,
                 "output.dir": "out/person",
             },
-            "learning_rate mixed_precision max_train_epochs sample_prompts wandb_api_key: ... keep_tokens: 2",
+            "learning_rate mixed_precision max_train_epochs sample_prompts wandb_api_key: ... keep_tokens: 2 "
+            "/mnt/c/reg",
         ),
         (
             {"f.toml": KOHYA_FLUX, "data.toml": MUSUBI_DATA},
@@ -275,6 +277,7 @@ def test_a_config_of_another_trainer_becomes_one_of_ours(
     listed = [line.strip() for line in printed.splitlines() if line.startswith("  ")]
     for key in rest.replace(": ", ":").split():
         assert any(key in line.replace(": ", ":") for line in listed), key
+    assert not any(line.startswith(("job", "config.process.type")) for line in listed)
     assert "0123456789abcdef" not in printed + Path("ours.yaml").read_text()
 
 
@@ -301,7 +304,12 @@ def test_a_folder_takes_the_place_of_their_data(
         (
             "network_module: x",
             ["--from", "a.yaml"],
-            "--from a.yaml: names no model that is known here; add --",
+            "--from a.yaml: names no model that is known here; add --family NAME",
+        ),
+        (
+            'pretrained_model_name_or_path: "D:/m/Flux1-dev.safetensors"',
+            ["--from", "a.yaml"],
+            "--from a.yaml: names no model that is known here; add --family flux, by its file's name",
         ),
         (
             "network_module: x",
