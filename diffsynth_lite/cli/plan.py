@@ -82,7 +82,7 @@ def run(parsed: argparse.Namespace) -> None:
     with importing_libraries():
         from diffsynth_lite.training.data_settings import plan_rules
         from diffsynth_lite.training.planning.answer import Answer
-        from diffsynth_lite.training.planning.choices import MemoryBudget
+        from diffsynth_lite.training.planning.choices import MemoryBudget, as_overrides
         from diffsynth_lite.training.planning.gpus import gpu_named
         from diffsynth_lite.training.planning.kept_counts import KeptCounts
         from diffsynth_lite.training.planning.planner import RunPlanner, recipes_like
@@ -115,8 +115,11 @@ def run(parsed: argparse.Namespace) -> None:
             print_lines(json.dumps(answer.as_json(), indent=2))
         else:
             _print(Console(emoji=False, highlight=False), answer, shows_all=parsed.all)
-            if answer.fits:
-                print_lines(f"Next: {train_command(config_words(parsed), num_processes=processes)}")
+            if room is not None and best is not None:
+                words = [*config_words(parsed), *([] if best.recipe else as_overrides(best.changes))]
+                if best.recipe:
+                    words[words.index("--config") + 1] = best.recipe
+                print_lines(f"Next: {train_command(words, num_processes=processes)}")
             if kept.num_reused:
                 print_lines(_REUSED.format(kept.num_reused, folder))
     if parsed.require_fit and not answer.fits:

@@ -41,6 +41,8 @@ _DEFAULTS: Mapping[RecordKind, tuple[str, str]] = {
 _OF_CLIPS: tuple[RecordKind, ...] = ("video", "image_to_video")
 _FLAGS = {"input_dirs": "--inputs", "layer_dirs": "--layers", "inpaint_mask_dir": "--masks"}
 _EDGE_STEP = 64
+_SMALLEST_CARD_GB = 8
+"""That a recipe is made for."""
 """Pixels that a proposed resolution is a multiple of."""
 _FRAME_STEP = 8
 """Frames of proposed clips are a multiple of it and one: right for families that take 4 k + 1 and 8 k + 1."""
@@ -172,20 +174,23 @@ def _for_card(
         )
         return replace(start, recipe=own[1] if own else start.recipe, reason=remark)
     recipes = {name: found for name in family_names() if (found := _recipe_of(name, kinds[:1]))}
-    models = fitting_models([(name, found[1]) for name, found in recipes.items()], gpu.comparable_gib)
-    if not models:
+    by_family = [(name, found[1]) for name, found in recipes.items()]
+    models = fitting_models(by_family, gpu.comparable_gib)
+    if own:
+        return replace(start, recipe=own[1], fitting=models)
+    # Made for the card that is most like it, or for the smallest.
+    likely = models[-1:] or fitting_models(by_family, _SMALLEST_CARD_GB)[:1]
+    if not likely:
         return replace(start, reason=f"although no recipe is for {card}; plan shows what fits")
-    if own is None:
-        best = models[-1]  # made for the card that is most like it
-        start = StartingPoint(
-            family=best.family,
-            recipe=best.recipe,
-            kind=recipes[best.family][0],
-            reason=f"as {start.family} has no recipe for {card}",
-        )
-    else:
-        start = replace(start, recipe=own[1])
-    return replace(start, fitting=models)
+    (best,) = likely
+    too_small = "" if models else f", nor any other; this one is for {best.card_gb} GB, plan shows what fits"
+    return StartingPoint(
+        family=best.family,
+        recipe=best.recipe,
+        kind=recipes[best.family][0],
+        reason=f"as {start.family} has no recipe for {card}{too_small}",
+        fitting=models,
+    )
 
 
 def _learns_clips(path: Path, own: Mapping[RecordKind, str]) -> bool:

@@ -136,7 +136,11 @@ def test_the_majority_of_what_can_be_used_decides(
         (["--gpu", "5090", "--family", "flux"], "flux_24gb.yaml", "for flux, with the recipe for the 32 GB "),
         (["--gpu", "M2 24GB", "--family", "flux"], "flux_16gb.yaml", "the recipe for the 24 GB of your M2"),
         (["--gpu", "RTX 3050 6GB", "--family", "flux"], "flux_lora.yaml", "which has no recipe for the 6 GB"),
-        (["--gpu", "RTX 3050 6GB"], "qwen_lora.yaml", "although no recipe is for the 6 GB of your RTX 3050"),
+        (
+            ["--gpu", "RTX 3050 6GB"],
+            "anima_lora.yaml",
+            "nor any other; this one is for 8 GB, plan shows what fits",
+        ),
     ],
 )
 def test_the_recipe_is_one_for_the_card(
