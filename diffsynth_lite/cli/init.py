@@ -93,11 +93,8 @@ def run(parsed: argparse.Namespace) -> None:
         start, lines = _translate(parsed, out, commands, gpu)
     else:
         start, lines = _write_for_folder(parsed, out, commands, gpu, presets)
-    print_lines(
-        *lines,
-        f"Base model: {base_model(start.family, start.recipe)}. Look at the file, then:",
-        *(f"  {line}" for line in commands),
-    )
+    base = base_model(start.family, start.model or load_config(start.recipe).config.model.path)
+    print_lines(*lines, f"Base model: {base}. Look at the file, then:", *(f"  {line}" for line in commands))
 
 
 def _file_to_write(parsed: argparse.Namespace) -> Path:

@@ -53,14 +53,17 @@ def fitting_models(recipes: Sequence[tuple[str, str]], memory_gib: float) -> lis
     for family, recipe in recipes:
         if fitting := recipe_for(recipe, memory_gib):
             card_gb, name = fitting
-            facts = base_model(family, recipe)
+            facts = base_model(family, load_config(recipe).config.model.path)
             found.append(FittingModel(family=family, card_gb=card_gb, recipe=name, facts=facts))
     return sorted(found, key=lambda model: model.card_gb)
 
 
-def base_model(family: str, recipe: str) -> str:
-    """What a recipe trains, such as ``Qwen/Qwen-Image, 57.7 GB to download, Apache-2.0``."""
-    path = load_config(recipe).config.model.path
+def base_model(family: str, path: str) -> str:
+    """What is known of a model, such as ``Qwen/Qwen-Image, 57.7 GB to download, Apache-2.0``.
+
+    Args:
+        path: as in ``model.path``.
+    """
     release = next((one for one in load_family(family).releases if one.hub_id == path), None)
     if release is None:
         return f"{path}, of which neither size nor licence is known here"

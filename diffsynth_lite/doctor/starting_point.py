@@ -58,6 +58,7 @@ class StartingPoint:
     Attributes:
         recipe: the config, as ``extends`` names it.
         kind: of the data that the recipe is for.
+        model: as ``model.path``, where it is not the recipe's.
         reason: why the family was taken; empty where it was given.
         fitting: the models that fit the card, where one is known and no family was given.
     """
@@ -65,6 +66,7 @@ class StartingPoint:
     family: str
     recipe: str
     kind: RecordKind
+    model: str | None = None
     reason: str = ""
     fitting: Sequence[FittingModel] = ()
 
@@ -158,7 +160,7 @@ def recipe_of_family(family: str, model: str | None, gpu: Gpu | None) -> Startin
     recipes = [_recipe_of(family, [kind]) for kind in load_family(family).starting_recipes]
     found = [StartingPoint(family=family, recipe=one[1], kind=one[0]) for one in recipes if one]
     same = [start for start in found if load_config(start.recipe).config.model.path == model]
-    start = (same or found)[0]
+    start = replace((same or found)[0], model=model)
     return start if gpu is None else _for_card(start, [start.kind], gpu, is_given=True)
 
 

@@ -268,6 +268,7 @@ def test_a_config_of_another_trainer_becomes_one_of_ours(
     assert f"{theirs}: a config of {trainer}, " in printed
     config = load_config("ours.yaml").config.model_dump()
     assert config["model"]["family"] == family
+    assert f"Base model: {config['model']['path']}, " in printed
     for setting, value in expected.items():
         section, _, key = setting.partition(".")
         found = config[section][key]
