@@ -116,9 +116,9 @@ def run(parsed: argparse.Namespace) -> None:
         else:
             _print(Console(emoji=False, highlight=False), answer, shows_all=parsed.all)
             if room is not None and best is not None:
-                words = [*config_words(parsed), *([] if best.recipe else as_overrides(best.changes))]
-                if best.recipe:
-                    words[words.index("--config") + 1] = best.recipe
+                config_file, *given = config_words(parsed)[1:]
+                given += [] if best.recipe else as_overrides(best.changes)
+                words = ["--config", best.recipe or config_file, *given]
                 print_lines(f"Next: {train_command(words, num_processes=processes)}")
             if kept.num_reused:
                 print_lines(_REUSED.format(kept.num_reused, folder))

@@ -153,6 +153,9 @@ def test_a_recipe_for_the_card_is_proposed_and_a_no_is_an_error_only_where_a_fit
     assert refused["summary"][1] == "The recipe for this card fits: --config z_image_12gb.yaml"
     assert refused["recipe"] == "z_image_12gb.yaml"
     assert refused["step_s"] is None  # without the name of a card
+    assert plan(*given) == 0
+    (proposed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Next: ")]
+    assert proposed.endswith(f" train --config z_image_12gb.yaml {shlex.join(ANY)}")
     assert "--require-fit: Does not fit: " in caplog.text
 
 
