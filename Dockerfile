@@ -2,7 +2,7 @@
 #     With `--build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` torch is its CPU build, a tenth of the size.
 # docker run --rm diffsynth_lite
 #     The quickstart, on a CPU.
-# docker run --rm -it --gpus all --ipc=host -v ~/.cache/huggingface:/root/.cache/huggingface -v "$PWD:/work" -w /work \
+# docker run --rm -it --gpus all --ipc=host -e HF_HOME=/hub -v ~/.cache/huggingface:/hub -v "$PWD:/work" -w /work \
 #     diffsynth_lite diffsynth-lite train --config mine.yaml
 #     Your own files, with the GPUs (this needs NVIDIA's container toolkit).
 FROM python:3.12-slim

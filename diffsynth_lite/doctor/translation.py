@@ -124,7 +124,6 @@ _OF_A_SOURCE = ("datasets", "subsets", "directory")
 _ALPHA_IS_RANK = ("SimpleTuner", "diffusion-pipe")
 """Trainers whose alpha is the rank where it is not set; it is 1 in the others."""
 
-
 _Leaf = tuple[tuple[str, ...], Any]
 """A value with its keys, from the top down."""
 
@@ -231,12 +230,12 @@ def translation_of(path: Path, folder: Path | None = None) -> Translation:
         found.settings.setdefault("lora.alpha", rank if found.trainer in _ALPHA_IS_RANK else 1)
     paths = [str(found.settings.get(f"model.{key}", "")).lower() for key in ("path", "transformer_file")]
     if found.family is None and any("xl" in Path(path).name for path in paths):
-        found.family = "sdxl"  # kohya's file does not say it
+        found.family = "sdxl"  # kohya's file does not name it
     if folder:
         found.paths, found.preserved = [str(folder)], []
     _put_trigger_into_prompts(found)
     _add_data(found)
-    _say_steps(found, leaves)
+    _note_steps(found, leaves)
     return found
 
 
@@ -309,8 +308,8 @@ def _repeats_in_names(found: Translation) -> dict[str, int]:
     return repeats
 
 
-def _say_steps(found: Translation, leaves: Sequence[_Leaf]) -> None:
-    """Say what passes over the data are in steps, where its folders can be read."""
+def _note_steps(found: Translation, leaves: Sequence[_Leaf]) -> None:
+    """List what passes over the data are in steps, where its folders can be read."""
     own = {"path": found.settings.get("data.path"), "repeats": found.settings.get("data.repeats", 1)}
     items = 0
     for source in found.settings.get("data.sources", [own] if own["path"] else []):
@@ -327,7 +326,7 @@ def _say_steps(found: Translation, leaves: Sequence[_Leaf]) -> None:
 
 
 def _add_data(found: Translation) -> None:
-    """Set the folders of data; of several, the trigger is said of each, and the repeats of one."""
+    """Set the folders of data; of several, each has the trigger, and a single learned one the repeats."""
     if not found.paths:
         found.rest += [f"{path}: left out, as there is no data that is learned" for path in found.preserved]
         return
@@ -339,9 +338,9 @@ def _add_data(found: Translation) -> None:
             found.settings["data.repeats"] = times
         return
     each = ("trigger", "repeats") if len(found.paths) == 1 else ("trigger",)
-    said = {key: found.settings.pop(f"data.{key}") for key in each if f"data.{key}" in found.settings}
+    common = {key: found.settings.pop(f"data.{key}") for key in each if f"data.{key}" in found.settings}
     named = {path: {"repeats": times} for path, times in repeats.items() if times > 1}
-    learned = [{"path": path, **said, **named.get(path, {})} for path in found.paths]
+    learned = [{"path": path, **common, **named.get(path, {})} for path in found.paths]
     preserved = [{"path": path, "preserve": True} for path in found.preserved]
     found.settings |= {"data.path": None, "data.sources": [*learned, *preserved]}
     if repeats := found.settings.pop("data.repeats", None):
@@ -353,7 +352,7 @@ def _is_translated(found: Translation, words: Sequence[str], value: object, *, i
 
     Args:
         words: its keys, from the top down.
-        is_preserved: whether it is said of data that is not learned.
+        is_preserved: whether it belongs to data that is not learned.
     """
     *parents, key = words
     parent = parents[-1] if parents else ""
@@ -367,7 +366,7 @@ def _is_translated(found: Translation, words: Sequence[str], value: object, *, i
     if (found.trainer, key) in _MEANS_OTHERWISE:
         return False
     setting = _setting_of(parent, key)
-    if setting is None or _is_said_of_a_part(parents, setting):
+    if setting is None or _is_of_a_part(parents, setting):
         return False
     if is_preserved and setting == "data.path":
         found.preserved.append(str(value))
@@ -375,7 +374,7 @@ def _is_translated(found: Translation, words: Sequence[str], value: object, *, i
     return not is_preserved and found.add(setting, value)
 
 
-def _is_said_of_a_part(parents: Sequence[str], setting: str) -> bool:
+def _is_of_a_part(parents: Sequence[str], setting: str) -> bool:
     """Whether a key is not of the run, as it is of a text encoder, of another optimizer or of some data."""
     if any(name.startswith("text_encoder") or name == "optimizer_defaults" for name in parents):
         return True
@@ -413,17 +412,13 @@ def _setting_of(parent: str, key: str) -> str | None:
 
 def _all_leaves(values: Mapping[str, Any], path: Path) -> Iterator[_Leaf]:
     """Places and values of a config and of the file of its data, those that say something."""
-    for place, value in _told(values):
+    for place, value in _leaves(values):
         named = (path.parent / str(value), Path(str(value))) if place[-1] in _FILES else ()
         if second := next((file for file in named if file.is_file()), None):
             data = _parsed(second)
-            yield from _told(data if isinstance(data, Mapping) else {"datasets": data})
+            yield from _leaves(data if isinstance(data, Mapping) else {"datasets": data})
         else:
             yield place, value
-
-
-def _told(values: Mapping[str, Any]) -> Iterator[_Leaf]:
-    return ((place, value) for place, value in _leaves(values) if value is not None and value not in ("", []))
 
 
 def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[_Leaf]:
@@ -433,7 +428,7 @@ def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[_Leaf]:
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
         for number, below in enumerate(value):
             yield from _leaves(below, (*place, str(number)))
-    else:
+    elif value is not None and value not in ("", []):
         yield place, value
 
 
@@ -462,7 +457,9 @@ def _parsed(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
             return tomllib.loads(text)
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        json.dumps(values, default=str, skipkeys=True)  # refuses a yaml alias that holds itself
+        return values
     except FileNotFoundError:
         near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.*")]).strip()
         hint = near or f"check the path (working folder: {Path.cwd()})"

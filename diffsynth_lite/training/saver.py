@@ -192,7 +192,7 @@ class Saver:
 
     def _repair_copy(self) -> None:
         checkpoint, folder = self._start.checkpoint, self._run.store.folder
-        if checkpoint is None or checkpoint.path.parent != folder:
+        if checkpoint is None or checkpoint.path.parent.resolve() != folder.resolve():
             return
         copies = [copy for export in self._exports() for copy in lora_copies(folder, export.name)]
         if [copy.step for copy in copies].count(checkpoint.step) < len(self._exports()):

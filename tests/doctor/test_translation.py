@@ -300,6 +300,7 @@ def test_a_folder_takes_the_place_of_their_data(
         ("1: a", ["--from", "a.yaml"], "--from a.yaml: is not a config of ai-toolkit, kohya, "),
         ("- a", ["--from", "a.yaml"], "--from a.yaml: is not a config of ai-toolkit, kohya, "),
         ("a: [", ["--from", "a.yaml"], "--from a.yaml: cannot be read: "),
+        ("job: &a {b: *a}", ["--from", "a.yaml"], "--from a.yaml: cannot be read: Circular reference"),
         ("", ["--from", "b.toml"], "--from b.toml: there is no such file; check the path (working folder: "),
         ("", ["--from", "a.yml"], "--from a.yml: there is no such file; did you mean 'a.yaml'?"),
         (
