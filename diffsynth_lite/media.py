@@ -4,11 +4,13 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import PIL.Image
-import torch
 from PIL.Image import Image
+
+if TYPE_CHECKING:
+    import torch
 
 _Value = TypeVar("_Value")
 
@@ -59,12 +61,14 @@ class Audio:
         sample_rate: samples a second.
     """
 
-    waveform: torch.Tensor
+    waveform: "torch.Tensor"
     sample_rate: int
 
     @classmethod
     def silent(cls, form: AudioFormat, duration_s: float) -> "Audio":
         """Silence of this length."""
+        import torch  # Here, as the screen shows media without it.
+
         num_samples = round(duration_s * form.sample_rate)
         return cls(waveform=torch.zeros(form.num_channels, num_samples), sample_rate=form.sample_rate)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import av
 import numpy as np
 import numpy.typing as npt
-import torch
 from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
@@ -105,6 +104,8 @@ def read_audio(path: Path, start_s: float, duration_s: float, form: AudioFormat)
         raise UserError(f"{path}: its audio has numbers that are not finite; save it again")
     if np.abs(waveform).max() < _SILENCE:
         return None
+    import torch  # Here, as the facts of a file are read without it.
+
     return Audio(waveform=torch.from_numpy(waveform), sample_rate=form.sample_rate)
 
 

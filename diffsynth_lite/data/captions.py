@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from diffsynth_lite.core.randomness import counter_generator
 from diffsynth_lite.data.folder import Folder, is_unicode
 from diffsynth_lite.data.records import Record, is_video, stem
 from diffsynth_lite.errors import UserError, join_names
@@ -93,6 +92,9 @@ def tag_variants(caption: str, *, count: int, separator: str, keep: int) -> tupl
             given, and with a space after it if it has none.
         keep: number of tags at the start, >= 0, that stay where they are, such as a trigger.
     """
+    # Imported here, because it imports torch, and captions are read without.
+    from diffsynth_lite.core.randomness import counter_generator
+
     mark = separator.strip() or separator
     tags = [tag.strip() for tag in caption.split(mark) if tag.strip()]
     first, rest = tags[:keep], tags[keep:]

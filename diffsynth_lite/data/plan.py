@@ -16,14 +16,13 @@ from diffsynth_lite.data.audio import AudioFacts
 from diffsynth_lite.data.buckets import Bucket, BucketRule, Size
 from diffsynth_lite.data.items import TrainingItem
 from diffsynth_lite.data.media_index import MediaFacts, MediaIndex
-from diffsynth_lite.data.records import ROLES, Record
+from diffsynth_lite.data.records import ROLES, OnBadItem, Record
 from diffsynth_lite.data.video import ClipPlace, VideoFacts, clip_starts, max_frames
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.media import AudioFormat, RecordKind
 from diffsynth_lite.progress_log import ProgressLog
 
 CropPlace = Literal["center", "random"]
-OnBadItem = Literal["error", "skip"]
 
 _MAX_ASPECT_DIFFERENCE = 0.02
 """Largest relative difference of a mask's aspect ratio from its target's: rounded sizes differ a little."""

@@ -12,6 +12,8 @@ from diffsynth_lite.config import SourceSettings
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.media import RecordKind
 
+OnBadItem = Literal["error", "skip"]
+
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 
 

@@ -19,12 +19,12 @@ from diffsynth_lite.data.captions import (
 from diffsynth_lite.data.folder import Folder, PairFolders, companions_in_row, list_folder
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.data.metadata import Table, read_table
-from diffsynth_lite.data.plan import OnBadItem
 from diffsynth_lite.data.records import (
     ROLES,
     VIDEO_SUFFIXES,
     WHOLE,
     Companions,
+    OnBadItem,
     Part,
     Record,
     Source,
