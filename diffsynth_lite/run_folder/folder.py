@@ -2,8 +2,6 @@
 
 import logging
 import os
-import re
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +20,12 @@ from diffsynth_lite.errors import (
     exit_code,
 )
 from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, sync, write_json, write_json_over
+from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.run_folder.reading import read_run_file
 
-if sys.platform != "win32":
+if sys.platform == "win32":
+    import msvcrt
+else:
     import fcntl
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 RunState = Literal["running", "finished", "interrupted", "stopped", "diverged", "failed"]
 
 _LOCK_NAME = ".lock"
-_LOCK_HOLDER = r"process (?P<process>\d+) on (?P<host>.+)"
+_LOCKED_BYTE = 1 << 20
+"""The byte that is locked on Windows, where others cannot read what is locked: far beyond the text."""
 _REMOVAL_S = 2.0
 """Time in which a removal of the run folder, with the lock as its first file, is most likely finished."""
 _QUARANTINE_NAME = "quarantine.jsonl"
@@ -204,9 +206,9 @@ class RunFolder:
             self._take_lock()
         holder = self._holder()
         # Compared by the number only: the name of a host may change during a run.
-        if holder is not None and int(holder["process"]) != os.getpid():
+        if holder is not None and holder.pid != os.getpid():
             raise RunStoppedError(
-                f"output.dir: {self.path} was renamed or removed, and {holder[0]} has begun a run under its "
+                f"output.dir: {self.path} was renamed or removed, and {holder} has begun a run under its "
                 "name; this run can be continued from where its folder is now, with that as its output.dir"
             )
 
@@ -216,13 +218,7 @@ class RunFolder:
         This takes no lock, as a reader must not keep a trainer out.
         """
         holder = self._holder()
-        if holder is None or holder["host"] != socket.gethostname() or sys.platform == "win32":
-            return False
-        try:
-            os.kill(int(holder["process"]), 0)
-        except (OSError, OverflowError) as error:
-            return isinstance(error, ProcessLookupError)
-        return False
+        return holder is not None and not holder.is_alive()
 
     def changes(self) -> object:
         """A value that changes when anything changes here that a page of the run shows.
@@ -245,10 +241,10 @@ class RunFolder:
         except (OSError, UserError):
             return b""
 
-    def _holder(self) -> re.Match[str] | None:
+    def _holder(self) -> Process | None:
         """The process that took the lock last; None if no trainer did, or the file was lost."""
         try:
-            return re.fullmatch(_LOCK_HOLDER, read_run_file(self.path / _LOCK_NAME).decode().strip())
+            return Process.from_text(read_run_file(self.path / _LOCK_NAME).decode())
         except (OSError, ValueError):
             return None
 
@@ -305,7 +301,7 @@ class RunFolder:
         self._locked.append(file)
         is_locked = self._lock_file(file)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.write(f"{Process.current().as_text()}\n")
         file.flush()
         if is_locked:  # No other process writes: unfinished files are left from killed writers.
             loras = self.lora_folder, self.ema_lora_folder, self.best_lora_folder
@@ -316,20 +312,38 @@ class RunFolder:
 
     def _lock_file(self, file: IO[str]) -> bool:
         """Whether it could be locked; logs a warning where locks are not supported."""
-        if sys.platform == "win32":
-            logger.warning("Folders cannot be locked on Windows: do not start a second run in %s", self.path)
-            return False
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except BlockingIOError:
             file.seek(0)
-            raise UserError(f"output folder {self.path} is in use by {file.read().strip()}") from None
+            text = file.read().strip()
+            holder = Process.from_text(text) or text
+            raise UserError(f"output folder {self.path} is in use by {holder}") from None
         except OSError as error:
             logger.warning(
                 "%s cannot be locked (%s): do not start a second run there", self.path, error.strerror
             )
             return False
         return True
+
+
+def _lock(file: IO[str]) -> None:
+    """Lock a file for as long as it is open.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+    """
+    if sys.platform == "win32":
+        place = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+        os.lseek(file.fileno(), _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except PermissionError as error:
+            raise BlockingIOError from error
+        finally:
+            os.lseek(file.fileno(), place, os.SEEK_SET)
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:

@@ -75,7 +75,10 @@ def test_secrets_in_what_is_read_are_masked(tmp_path: Path) -> None:
     ("lock", "is_abandoned"),
     [
         ("process 99999999 on {host}", True),
-        ("process 1 on {host}", False),
+        ("process 99999999 on {host}, started at any time", True),
+        ("process 1 on {host}", False),  # of a version that did not write the start
+        ("process 1 on {host}, started before the machine was booted again", True),
+        ("process 1 on elsewhere, started before the machine was booted again", False),
         ("process 99999999 on elsewhere", False),
         ("process 99999999999999999999 on {host}", False),
         ("what is this", False),

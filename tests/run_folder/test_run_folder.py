@@ -10,6 +10,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from diffsynth_lite.errors import (
     RunStoppedError,
     UserError,
 )
+from diffsynth_lite.run_folder import folder as run_folder
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
@@ -164,27 +166,56 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, below: str
     assert file.read_text() == "precious"
 
 
-def hold_the_lock(folder: RunFolder, is_locked: Any) -> None:
+class MicrosoftLocks:
+    """Stands in for ``msvcrt``, with locks of whole files."""
+
+    LK_NBLCK = 2
+
+    def locking(self, descriptor: int, mode: int, num_bytes: int) -> None:
+        assert (os.lseek(descriptor, 0, os.SEEK_CUR), mode, num_bytes) == (1 << 20, self.LK_NBLCK, 1)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PermissionError from None
+
+
+def pretend_windows() -> None:
+    """Have locks be taken as on Windows, until this process ends."""
+    run_folder.sys = SimpleNamespace(platform="win32")
+    run_folder.msvcrt = MicrosoftLocks()
+
+
+def hold_the_lock(folder: RunFolder, system: str, is_locked: Any) -> None:
+    if system == "win32":
+        pretend_windows()
     with folder.lock():
         is_locked.set()
         time.sleep(LIMIT_S)
 
 
-def test_a_second_trainer_is_refused_by_name_of_the_first_until_that_one_is_killed(folder: RunFolder) -> None:
+@pytest.mark.parametrize("system", ["linux", "win32"])
+def test_a_second_trainer_is_refused_by_name_of_the_first_until_that_one_is_killed(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, system: str
+) -> None:
+    if system == "win32":
+        monkeypatch.setattr(run_folder, "sys", None)
+        monkeypatch.setattr(run_folder, "msvcrt", None, raising=False)
+        pretend_windows()
     start(folder)
     is_locked = FORKED.Event()
-    first = FORKED.Process(target=hold_the_lock, args=(folder, is_locked))
+    first = FORKED.Process(target=hold_the_lock, args=(folder, system, is_locked))
     first.start()
     try:
         assert is_locked.wait(LIMIT_S)
         for _ in range(2):
             with pytest.raises(UserError) as caught, folder.lock():
                 pytest.fail("the lock was given")
-            assert f"in use by process {first.pid} on {socket.gethostname()}" in str(caught.value)
-            assert "\n" not in str(caught.value)
+            assert str(caught.value).endswith(f"in use by process {first.pid} on {socket.gethostname()}")
+            assert not folder.is_abandoned()
     finally:
         first.kill()
         first.join()
+    assert folder.is_abandoned()
     start(folder)
 
 

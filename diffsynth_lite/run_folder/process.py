@@ -1,0 +1,132 @@
+"""This file identifies a process of a machine, also after its number was given to another one."""
+
+import ctypes
+import os
+import re
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from ctypes import wintypes
+from dataclasses import dataclass
+from pathlib import Path
+
+_TEXT = re.compile(r"process (?P<pid>[1-9]\d*) on (?P<host>.+?)(?:, started (?P<started>.+))?")
+_START_FIELD = 22 - 3
+"""Place of the start time in ``/proc/PID/stat``, after the name of the program, which may hold anything."""
+_QUERY_LIMITED_INFORMATION = 0x1000
+_STILL_ACTIVE = 259
+_NO_SUCH_PROCESS = 87
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of one machine: systems give the number of a process that ended to another one.
+
+    Attributes:
+        pid: its number, from 1.
+        host: name of its machine.
+        started: when it started, as its system writes it, for comparison only; empty where that is not known.
+    """
+
+    pid: int
+    host: str
+    started: str = ""
+
+    @classmethod
+    def current(cls) -> "Process":
+        """The process that asks."""
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        """A process of this machine, such as a child that was just started."""
+        return cls(pid, socket.gethostname(), _start(pid) or "")
+
+    @classmethod
+    def from_text(cls, text: str) -> "Process | None":
+        """The process that ``as_text`` wrote; None for any other text."""
+        found = _TEXT.fullmatch(text.strip())
+        return None if found is None else cls(int(found["pid"]), found["host"], found["started"] or "")
+
+    def as_text(self) -> str:
+        """One line for a file."""
+        return f"{self}, started {self.started}" if self.started else str(self)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    def is_alive(self) -> bool:
+        """Whether it runs; True also where that cannot be known: on another machine, or another user's."""
+        if self.host != socket.gethostname():
+            return True
+        started = _start(self.pid)
+        return started is not None and (not started or not self.started or started == self.started)
+
+
+def _start(pid: int) -> str | None:
+    """When a process of this machine started; empty where that cannot be known, None if it does not run.
+
+    A process that ended and whose exit code nobody has asked for does not run.
+    """
+    if sys.platform == "win32":
+        return _start_on_windows(pid)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except (OSError, OverflowError):  # of another user, or a number that no system gives
+        pass
+    return _start_on_linux(pid) if sys.platform == "linux" else _start_by_ps(pid)
+
+
+def _start_on_linux(pid: int) -> str | None:
+    """Clock ticks since the machine was booted, and which boot that was."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:  # of another user, with hidepid
+        return ""
+    if after_name[0] in ("Z", "X"):
+        return None
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{after_name[_START_FIELD]}"
+
+
+def _start_by_ps(pid: int) -> str | None:
+    """Date and time in UTC, to the second: on macOS and the BSDs."""
+    columns = ("-o", "stat=", "-o", "lstart=")
+    try:
+        printed = subprocess.run(
+            ("/bin/ps", *columns, "-p", str(pid)),
+            env={"LC_ALL": "C", "TZ": "UTC0"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return None if printed[0].startswith("Z") else " ".join(printed[1:])
+
+
+def _start_on_windows(pid: int) -> str | None:
+    """Units of 100 ns since 1601."""
+    if sys.platform != "win32":
+        return ""  # for mypy: elsewhere there is no WinDLL
+    kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+    kernel.OpenProcess.restype = wintypes.HANDLE
+    kernel.OpenProcess.argtypes = (wintypes.DWORD, wintypes.BOOL, wintypes.DWORD)
+    handle = kernel.OpenProcess(_QUERY_LIMITED_INFORMATION, False, pid)
+    if not handle:
+        return None if ctypes.get_last_error() == _NO_SUCH_PROCESS else ""
+    handle = wintypes.HANDLE(handle)
+    exit_code, times = wintypes.DWORD(), [wintypes.FILETIME() for _ in range(4)]
+    try:
+        kernel.GetExitCodeProcess(handle, ctypes.byref(exit_code))
+        kernel.GetProcessTimes(handle, *map(ctypes.byref, times))
+    finally:
+        kernel.CloseHandle(handle)
+    if exit_code.value != _STILL_ACTIVE:
+        return None
+    return str(times[0].dwHighDateTime << 32 | times[0].dwLowDateTime)
