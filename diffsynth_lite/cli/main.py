@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli import cache, convert, doctor, env, init, plan, publish, report, sample, train
+from diffsynth_lite.cli import cache, convert, doctor, env, init, plan, publish, report, sample, train, ui
 from diffsynth_lite.cli.arguments import argument_hint
 from diffsynth_lite.cli.console import log_level, run_command
 from diffsynth_lite.config.files import did_you_mean
@@ -25,6 +25,7 @@ _EXAMPLES = {
     sample: "--lora runs/mine --prompt 'a red star'",
     convert: "runs/mine mine.safetensors --to kohya",
     publish: "runs/mine --to user/name --dry-run",
+    ui: "my_workspace",
     env: "--json",
 }
 """Each command's module, in the order in which a user needs them, with what one may type after its name."""

@@ -1,0 +1,42 @@
+"""This file shows Home, and takes in what is changed there."""
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.ui.pages import device, page, read_json, refused
+from diffsynth_lite.ui.workspace import Workspace
+
+
+def routes() -> list[Route]:
+    """The routes of this screen."""
+    return [
+        Route("/", _home),
+        Route("/device", _device),
+        Route("/add", _add, methods=["POST"]),
+    ]
+
+
+def _home(request: Request) -> Response:
+    return page(request, "home/home.html")
+
+
+def _device(request: Request) -> Response:
+    return JSONResponse(device())
+
+
+async def _add(request: Request) -> Response:
+    """Show a folder that is elsewhere: {"kind": "data" or "runs", "folder": its whole path}."""
+    given = await read_json(request)
+    workspace: Workspace = request.app.state.workspace
+    kind = str(given.get("kind"))
+    if kind not in ("data", "runs"):
+        return refused(f"kind: {kind}: give data or runs")
+    try:
+        workspace.add(kind, Path(str(given.get("folder"))))
+    except UserError as error:
+        return refused(str(error))
+    return JSONResponse({})

@@ -1,0 +1,60 @@
+"""This file joins the screens to one application, and serves it."""
+
+import socket
+from collections.abc import Iterable
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.ui.guard import LOOPBACK, Guard
+from diffsynth_lite.ui.home import routes as home
+from diffsynth_lite.ui.pages import static_file
+from diffsynth_lite.ui.workspace import Workspace
+
+MAX_PORT = 65535
+_ALL_ADDRESSES = "0.0.0.0"
+
+
+def build(workspace: Workspace, *, token: str, behind: str | None = None) -> Guard:
+    """The screen of a workspace, behind its guard."""
+    application = Starlette(routes=[*home.routes(), Route("/static/{name}", static_file)])
+    application.state.workspace = workspace
+    return Guard(application, token=token, behind=behind)
+
+
+def listen(port: int, *, behind: str | None = None) -> socket.socket:
+    """A socket on the loopback address; on all addresses where a proxy comes from another machine.
+
+    Args:
+        port: 0 for any that is free.
+
+    Raises:
+        UserError: the port is taken, or is none.
+    """
+    if not 0 <= port <= MAX_PORT:
+        raise UserError(f"--port {port}: give one from 0, for any that is free, to {MAX_PORT}")
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((_ALL_ADDRESSES if behind else LOOPBACK, port))
+    except OSError as error:
+        bound.close()
+        raise UserError(f"--port {port}: {error.strerror}; give another, or 0 for any that is free") from None
+    return bound
+
+
+def serve(guard: Guard, sockets: Iterable[socket.socket]) -> None:
+    """Answer until Ctrl+C."""
+    config = uvicorn.Config(
+        guard,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="off",
+        # Open polls of pages would hold up the end.
+        timeout_graceful_shutdown=1,
+    )
+    uvicorn.Server(config).run(sockets=list(sockets))

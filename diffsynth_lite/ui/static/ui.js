@@ -1,0 +1,103 @@
+// What all screens share: changes that are sent to the server, what it answered, and the theme.
+"use strict";
+const ui = (() => {
+  const SHOWN_MS = 8000;
+  const DEVICE_EVERY_MS = 10000;
+  const byId = (id) => document.getElementById(id);
+  let hiding = null;
+
+  // A tab that was opened from another one asks for its secret; no page of another origin hears this.
+  const tabs = new BroadcastChannel("secret");
+  tabs.addEventListener("message", ({ data }) => {
+    const own = sessionStorage.getItem("secret");
+    if (data.secret && !own) sessionStorage.setItem("secret", data.secret);
+    if (!data.secret && own) tabs.postMessage({ secret: own });
+  });
+  if (!sessionStorage.getItem("secret")) tabs.postMessage({});
+
+  // Shows a sentence for a while; `undo` puts a button next to it.
+  function say(text, { undo } = {}) {
+    const said = byId("said");
+    said.replaceChildren(Object.assign(document.createElement("span"), { textContent: text }));
+    if (undo) {
+      const button = Object.assign(document.createElement("button"), { type: "button", textContent: "Undo" });
+      button.addEventListener("click", () => { said.hidden = true; undo(); });
+      said.append(button);
+    }
+    said.hidden = false;
+    clearTimeout(hiding);
+    hiding = setTimeout(() => (said.hidden = true), SHOWN_MS);
+  }
+
+  // Sends a body to the server; resolves to what it answers, and shows why it refused otherwise.
+  async function send(path, body, type = "application/octet-stream") {
+    const headers = { "content-type": type, "x-diffsynth-secret": sessionStorage.getItem("secret") ?? "" };
+    let answer;
+    try {
+      answer = await fetch(path, { method: "POST", headers, body });
+    } catch (error) {
+      say("The server does not answer; nothing was changed.");
+      throw error;
+    }
+    const text = await answer.text();
+    const isObject = answer.headers.get("content-type")?.startsWith("application/json");
+    const given = isObject ? JSON.parse(text) : {};
+    if (answer.ok) return given;
+    const refusal = new Error(given.error ?? (text || `${answer.status} ${answer.statusText}`));
+    refusal.answer = given;
+    say(refusal.message);
+    throw refusal;
+  }
+
+  const post = (path, given = {}) => send(path, JSON.stringify(given), "application/json");
+
+  // Does what a button says, then shows the page as it is afterwards.
+  async function press(button) {
+    button.disabled = true;
+    try {
+      const { go } = await post(button.dataset.post, JSON.parse(button.dataset.body ?? "{}"));
+      if (go) location.assign(go);
+      else document.dispatchEvent(new Event("changed"));
+    } catch {
+      // It was shown.
+    } finally {
+      button.disabled = false;
+    }
+  }
+
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-post], [data-copy]");
+    if (button?.dataset.post) press(button);
+    if (button?.dataset.copy) navigator.clipboard.writeText(button.dataset.copy).then(() => say("Copied."));
+    for (const menu of document.querySelectorAll("details.menu[open]")) {
+      if (!menu.contains(event.target)) menu.open = false;
+    }
+  });
+  document.addEventListener("keydown", (event) => {
+    const menu = event.key === "Escape" && document.querySelector("details.menu[open]");
+    if (!menu) return;
+    menu.open = false;
+    menu.querySelector("summary").focus();
+  });
+
+  byId("theme").addEventListener("click", () => {
+    const root = document.documentElement;
+    const isDark = root.dataset.theme
+      ? root.dataset.theme === "dark"
+      : matchMedia("(prefers-color-scheme: dark)").matches;
+    localStorage.setItem("theme", (root.dataset.theme = isDark ? "light" : "dark"));
+  });
+
+  // The memory of the GPU, which changes by itself on every page.
+  const device = document.querySelector(".device progress");
+  async function renewDevice() {
+    const answer = document.hidden ? null : await fetch("/device").catch(() => null);
+    if (!answer?.ok) return;
+    const { used, total, words } = await answer.json();
+    Object.assign(device, { value: used, max: total, ariaLabel: `Memory of the GPU: ${words}` });
+    byId("device-memory").textContent = words;
+  }
+  if (device) setInterval(renewDevice, DEVICE_EVERY_MS);
+
+  return { post, send, say };
+})();

@@ -1,0 +1,149 @@
+"""This file knows where things are in a workspace.
+
+A name that a browser sends is looked up among the names that are there; no path is made of it.
+"""
+
+import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import parse_json, write_json
+from diffsynth_lite.run_folder.folder import find_runs
+
+_FOLDERS = ("data", "configs", "runs", ".ui")
+_PRIVATE = 0o700
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A folder with ``data``, ``configs`` and ``runs``; what it holds is read at each access."""
+
+    path: Path
+
+    @property
+    def data_folder(self) -> Path:
+        """Where new data sets are made."""
+        return self.path / "data"
+
+    @property
+    def configs_folder(self) -> Path:
+        """Where configs are written."""
+        return self.path / "configs"
+
+    @property
+    def runs_folder(self) -> Path:
+        """Where runs that the screen starts have their folders."""
+        return self.path / "runs"
+
+    @property
+    def trash_folder(self) -> Path:
+        """Where files go that were removed from a data set."""
+        return self.path / "trash"
+
+    @property
+    def logs_folder(self) -> Path:
+        """Logs of the processes that the screen started."""
+        return self.path / ".ui" / "logs"
+
+    @property
+    def settings_file(self) -> Path:
+        """Folders elsewhere that were added to this workspace."""
+        return self.path / ".ui" / "settings.json"
+
+    @property
+    def data_sets(self) -> dict[str, Path]:
+        """Folders of images and clips, by name."""
+        return _by_name([*_inner_folders(self.data_folder), *self._added("data")])
+
+    @property
+    def configs(self) -> dict[str, Path]:
+        """Config files, by their names without the ending."""
+        files = sorted(self.configs_folder.glob("*.yaml"))
+        return {file.stem: file for file in files if file.is_file() and not file.name.startswith(".")}
+
+    @property
+    def runs(self) -> dict[str, Path]:
+        """Folders of runs, by name, wherever they were started."""
+        found = find_runs([self.runs_folder, *self._added("runs")])
+        return {name.replace("/", "~"): folder for name, folder in found.items()}
+
+    def add(self, kind: str, folder: Path) -> None:
+        """Show a folder elsewhere, too.
+
+        Args:
+            kind: "data" for a folder of images and clips; "runs" for a run folder, or one that holds some.
+
+        Raises:
+            UserError: there is no such folder, or it is none of this kind.
+        """
+        folder = folder.expanduser()
+        if not folder.is_absolute() or not folder.is_dir():
+            raise UserError(f"{folder}: is not a folder on this machine; give its whole path")
+        if kind == "runs" and not find_runs([folder]):
+            raise UserError(f"{folder}: holds no run; give the output.dir of a run, or a folder of such")
+        settings = self._settings()
+        settings[kind] = list(dict.fromkeys([*settings.get(kind, ()), str(folder)]))
+        write_json(self.settings_file, settings)
+
+    def token(self) -> str:
+        """What the printed address carries; made once, so that pages stay valid when the server restarts."""
+        file = self.path / ".ui" / "token"
+        if not file.exists():
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as opened:
+                opened.write(secrets.token_urlsafe(24))
+        return file.read_text().strip()
+
+    def _added(self, kind: str) -> list[Path]:
+        return [folder for text in self._settings().get(kind, ()) if (folder := Path(text)).is_dir()]
+
+    def _settings(self) -> dict[str, list[str]]:
+        try:
+            read = parse_json(self.settings_file.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise UserError(f"{self.settings_file}: {error}; mend or remove the file") from None
+        return read if isinstance(read, dict) else {}
+
+
+def open_workspace(path: Path) -> Workspace:
+    """The workspace at a path, with its folders, which are made if need be.
+
+    Raises:
+        UserError: the folder holds something else, or cannot be made.
+    """
+    path = path.expanduser().resolve()
+    try:
+        names = {entry.name for entry in path.iterdir()} if path.exists() else set()
+        shown = {name for name in names if not name.startswith(".")}
+        if "pyproject.toml" in names or (shown and not names & set(_FOLDERS)):
+            raise UserError(
+                f"{path}: is not a workspace: it is not empty and has no data/, configs/ or runs/; "
+                f"diffsynth-lite ui {path / 'workspace'} makes one in it"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".ui").mkdir(mode=_PRIVATE, exist_ok=True)
+        for name in ("data", "configs", "runs", "trash", ".ui/logs"):
+            (path / name).mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be a workspace: {error.strerror}; give another folder") from None
+    return Workspace(path)
+
+
+def _inner_folders(place: Path) -> list[Path]:
+    return [entry for entry in sorted(place.glob("*")) if entry.is_dir() and not entry.name.startswith(".")]
+
+
+def _by_name(folders: Iterable[Path]) -> dict[str, Path]:
+    """Folders by their own names; of several with one name, the later ones have a number."""
+    named: dict[str, Path] = {}
+    for folder in folders:
+        name, number = folder.name, 2
+        while name in named:
+            name, number = f"{folder.name}~{number}", number + 1
+        named[name] = folder
+    return named

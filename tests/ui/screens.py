@@ -1,0 +1,50 @@
+"""A client that is signed in to the screen of a workspace."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from diffsynth_lite.ui.server import build
+from diffsynth_lite.ui.workspace import Workspace
+
+ADDRESS = "http://127.0.0.1:8713"
+
+
+@dataclass(frozen=True)
+class Screen:
+    """The screen of a workspace as a browser sees it that opened the printed address.
+
+    Attributes:
+        cookie: the header with which pages are read.
+        secret: the header with which something is changed.
+    """
+
+    workspace: Workspace
+    client: TestClient
+    cookie: dict[str, str]
+    secret: dict[str, str]
+
+    def get(self, path: str, **headers: str) -> Any:
+        """The answer to a read."""
+        return self.client.get(path, headers=self.cookie | headers)
+
+    def post(self, path: str, given: Any = None, **options: Any) -> Any:
+        """The answer to a change with a JSON object, or with ``content``."""
+        body = {"json": given if given is not None else {}} if "content" not in options else {}
+        headers = self.cookie | self.secret | {"origin": ADDRESS} | options.pop("headers", {})
+        return self.client.post(path, headers=headers, **body, **options)
+
+
+def signed_in(workspace: Workspace, *, token: str = "the-token", behind: str | None = None) -> Screen:
+    """The screen after the printed address was opened."""
+    client = TestClient(
+        build(workspace, token=token, behind=behind), base_url=ADDRESS, follow_redirects=False
+    )
+    page = client.get(f"/?token={token}")
+    client.cookies.clear()  # Each request states what it sends.
+    secret = re.search(r'data-secret="(\w+)"', page.text)
+    assert secret is not None
+    cookie = {"cookie": page.headers["set-cookie"].partition(";")[0]}
+    return Screen(workspace, client, cookie, {"x-diffsynth-secret": secret[1]})
