@@ -6,10 +6,13 @@ from diffsynth_lite.config.files import find_config_file
 from diffsynth_lite.config.loader import LoadedConfig, dump_config, load_config, recipes_for_card
 from diffsynth_lite.config.run import AllowedChange
 from diffsynth_lite.config.schema import Config, section_types
+from diffsynth_lite.config.settings import ConfigError, ConfigProblem
 
 __all__ = [
     "AllowedChange",
     "Config",
+    "ConfigError",
+    "ConfigProblem",
     "DataSettings",
     "LoadedConfig",
     "SourceSettings",

@@ -1,7 +1,7 @@
 """Finds and reads the files of a config: the one that is named, those that it extends, and presets."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,7 +11,7 @@ import yaml
 from diffsynth_lite.config.document import YamlError, is_nothing, line_of, read_yaml, shown
 from diffsynth_lite.config.peers import THEIR_SECTIONS, answer_to
 from diffsynth_lite.config.schema import section_types
-from diffsynth_lite.config.settings import require_possible_path
+from diffsynth_lite.config.settings import ConfigError, ConfigProblem, require_possible_path
 from diffsynth_lite.errors import UserError
 
 EXTENDS = "extends"
@@ -89,19 +89,22 @@ def read_preset(name: str) -> Preset:
     )
 
 
-def read_config_files(path: Path) -> list[ConfigFile]:
-    """A file and those that it extends: the one that extends none comes first."""
+def read_config_files(path: Path, text: str | None = None) -> list[ConfigFile]:
+    """A file and those that it extends: the one that extends none comes first.
+
+    Args:
+        text: of the file, in place of what it has.
+    """
     files: list[ConfigFile] = []
     seen: list[Path] = []
     next_path: Path | None = path
     while next_path is not None:
         seen.append(next_path.resolve())
-        text = _read_text(next_path)
+        text = _read_text(next_path) if files or text is None else text
         # Before anything that is in a file that a config names is part of a message.
         if files and not any(key == EXTENDS or key in section_types() for key in _FIRST_KEY.findall(text)):
-            raise UserError(
-                f"{next_path}:1: is not a config: no line of it begins a section, such as 'train:'"
-            )
+            message = "is not a config: no line of it begins a section, such as 'train:'"
+            raise _refusal(next_path, 1, message)
         entries = _top_level(next_path, text)
         sections = [(key, node) for key, node in entries if key.value != EXTENDS]
         files.insert(0, ConfigFile(path=next_path, text=text, sections=sections))
@@ -132,7 +135,7 @@ def find_config_file(name: str | Path) -> Path:
             f"--config {name}: there is no such file; check the path (working folder: {Path.cwd()}), or "
             f"begin with one: {_INIT}"
         )
-    return _find_recipe(given.name, f"--config {name}", Path.cwd())
+    return _find_recipe(given.name, Path.cwd(), lambda message: UserError(f"--config {name}: {message}"))
 
 
 def recipes_by_card(path: Path) -> list[tuple[int, Path]]:
@@ -156,30 +159,28 @@ def recipes_by_card(path: Path) -> list[tuple[int, Path]]:
     return [(int(card[1]), file) for file, card in cards.items() if card and root(file.name) == like]
 
 
-def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:
+def _find_recipe(name: str, looked_in: Path, refusal: Callable[[str], UserError]) -> Path:
     """A recipe that comes with this package, those for a card among them.
 
     Args:
         name: of its file.
-        asked: what named it, for messages.
         looked_in: the folder that does not have it.
+        refusal: makes an error of a message, by what named the file.
     """
     recipes = _recipe_folder()
     found = {path.name: path for path in recipes.rglob("*.yaml")}
     if name in found and found[name].parent.name == PRESETS:
-        raise UserError(
-            f"{asked}: is a preset; give --preset {found[name].stem} next to --config and a recipe"
-        )
+        raise refusal(f"is a preset; give --preset {found[name].stem} next to --config and a recipe")
     if name in found and found[name].parent.name == _LAUNCHES:
-        raise UserError(
-            f"{asked}: is for the launcher; give accelerate launch --config_file {found[name]}, and "
-            "a recipe after train.py"
+        raise refusal(
+            f"is for the launcher; give accelerate launch --config_file {found[name]}, and a recipe after "
+            "train.py"
         )
     if name in found:
         return found[name]
     nearby = {path.name for path in looked_in.glob("*.y*ml")}
     hint = did_you_mean(name, [*nearby, *found], cutoff=_SIMILAR).strip()
-    raise UserError(f"{asked}: not found in {looked_in} nor in {recipes}; {hint or _INIT}")
+    raise refusal(f"not found in {looked_in} nor in {recipes}; {hint or _INIT}")
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
@@ -216,26 +217,27 @@ def _extended(path: Path, written: list[tuple[yaml.ScalarNode, yaml.Node]], seen
         return None
     (key, node), *again = written
     if again:
-        place = f"{path}:{line_of(again[0][0])} {EXTENDS}"
-        raise UserError(f"{place}: is there already, on line {line_of(key)}; keep one of them")
-    place = f"{path}:{line_of(key)} {EXTENDS}"
+        message = f"is there already, on line {line_of(key)}; keep one of them"
+        raise _refusal(path, line_of(again[0][0]), message, key=EXTENDS)
+
+    def refusal(message: str) -> ConfigError:
+        return _refusal(path, line_of(key), message, key=EXTENDS)
+
     if not isinstance(node, yaml.ScalarNode) or not node.value:
-        raise UserError(
-            f"{place}: got {shown(node)}; must be the name of one yaml file, as in qwen_lora.yaml"
-        )
+        raise refusal(f"got {shown(node)}; must be the name of one yaml file, as in qwen_lora.yaml")
     name: str = node.value
     found = path.parent / name
     try:
         is_there = found.is_file()
     except OSError as error:
-        raise UserError(f"{place}: {shown(node)} cannot be looked for: {error.strerror}") from None
+        raise refusal(f"{shown(node)} cannot be looked for: {error.strerror}") from None
     if not is_there:
         if Path(name).name != name:
-            raise UserError(f"{place}: there is no file {found}; its path is relative to that of this file")
-        found = _find_recipe(name, f"{place}: {name}", path.parent)
+            raise refusal(f"there is no file {found}; its path is relative to that of this file")
+        found = _find_recipe(name, path.parent, lambda message: refusal(f"{name}: {message}"))
     if found.resolve() in seen:
         circle = " -> ".join(file.name for file in [*seen[seen.index(found.resolve()) :], found])
-        raise UserError(f"{place}: a file cannot extend itself: {circle}")
+        raise refusal(f"a file cannot extend itself: {circle}")
     return found
 
 
@@ -245,13 +247,13 @@ def _top_level(path: Path, text: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]
         root = read_yaml(text, str(path))
     except YamlError as error:
         if path.suffix.lower() == ".toml":
-            raise UserError(f"{path}:1: is toml, and a config is yaml; {_translation(path)}") from None
-        raise UserError(f"{path}:{error.line}: {error}") from None
+            raise _refusal(path, 1, f"is toml, and a config is yaml; {_translation(path)}") from None
+        raise _refusal(path, error.line, str(error)) from None
     if is_nothing(root):
-        raise UserError(f"{path}:1: is empty; start from a copy of configs/qwen_lora.yaml")
+        raise _refusal(path, 1, "is empty; start from a copy of configs/qwen_lora.yaml")
     if not isinstance(root, yaml.MappingNode):
         example = "such as 'train:' and below it '  steps: 1000'"
-        raise UserError(f"{path}:1: must be sections with settings, {example}")
+        raise _refusal(path, 1, f"must be sections with settings, {example}")
     entries: list[tuple[yaml.ScalarNode, yaml.Node]] = root.value
     _refuse_others_config(path, entries)
     return entries
@@ -265,9 +267,12 @@ def _refuse_others_config(path: Path, entries: list[tuple[yaml.ScalarNode, yaml.
     sections = [key for key in theirs if key.value in THEIR_SECTIONS]
     if sections or len(theirs) >= _MANY_OF_OTHERS:
         key = (sections or theirs)[0]
-        raise UserError(
-            f"{path}:{line_of(key)} {key.value}: is of another trainer's config; {_translation(path)}"
-        )
+        message = f"is of another trainer's config; {_translation(path)}"
+        raise _refusal(path, line_of(key), message, key=key.value)
+
+
+def _refusal(path: Path, line: int, message: str, *, key: str = "") -> ConfigError:
+    return ConfigError(ConfigProblem.in_file(path, line, message, key=key))
 
 
 def _translation(path: Path) -> str:
@@ -279,10 +284,10 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
-            raise UserError(f"{path}:1: too large for a config; name a yaml file")
+            raise _refusal(path, 1, "too large for a config; name a yaml file")
         return content.decode("utf-8")
     except OSError as error:
-        raise UserError(f"{path}:1: cannot be read: {error.strerror}") from None
+        raise _refusal(path, 1, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}:{line}: is not UTF-8 text; save it as UTF-8") from None
+        raise _refusal(path, line, "is not UTF-8 text; save it as UTF-8") from None

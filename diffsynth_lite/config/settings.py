@@ -17,6 +17,8 @@ from pydantic import (
     model_validator,
 )
 
+from diffsynth_lite.errors import UserError, join_lines
+
 _Entry = TypeVar("_Entry")
 
 
@@ -110,6 +112,42 @@ class ConflictError(ValueError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(f"{problem.keys[0]}: {problem.message}" for problem in problems))
         self.problems = tuple(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigProblem:
+    """Something wrong in a config, where somebody can put it right.
+
+    Attributes:
+        key: of the setting, such as ``data.sources[0].path``, or of the section; empty for a whole file.
+        file: that has it, or that lacks it; None on the command line.
+        line: of the file, counted from 1; 0 on the command line.
+        text: the problem and its remedy.
+        place: as a message names it.
+    """
+
+    key: str
+    file: Path | None
+    line: int
+    text: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+    @classmethod
+    def in_file(cls, path: Path, line: int, text: str, *, key: str = "") -> Self:
+        """One that a line of a file has."""
+        place = f"{path}:{line} {key}".rstrip()
+        return cls(key=key, file=path, line=line, text=text, place=place)
+
+
+class ConfigError(UserError):
+    """All that is wrong with a config, one line each."""
+
+    def __init__(self, *problems: ConfigProblem) -> None:
+        super().__init__(join_lines(list(map(str, problems))))
+        self.problems = problems
 
 
 class Settings(BaseModel):

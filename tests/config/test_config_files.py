@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from diffsynth_lite.config import ConfigError, find_config_file, load_config
 from diffsynth_lite.config import files as config_files
-from diffsynth_lite.config import find_config_file, load_config
 from diffsynth_lite.config.files import if_in_clone, read_config_files, read_preset
 from diffsynth_lite.errors import UserError
 
@@ -123,6 +123,27 @@ def test_each_problem_is_at_its_line_of_its_file(refusal, files, tmp_path):
         f"{path}:5 lora.alpha",
         *(f"{path}:1 {name}" for name in ("model.family", "model.path", "data.path", "output.dir")),
     ]
+
+
+def test_a_text_that_no_file_has_is_loaded_as_if_its_file_had_it(files, tmp_path):
+    files(base="model:\n  family: qwen_image\ntrain:\n  steps: 0\n")
+    path, text = tmp_path / "draft.yaml", "extends: base.yaml\ntrain:\n  steps: 5\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["train.seed=x"], text=f"{text}  sed: 1\n")
+    found = [(each.file and each.file.name, each.line, each.key) for each in caught.value.problems]
+    expected = [("base.yaml", 4, "train.steps"), ("draft.yaml", 4, "train.sed"), (None, 0, "train.seed")]
+    # What is missing is placed at its section, where there is one.
+    missing = [("draft.yaml", 1, "data.path"), ("draft.yaml", 1, "output.dir")]
+    assert found == [*expected, ("base.yaml", 1, "model.path"), *missing]
+    assert str(caught.value) == "\n".join(f"{each.place}: {each.text}" for each in caught.value.problems)
+    assert caught.value.problems[1].text == "unknown key; did you mean 'seed'?"
+    # A draft that cannot be read at all has its line, too.
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, text=f"{text}  seed: [1\n")
+    assert [(each.line, each.key) for each in caught.value.problems] == [(5, "")]
+    files(base="model:\n  family: qwen_image\n  path: some/model\n")
+    loaded = load_config(path, text=f"{text}data:\n  path: images\noutput:\n  dir: runs/one\n")
+    assert (loaded.path, loaded.config.train.steps, loaded.config.model.path) == (path, 5, "some/model")
 
 
 @pytest.mark.parametrize(
