@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,19 @@ _ON_3_AND_4 = (
     "os.execv(sys.argv[3], sys.argv[3:])"
 )
 """A program that runs another one with its pipes where Chromium looks for them."""
-_OPERATED = ("button", "checkbox", "DisclosureTriangle", "link", "progressbar", "slider", "textbox")
+_OPERATED = (
+    *("button", "checkbox", "combobox", "DisclosureTriangle", "link", "meter", "progressbar", "radio"),
+    *("searchbox", "slider", "spinbutton", "textbox"),
+)
 """Roles of controls; a page has to name each."""
+_FILL_OPTION = """function(text) {
+  const option = [...this.options].find((each) => each.text === text);
+  if (!option) throw new Error(`no option ${text}`);
+  this.value = option.value;
+  this.dispatchEvent(new Event("input", { bubbles: true }));
+  this.dispatchEvent(new Event("change", { bubbles: true }));
+}"""
+"""Chooses an option of a select, as a person does."""
 _TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
@@ -88,6 +99,60 @@ class Page:
     def click(self, selector: str) -> None:
         """Click on the first element that a selector names."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def press(self, role: str, name: str) -> None:
+        """Click on the control that has a role and an accessible name."""
+        self._do(role, name, "function() { this.scrollIntoView({ block: 'center' }); this.click(); }")
+
+    def fill(self, role: str, name: str, text: str) -> None:
+        """Replace the text of a field, as a person does who selects and types; choose an option by its text."""
+        self._do(role, name, _FILL_OPTION if role == "combobox" else "function() { this.focus(); this.select(); }", text)
+        if role != "combobox":
+            self._call("Input.insertText", text=text)
+
+    def value(self, role: str, name: str) -> Any:
+        """What a field holds."""
+        return self._do(role, name, "function() { return this.value; }")
+
+    def key(self, key: str, *, ctrl: bool = False, shift: bool = False) -> None:
+        """Press a key where the focus is."""
+        modifiers = 2 * ctrl + 8 * shift
+        for kind in ("rawKeyDown", "keyUp"):
+            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, modifiers=modifiers)
+
+    def upload(self, role: str, name: str, files: Sequence[Path]) -> None:
+        """Choose files in the dialog of a control."""
+        node = self._node(role, name)
+        self._call("DOM.setFileInputFiles", files=[str(file) for file in files], backendNodeId=node)
+
+    def has(self, role: str, name: str) -> bool:
+        """Whether there is a control with a role and an accessible name."""
+        return bool(self._found(role, name))
+
+    def await_control(self, role: str, name: str) -> None:
+        """Wait until there is one."""
+        end = time.monotonic() + LIMIT_S
+        while not self.has(role, name):
+            assert time.monotonic() < end, f"there is still no {role} {name!r}"
+            time.sleep(0.05)
+
+    def _do(self, role: str, name: str, function: str, *arguments: str) -> Any:
+        resolved = self._call("DOM.resolveNode", backendNodeId=self._node(role, name))["object"]["objectId"]
+        given = [{"value": argument} for argument in arguments]
+        options = {"objectId": resolved, "functionDeclaration": function, "arguments": given}
+        result = self._call("Runtime.callFunctionOn", **options, returnByValue=True, userGesture=True)
+        assert "exceptionDetails" not in result, f"{role} {name}: {result['exceptionDetails']}"
+        return result["result"].get("value")
+
+    def _node(self, role: str, name: str) -> int:
+        self.await_control(role, name)
+        return int(self._found(role, name)[0])
+
+    def _found(self, role: str, name: str) -> list[int]:
+        document = self._call("DOM.getDocument", depth=0)["root"]["nodeId"]
+        query = {"nodeId": document, "accessibleName": name, "role": role}
+        nodes = self._call("Accessibility.queryAXTree", **query)["nodes"]
+        return [node["backendDOMNodeId"] for node in nodes if not node["ignored"]]
 
     def nameless(self) -> list[str]:
         """The roles of what can be operated and has no name for those who do not see it."""
