@@ -39,7 +39,7 @@ _OPERATED = (
     *("searchbox", "slider", "spinbutton", "textbox"),
 )
 """Roles of controls; a page has to name each."""
-_FILL_OPTION = """function(text) {
+_CHOOSE_OPTION = """function(text) {
   const option = [...this.options].find((each) => each.text === text);
   if (!option) throw new Error(`no option ${text}`);
   this.value = option.value;
@@ -105,10 +105,12 @@ class Page:
         self._do(role, name, "function() { this.scrollIntoView({ block: 'center' }); this.click(); }")
 
     def fill(self, role: str, name: str, text: str) -> None:
-        """Replace the text of a field, as a person does who selects and types; choose an option by its text."""
-        self._do(role, name, _FILL_OPTION if role == "combobox" else "function() { this.focus(); this.select(); }", text)
-        if role != "combobox":
-            self._call("Input.insertText", text=text)
+        """Replace the text of a field, as who selects it and types; choose an option by its text."""
+        if role == "combobox":
+            self._do(role, name, _CHOOSE_OPTION, text)
+            return
+        self._do(role, name, "function() { this.focus(); this.select(); }")
+        self._call("Input.insertText", text=text)
 
     def value(self, role: str, name: str) -> Any:
         """What a field holds."""
