@@ -286,14 +286,21 @@ def test_machine_paths_are_told_from_others() -> None:
         assert not MACHINE_PATH.search(line)
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    program = "import sys, diffsynth_lite; print(*{name.partition('.')[0] for name in sys.modules})"
+HEAVY = {"accelerate", "datasets", "diffusers", "peft", "torch", "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("diffsynth_lite", HEAVY | {"numpy", "PIL"}), ("diffsynth_lite.report.server", HEAVY)],
+)
+def test_what_needs_no_model_imports_nothing_heavy(module: str, heavy: set[str]) -> None:
+    program = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
     loaded = set(done.stdout.split())
     assert "diffsynth_lite" in loaded
-    assert loaded & {"accelerate", "datasets", "diffusers", "numpy", "peft", "torch", "transformers"} == set()
+    assert loaded & heavy == set()
 
 
 def test_every_public_name_is_there_and_every_name_that_is_there_is_public() -> None:

@@ -105,7 +105,7 @@ def _serve(places: list[Path], port: int) -> None:
     if not 0 <= port <= _MAX_PORT:
         raise UserError(f"--port {port}: give one from 0, for any that is free, to {_MAX_PORT}")
     try:
-        server = ReportServer(RunPages(places), port)
+        server = ReportServer(RunPages(partial(find_runs, places)), port)
     except OSError as error:
         raise UserError(f"--port {port}: {error.strerror}; give another, or 0 for any that is free") from None
     with server:

@@ -64,11 +64,16 @@
     document.dispatchEvent(new Event("renewed"));
   }
 
+  const generator = (page) => page.querySelector("meta[name=generator]")?.content;
+
   async function ask() {
     const answer = await fetch(location.pathname, { cache: "no-cache" });
     if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
     if (answer.headers.get("ETag") === tag) return;
-    show(new DOMParser().parseFromString(await answer.text(), "text/html"));
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    // Another page than ours, or one of another version, needs its own scripts and styles.
+    if (generator(page) !== generator(document)) return location.reload();
+    show(page);
     tag = answer.headers.get("ETag");
   }
 

@@ -1,6 +1,8 @@
-"""This file writes the page of a run, or of several side by side: one HTML file that fetches nothing.
+"""This file makes the page of a run, or of several side by side.
 
-While a run continues, its page is written again and again, for a hundredth of the run's time at most.
+In a run folder it is one HTML file that fetches nothing. While a run continues, it is written again and
+again, for a hundredth of the run's time at most. A server shows the same page, with its styles and scripts
+as files.
 """
 
 import base64
@@ -18,6 +20,7 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from diffsynth_lite.errors import DifferentRunError
 from diffsynth_lite.files import replacing
@@ -33,9 +36,10 @@ logger = logging.getLogger(__name__)
 _WRITE_EVERY_S = 20.0
 _WAITED_MULTIPLE = 100
 """Pause before the next page, in times of the last one's duration: its files grow with the run."""
-_SCRIPTS = ("live.js", "vendor/uPlot.iife.min.js", "report.js")
+SCRIPTS = ("live.js", "vendor/uPlot.iife.min.js", "report.js")
+STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
+"""Files of this folder that a page needs, in this order."""
 _TEMPLATES = ("page.html", "icons.html", "run.html", "several.html")
-_STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
 _HEAD_BYTES = 1000
 """Start of a page, with the mark of the version that wrote it."""
 _OF_THE_PLACE = ("output.dir", "logging.run_name")
@@ -54,6 +58,22 @@ _LOWEST = "validation_loss"
 
 Rows = dict[str, list[str]]
 """Name of a row to one value for each run; empty if the run has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a server adds to a page: its styles and scripts are files below ``/static/``, by their last name.
+
+    Attributes:
+        bar: put above the content.
+        navigation: put above the index of the page.
+        styles: further files, after those of the page, as are ``scripts``.
+    """
+
+    bar: Markup | None = None
+    navigation: Markup | None = None
+    styles: Sequence[str] = ()
+    scripts: Sequence[str] = ()
 
 
 class ReportWriter:
@@ -134,18 +154,18 @@ def write_page(path: Path, runs: Sequence[RunReport]) -> None:
         temporary.write_text(render(runs), encoding="utf-8")
 
 
-def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
+def render(runs: Sequence[RunReport], *, served: Served | None = None) -> str:
     """The page of one run, or of several side by side with their lines in the same charts.
 
     Nothing but the scripts of this package runs in it, whatever captions, prompts and names hold: these are
-    escaped, and the page's content security policy allows no other script and no other origin.
+    escaped, and the content security policy of the page or of its server allows no other script and no other
+    origin.
 
     Args:
-        is_served: whether a server serves the page: then previews are files of the server, and the page polls
-            it for changes. Otherwise they are embedded while the page stays small, and the page of a running
-            run reloads now and then.
+        served: of a page that a server shows: previews are files of the server, and the page polls it for
+            changes. None: previews are embedded while the page stays small, and the page of a running run
+            reloads now and then.
     """
-    scripts = [_resource(name) for name in _SCRIPTS]
     charts = charts_of(dict.fromkeys(name for run in runs for name in run.series))
     compared = None
     if len(runs) > 1:
@@ -156,18 +176,17 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
             "has_previews": any(run.prompts for run in runs),
             "has_own_prompts": len(shared) < len({each.prompt for run in runs for each in run.prompts}),
         }
+    is_running = any(run.state.is_running for run in runs)
     page = (
         _environment()
         .get_template("page.html")
         .render(
             runs=runs,
-            media=[
-                {} if is_served else embedded(run.folder, run.prompts, share=1 / len(runs)) for run in runs
-            ],
+            media=[{} if served else embedded(run.folder, run.prompts, share=1 / len(runs)) for run in runs],
             compared=compared,
-            renewal="ask" if is_served else "reload" if any(run.state.is_running for run in runs) else "none",
-            run_page="" if is_served else "report.html",
-            home="/" if is_served else "",
+            served=served,
+            renewal="ask" if served else "reload" if is_running else "none",
+            run_page="" if served else "report.html",
             charts=[chart for chart in charts if any(chart.is_shown(run.series) for run in runs)],
             data={
                 "runs": [
@@ -176,21 +195,32 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
                 ],
                 "charts": {chart.name: asdict(chart) for chart in charts},
             },
-            scripts=scripts,
-            script_hashes=[hashlib.sha256(script.encode()).digest() for script in scripts],
-            styles=[_resource(name) for name in _STYLES],
             generator=_generator(),
             written_at=time.time(),
+            **(_linked(served) if served else _inline()),
         )
     )
     # Names of files and texts of json may hold surrogates, which UTF-8 has not.
     return page.encode(errors="replace").decode()
 
 
+def _inline() -> dict[str, Any]:
+    """Styles and scripts as texts, with the hashes by which the page's policy allows these scripts."""
+    scripts = [_resource(name) for name in SCRIPTS]
+    hashes = [hashlib.sha256(script.encode()).digest() for script in scripts]
+    return {"styles": [_resource(name) for name in STYLES], "scripts": scripts, "script_hashes": hashes}
+
+
+def _linked(served: Served) -> dict[str, Any]:
+    """Styles and scripts as addresses."""
+    names = {"styles": (*STYLES, *served.styles), "scripts": (*SCRIPTS, *served.scripts)}
+    return {kind: [f"/static/{Path(name).name}" for name in found] for kind, found in names.items()}
+
+
 @cache
 def _generator() -> str:
     """The mark in a page of the templates and scripts that made it."""
-    made_of = "".join(map(_resource, (*_TEMPLATES, *_SCRIPTS, *_STYLES)))
+    made_of = "".join(map(_resource, (*_TEMPLATES, *SCRIPTS, *STYLES)))
     return f"diffsynth_lite {hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
 
 

@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 import yaml
 
 from diffsynth_lite.config import section_types
-from diffsynth_lite.core.gradient import GradientReport
-from diffsynth_lite.core.gradient.compiled import CompileReport
-from diffsynth_lite.core.gradient.frames import NotOffloadedReason
-from diffsynth_lite.core.gradient.report import NotOffloadedTensors
+from diffsynth_lite.core.reports import (
+    CompileReport,
+    GradientReport,
+    NotOffloadedReason,
+    NotOffloadedTensors,
+    StreamReport,
+    quantization_lines,
+)
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.core.weights import QuantizationReport
-from diffsynth_lite.core.weights.stream import StreamReport
 from diffsynth_lite.report.charts import Column, Table, as_number
 
 _Report = TypeVar("_Report", GradientReport, StreamReport, CompileReport)
@@ -308,12 +310,11 @@ def _planned_and_measured(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _quantised(numbers: Mapping[str, float]) -> list[str]:
-    report = QuantizationReport(
+    return quantization_lines(
         num_layers=int(numbers.get("layers_quantised", 0)),
         num_bytes=int(numbers.get("bytes_quantised", 0)),
         plain_bytes=int(numbers.get("bytes_before_quantisation", 0)),
     )
-    return report.lines()
 
 
 def _gradient(numbers: Mapping[str, float]) -> list[str]:

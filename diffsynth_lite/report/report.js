@@ -367,6 +367,15 @@
     });
   }
 
+  // Lengths and shades in %, by script: the policy of a page that is served allows no style in its text.
+  function putSizes() {
+    for (const name of ["share", "shade"]) {
+      document.querySelectorAll(`[data-${name}]`).forEach((place) => {
+        place.style.setProperty(`--${name}`, `${place.dataset[name]}%`);
+      });
+    }
+  }
+
   // A page that is no longer written shows for ever that the run continues.
   function showSilence() {
     document.querySelectorAll("[data-silent-since]").forEach((note) => {
@@ -384,6 +393,7 @@
 
   function startAll() {
     localTimes();
+    putSizes();
     showSilence();
     drawAll();
     startOnce("section.previews", startPreviews);

@@ -11,20 +11,21 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.charts import NO_TABLE
-from diffsynth_lite.report.page import render
+from diffsynth_lite.report.page import SCRIPTS, STYLES, Served, render
 from diffsynth_lite.report.run_report import RunReport, read_any_run
-from diffsynth_lite.run_folder.folder import RunFolder, find_runs
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.reading import read_run_file
 
 logger = logging.getLogger(__name__)
@@ -32,14 +33,25 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 _NAMES_OF_LOOPBACK = (LOOPBACK, "localhost")
 _RUN_PATH = re.compile(r"/runs/([^/]+)/(.*)")
-_TYPES = {".png": "image/png", ".mp4": "video/mp4"}
+_TYPES = {
+    ".png": "image/png",
+    ".mp4": "video/mp4",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
+_STATIC = {
+    f"/static/{Path(name).name}": files("diffsynth_lite.report").joinpath(name)
+    for name in (*SCRIPTS, *STYLES)
+}
 _HEADERS = {
     # A browser asks each time, and gets no content if nothing has changed.
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
 }
 _WAITED_MULTIPLE = 10
 """Pause before a run is read again, in times of the last reading's duration: a trainer may need the CPU."""
@@ -79,36 +91,61 @@ class _Read:
 
 
 class RunPages:
-    """The pages of the runs in some places, made again where a run folder has changed.
+    """The pages of runs, made again where a run folder has changed.
 
     Args:
-        places: run folders, and folders that hold them; runs that start there later are found, too.
+        find: the run folders of now, each by a name of its own.
         clock: returns seconds.
     """
 
-    def __init__(self, places: Sequence[Path], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._places = places
+    def __init__(
+        self, find: Callable[[], Mapping[str, Path]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._find = find
         self._clock = clock
         self._lock = threading.Lock()
         self._runs: dict[str, _Read] = {}
-        self._pages: dict[str, tuple[list[RunReport], Answer]] = {}
+        self._pages: dict[str | None, tuple[list[RunReport], Served, Answer]] = {}
 
     def answer(self, path: str) -> Answer | None:
-        """The content at the path of a request; None if there is none."""
+        """The content at the path of a request, as it was sent; None if there is none."""
+        if path == "/":
+            return self.overview()
+        match = _RUN_PATH.fullmatch(path)
+        if match is None:
+            return None
+        name, file = os.fsdecode(unquote_to_bytes(match[1])), match[2]
+        return self.file(name, file) if file else self.page(name)
+
+    def overview(self) -> Answer:
+        """The page of all runs, side by side."""
         with self._lock:
-            folders = find_runs(self._places)
+            folders = self._find()
             self._runs = {name: self._up_to_date(name, folder) for name, folder in folders.items()}
-            if path == "/":
-                return self._page(path, list(self._runs))
-            match = _RUN_PATH.fullmatch(path)
-            name, file = (os.fsdecode(unquote_to_bytes(match[1])), match[2]) if match else ("", "")
-            if name not in self._runs:
-                return None
-            if file == "":
-                return self._page(path, [name])
-            previews = [each for prompt in self._runs[name].report.prompts for each in prompt.previews]
-            shown = {file for preview in previews for file in (preview.image, preview.video)}
-            return _file(folders[name] / file) if file in shown else None
+            return self._page(None, [each.report for each in self._runs.values()], Served())
+
+    def page(self, name: str, served: Served | None = None) -> Answer | None:
+        """The page of one run; None if there is no run of this name."""
+        with self._lock:
+            report = self._read(name)
+            return None if report is None else self._page(name, [report], served or Served())
+
+    def file(self, name: str, file: str) -> Answer | None:
+        """A preview that the page of a run shows, by its path in the run folder; None for any other."""
+        with self._lock:
+            report = self._read(name)
+        prompts = report.prompts if report else ()
+        previews = [each for prompt in prompts for each in prompt.previews]
+        shown = {file for preview in previews for file in (preview.image, preview.video)}
+        return _file(report.folder / file) if report and file in shown else None
+
+    def _read(self, name: str) -> RunReport | None:
+        folder = self._find().get(name)
+        if folder is None:
+            self._runs.pop(name, None)
+            return None
+        self._runs[name] = self._up_to_date(name, folder)
+        return self._runs[name].report
 
     def _up_to_date(self, name: str, folder: Path) -> _Read:
         state, known, began_at = RunFolder(folder).changes(), self._runs.get(name), self._clock()
@@ -120,13 +157,13 @@ class RunPages:
         now = self._clock()
         return _Read(state=state, report=report, good_until=now + _WAITED_MULTIPLE * (now - began_at))
 
-    def _page(self, path: str, names: Sequence[str]) -> Answer:
-        runs = [self._runs[name].report for name in names]
-        shown, answer = self._pages.get(path, ([], None))
+    def _page(self, key: str | None, runs: list[RunReport], served: Served) -> Answer:
+        known = self._pages.get(key)
         # By identity: comparing their content takes long.
-        if answer is None or list(map(id, runs)) != list(map(id, shown)):
-            answer = Answer(render(runs, is_served=True).encode(), "text/html; charset=utf-8")
-            self._pages[path] = (runs, answer)
+        if known is not None and list(map(id, runs)) == list(map(id, known[0])) and served == known[1]:
+            return known[2]
+        answer = Answer(render(runs, served=served).encode(), "text/html; charset=utf-8")
+        self._pages[key] = (runs, served, answer)
         return answer
 
 
@@ -176,7 +213,13 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_called_by_name():
             self.send_error(HTTPStatus.FORBIDDEN, "This server answers only to 127.0.0.1 and localhost")
             return
-        answer = self.server.pages.answer(self.path.partition("?")[0])
+        path = self.path.partition("?")[0]
+        static = _STATIC.get(path)
+        answer = (
+            self.server.pages.answer(path)
+            if static is None
+            else Answer(static.read_bytes(), _TYPES[Path(path).suffix])
+        )
         if answer is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return

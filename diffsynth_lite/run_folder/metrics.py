@@ -8,14 +8,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
-
-from accelerate import Accelerator
+from typing import TYPE_CHECKING, Any
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, write_text
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.reading import read_run_file
+
+if TYPE_CHECKING:  # readers of a run need none of it, and it imports torch
+    from accelerate import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def start_trackers(
-    accelerator: Accelerator,
+    accelerator: "Accelerator",
     *,
     names: Sequence[str],
     project: str,
@@ -172,7 +173,7 @@ def metrics_by_noise(totals: Sequence[float]) -> dict[str, float]:
 class MetricsLog:
     """Writes numbers to ``metrics.jsonl`` and to the trackers."""
 
-    def __init__(self, file: MetricsFile, accelerator: Accelerator) -> None:
+    def __init__(self, file: MetricsFile, accelerator: "Accelerator") -> None:
         self._file = file
         self._accelerator = accelerator
 

@@ -19,7 +19,7 @@ from diffsynth_lite.errors import Problems
 from diffsynth_lite.report.charts import Series, read_series
 from diffsynth_lite.report.run_report import read_run
 from diffsynth_lite.report.server import RunPages
-from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.folder import RunFolder, find_runs
 from diffsynth_lite.run_folder.metrics import MetricsFile, read_items
 from diffsynth_lite.training.checkpoint.resume import ResumePolicy
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
@@ -115,7 +115,7 @@ def look_at_runs(folder: Path) -> None:
     assert str(folder) not in problems
     os.chdir(folder)
     assert main(["report", *map(str, sorted((folder / "runs").iterdir()))]) == 0
-    pages = RunPages([folder / "runs"])
+    pages = RunPages(partial(find_runs, [folder / "runs"]))
     for page in (Path("report.html").read_bytes(), pages.answer("/").content):
         assert b"2 runs side by side" in page
         assert b"metrics.jsonl" in page
@@ -166,7 +166,7 @@ def test_a_run_that_nobody_can_make_sense_of_is_shown_as_unreadable_among_the_ot
 
     monkeypatch.setattr("diffsynth_lite.report.run_report.read_series", read_all_but_odd)
     monkeypatch.chdir(tmp_path)
-    pages = RunPages([tmp_path])
+    pages = RunPages(partial(find_runs, [tmp_path]))
     with pytest.raises(SystemExit, match="1"):  # a bug of ours, after its traceback
         main(["report", str(bad), str(good)])
     assert f"{bad} cannot be read: AssertionError: REDACTED" in caplog.text
@@ -189,7 +189,7 @@ def look_without_rights(folder: Path) -> None:
         os.seteuid(65534)
     # 2 where there are two runs: their own pages cannot be written into their folders.
     assert main(["report", "runs/bad", "runs/good", "--out", "page/report.html"]) in (0, 2)
-    pages = RunPages([Path("runs")])
+    pages = RunPages(partial(find_runs, [Path("runs")]))
     for page in (Path("page/report.html").read_bytes(), pages.answer("/runs/good/").content):
         assert b"a good caption" in page
     assert b"good" in pages.answer("/").content
@@ -227,7 +227,7 @@ def test_names_and_texts_that_utf_8_has_not_are_shown_without_what_it_has_not(
     )
     monkeypatch.chdir(tmp_path)
     assert main(["report", *map(str, sorted(runs.iterdir()))]) == 0
-    pages = RunPages([runs])
+    pages = RunPages(partial(find_runs, [runs]))
     for page in (Path("report.html").read_bytes(), pages.answer("/").content):
         assert b"2 runs side by side" in page
     assert b"a good caption" in pages.answer("/runs/good/").content

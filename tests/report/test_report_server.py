@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from run_folders import ATTACK, full_folder
 from diffsynth_lite.redaction import Redactor, in_force
 from diffsynth_lite.report.run_report import RunReport, read_run
 from diffsynth_lite.report.server import LOOPBACK, ReportServer, RunPages
-from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.folder import RunFolder, find_runs
 
 PREVIEW_IMAGE = "previews/step-00000000-prompt-00-aa0.png"
 SECRET = "swordfish-4711"
@@ -23,7 +24,7 @@ SECRET = "swordfish-4711"
 
 @contextmanager
 def served(*places: Path) -> Iterator[ReportServer]:
-    with ReportServer(RunPages(places, clock=lambda: 0.0), port=0) as server:
+    with ReportServer(RunPages(partial(find_runs, places), clock=lambda: 0.0), port=0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -137,7 +138,7 @@ def test_one_can_only_look(server: ReportServer) -> None:
 
 def test_what_has_not_changed_is_not_sent_again(tmp_path: Path) -> None:
     run = full_folder(tmp_path / "mine")
-    pages = RunPages([tmp_path], clock=lambda: 0.0)
+    pages = RunPages(partial(find_runs, [tmp_path]), clock=lambda: 0.0)
     before = pages.answer("/")
     assert before is pages.answer("/")
     with served(tmp_path) as server:
@@ -163,7 +164,7 @@ def test_a_run_that_takes_long_to_read_is_read_for_a_tenth_of_the_time(
         return read_run(folder, base=base)
 
     monkeypatch.setattr("diffsynth_lite.report.server.read_any_run", read_slowly)
-    pages = RunPages([tmp_path], clock=lambda: now[0])
+    pages = RunPages(partial(find_runs, [tmp_path]), clock=lambda: now[0])
     assert b"Failed" in pages.answer("/").content
     RunFolder(run).write_status("finished", exit_code=0, step=300, message="finished")
     now[0] += 29.0
@@ -209,6 +210,14 @@ def test_an_open_page_takes_over_what_is_new_and_keeps_what_was_chosen(
         full_folder(tmp_path / "second", text="a square").rename(place / "second")
         page.wait_for("document.querySelector('.side-by-side')")
         assert page.evaluate("document.title") == "first, second"
+        page.click("[href='/runs/first/']")
+        page.wait_for("document.querySelector('td.bar-cell')?.style.getPropertyValue('--share') === '100.0%'")
+        page.evaluate("document.querySelector('meta[name=generator]').content = 'another version'")
+        RunFolder(place / "first").write_status("finished", exit_code=0, step=300, message="finished")
+        page.evaluate(come_back)
+        page.wait_for(
+            "!document.querySelector('[content^=another]') && document.querySelector('.share[style]')"
+        )
         assert [each for each in page.complaints if "media" not in each.lower()] == []
         assert all(each.startswith(server.address) for each in page.requests)
         server.shutdown()

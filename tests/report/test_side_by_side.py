@@ -8,7 +8,7 @@ from browser import DESKTOP_PX, PHONE_PX, Browser
 from run_folders import ATTACK, full_folder, of_chart
 
 from diffsynth_lite.cli.main import main
-from diffsynth_lite.report.page import differing_settings, render, results, shared_prompts
+from diffsynth_lite.report.page import Served, differing_settings, render, results, shared_prompts
 from diffsynth_lite.report.run_report import RunReport, read_run
 from diffsynth_lite.run_folder.folder import RunFolder
 
@@ -77,7 +77,7 @@ def test_an_open_page_of_a_run_is_loaded_again_while_the_run_continues(tmp_path:
     assert 'data-renewal="none"' in render([read_run(folder)])
     RunFolder(folder).write_status("running", exit_code=None, step=9, message="training")
     assert 'data-renewal="reload"' in render([read_run(folder)])
-    assert 'data-renewal="ask"' in render([read_run(folder)], is_served=True)
+    assert 'data-renewal="ask"' in render([read_run(folder)], served=Served())
 
 
 @pytest.mark.parametrize(("width", "dark"), [(DESKTOP_PX, True), (PHONE_PX, False)])

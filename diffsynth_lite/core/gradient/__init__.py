@@ -14,7 +14,7 @@ from diffsynth_lite.core.gradient.checkpoint import (
     gradient_engine,
     gradient_flags,
 )
-from diffsynth_lite.core.gradient.compiled import BlockCompiler, CompileReport, require_compiler
+from diffsynth_lite.core.gradient.compiled import BlockCompiler, require_compiler
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.policies import (
     KEEP,
@@ -25,7 +25,7 @@ from diffsynth_lite.core.gradient.policies import (
     SaveAttention,
     Selection,
 )
-from diffsynth_lite.core.gradient.report import GradientReport, IneffectiveSwitchError
+from diffsynth_lite.core.reports import CompileReport, GradientReport, IneffectiveSwitchError
 from diffsynth_lite.core.transfer.host_pool import HostBytesError
 
 PARK = OFFLOAD

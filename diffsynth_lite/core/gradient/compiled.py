@@ -13,7 +13,6 @@ block then fits several graphs, and its recompute may come to another one than i
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from types import MethodType
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.utils._triton import has_triton
 
 from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
 from diffsynth_lite.core.gradient.blocks import COMPILED
-from diffsynth_lite.core.gradient.report import IneffectiveSwitchError
+from diffsynth_lite.core.reports import CompileReport, IneffectiveSwitchError
 
 _MAX_GRAPHS = 64
 """SDXL has the most diverse blocks: residual ones of 12 shapes and transformer ones of 2, called with inputs
@@ -31,36 +30,6 @@ that need a gradient or not, and with batches of one sample or of more."""
 
 Graph = Callable[..., Any]
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Graph]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompileReport:
-    """What a ``BlockCompiler`` compiled, and ran."""
-
-    blocks_compiled: int = 0
-    """Blocks of which a compiled graph ran."""
-    graphs_compiled: int = 0
-    """Graphs; blocks that are alike share them."""
-    graph_breaks: int = 0
-    """Places at which a block was cut in several graphs, with Python between them."""
-    block_runs_not_compiled: int = 0
-    """Runs of a block, with gradients, that found no graph and got none."""
-    compile_seconds: float = 0.0
-    """What compiling took, the first run of each graph included."""
-
-    def metrics(self) -> dict[str, float]:
-        """Every number by its name; none where nothing is compiled."""
-        return asdict(self) if self.graphs_compiled else {}
-
-    def lines(self) -> list[str]:
-        """The report for people, in the form of the gradient engine's: at most one line."""
-        if not self.graphs_compiled:
-            return []
-        graphs = f"{self.graphs_compiled} graphs, {self.graph_breaks} graph breaks"
-        left = f", {self.block_runs_not_compiled} runs not compiled" if self.block_runs_not_compiled else ""
-        return [
-            f"{'compiled':<15} {self.blocks_compiled} blocks, {graphs}, {self.compile_seconds:.0f} s{left}"
-        ]
 
 
 class BlockCompiler:

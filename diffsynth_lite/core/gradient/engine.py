@@ -17,7 +17,6 @@ from diffsynth_lite.core.gradient.frames import (
     ForwardPass,
     Frame,
     NotOffloaded,
-    NotOffloadedReason,
     OffloadedTensor,
     identity,
     in_backward,
@@ -25,7 +24,7 @@ from diffsynth_lite.core.gradient.frames import (
     reason_not_to_offload,
 )
 from diffsynth_lite.core.gradient.policies import BlockPolicy
-from diffsynth_lite.core.gradient.report import Counters, GradientReport
+from diffsynth_lite.core.reports import Counters, GradientReport, NotOffloadedReason
 from diffsynth_lite.core.transfer.backends import Backend, backend_for
 from diffsynth_lite.core.transfer.host_pool import HostBytesError, HostPool, default_host_bytes
 

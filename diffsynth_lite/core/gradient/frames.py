@@ -3,28 +3,15 @@
 import itertools
 import weakref
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from diffsynth_lite.core.reports import NotOffloadedReason
 from diffsynth_lite.core.transfer.backends import Backend, Copy, smallest_worth_moving
 from diffsynth_lite.core.transfer.host_pool import HostPiece
-
-
-class NotOffloadedReason(StrEnum):
-    """Why a tensor is not offloaded."""
-
-    BELOW_MIN_BYTES = "below min_bytes"
-    PARAMETER = "parameter"
-    SUBCLASS = "tensor subclass"
-    LAYOUT = "sparse, quantized or conjugated"
-    EXPANDED = "expanded view"
-    IN_BACKWARD = "inside of a backward pass"
-    HOST_FULL = "host memory full"
-    REFUSED = "host memory refused by the system"
 
 
 def reason_not_to_offload(tensor: Tensor, min_bytes: int | None) -> NotOffloadedReason | None:

@@ -1,5 +1,6 @@
 """How frozen weights are kept, the layers that compute with them, how both are filled, and streaming."""
 
+from diffsynth_lite.core.reports import StreamReport
 from diffsynth_lite.core.weights.float8 import StoredFormatError, is_scale
 from diffsynth_lite.core.weights.formats import (
     Int8,
@@ -31,7 +32,6 @@ from diffsynth_lite.core.weights.sharding import (
 )
 from diffsynth_lite.core.weights.stream import (
     SLOTS_TO_GENERATE,
-    StreamReport,
     WeightStream,
     require_saving,
     spread_evenly,

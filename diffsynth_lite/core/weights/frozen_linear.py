@@ -1,7 +1,7 @@
 """This file has the linear layer of frozen models: its weight is in a format, and made where it is used."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from diffsynth_lite.core.autocast import autocast_dtype
-from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.core.reports import quantization_lines
 from diffsynth_lite.core.weights.formats import WeightFormat
 from diffsynth_lite.core.weights.sharding import whole
 
@@ -204,10 +204,7 @@ class QuantizationReport:
 
     def lines(self) -> list[str]:
         """The report for people, in the form of the gradient engine's: at most one line."""
-        if not self.num_layers:
-            return []
-        sizes = f"{format_bytes(self.num_bytes)} in place of {format_bytes(self.plain_bytes)}"
-        return [f"{'quantised':<15} {self.num_layers} layers, {sizes}"]
+        return quantization_lines(**asdict(self))
 
     def metrics(self) -> dict[str, float]:
         """Each number by its name; none where nothing is quantised."""

@@ -8,7 +8,6 @@ that starts to be copied, which by the contract of backends comes after all that
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from types import MethodType
 from typing import Any
@@ -19,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from diffsynth_lite.core.gradient.checkpoint import runs_again
 from diffsynth_lite.core.gradient.frames import in_backward
-from diffsynth_lite.core.gradient.report import IneffectiveSwitchError
+from diffsynth_lite.core.reports import StreamReport
 from diffsynth_lite.core.transfer.backends import Backend, Copy, backend_for, smallest_worth_moving
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
 from diffsynth_lite.core.units import format_bytes
@@ -77,60 +76,6 @@ def require_saving(
                 f"for the largest {format_bytes(num_slots * largest)}, so that nothing is saved; stream "
                 "more blocks, or take fewer slots"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamReport:
-    """What a weight stream holds, and did since ``start_report``."""
-
-    blocks_streamed: int = 0
-    """Blocks whose weights live in host memory."""
-    weight_bytes_on_host: int = 0
-    """Bytes of them, of all processes of this machine together."""
-    weight_copies_on_host: int = 1
-    """How often they are there: once, or once for each process."""
-    processes_on_host: int = 1
-    """Processes of this machine that stream them."""
-    weight_bytes_in_slots: int = 0
-    """Bytes of the device's slots, in place of these."""
-    streamed_blocks_run: int = 0
-    """Runs of these blocks: forward, and second ones in backward."""
-    weight_copies: int = 0
-    """Copies of a block's weights to the device."""
-    weight_bytes_copied: int = 0
-    """Bytes of these copies."""
-    late_weight_copies: int = 0
-    """Those that began only when their block was to run, so that it had to wait."""
-
-    def metrics(self) -> dict[str, float]:
-        """Every number by its name; none where nothing is streamed."""
-        return asdict(self) if self.blocks_streamed else {}
-
-    def lines(self) -> list[str]:
-        """The report for people, in the form of the gradient engine's: at most one line."""
-        if not self.blocks_streamed:
-            return []
-        shared = ""
-        if self.processes_on_host > 1:
-            how = "shared by" if self.weight_copies_on_host == 1 else "a copy in each of"
-            shared = f" ({how} {self.processes_on_host} processes)"
-        held = (
-            f"{self.blocks_streamed} blocks, {format_bytes(self.weight_bytes_on_host)} on host{shared}, "
-            f"{format_bytes(self.weight_bytes_in_slots)} on device"
-        )
-        moved = f"{self.weight_copies} copies, {format_bytes(self.weight_bytes_copied)}"
-        late = f", {self.late_weight_copies} late" if self.late_weight_copies else ""
-        return [f"{'streamed':<15} {held}; {moved}{late}"]
-
-    def require_effect(self, switch: str = "stream_blocks") -> None:
-        """Check that weights moved, where some are streamed."""
-        if not self.blocks_streamed or self.weight_copies:
-            return
-        if not self.streamed_blocks_run:
-            problem = "none of these blocks ran: the model does not call them, or not by their forward"
-        else:
-            problem = "only blocks ran that fit into the slots together"
-        raise IneffectiveSwitchError(f"{switch}: on, but no weights were moved: {problem}")
 
 
 class WeightStream:

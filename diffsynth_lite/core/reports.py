@@ -1,16 +1,32 @@
-"""This file counts what the gradient switches did, and raises when a switch that was on did nothing."""
+"""This file reports what the memory switches did, and raises when a switch that was on did nothing.
+
+It imports no torch: a page of a run is made of these reports, and needs nothing else of the core.
+"""
 
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 
-from diffsynth_lite.core.gradient.frames import NotOffloadedReason
 from diffsynth_lite.core.units import format_bytes
 
 
 class IneffectiveSwitchError(ValueError):
     """A gradient switch was on and had no effect; the message names the switch and the likely cause."""
+
+
+class NotOffloadedReason(StrEnum):
+    """Why a tensor is not offloaded."""
+
+    BELOW_MIN_BYTES = "below min_bytes"
+    PARAMETER = "parameter"
+    SUBCLASS = "tensor subclass"
+    LAYOUT = "sparse, quantized or conjugated"
+    EXPANDED = "expanded view"
+    IN_BACKWARD = "inside of a backward pass"
+    HOST_FULL = "host memory full"
+    REFUSED = "host memory refused by the system"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +225,96 @@ class GradientReport:
 
 def _in_words(reason: NotOffloadedReason, tensors: NotOffloadedTensors) -> str:
     return f"{tensors.num_tensors} tensors, {format_bytes(tensors.num_bytes)} ({reason})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamReport:
+    """What a weight stream holds, and did since ``start_report``."""
+
+    blocks_streamed: int = 0
+    """Blocks whose weights live in host memory."""
+    weight_bytes_on_host: int = 0
+    """Bytes of them, of all processes of this machine together."""
+    weight_copies_on_host: int = 1
+    """How often they are there: once, or once for each process."""
+    processes_on_host: int = 1
+    """Processes of this machine that stream them."""
+    weight_bytes_in_slots: int = 0
+    """Bytes of the device's slots, in place of these."""
+    streamed_blocks_run: int = 0
+    """Runs of these blocks: forward, and second ones in backward."""
+    weight_copies: int = 0
+    """Copies of a block's weights to the device."""
+    weight_bytes_copied: int = 0
+    """Bytes of these copies."""
+    late_weight_copies: int = 0
+    """Those that began only when their block was to run, so that it had to wait."""
+
+    def metrics(self) -> dict[str, float]:
+        """Every number by its name; none where nothing is streamed."""
+        return asdict(self) if self.blocks_streamed else {}
+
+    def lines(self) -> list[str]:
+        """The report for people, in the form of the gradient engine's: at most one line."""
+        if not self.blocks_streamed:
+            return []
+        shared = ""
+        if self.processes_on_host > 1:
+            how = "shared by" if self.weight_copies_on_host == 1 else "a copy in each of"
+            shared = f" ({how} {self.processes_on_host} processes)"
+        held = (
+            f"{self.blocks_streamed} blocks, {format_bytes(self.weight_bytes_on_host)} on host{shared}, "
+            f"{format_bytes(self.weight_bytes_in_slots)} on device"
+        )
+        moved = f"{self.weight_copies} copies, {format_bytes(self.weight_bytes_copied)}"
+        late = f", {self.late_weight_copies} late" if self.late_weight_copies else ""
+        return [f"{'streamed':<15} {held}; {moved}{late}"]
+
+    def require_effect(self, switch: str = "stream_blocks") -> None:
+        """Check that weights moved, where some are streamed."""
+        if not self.blocks_streamed or self.weight_copies:
+            return
+        if not self.streamed_blocks_run:
+            problem = "none of these blocks ran: the model does not call them, or not by their forward"
+        else:
+            problem = "only blocks ran that fit into the slots together"
+        raise IneffectiveSwitchError(f"{switch}: on, but no weights were moved: {problem}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileReport:
+    """What a ``BlockCompiler`` compiled, and ran."""
+
+    blocks_compiled: int = 0
+    """Blocks of which a compiled graph ran."""
+    graphs_compiled: int = 0
+    """Graphs; blocks that are alike share them."""
+    graph_breaks: int = 0
+    """Places at which a block was cut in several graphs, with Python between them."""
+    block_runs_not_compiled: int = 0
+    """Runs of a block, with gradients, that found no graph and got none."""
+    compile_seconds: float = 0.0
+    """What compiling took, the first run of each graph included."""
+
+    def metrics(self) -> dict[str, float]:
+        """Every number by its name; none where nothing is compiled."""
+        return asdict(self) if self.graphs_compiled else {}
+
+    def lines(self) -> list[str]:
+        """The report for people, in the form of the gradient engine's: at most one line."""
+        if not self.graphs_compiled:
+            return []
+        graphs = f"{self.graphs_compiled} graphs, {self.graph_breaks} graph breaks"
+        left = f", {self.block_runs_not_compiled} runs not compiled" if self.block_runs_not_compiled else ""
+        return [
+            f"{'compiled':<15} {self.blocks_compiled} blocks, {graphs}, {self.compile_seconds:.0f} s{left}"
+        ]
+
+
+def quantization_lines(*, num_layers: int, num_bytes: int, plain_bytes: int) -> list[str]:
+    """What quantised layers take, for people: at most one line, none without such layers."""
+    sizes = f"{format_bytes(num_bytes)} in place of {format_bytes(plain_bytes)}"
+    return [f"{'quantised':<15} {num_layers} layers, {sizes}"] if num_layers else []
 
 
 class Counters:
