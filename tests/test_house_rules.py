@@ -290,11 +290,15 @@ HEAVY = {"accelerate", "datasets", "diffusers", "peft", "torch", "transformers"}
 
 
 @pytest.mark.parametrize(
-    ("module", "heavy"),
-    [("diffsynth_lite", HEAVY | {"numpy", "PIL"}), ("diffsynth_lite.report.server", HEAVY)],
+    ("modules", "heavy"),
+    [
+        ("diffsynth_lite", HEAVY | {"numpy", "PIL"}),
+        ("diffsynth_lite.report.server", HEAVY),
+        ("diffsynth_lite.ui.server", HEAVY),
+    ],
 )
-def test_what_needs_no_model_imports_nothing_heavy(module: str, heavy: set[str]) -> None:
-    program = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+def test_what_needs_no_model_imports_nothing_heavy(modules: str, heavy: set[str]) -> None:
+    program = f"import sys, {modules}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
