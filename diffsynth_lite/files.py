@@ -169,6 +169,12 @@ def read_bytes(path: Path, *, most_bytes: int) -> bytes:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
+def file_fingerprint(path: Path) -> str:
+    """The sha256 of the bytes of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value of a json text that somebody else may have written.
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from diffsynth_lite.data.folder import Folder, is_unicode
 from diffsynth_lite.data.records import Record, is_video, stem
@@ -45,6 +46,26 @@ def clean_caption(text: str) -> str:
     if "\0" in caption or not is_unicode(caption):
         raise UserError("not UTF-8 text")
     return caption
+
+
+def read_text(path: Path) -> str:
+    """The text of a caption file, with all its white space; it may be empty.
+
+    Raises:
+        UserError: it is too long, or not UTF-8.
+        OSError: it is not there, or cannot be read.
+    """
+    if (size := path.stat().st_size) > MAX_CAPTION_BYTES:
+        raise _too_long(size)
+    with path.open("rb") as file:  # Windows' editors write UTF-16 with a byte order mark
+        encoding = "utf-16" if file.read(2) in _UTF_16_MARKS else "utf-8-sig"
+    try:
+        text = path.read_text(encoding=encoding)
+    except UnicodeDecodeError:
+        raise UserError(_SAVE_AS_UTF_8) from None
+    if "\0" in text:  # as in most UTF-16 without a byte order mark
+        raise UserError(_SAVE_AS_UTF_8)
+    return text
 
 
 def _too_long(size: int) -> UserError:
@@ -156,6 +177,9 @@ class CaptionFiles:
     A whole file is one caption, in UTF-8, or in UTF-16 with a byte order mark. ``cat.txt`` or ``cat.caption``
     belongs to ``cat.png``, and so do further captions in ``cat.1.txt``, ``cat.2.txt``, unless there is a
     ``cat.1.png`` for them to belong to.
+
+    Attributes:
+        orphans: text files that belong to nothing.
     """
 
     def __init__(self, folder: Folder, targets: Sequence[str]) -> None:
@@ -173,10 +197,14 @@ class CaptionFiles:
                 self._texts.setdefault(owner, []).append((number, name))
             else:
                 orphans.append(name)
-        self._orphans = orphans
+        self.orphans: Sequence[str] = orphans
 
     def __bool__(self) -> bool:
         return bool(self._texts)
+
+    def names_of(self, target: str) -> list[str]:
+        """Files with the captions of a target, in the order of :meth:`of`."""
+        return [name for _, name in sorted(self._texts.get(stem(target), ()))]
 
     def of(self, target: str) -> tuple[str, ...]:
         """Captions of a target: that of its own name first, then the numbered ones in order.
@@ -196,16 +224,7 @@ class CaptionFiles:
     def _read(self, name: str) -> str:
         path = self._folder.use(name)
         try:
-            if (size := path.stat().st_size) > MAX_CAPTION_BYTES:
-                raise _too_long(size)
-            with path.open("rb") as file:  # Windows' editors write UTF-16 with a byte order mark
-                encoding = "utf-16" if file.read(2) in _UTF_16_MARKS else "utf-8-sig"
-            text = path.read_text(encoding=encoding)
-            if "\0" in text:  # as in most UTF-16 without a byte order mark
-                raise UserError(_SAVE_AS_UTF_8)
-            return clean_caption(text)
-        except UnicodeDecodeError:
-            raise UserError(f"{name}: {_SAVE_AS_UTF_8}") from None
+            return clean_caption(read_text(path))
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         except OSError as error:
@@ -213,10 +232,10 @@ class CaptionFiles:
 
     def warn_of_orphans(self) -> None:
         """Name the text files that belong to nothing."""
-        if self._orphans:
+        if self.orphans:
             logger.warning(
                 "%s: %d caption files belong to no image or clip: %s",
                 self._folder.path,
-                len(self._orphans),
-                join_names(self._orphans),
+                len(self.orphans),
+                join_names(self.orphans),
             )

@@ -86,6 +86,21 @@ def list_folder(path: Path, *, allow_outside: bool) -> Folder:
     return Folder(path=path, files=dict(sorted(files.items())), allow_outside=allow_outside)
 
 
+def usable_file(root: Path, name: str) -> Path | None:
+    """Path of one file that :func:`list_folder` lists as usable, found without reading the folder, or None.
+
+    Args:
+        name: relative, with forward slashes; it may come from anybody.
+    """
+    parts = name.split("/")
+    if any(not part or part.startswith(".") for part in parts) or "\0" in name or "\\" in name:
+        return None
+    path = root / name
+    if PureWindowsPath(name).drive or not is_unicode(name) or not is_regular_file(path):
+        return None
+    return path if _is_within(os.path.realpath(path), os.path.realpath(root)) else None
+
+
 def _walk(
     path: Path, read: list[str], linked: list[str], *, follow: bool
 ) -> Iterator[tuple[str, "os.DirEntry[str]"]]:

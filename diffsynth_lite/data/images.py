@@ -60,6 +60,19 @@ def load_image(path: Path, *, background: str) -> Image.Image:
     return _decoded(path, lambda image: _over(image, colour))
 
 
+def load_thumbnail(path: Path, *, side: int, background: str) -> Image.Image:
+    """A small RGB image of a file, as it is shown, of at most ``side`` pixels a side.
+
+    A JPEG is decoded at the next larger size that costs less, and what was decoded is not verified.
+    """
+    with _opened(path) as image:
+        image.draft("RGB", (side, side))
+        colour = ImageColor.getrgb(background)[:3]
+        small = _over(ImageOps.exif_transpose(_with_8_bits(image)), colour)
+    small.thumbnail((side, side))
+    return small
+
+
 def load_layer(path: Path) -> Image.Image:
     """Decode a layer strictly: as RGBA with 8 bits a channel, opaque where the file has no transparency.
 

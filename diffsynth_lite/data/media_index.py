@@ -25,7 +25,7 @@ from diffsynth_lite.data.records import Part, is_video
 from diffsynth_lite.data.video import AVI_ID, VideoFacts, check_video, is_avi
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
 from diffsynth_lite.errors import UserError, is_of_the_machine
-from diffsynth_lite.files import replacing, write_synced
+from diffsynth_lite.files import file_fingerprint, replacing, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -310,12 +310,6 @@ class MediaIndex:
             if is_of_the_machine(error):
                 raise
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def file_fingerprint(path: Path) -> str:
-    """The sha256 of the bytes of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _empty_index() -> sqlite3.Connection:

@@ -36,7 +36,7 @@ from diffsynth_lite.errors import Problems, UserError, join_names
 logger = logging.getLogger(__name__)
 
 _Key = TypeVar("_Key")
-_METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _TABLE_SUFFIXES = (".jsonl", ".csv", ".parquet")
 _UNREAD_MEDIA = {
     "png or jpg": "heic heif jxl jp2 psd svg tga dng cr2 cr3 nef arw exr",
@@ -212,7 +212,7 @@ class _Reader:
 
     def _metadata_in(self, folder: Folder, *, has_texts: bool) -> Path | None:
         """Metadata file of the folder, or None where the captions are in text files."""
-        found = [name for name in _METADATA_FILES if name in folder.files]
+        found = [name for name in METADATA_FILES if name in folder.files]
         places = [*found, *(["caption files next to the media"] if has_texts else [])]
         if found and len(places) > 1:
             raise UserError(

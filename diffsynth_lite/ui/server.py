@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.ui.data_sets import routes as data_sets
 from diffsynth_lite.ui.guard import LOOPBACK, Guard
 from diffsynth_lite.ui.home import routes as home
 from diffsynth_lite.ui.pages import static_file
@@ -19,7 +20,9 @@ _ALL_ADDRESSES = "0.0.0.0"
 
 def build(workspace: Workspace, *, token: str, behind: str | None = None) -> Guard:
     """The screen of a workspace, behind its guard."""
-    application = Starlette(routes=[*home.routes(), Route("/static/{name}", static_file)])
+    application = Starlette(
+        routes=[*home.routes(), *data_sets.routes(), Route("/static/{name}", static_file)]
+    )
     application.state.workspace = workspace
     return Guard(application, token=token, behind=behind)
 

@@ -15,7 +15,8 @@ import torch
 from processes import FORKED
 
 from diffsynth_lite.data.cache import TensorCache, is_present, prune, remember_written, verify
-from diffsynth_lite.data.media_index import FileMemory, file_fingerprint
+from diffsynth_lite.data.media_index import FileMemory
+from diffsynth_lite.files import file_fingerprint
 
 
 @pytest.fixture

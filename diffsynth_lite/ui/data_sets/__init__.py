@@ -1,0 +1,1 @@
+"""The screen of a data set: its images and clips with their captions."""

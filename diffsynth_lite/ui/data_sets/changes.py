@@ -1,0 +1,224 @@
+"""This file changes captions, moves files to the trash, and takes the last of these changes back.
+
+A change is written down before it is made, so that one that a crash cut short can be taken back, too. Taking
+back goes by content: only what is still as the change left it becomes what it was.
+"""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from diffsynth_lite.data.captions import CaptionFiles, clean_caption
+from diffsynth_lite.data.folder import Folder, list_folder
+from diffsynth_lite.data.records import is_image, is_video, stem
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import parse_json, write_text
+from diffsynth_lite.ui.data_sets.items import Item, read_caption, table_of
+
+_MOST_KEPT = 100
+"""Changes of a data set that can be taken back."""
+_TRASH_NAME = re.compile(r"\d{8}-\d{6}(-\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptionChange:
+    """A new caption for an item.
+
+    Attributes:
+        file: name of the item.
+        was: its caption as it was shown; where it is another one by now, nothing is written.
+        caption: the new one; an empty one removes the file.
+    """
+
+    file: str
+    was: str
+    caption: str
+
+
+class DataSetEditor:
+    """Changes one data set.
+
+    Args:
+        name: of the data set.
+        folders: folders of all data sets, by name.
+        trash: folder that gets ``NAME/TIME/`` for what is removed from a data set.
+        history: folder in which the changes are kept, a file each, the newest with the highest number.
+    """
+
+    def __init__(self, name: str, folders: Mapping[str, Path], *, trash: Path, history: Path) -> None:
+        self._folders = {each: path.absolute() for each, path in folders.items()}
+        self._name = name
+        self._folder = self._folders[name]
+        self._trash = trash
+        self._history = history
+
+    def write(self, changes: Sequence[CaptionChange]) -> dict[str, str]:
+        """Write captions.
+
+        Returns:
+            Items whose caption is another one by now to this caption; of these nothing is written.
+
+        Raises:
+            UserError: a caption cannot be written as it is asked for; then none is.
+        """
+        folder, texts = self._listed()
+        stale: dict[str, str] = {}
+        wanted: dict[str, tuple[str, CaptionChange]] = {}
+        for change in changes:
+            name = _caption_file(folder, texts, change.file)
+            caption = clean_caption(change.caption) if change.caption.strip() else ""
+            if (now := read_caption(folder, name)) != change.was.strip():
+                stale[change.file] = now
+            elif caption != now:
+                wanted[name] = (now, CaptionChange(file=change.file, was=now, caption=caption))
+        if wanted:
+            self._remember_captions([change for _, change in wanted.values()])
+        for name, (_, change) in wanted.items():
+            _put(folder.path / name, change.caption)
+        return stale
+
+    def move_to_trash(self, items: Sequence[Item]) -> str:
+        """Move items to the trash, with their captions and with companions that are in a data set.
+
+        Returns:
+            What was done.
+
+        Raises:
+            UserError: a metadata file names the items, so that a run would miss them.
+        """
+        folder, texts = self._listed()
+        names = {item.file for item in items}
+        kept = {stem(name) for name in folder.files if _is_media(name) and name not in names}
+        paths = []
+        for item in items:
+            paths.append(self._folder / item.file)
+            if stem(item.file) not in kept:  # else an image and a clip of one name share all else
+                paths += [self._folder / name for name in texts.names_of(item.file)]
+                paths += [path.absolute() for _, path in item.companions]
+        place = self._new_place()
+        self._remember({"trash": place, "count": len(names)})
+        for path in dict.fromkeys(paths):
+            if (home := self._home(path)) is not None and path.exists():
+                target = self._trash / home[0] / place / home[1]
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(path, target)
+        return f"{_count(len(names), 'item')} moved to trash/{self._name}/{place}."
+
+    def undo(self) -> str:
+        """Take the last change back, as far as nobody has changed the same since; returns what was done."""
+        if (newest := next(iter(self._kept()), None)) is None:
+            return "Nothing to undo."
+        entry = parse_json(newest.read_bytes())
+        said = self._restore(entry) if "trash" in entry else self._rewrite(entry["captions"])
+        newest.unlink(missing_ok=True)
+        return said
+
+    def _rewrite(self, changes: Sequence[Mapping[str, str]]) -> str:
+        folder, texts = self._listed()
+        num_changed = 0
+        for change in changes:
+            # One that was removed meanwhile has no caption to take back.
+            if change["file"] not in folder.files or len(texts.names_of(change["file"])) > 1:
+                continue
+            name = _caption_file(folder, texts, change["file"])
+            if read_caption(folder, name) == change["after"]:
+                _put(folder.path / name, change["before"])
+                num_changed += 1
+        later = len(changes) - num_changed
+        kept = f" {_count(later, 'caption')} changed since and left alone." if later else ""
+        return f"{_count(num_changed, 'caption')} as before.{kept}"
+
+    def _restore(self, entry: Mapping[str, Any]) -> str:
+        place = str(entry["trash"])
+        if not _TRASH_NAME.fullmatch(place):
+            raise UserError(f"{place!r} is not the name of a folder in the trash")
+        in_the_way = 0
+        for name, home in self._folders.items():
+            root = self._trash / name / place
+            for path in sorted(each for each in root.rglob("*") if each.is_file()):
+                target = home / path.relative_to(root)
+                if target.exists():
+                    in_the_way += 1
+                    continue
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(path, target)
+        kept = f" {_count(in_the_way, 'file')} left in the trash: there are new ones of these names."
+        return f"{_count(int(entry['count']), 'item')} back from the trash.{kept if in_the_way else ''}"
+
+    def _listed(self) -> tuple[Folder, CaptionFiles]:
+        folder = list_folder(self._folder, allow_outside=False)
+        if (table := table_of(folder)) is not None:
+            raise UserError(f"{table} has the captions of this data set; change it there")
+        return folder, CaptionFiles(folder, [name for name in folder.files if _is_media(name)])
+
+    def _home(self, path: Path) -> tuple[str, Path] | None:
+        """The data set that a file is in, and its path there."""
+        homes = (
+            (name, path.relative_to(root)) for name, root in self._folders.items() if root in path.parents
+        )
+        return next(homes, None)
+
+    def _new_place(self) -> str:
+        now = time.strftime("%Y%m%d-%H%M%S")
+        names = (now if number == 1 else f"{now}-{number}" for number in count(1))
+        return next(name for name in names if not any(self._trash.glob(f"*/{name}")))
+
+    def _remember_captions(self, changes: Sequence[CaptionChange]) -> None:
+        """Keep a change; typing on in one caption makes one change of all its pauses."""
+        kept = [{"file": each.file, "before": each.was, "after": each.caption} for each in changes]
+        newest = next(iter(self._kept()), None)
+        if newest is not None and len(kept) == 1:
+            last = parse_json(newest.read_bytes()).get("captions", ())
+            if len(last) == 1 and (last[0]["file"], last[0]["after"]) == (kept[0]["file"], kept[0]["before"]):
+                kept[0]["before"] = last[0]["before"]
+                _write_entry(newest, {"captions": kept})
+                return
+        self._remember({"captions": kept})
+
+    def _remember(self, entry: Mapping[str, Any]) -> None:
+        self._history.mkdir(parents=True, exist_ok=True)
+        kept = list(self._kept())
+        number = int(kept[0].stem) + 1 if kept else 1
+        _write_entry(self._history / f"{number:08}.json", entry)
+        for path in kept[_MOST_KEPT - 1 :]:
+            path.unlink(missing_ok=True)
+
+    def _kept(self) -> Iterator[Path]:
+        """Files of the changes that can be taken back, the newest first."""
+        return iter(sorted(self._history.glob("[0-9]*.json"), reverse=True))
+
+
+def _caption_file(folder: Folder, texts: CaptionFiles, item: str) -> str:
+    """Name of the file with the caption of an item, or of the one to write."""
+    if item not in folder.files or not _is_media(item):
+        raise UserError(f"{item} is not there any more")
+    names = texts.names_of(item)
+    if len(names) > 1:
+        raise UserError(f"{item} has several captions: {', '.join(names)}; change them there")
+    return names[0] if names else f"{stem(item)}.txt"
+
+
+def _write_entry(path: Path, entry: Mapping[str, Any]) -> None:
+    # Not `write_json`: it masks what looks like a secret, and a caption must come back as it was.
+    write_text(path, json.dumps(entry, ensure_ascii=False))
+
+
+def _put(path: Path, caption: str) -> None:
+    if caption:
+        write_text(path, f"{caption}\n")
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_media(name: str) -> bool:
+    return is_image(name) or is_video(name)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

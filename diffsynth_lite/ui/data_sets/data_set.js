@@ -1,0 +1,370 @@
+// Images and clips with their captions. A change sends the caption that was there before: one that somebody else
+// has changed meanwhile is never overwritten.
+"use strict";
+(() => {
+  const PAUSE_MS = 600;
+  const PAGE_SIZE = 1000;
+  const byId = (id) => document.getElementById(id);
+  const data = JSON.parse(byId("data").textContent);
+  const base = `/data/${encodeURIComponent(data.name)}/`;
+  const asSeenBy = data.config ? `?config=${encodeURIComponent(data.config)}` : "";
+  const chosen = new Set();
+  let items = [], problems = [], found = null; // `found` is what the files themselves show
+  let shown = [], first = 0, current = null;
+  let cells = new Map();
+
+  const kinds = {
+    all: () => true,
+    missing: (item) => !item.caption && !item.problem,
+    equal: (item) => found?.[item.file]?.equal,
+    small: (item) => found?.[item.file]?.is_small,
+  };
+  const plural = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
+  const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  const pathOf = (file) => file.split("/").map(encodeURIComponent).join("/");
+  const thumbnail = (item, set = data.name, size = "cell") =>
+    `/data/${encodeURIComponent(set)}/thumbnails/${pathOf(item.file)}?version=${item.version}&for=${size}`;
+
+  // One cell.
+
+  function make(item) {
+    const cell = byId("item").content.firstElementChild.cloneNode(true);
+    const [tick, text] = [cell.querySelector("input"), cell.querySelector("textarea")];
+    cell.setAttribute("aria-label", item.file);
+    cell.dataset.file = item.file;
+    cell.querySelector("img").src = thumbnail(item);
+    cell.querySelector(".foot .clip").textContent = item.file;
+    cell.querySelector(".foot .clip").title = item.file;
+    tick.setAttribute("aria-label", `Choose ${item.file}`);
+    text.setAttribute("aria-label", `Caption of ${item.file}`);
+    text.readOnly = Boolean(item.locked);
+    const play = cell.querySelector(".play");
+    play.hidden = !item.is_clip;
+    play.setAttribute("aria-label", `Play ${item.file}`);
+    const list = cell.querySelector(".companions");
+    list.hidden = !item.companions;
+    for (const each of item.companions ?? []) {
+      const line = document.createElement("li");
+      if (each.set) line.append(Object.assign(new Image(), { loading: "lazy", alt: "", src: thumbnail(each, each.set) }));
+      line.append(Object.assign(document.createElement("span"), { textContent: `${each.what}: ${each.where}` }));
+      list.append(line);
+    }
+    cells.set(item.file, cell);
+    refresh(item);
+    return cell;
+  }
+
+  function refresh(item) {
+    const cell = cells.get(item.file);
+    if (!cell) return;
+    const text = cell.querySelector("textarea");
+    if (!item.typed) text.value = item.caption;
+    const facts = found?.[item.file] ?? {};
+    const bad = (item.unsaved && "Not saved") || item.problem || facts.problem;
+    const odd = (kinds.missing(item) && "No caption") || (facts.equal && `Equal to ${facts.equal}`)
+      || (facts.is_small && `${facts.width} x ${facts.height}, small`);
+    const remark = cell.querySelector(".remark");
+    remark.hidden = !(bad || odd || item.locked);
+    remark.classList.toggle("stop", Boolean(bad));
+    remark.classList.toggle("quiet", !bad && !odd);
+    remark.lastElementChild.textContent = bad || odd || item.locked || "";
+    cell.classList.toggle("chosen", chosen.has(item.file));
+    cell.querySelector("input").checked = chosen.has(item.file);
+  }
+
+  // The page.
+
+  function render() {
+    cells = new Map();
+    const now = shown.slice(first, first + PAGE_SIZE);
+    byId("grid").replaceChildren(...now.map(make));
+    byId("pages").hidden = shown.length <= PAGE_SIZE;
+    byId("page").textContent = `${(first + 1).toLocaleString("en")} to ${(first + now.length).toLocaleString("en")} of ${shown.length.toLocaleString("en")}`;
+    byId("page-before").disabled = first === 0;
+    byId("page-after").disabled = first + PAGE_SIZE >= shown.length;
+    byId("empty").hidden = items.length > 0;
+    byId("shown").hidden = items.length === 0;
+    select(now.includes(current) ? current : now[0]);
+    summarize();
+  }
+
+  function filter() {
+    const kind = document.querySelector("[name=show]:checked").value;
+    shown = items.filter(kinds[kind]);
+    first = 0;
+    render();
+  }
+
+  function turn(pages) {
+    first += pages * PAGE_SIZE;
+    render();
+    scrollTo(0, 0);
+  }
+
+  function summarize() {
+    const clips = items.filter((item) => item.is_clip).length;
+    const parts = [items.length - clips && plural(items.length - clips, "image"), clips && plural(clips, "clip")];
+    const isEditable = items.some((item) => !item.locked);
+    const captioned = items.filter((item) => item.caption).length;
+    byId("count").textContent = items.length
+      ? `${parts.filter(Boolean).join(" and ")}, ${captioned.toLocaleString("en")} with a caption.${isEditable ? " Captions are saved as you type." : ""}`
+      : "Nothing here yet.";
+    byId("change").hidden = !isEditable;
+    for (const count of document.querySelectorAll("[data-count]")) {
+      const kind = count.dataset.count;
+      const isKnown = found || kind === "all" || kind === "missing";
+      count.textContent = isKnown ? items.filter(kinds[kind]).length.toLocaleString("en") : "...";
+    }
+    byId("selection").hidden = chosen.size === 0;
+    byId("num-chosen").textContent = `${chosen.size.toLocaleString("en")} chosen`;
+    byId("problems").hidden = problems.length === 0;
+    byId("problems").querySelector("ul").replaceChildren(
+      ...problems.map((text) => Object.assign(document.createElement("li"), { textContent: text })),
+    );
+  }
+
+  function select(item) {
+    cells.get(current?.file)?.removeAttribute("aria-current");
+    current = item ?? null;
+    byId("panel").hidden = !item;
+    if (!item) return;
+    cells.get(item.file)?.setAttribute("aria-current", "true");
+    const { width, height, bytes } = found?.[item.file] ?? {};
+    const size = bytes < 1e6 ? `${Math.ceil(bytes / 1e3)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
+    byId("large").src = thumbnail(item, data.name, "panel");
+    byId("large").alt = item.file;
+    byId("name").textContent = item.file;
+    byId("facts").textContent = width ? `${width.toLocaleString("en")} x ${height.toLocaleString("en")}, ${size}` : "";
+    byId("panel").setAttribute("aria-label", item.file);
+  }
+
+  // Goes to the caption of the next item, or the one before, on whichever page it is.
+  function go(by) {
+    const next = shown[shown.indexOf(current) + by];
+    if (!next) return;
+    if (!cells.has(next.file)) turn(by);
+    const text = cells.get(next.file).querySelector("textarea");
+    text.focus();
+    text.closest(".item").scrollIntoView({ block: "nearest" });
+  }
+
+  function take(given) {
+    const old = new Map(items.map((item) => [item.file, item]));
+    const isSame = given.items.length === items.length && given.items.every(({ file, version }) => old.get(file)?.version === version);
+    problems = given.problems;
+    items = given.items.map((item) => Object.assign(old.get(item.file) ?? {}, item));
+    for (const file of chosen) if (!given.items.some((item) => item.file === file)) chosen.delete(file);
+    if (!isSame || !shown.length) {
+      filter();
+      examine();
+    } else {
+      items.forEach(refresh);
+      summarize();
+    }
+  }
+
+  async function reload() {
+    const answer = await fetch(`${base}items${asSeenBy}`).catch(() => null);
+    if (answer?.ok) take(await answer.json());
+  }
+
+  async function examine() {
+    const answer = items.length ? await fetch(`${base}findings${asSeenBy}`).catch(() => null) : null;
+    if (!answer?.ok) return;
+    found = await answer.json();
+    items.forEach(refresh);
+    select(current);
+    summarize();
+  }
+
+  // Captions.
+
+  async function send(changes) {
+    const { stale } = await ui.post(`${base}captions`, { changes: changes.map(({ item, caption }) => ({ file: item.file, was: item.caption, caption })) });
+    const late = changes.filter(({ item }) => item.file in stale);
+    for (const { item, caption } of changes) item.caption = stale[item.file] ?? caption.trim();
+    if (late.length) {
+      const names = late.slice(0, 3).map(({ item }) => item.file).join(", ") + (late.length > 3 ? ` and ${late.length - 3} more` : "");
+      ui.say(`Changed by somebody else meanwhile, and not overwritten: ${names}. Undo puts yours in place of theirs.`, { undo: () => apply(late) });
+    }
+    return late;
+  }
+
+  async function apply(changes) {
+    const late = await send(changes).catch(() => null);
+    if (late) for (const { item } of changes) { item.typed = false; refresh(item); }
+    summarize();
+    return late && changes.length - late.length;
+  }
+
+  // Saves what was typed into one caption; what is typed meanwhile is saved after it.
+  async function save(item) {
+    clearTimeout(item.pause);
+    const text = cells.get(item.file)?.querySelector("textarea");
+    if (!item.typed || item.isSaving || !text) return;
+    item.isSaving = true;
+    const caption = text.value;
+    const late = await send([{ item, caption }]).catch(() => null);
+    item.isSaving = false;
+    item.unsaved = late === null;
+    item.typed = late === null || (text.value !== caption && !late.length);
+    if (item.typed && late) item.pause = setTimeout(save, PAUSE_MS, item);
+    refresh(item);
+    summarize();
+  }
+
+  const itemAt = (target) => {
+    const file = target.closest(".item")?.dataset.file;
+    return file === undefined ? undefined : items.find((item) => item.file === file);
+  };
+  const grid = byId("grid");
+  grid.addEventListener("input", ({ target }) => {
+    if (target.tagName !== "TEXTAREA") return;
+    const item = itemAt(target);
+    item.typed = true;
+    clearTimeout(item.pause);
+    item.pause = setTimeout(save, PAUSE_MS, item);
+  });
+  grid.addEventListener("change", ({ target }) => {
+    const item = itemAt(target);
+    if (target.tagName === "TEXTAREA") save(item);
+    if (target.type !== "checkbox") return;
+    if (target.checked) chosen.add(item.file); else chosen.delete(item.file);
+    refresh(item);
+    summarize();
+  });
+  grid.addEventListener("focusin", ({ target }) => select(itemAt(target)));
+  grid.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+    event.preventDefault();
+    save(itemAt(event.target));
+    go(event.shiftKey ? -1 : 1);
+  });
+  grid.addEventListener("click", ({ target }) => {
+    const item = itemAt(target), mat = target.closest(".mat");
+    if (!mat) return;
+    select(item);
+    if (!target.closest(".play")) return;
+    const video = Object.assign(document.createElement("video"), { src: `${base}clips/${pathOf(item.file)}`, controls: true, loop: true, autoplay: true });
+    video.setAttribute("aria-label", item.file);
+    video.addEventListener("error", () => ui.say(`${item.file}: this browser cannot play it.`));
+    mat.replaceChildren(video);
+    video.focus();
+  });
+  byId("before").addEventListener("click", () => go(-1));
+  byId("after").addEventListener("click", () => go(1));
+  byId("page-before").addEventListener("click", () => turn(-1));
+  byId("page-after").addEventListener("click", () => turn(1));
+  addEventListener("beforeunload", (event) => { if (items.some((item) => item.typed)) event.preventDefault(); });
+
+  // Changes of all captions that are shown, on all pages.
+
+  const labels = { replace: "Replace in shown", trigger: "Put trigger in front", prefix: "Put prefix in front" };
+  const operation = () => document.querySelector("[name=change]:checked").value;
+
+  // The new caption as pieces [tag, text], where tag is "del", "ins" or ""; null where nothing changes.
+  function changed(caption) {
+    const kind = operation(), text = byId(kind === "replace" ? "find" : kind).value;
+    if (kind === "replace") {
+      if (!text || !caption.includes(text)) return null;
+      return caption.split(text).flatMap((part, place) => [...(place ? [["del", text], ["ins", byId("with").value]] : []), ["", part]]);
+    }
+    const has = kind === "trigger"
+      ? new RegExp(`(?<![\\p{L}\\p{N}_])${escaped(text.trim())}(?![\\p{L}\\p{N}_])`, "iu").test(caption)
+      : caption.startsWith(text);
+    if (!text.trim() || has) return null;
+    const front = kind === "prefix" ? text : caption ? `${text.trim()}, ` : text.trim();
+    return [["ins", front], ["", caption]];
+  }
+
+  const wanted = () => shown.flatMap((item) => {
+    const pieces = item.locked ? null : changed(item.caption);
+    return pieces ? [{ item, pieces, caption: pieces.filter(([tag]) => tag !== "del").map(([, text]) => text).join("") }] : [];
+  });
+
+  function preview() {
+    const changes = byId("change").open ? wanted() : [];
+    for (const part of document.querySelectorAll("[data-change]")) part.hidden = part.dataset.change !== operation();
+    byId("apply").textContent = labels[operation()];
+    byId("apply").disabled = changes.length === 0;
+    const lines = changes.slice(0, 3).map(({ pieces }) => {
+      const line = document.createElement("p");
+      line.append(...pieces.map(([tag, text]) => tag ? Object.assign(document.createElement(tag), { textContent: text }) : text));
+      return line;
+    });
+    const head = Object.assign(document.createElement("p"), { className: "label", textContent: `${changes.length.toLocaleString("en")} of ${plural(shown.length, "caption")} shown change` });
+    byId("preview").replaceChildren(head, ...lines);
+  }
+
+  byId("change").addEventListener("toggle", preview);
+  byId("change").addEventListener("input", preview);
+  byId("cancel").addEventListener("click", () => { byId("change").open = false; });
+  byId("change").querySelector("form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const number = await apply(wanted());
+    byId("change").open = false;
+    if (number) ui.say(`${plural(number, "caption")} changed.`, { undo });
+  });
+
+  // Undo, trash, files.
+
+  async function undo() {
+    const { said } = await ui.post(`${base}undo`).catch(() => ({}));
+    if (!said) return;
+    await reload();
+    ui.say(said);
+  }
+  byId("undo").addEventListener("click", undo);
+  byId("clear").addEventListener("click", () => { chosen.clear(); items.forEach(refresh); summarize(); });
+  byId("trash").addEventListener("click", async () => {
+    const { said } = await ui.post(`${base}trash`, { files: [...chosen], config: data.config }).catch(() => ({}));
+    if (!said) return;
+    await reload();
+    ui.say(said, { undo });
+  });
+
+  async function add(files) {
+    const refused = [];
+    let number = 0;
+    for (const [place, { file, name }] of files.entries()) {
+      byId("count").textContent = `Adding ${place + 1} of ${files.length}: ${name}`;
+      const given = await ui.send(`${base}add?name=${encodeURIComponent(name)}`, file).catch((error) => { refused.push(error.message); });
+      number += given?.added.length ?? 0;
+      if (given?.taken.length) refused.push(`${plural(given.taken.length, "file")} of ${name} whose names are taken`);
+      if (given?.unread.length) refused.push(`${plural(given.unread.length, "file")} of ${name} of other kinds`);
+    }
+    await reload();
+    summarize();
+    const more = refused.length > 3 ? `; and ${refused.length - 3} more` : "";
+    ui.say(`${plural(number, "file")} added.${refused.length ? ` Not added: ${refused.slice(0, 3).join("; ")}${more}` : ""}`);
+  }
+
+  // The files of what was dropped, with their names below the folder that was dropped.
+  async function inside(entry, path = "") {
+    if (entry.isFile) return [{ file: await new Promise((done, fail) => entry.file(done, fail)), name: path + entry.name }];
+    const reader = entry.createReader(), entries = [];
+    for (let some; (some = await new Promise((done, fail) => reader.readEntries(done, fail))).length;) entries.push(...some);
+    const within = await Promise.all(entries.filter(({ name }) => !name.startsWith(".")).map((each) => inside(each, each.isFile ? path : `${path}${each.name}/`)));
+    return within.flat();
+  }
+
+  for (const id of ["add", "choose"]) byId(id).addEventListener("click", () => byId("files").click());
+  byId("files").addEventListener("change", ({ target }) => {
+    add([...target.files].map((file) => ({ file, name: file.name }))).finally(() => { target.value = ""; });
+  });
+  for (const kind of ["dragover", "dragleave", "drop"]) {
+    document.addEventListener(kind, async (event) => {
+      if (!event.dataTransfer?.types.includes("Files")) return;
+      event.preventDefault();
+      document.body.classList.toggle("dropping", kind === "dragover");
+      if (kind !== "drop") return;
+      const entries = [...event.dataTransfer.items].map((each) => each.webkitGetAsEntry()).filter(Boolean);
+      add((await Promise.all(entries.map((entry) => inside(entry)))).flat());
+    });
+  }
+
+  for (const chip of document.querySelectorAll("[name=show]")) chip.addEventListener("change", filter);
+  byId("config")?.addEventListener("change", ({ target }) => location.assign(target.value ? `?config=${encodeURIComponent(target.value)}` : "."));
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) reload(); });
+  take(data);
+})();

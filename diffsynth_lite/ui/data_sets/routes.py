@@ -1,0 +1,278 @@
+"""This file shows a data set, and takes in what is changed there."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.data.folder import usable_file
+from diffsynth_lite.data.records import is_image, is_video
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.ui.data_sets.changes import CaptionChange, DataSetEditor
+from diffsynth_lite.ui.data_sets.items import (
+    Contents,
+    Item,
+    configs_with,
+    fewest_pixels_of,
+    findings,
+    load_chosen,
+    read_contents,
+    source_of,
+    thumbnail,
+)
+from diffsynth_lite.ui.data_sets.uploads import receive
+from diffsynth_lite.ui.pages import page, read_json, refused
+from diffsynth_lite.ui.workspace import Workspace
+
+_Result = TypeVar("_Result")
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SIDES = {"cell": 360, "panel": 1024}
+"""Pixels of thumbnails by where they are shown; on most displays a pixel of the page is two."""
+_NO_PREVIEW = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 20 20" fill="none" stroke="#868686">'
+    b'<path d="M5.5 5.5l9 9m0-9l-9 9" stroke-width=".4"/></svg>'
+)
+"""In place of what cannot be read; the cell has the reason."""
+_CLIP_TYPES = {".webm": "video/webm", ".mkv": "video/x-matroska", ".avi": "video/x-msvideo"}
+_FOR_GOOD = "private, max-age=31536000, immutable"
+
+
+def routes() -> list[Route]:
+    """The routes of this screen."""
+    screen = _DataSetScreen()
+    return [
+        Route("/data", screen.create, methods=["POST"]),
+        Route("/data/{name}/", screen.show),
+        Route("/data/{name}/items", screen.items),
+        Route("/data/{name}/findings", screen.findings),
+        Route("/data/{name}/thumbnails/{file:path}", screen.thumbnail),
+        Route("/data/{name}/clips/{file:path}", screen.clip),
+        Route("/data/{name}/add", screen.add, methods=["POST"]),
+        Route("/data/{name}/captions", screen.write, methods=["POST"]),
+        Route("/data/{name}/trash", screen.move_to_trash, methods=["POST"]),
+        Route("/data/{name}/undo", screen.undo, methods=["POST"]),
+    ]
+
+
+class _DataSetScreen:
+    def __init__(self) -> None:
+        self._changes = CapacityLimiter(1)  # one after the other
+        self._thumbnails = CapacityLimiter(2)  # each holds a decoded image
+
+    async def create(self, request: Request) -> Response:
+        """Make an empty data set: {"name": of letters, digits, "-", "_" and "."}."""
+        name = str((await read_json(request)).get("name", "")).strip()
+        workspace: Workspace = request.app.state.workspace
+        if not _NAME.fullmatch(name) or name.endswith("."):
+            return refused(f"Name: {name or 'none given'}: use letters, digits, -, _ and ., up to 64 of them")
+        if name in workspace.data_sets or (workspace.data_folder / name).exists():
+            return refused(f"Name: there is a data set {name} already")
+        (workspace.data_folder / name).mkdir(parents=True)
+        return JSONResponse({"go": f"/data/{name}/"})
+
+    def show(self, request: Request) -> Response:
+        """The page."""
+        shown = _Shown(request)
+        return page(
+            request,
+            "data_sets/data_set.html",
+            is_edited=True,
+            name=shown.name,
+            configs=configs_with(shown.folder, shown.workspace.configs),
+            chosen=shown.chosen,
+            data={"name": shown.name, "config": shown.chosen, **shown.as_json()},
+        )
+
+    def items(self, request: Request) -> Response:
+        """The items as they are now."""
+        return JSONResponse(_Shown(request).as_json())
+
+    def findings(self, request: Request) -> Response:
+        """What the files themselves show, such as sizes; it takes a while, and so is no part of the page."""
+        shown = _Shown(request)
+        return JSONResponse(findings(shown.contents, fewest_pixels=fewest_pixels_of(shown.config)))
+
+    async def thumbnail(self, request: Request) -> Response:
+        """A small image of an item, or of a mask or another file that belongs to one."""
+        path = _media_file(request)
+        version = _version(path)
+        headers = {"etag": f'"{version}"'}
+        if request.query_params.get("version") == version:
+            headers["cache-control"] = _FOR_GOOD
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
+        side = _SIDES.get(request.query_params.get("for", "cell"), _SIDES["cell"])
+        try:
+            made = await to_thread.run_sync(lambda: thumbnail(path, side=side), limiter=self._thumbnails)
+        except UserError:
+            return Response(_NO_PREVIEW, media_type="image/svg+xml", headers=headers)
+        return Response(made, media_type="image/jpeg", headers=headers)
+
+    def clip(self, request: Request) -> Response:
+        """A clip, to play it; in pieces where the browser asks for some."""
+        path = _media_file(request)
+        if not is_video(path.name):
+            raise HTTPException(404)
+        return FileResponse(path, media_type=_CLIP_TYPES.get(path.suffix.lower(), "video/mp4"))
+
+    async def add(self, request: Request) -> Response:
+        """Add a file, the body of the request, under the name in the query; a zip is unpacked."""
+        name = request.query_params.get("name", "")
+        try:
+            return JSONResponse(await receive(request.stream(), _folder(request), name))
+        except UserError as error:
+            return refused(str(error))
+        except ClientDisconnect:
+            return Response(status_code=400)
+
+    async def write(self, request: Request) -> Response:
+        """Write captions: {"changes": [{"file", "was", "caption"}]}; returns those that changed meanwhile."""
+        given = (await read_json(request)).get("changes")
+        wanted = (
+            [
+                CaptionChange(**{key: str(change.get(key, "")) for key in ("file", "was", "caption")})
+                for change in given
+                if isinstance(change, dict)
+            ]
+            if isinstance(given, list)
+            else []
+        )
+        return await self._change(lambda: {"stale": _editor(request).write(wanted)})
+
+    async def move_to_trash(self, request: Request) -> Response:
+        """Move items to the trash: {"files": their names, "config": as seen by which}."""
+        given = await read_json(request)
+        names = given.get("files")
+
+        def move() -> dict[str, Any]:
+            shown = _Shown(request, str(given.get("config", "")))
+            chosen = [item for item in shown.contents.items if isinstance(names, list) and item.file in names]
+            return {"said": _editor(request).move_to_trash(chosen)}
+
+        return await self._change(move)
+
+    async def undo(self, request: Request) -> Response:
+        """Take the last change back."""
+        await read_json(request)
+        return await self._change(lambda: {"said": _editor(request).undo()})
+
+    async def _change(self, work: Callable[[], dict[str, Any]]) -> Response:
+        try:
+            return JSONResponse(await to_thread.run_sync(work, limiter=self._changes))
+        except UserError as error:
+            return refused(str(error))
+        except OSError as error:
+            return refused(f"{error.filename or 'The disk'}: {error.strerror}")
+
+
+class _Shown:
+    """A data set as one config sees it, or as a config with defaults would.
+
+    Args:
+        chosen: name of the config; None takes that of the query.
+    """
+
+    def __init__(self, request: Request, chosen: str | None = None) -> None:
+        self.workspace: Workspace = request.app.state.workspace
+        self.name: str = request.path_params["name"]
+        self.folder = _folder(request)
+        self.chosen = request.query_params.get("config", "") if chosen is None else chosen
+        self.config: Config | None = None
+        problems = []
+        source = source_of(self.folder, None)
+        if (file := self.workspace.configs.get(self.chosen)) is not None:
+            try:
+                self.config = load_chosen(file)
+                source = source_of(self.folder, self.config)
+            except UserError as error:
+                problems.append(f"{self.chosen}: {error}")
+        try:
+            self.contents = read_contents(source)
+        except UserError as error:
+            self.contents = Contents(items=[], problems=[str(error)])
+        self.problems = [*problems, *self.contents.problems]
+
+    def as_json(self) -> dict[str, Any]:
+        """What the page's script takes."""
+        return {
+            "items": [self._item(item) for item in self.contents.items],
+            "problems": self.problems,
+        }
+
+    def _item(self, item: Item) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "file": item.file,
+            "caption": "\n\n".join(item.captions),
+            "version": _version(item.path),
+        }
+        if is_video(item.file):
+            shown["is_clip"] = True
+        if item.is_locked:
+            shown["locked"] = f"Captions are in {', '.join(item.caption_files)}"
+        if item.problem:
+            shown["problem"] = item.problem
+        if item.companions:
+            shown["companions"] = [self._companion(setting, path) for setting, path in item.companions]
+        return shown
+
+    def _companion(self, setting: str, path: Path) -> dict[str, str]:
+        """A file that belongs to an item: what it is, where, and its thumbnail if it is in a data set."""
+        words = setting.replace("_", " ").capitalize()
+        for name, folder in self.workspace.data_sets.items():
+            if folder.absolute() in path.absolute().parents:
+                file = path.absolute().relative_to(folder.absolute()).as_posix()
+                version = _version(path)
+                return {
+                    "what": words,
+                    "where": f"{name}/{file}",
+                    "set": name,
+                    "file": file,
+                    "version": version,
+                }
+        return {"what": words, "where": str(path)}
+
+
+def _folder(request: Request) -> Path:
+    """Folder of the data set in the address."""
+    folders: dict[str, Path] = request.app.state.workspace.data_sets
+    if (folder := folders.get(request.path_params["name"])) is None:
+        raise HTTPException(404)
+    return folder
+
+
+def _editor(request: Request) -> DataSetEditor:
+    workspace: Workspace = request.app.state.workspace
+    name = request.path_params["name"]
+    _folder(request)
+    return DataSetEditor(
+        name,
+        workspace.data_sets,
+        trash=workspace.trash_folder,
+        history=workspace.settings_file.parent / "undo" / name,
+    )
+
+
+def _media_file(request: Request) -> Path:
+    """The image or clip in the address, if a run would read it."""
+    name = request.path_params["file"]
+    path = usable_file(_folder(request), name) if is_image(name) or is_video(name) else None
+    if path is None:
+        raise HTTPException(404)
+    return path
+
+
+def _version(path: Path) -> str:
+    """What changes with the content of a file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ""
+    return f"{status.st_mtime_ns:x}-{status.st_size:x}"

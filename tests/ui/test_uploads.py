@@ -1,0 +1,146 @@
+"""Files that a browser sends to a data set: which are taken, up to which size, and never over another."""
+
+import errno
+import io
+import stat
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from screens import Screen
+
+from diffsynth_lite.ui.data_sets import uploads
+
+
+@pytest.fixture
+def folder(screen: Screen) -> Path:
+    """A data set with one file, and a link that leads out."""
+    made = screen.workspace.data_folder / "mug"
+    made.mkdir()
+    (made / "taken.png").write_bytes(b"mine")
+    (made / "out").symlink_to(screen.workspace.configs_folder)
+    return made
+
+
+def add(screen: Screen, name: str, content: bytes = b"new") -> Any:
+    answer = screen.client.post(
+        "/data/mug/add",
+        params={"name": name},
+        content=content,
+        headers=screen.cookie | screen.secret | {"origin": "http://127.0.0.1:8713"},
+    )
+    return answer.json()
+
+
+def zipped(*members: str | zipfile.ZipInfo, content: bytes = b"new") -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for member in members:
+            archive.writestr(member, content)
+    return file.getvalue()
+
+
+def names(screen: Screen) -> set[str]:
+    """Files below the workspace, but those of the screen itself."""
+    root = screen.workspace.path
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    return {name.removeprefix("data/mug/") for name in found if not name.startswith(".ui/")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.png", "B.JPEG", "c.mp4", "a.txt", "a.1.caption", "metadata.jsonl", "sub/folder/a b.webp", "ü.gif"],
+)
+def test_what_a_run_reads_is_added(screen: Screen, folder: Path, name: str) -> None:
+    assert add(screen, name) == {"added": [name], "taken": [], "unread": []}
+    assert (folder / name).read_bytes() == b"new"
+    assert names(screen) == {"taken.png", name}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("x.py", "is not an image, clip, caption or zip"),
+        ("page.svg", "is not an image, clip, caption or zip"),
+        ("png", "is not an image, clip, caption or zip"),
+        ("taken.png", "there is a file of this name already"),
+        ("taken.png/a.png", "there is a file of this name already"),
+        ("../a.png", "is not the name of a file below"),
+        ("/a.png", "is not the name of a file below"),
+        ("..\\a.png", "is not the name of a file below"),
+        ("C:a.png", "is not the name of a file below"),
+        ("a\n.png", "is not the name of a file below"),
+        ("", "is not the name of a file below"),
+        (".hidden.png", "is a hidden file"),
+        (".ui/a.png", "is a hidden file"),
+        ("a" * 200 + ".png", "has a name of more than 200 bytes"),
+        ("out/a.png", "is behind a link that leaves the folder"),
+        ("out/new/a.png", "is behind a link that leaves the folder"),
+    ],
+)
+def test_anything_else_is_refused_and_nothing_is_left_of_it(
+    screen: Screen, folder: Path, name: str, reason: str
+) -> None:
+    assert reason in add(screen, name)["error"]
+    assert names(screen) == {"taken.png"}
+    assert (folder / "taken.png").read_bytes() == b"mine"
+
+
+def test_a_file_beyond_the_limit_or_the_disk_is_refused_while_it_comes(
+    screen: Screen, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "MOST_BYTES", 10)
+    assert add(screen, "a.png", b"x" * 10)["added"] == ["a.png"]
+    assert "larger than 10 bytes" in add(screen, "b.png", b"x" * 11)["error"]
+    assert "larger than 1,048,576 bytes" in add(screen, "a.txt", b"x" * (1 << 20) + b"x")["error"]
+    assert "larger than 10 bytes" in add(screen, "b.zip", b"x" * 11)["error"]
+
+    def full(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(uploads, "_place", full)
+    assert add(screen, "c.png")["error"] == "c.png: the disk is full"
+    assert names(screen) == {"taken.png", "a.png"}
+
+
+def test_a_zip_is_unpacked_without_the_folder_around_it_and_what_no_run_reads(
+    screen: Screen, folder: Path
+) -> None:
+    link = zipfile.ZipInfo("set/link.png")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    members = ("set/", "set/a.png", "set/sub/a.txt", "set/taken.png", "set/metadata.csv")
+    odd = ("set/x.py", "set/.DS_Store", "__MACOSX/set/._a.png")
+    answer = add(screen, "set.zip", zipped(*members, *odd, link))
+    assert answer == {
+        "added": ["a.png", "sub/a.txt", "metadata.csv"],
+        "taken": ["taken.png"],
+        "unread": [*odd, "set/link.png"],
+    }
+    assert names(screen) == {"taken.png", "a.png", "sub/a.txt", "metadata.csv"}
+    assert (folder / "taken.png").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (zipped("a.png", "../b.png"), "'../b.png': is not the name of a file below"),
+        (zipped("a.png", "/etc/x.py"), "'/etc/x.py': is not the name of a file below"),
+        (zipped("a.png", "b\\..\\..\\c.txt"), "is not the name of a file below"),
+        (zipped(*"abcd"), "holds 4 files, and 3 are the most"),
+        (
+            zipped("a.png", "b.png", content=bytes(2 << 20)),
+            "4,194,304 bytes unpacked; 3,145,728 are the most",
+        ),
+        (zipped("a.txt", content=bytes((1 << 20) + 1)), "1,048,576 for a caption"),
+        (zipped("a.png")[:-30], "cannot be unpacked: File is not a zip file"),
+    ],
+    ids=["up", "absolute", "backslash", "members", "bytes", "caption", "damaged"],
+)
+def test_a_zip_that_leads_out_is_too_large_or_damaged_adds_nothing(
+    screen: Screen, folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, reason: str
+) -> None:
+    monkeypatch.setattr(uploads, "MOST_MEMBERS", 3)
+    monkeypatch.setattr(uploads, "MOST_UNPACKED_BYTES", 3 << 20)
+    assert reason in add(screen, "set.zip", content)["error"]
+    assert names(screen) == {"taken.png"}
