@@ -12,14 +12,14 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli.arguments import add_config_arguments
+from diffsynth_lite.cli.arguments import add_config_arguments, config_words
 from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries
 from diffsynth_lite.cli.invocation import command, same_command
 from diffsynth_lite.cli.processes import grace_can_be_set, grace_period, join_processes, parent_command
-from diffsynth_lite.config import load_config
+from diffsynth_lite.config import LoadedConfig, load_config
 from diffsynth_lite.errors import EXIT_BUG, RunInterrupted, UserError, exit_code
 from diffsynth_lite.redaction import redacted
 
@@ -31,27 +31,58 @@ _LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _REPEATABLE_WORKSPACES = (":4096:8", ":16:8")
-_FLAG_KEYS = {
-    "resume": "resume.source",
-    "use_gradient_checkpointing": "train.use_gradient_checkpointing",
-    "use_gradient_checkpointing_offload": "train.use_gradient_checkpointing_offload",
+_SWITCHES = {
+    "use_gradient_checkpointing": "recompute transformer blocks in backward instead of keeping activations",
+    "use_gradient_checkpointing_offload": "also offload the blocks' inputs to host memory",
 }
+_FLAG_KEYS = {"resume": "resume.source"} | {name: f"train.{name}" for name in _SWITCHES}
+
+
+class _RaisingParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The few flags of ``diffsynth-lite train``; everything else is a ``key=value`` of the config."""
     add_config_arguments(parser)
     parser.add_argument("--resume", metavar="auto|none|must|PATH", help="where to start from (default: auto)")
-    for name, effect in (
-        (
-            "use_gradient_checkpointing",
-            "recompute transformer blocks in backward instead of keeping activations",
-        ),
-        ("use_gradient_checkpointing_offload", "also offload the blocks' inputs to host memory"),
-    ):
+    for name, effect in _SWITCHES.items():
         switch = parser.add_mutually_exclusive_group()
         switch.add_argument(f"--{name}", action="store_true", default=None, help=effect)
         switch.add_argument(f"--no-{name}", dest=name, action="store_false", default=None)
+
+
+def parse_words(words: Sequence[str]) -> argparse.Namespace:
+    """Arguments of ``train`` that somebody else may have written.
+
+    Raises:
+        UserError: they are none.
+    """
+    parser = _RaisingParser(add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    return parser.parse_intermixed_args(words)
+
+
+def words_of(parsed: argparse.Namespace) -> list[str]:
+    """The arguments of ``train``, as words."""
+    switches = [
+        f"--{'' if is_on else 'no-'}{name}"
+        for name in _SWITCHES
+        if (is_on := getattr(parsed, name)) is not None
+    ]
+    resume = [] if parsed.resume is None else ["--resume", parsed.resume]
+    return [*config_words(parsed), *switches, *resume]
+
+
+def load(parsed: argparse.Namespace, config: str | Path) -> LoadedConfig:
+    """The config that the arguments of ``train`` ask for.
+
+    Args:
+        config: path of the file.
+    """
+    flags = {key: getattr(parsed, name) for name, key in _FLAG_KEYS.items()}
+    return load_config(config, parsed.overrides, flags, presets=parsed.presets)
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -92,10 +123,7 @@ def _errors_for_launcher(file: str | None) -> Iterator[None]:
 
 
 def _train(parsed: argparse.Namespace, started_at: float) -> None:
-    flags: dict[str, Any] = {
-        key: getattr(parsed, name) for name, key in _FLAG_KEYS.items() if getattr(parsed, name) is not None
-    }
-    loaded = load_config(parsed.config, parsed.overrides, flags, presets=parsed.presets)
+    loaded = load(parsed, parsed.config)
     logger.info("diffsynth_lite %s, settings from %s", __version__, loaded.path)
     for warning in (*loaded.warnings, *_launcher_warnings(loaded.config.train.mixed_precision)):
         logger.warning("%s", warning)
@@ -114,7 +142,14 @@ def _train(parsed: argparse.Namespace, started_at: float) -> None:
         hide_progress_bars()
     again = same_command(os.environ, parsed.words)
     grace = grace_period(os.environ, parent_command(), can_be_set=grace_can_be_set())
-    run_training(loaded, console=parsed.console, clock=clock, grace=grace, command=again)
+    run_training(
+        loaded,
+        console=parsed.console,
+        clock=clock,
+        grace=grace,
+        command=again,
+        arguments=parsed.words[1:],
+    )
     _log_next(loaded.config.output.dir)
 
 

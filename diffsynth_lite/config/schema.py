@@ -15,6 +15,10 @@ Schema: TypeAlias = dict[str, Any]
 """The JSON schema of one setting, as pydantic makes it."""
 
 
+EXPECTED_PACKAGES = ("diffsynth_lite", "torch", "bitsandbytes", "prodigyopt", "schedulefree")
+"""Of the modules that settings usually name: this one, torch, and those of the extras for optimizers."""
+
+
 class Config(Settings):
     """A checked config, section by section."""
 
@@ -38,6 +42,13 @@ class Config(Settings):
     def keeps_distillation(self) -> bool:
         """Whether what trains on a distilled model is kept from undoing its distillation."""
         return self.objective.guidance_target is not None or self.model.training_adapter is not None
+
+    @property
+    def code_of_others(self) -> dict[str, str]:
+        """Modules and classes that settings name and that come with none of these packages, by key."""
+        named = {"model.family": self.model.family, "train.optimizer": self.train.optimizer}
+        expected = tuple(f"{package}." for package in EXPECTED_PACKAGES)
+        return {key: path for key, path in named.items() if "." in path and not path.startswith(expected)}
 
     def without_effect(self) -> Iterator[Problem]:
         """Settings that were changed but do nothing, as their part is off, or less than was asked for."""

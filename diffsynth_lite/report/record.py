@@ -41,6 +41,7 @@ _FILES = {
     "checkpoints": "states that the run can be continued from",
     "config.yaml": "the settings as given",
     "resolved.yaml": "all settings, defaults included",
+    "command.json": "how the run was started last",
     "contract.json": "the fingerprint of the run, which a resumed run must match",
     "lineage.json": "each start of the run",
     "status.json": "the state of the run, for programs",

@@ -63,6 +63,8 @@ class RunFolder:
     """The yaml as given."""
     resolved_file = _Place("resolved.yaml")
     """The configuration with its defaults."""
+    command_file = _Place("command.json")
+    """How the run was started last: the arguments, where, and in how many processes."""
     fingerprint_file = _Place("contract.json")
     """The run's fingerprint, which a start compares with its own before there is a checkpoint."""
     lineage_file = _Place("lineage.json")
@@ -107,8 +109,16 @@ class RunFolder:
         ``status.json`` is the first file that a run writes; where it was lost, a checkpoint shows it.
         """
         with suppress(OSError):
-            return b'"found_at"' in self._status_bytes() or any(self.checkpoints_folder.glob(_MANIFESTS))
+            return b'"found_at"' in self._status_bytes() or self.has_checkpoints()
         return False
+
+    def has_checkpoints(self) -> bool:
+        """Whether a run can be resumed from a checkpoint here, unless that is damaged."""
+        return any(self.checkpoints_folder.glob(_MANIFESTS))
+
+    def is_new(self) -> bool:
+        """Whether no run has been started here, not even one that has no status yet, or no longer."""
+        return not (self.holds_run() or self._was_begun(self.command_file))
 
     def sync_rows(self) -> None:
         """Wait until the rows by step are on the disk: before a checkpoint that is later than they are."""
@@ -255,9 +265,13 @@ class RunFolder:
         """
         return os.fstat(self._locked[-1].fileno()).st_nlink > 0 or not self.status_file.exists()
 
-    def _was_begun(self) -> bool:
-        """Whether a trainer has locked the folder and left a file here: its status may have been lost."""
-        left = self.status_file, self.fingerprint_file, self.metrics_file, self.report_file
+    def _was_begun(self, *files: Path) -> bool:
+        """Whether a trainer has locked the folder and left a file here: its status may have been lost.
+
+        Args:
+            files: that count, too.
+        """
+        left = *files, self.status_file, self.fingerprint_file, self.metrics_file, self.report_file
         return self._holder() is not None and any(file.exists() for file in left)
 
     def _require_kinds(self) -> None:
@@ -267,7 +281,8 @@ class RunFolder:
             *(self.lora_folder, self.ema_lora_folder, self.best_lora_folder),
         )
         files = (
-            *(self.config_file, self.resolved_file, self.fingerprint_file, self.lineage_file),
+            *(self.config_file, self.resolved_file, self.command_file),
+            *(self.fingerprint_file, self.lineage_file),
             *(self.status_file, self.items_file, self.quarantine_file, *self.row_files),
         )
         wrong = [f"{path} is not a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
@@ -285,8 +300,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output folder {self.path} cannot be made: {error.strerror}") from error
-        is_run = self.holds_run() or self._was_begun()
-        if not is_run and any(not _is_ours(entry.name) for entry in self.path.iterdir()):
+        if self.is_new() and any(not _is_ours(entry.name) for entry in self.path.iterdir()):
             raise UserError(
                 f"output folder {self.path} is not empty and holds no run: give a new or empty folder "
                 "(nothing in this one was changed)"

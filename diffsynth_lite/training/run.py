@@ -1,6 +1,7 @@
 """This file is the life of a run, from a loaded config to the exported LoRA."""
 
 import logging
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -33,9 +34,11 @@ def run_training(
     clock: StartupClock,
     grace: GracePeriod | None = None,
     command: str | None = None,
+    arguments: Sequence[str] = (),
 ) -> None:
-    """Train a LoRA from a loaded config to the exported file; see :func:`open_run` for what may be raised."""
-    with open_run(loaded, console=console, clock=clock, grace=grace, command=command) as run:
+    """Train a LoRA from a loaded config to the exported file; see :func:`open_run`, also for errors."""
+    opened = open_run(loaded, console=console, clock=clock, grace=grace, command=command, arguments=arguments)
+    with opened as run:
         run = with_chosen_memory(run)
         start = find_start(run)
         if start.is_finished:

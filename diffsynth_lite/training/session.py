@@ -15,8 +15,10 @@ from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import write_text
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.report.page import ReportWriter
+from diffsynth_lite.run_folder.command import StartCommand
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint
 from diffsynth_lite.training.checkpoint.resume import (
@@ -90,6 +92,7 @@ class Run:
         console: where the progress line goes.
         grace: how long the launcher waits for a run that it stops; None where that is not known.
         stop: whether a signal has asked the run to stop.
+        arguments: of ``train``, which started the run.
         predicted_bytes: estimated memory of a step on the device; None where ``memory`` left nothing open.
         chosen: what ``memory.auto`` chose and the run keeps when it resumes, by dotted key.
     """
@@ -104,6 +107,7 @@ class Run:
     clock: StartupClock
     grace: GracePeriod | None
     stop: StopRequest
+    arguments: Sequence[str]
     predicted_bytes: int | None = None
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
@@ -149,6 +153,24 @@ class Run:
             training_adapter=self.checked.training_adapter,
             shifts=shifts,
         )
+
+    @shortages_explained()  # here, so that all processes end alike
+    def write_settings(self) -> None:
+        """Write the config and how the run was started, so that whoever finds the folder can resume it."""
+        folder, loaded = self.folder, self.loaded
+        command = StartCommand.of(self.arguments, self.accelerator.num_processes)
+        # The first one: a new folder that a kill leaves without a status is known by it.
+        texts = {folder.command_file: command.as_text(), folder.resolved_file: loaded.resolved_yaml}
+        if loaded.path.resolve() != folder.resolved_file.resolve():  # which lacks the comments
+            texts[folder.config_file] = loaded.source_text
+        for path, text in texts.items():
+            if not path.exists() or path.read_bytes() != text.encode():
+                write_text(path, text)
+
+    def write_first_settings(self) -> None:
+        """Write them into a new folder, before there is anything else in it."""
+        if self.folder.is_new():
+            self.write_settings()
 
     @contextmanager
     def recorded(self, start_step: int) -> Iterator[list[str]]:
@@ -206,6 +228,7 @@ def open_run(
     clock: StartupClock,
     grace: GracePeriod | None,
     command: str | None,
+    arguments: Sequence[str],
 ) -> Iterator[Run]:
     """Scope of a run that is checked, holds the lock of its folder, and hears stop signals.
 
@@ -213,6 +236,7 @@ def open_run(
         console: where the progress line goes.
         grace: how long the launcher waits for a run that it stops, where that is known.
         command: that started the run, where that is known.
+        arguments: of ``train``, to be kept in the run folder.
 
     Raises:
         UserError: something the user can fix; before weights load wherever that is possible.
@@ -246,10 +270,12 @@ def open_run(
         clock=clock,
         grace=grace,
         stop=StopRequest(command),
+        arguments=arguments,
     )
     with ExitStack() as held, run.stop.listening(), shortages_explained(folder.path):
         on_main_process(accelerator, held.enter_context, folder.lock())
         on_main_process(accelerator, remove_old_requests, folder.path)
+        on_main_process(accelerator, run.write_first_settings)
         yield run
 
 

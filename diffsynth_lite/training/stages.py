@@ -13,7 +13,7 @@ from diffusers.training_utils import free_memory
 from diffsynth_lite.config import load_yaml
 from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream, local_bytes
-from diffsynth_lite.files import write_json, write_text
+from diffsynth_lite.files import write_json
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile, read_items, start_trackers
 from diffsynth_lite.run_folder.progress import is_logged
@@ -81,10 +81,18 @@ def find_start(run: Run) -> Start:
     """
     fingerprint = run.fingerprint(build_noise_levels(run.config, run.family).shift)
     checkpoint = resolve_checkpoint(run.accelerator, run.resume_policy, fingerprint)
+    if checkpoint is None:
+        on_main_process(run.accelerator, _replace_settings, run)
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
     has_finished = from_main_process(run.accelerator, _has_finished, run.folder)
     start = Start(checkpoint=checkpoint, fingerprint=fingerprint, run_id=run_id)
     return replace(start, is_finished=has_finished and start.step >= run.config.train.steps)
+
+
+def _replace_settings(run: Run) -> None:
+    """Replace the settings of a start that did not come to training, of which there is no fingerprint."""
+    if not run.folder.fingerprint_file.is_file():
+        run.write_settings()
 
 
 def _has_finished(folder: RunFolder) -> bool:
@@ -167,8 +175,7 @@ def _write_start(run: Run, start: Start) -> None:
     folder = run.folder
     write_json(folder.fingerprint_file, start.fingerprint)
     write_json(folder.lineage_file, start.lineage)
-    write_text(folder.config_file, run.loaded.source_text)
-    write_text(folder.resolved_file, run.loaded.resolved_yaml)
+    run.write_settings()
     read_items(folder.items_file)  # Warns of damaged rows before the run continues.
     # A new start also drops what an earlier one logged before its first checkpoint.
     for file in folder.row_files:

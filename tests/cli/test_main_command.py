@@ -21,7 +21,7 @@ _COMMANDS = (
 _EACH_HELP = """
 import sys
 sys.modules["torch"] = None  # an import of it is an error
-from diffsynth_lite.cli import main
+from diffsynth_lite.cli import continuation, main
 for line in sys.argv[1:]:
     try:
         main.main([*line.split(), "--help"])

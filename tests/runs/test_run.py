@@ -32,8 +32,8 @@ def test_a_run_folder_holds_what_the_readme_says(watched_run: TinyRun) -> None:
     assert watched_run.train() == 0
     names = {path.name for path in watched_run.folder.iterdir() if not path.name.startswith(".")}
     assert names == {
-        *("config.yaml", "resolved.yaml", "contract.json", "lineage.json", "status.json", "metrics.jsonl"),
-        *("items.jsonl", "item_losses.jsonl", "sample_losses.jsonl", "layers.jsonl"),
+        *("config.yaml", "resolved.yaml", "command.json", "contract.json", "lineage.json", "status.json"),
+        *("metrics.jsonl", "items.jsonl", "item_losses.jsonl", "sample_losses.jsonl", "layers.jsonl"),
         *("checkpoints", "previews", "lora"),
         "report.html",
     }
@@ -222,12 +222,13 @@ def test_a_run_folder_that_was_moved_resumes(begun_run: TinyRun) -> None:
 def test_a_different_run_in_the_same_folder_is_refused_by_name(
     begun_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    status = begun_run.status()
+    kept = ("status.json", "command.json", "resolved.yaml", "lineage.json")
+    before = [(begun_run.folder / name).read_bytes() for name in kept]
     assert begun_run.train("lora.rank=8", "data.width=32") == 2
     assert "lora.rank was 4, is 8" in caplog.text
     assert "data.width was 64, is 32" in caplog.text
     assert "another output.dir" in caplog.text
-    assert begun_run.status() == status
+    assert [(begun_run.folder / name).read_bytes() for name in kept] == before
 
 
 def test_a_run_whose_set_of_layers_means_others_now_is_refused_by_the_first_of_them(
@@ -248,6 +249,7 @@ def test_resume_must_needs_a_checkpoint_and_none_needs_an_empty_folder(
     assert tiny_run.train("--resume", "must") == 2
     assert "holds no checkpoint" in caplog.text
     assert tiny_run.train("--resume", "none", "train.steps=2") == 0
+    assert "status.json" not in caplog.text  # nothing is missing in a new folder
     assert tiny_run.train("--resume", "none") == 2
     assert "resume.source: none starts a new run" in caplog.text
 

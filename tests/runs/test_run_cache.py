@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState
 from processes import wait_for
+from safetensors.torch import load_file
 from tiny_run import (
+    REPOSITORY,
     TinyRun,
     checkpoint_tensors,
     differing,
@@ -17,9 +19,12 @@ from tiny_run import (
     tiny_image,
 )
 
+from diffsynth_lite.cli.continuation import continuation
 from diffsynth_lite.cli.main import main
+from diffsynth_lite.run_folder.folder import RunFolder
 
 NUM_IMAGES = 200
+LORA = "lora/pytorch_lora_weights.safetensors"
 
 
 def entries(run: TinyRun) -> dict[Path, int]:
@@ -33,13 +38,16 @@ def test_a_caching_pass_that_was_killed_goes_on_where_it_was(
     for place in range(5, NUM_IMAGES):
         tiny_image(64, 40, 10 + place).save(tiny_run.root / "data" / f"{place}.png")
         (tiny_run.root / "data" / f"{place}.txt").write_text("a red circle")
-    program = forked(tiny_run, "train.steps=1")
+    program = forked(tiny_run, "train.steps=1", "--resume=none")
     wait_for(lambda: len(entries(tiny_run)) >= 5)
     program.kill()
     kept = entries(tiny_run)
     assert 5 <= len(kept) < NUM_IMAGES
+    assert RunFolder(tiny_run.folder).is_abandoned()
 
-    assert tiny_run.train("train.steps=1") == 0
+    found = continuation(tiny_run.folder)
+    assert found.working_folder == REPOSITORY
+    assert main(["train", *found.arguments]) == 0
     assert f"encoding {NUM_IMAGES - len(kept)} items that the cache does not hold" in caplog.text
     filled = entries(tiny_run)
     assert {path: filled[path] for path in kept} == kept
@@ -48,6 +56,8 @@ def test_a_caching_pass_that_was_killed_goes_on_where_it_was(
     assert tiny_run.train("train.steps=1", f"output.dir={tiny_run.root / 'again'}") == 0
     assert "that the cache does not hold" not in caplog.text
     assert entries(tiny_run) == filled
+    loras = [load_file(path / LORA) for path in (tiny_run.folder, tiny_run.root / "again")]
+    assert differing(*loras) == []
 
 
 def test_a_second_start_on_cached_images_reads_none_of_them(tiny_run: TinyRun) -> None:

@@ -112,7 +112,9 @@ def test_changed_data_are_another_run(
     begun_run: TinyRun, caplog: pytest.LogCaptureFixture, change: Callable[[Path], None]
 ) -> None:
     change(begun_run.root / "data")
-    assert begun_run.train() == 2
+    settings = (begun_run.folder / "resolved.yaml").read_bytes()
+    assert begun_run.train("logging.every_steps=2") == 2
+    assert (begun_run.folder / "resolved.yaml").read_bytes() == settings
     (refused,) = [record.message for record in caplog.records if "different run" in record.message]
     assert "data.items was '5 items, " in refused
     assert "data.decoder" not in refused

@@ -21,6 +21,8 @@ from tiny_run import (
     make_run,
 )
 
+from diffsynth_lite.cli.continuation import continuation
+from diffsynth_lite.cli.main import main
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training import saver
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
@@ -73,7 +75,12 @@ def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
     assert not any((watched_run.folder / name).exists() for name in ("SAVE", "SAMPLE", "STOP"))
     assert watched_run.status()["state"] == "interrupted"
     monkeypatch.undo()
-    assert watched_run.train(*settings, *UNWATCHED) == 0
+    (watched_run.folder / "command.json").unlink()
+    found = continuation(watched_run.folder)  # by the settings that it was started with
+    assert found.arguments == ("--config", f"{watched_run.folder}/resolved.yaml")
+    assert main(["train", *found.arguments, *UNWATCHED]) == 0
+    assert (watched_run.folder / "config.yaml").read_text() == watched_run.config.read_text()
+    assert json.loads((watched_run.folder / "lineage.json").read_text())[-1]["changed"] == {}
     tensors = checkpoint_tensors(whole_run.folder, 6)
     assert differing(tensors, checkpoint_tensors(watched_run.folder, 6)) == []
 

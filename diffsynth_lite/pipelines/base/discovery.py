@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from diffsynth_lite import pipelines
+from diffsynth_lite.config.schema import EXPECTED_PACKAGES
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.reading import LoraContents, likeliest, unknown_layers
 from diffsynth_lite.pipelines.base.family import ModelFamily
@@ -20,9 +21,6 @@ from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.releases import UNTRAINED, Release
 
 logger = logging.getLogger(__name__)
-
-_EXPECTED_PACKAGES = ("diffsynth_lite", "torch", "bitsandbytes", "prodigyopt", "schedulefree")
-"""Of the modules that settings usually name: this one, torch, and those of the extras for optimizers."""
 
 
 def family_names() -> list[str]:
@@ -59,7 +57,7 @@ def import_named(path: str, *, setting: str) -> ModuleType:
     Raises:
         ModuleNotFoundError: there is none.
     """
-    if path.partition(".")[0] not in _EXPECTED_PACKAGES and path not in sys.modules:
+    if path.partition(".")[0] not in EXPECTED_PACKAGES and path not in sys.modules:
         logger.warning(
             "%s: imports the Python module %s, which comes with neither diffsynth_lite nor torch; its code "
             "now runs, and may do all that you may.",

@@ -1,0 +1,113 @@
+"""This file finds out how a run is continued, from what its folder holds."""
+
+import argparse
+import shlex
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffsynth_lite.cli.invocation import train_command
+from diffsynth_lite.cli.train import load, parse_words, words_of
+from diffsynth_lite.config import Config
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.redaction import MASK
+from diffsynth_lite.run_folder.command import Continuation, StartCommand
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.reading import read_run_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """Arguments of ``train`` that lead to a run folder, what they ask for, and where."""
+
+    parsed: argparse.Namespace
+    config: Config
+    working_folder: Path
+
+
+def continuation(path: Path) -> Continuation:
+    """How the run in a folder is continued.
+
+    That is the command that started it, where this machine still has its files and it still leads to this
+    folder; otherwise the settings that it was started with. The folder may be somebody else's: its arguments
+    are parsed as any, and code that its settings name is refused.
+
+    Raises:
+        UserError: it cannot be continued from here; the message says why.
+    """
+    run = RunFolder(path.resolve())
+    started = StartCommand.read(run.command_file)
+    way = _as_started(run, started) or _by_settings(run, started)
+    if source := _resume_source(run, way.config.resume.source):
+        way.parsed.resume = source
+    arguments = words_of(way.parsed)
+    num_processes = started.num_processes if started is not None else 1
+    shown = train_command(arguments, num_processes=num_processes)
+    if way.working_folder != Path.cwd():
+        shown = f"cd {shlex.quote(str(way.working_folder))} && {shown}"
+    for key, name in way.config.code_of_others.items():
+        raise UserError(
+            f"{key}: {name} is code that comes with neither diffsynth_lite nor torch; if you know it, resume"
+            f" in a terminal: {shown}"
+        )
+    return Continuation(
+        arguments=tuple(arguments),
+        working_folder=way.working_folder,
+        num_processes=num_processes,
+        shown=shown,
+    )
+
+
+def _as_started(run: RunFolder, started: StartCommand | None) -> _Way | None:
+    """By the command that started the run; None where it is not known, or does not lead to this folder."""
+    if started is None or started.host != socket.gethostname():
+        return None
+    folder = Path(started.working_folder)
+    if not folder.is_dir() or any(MASK in word for word in started.arguments):
+        return None
+    with suppress(UserError):
+        parsed = parse_words(started.arguments)
+        file = folder / parsed.config
+        config = load(parsed, file if file.exists() else parsed.config).config
+        if (folder / Path(config.output.dir).expanduser()).resolve() == run.path:
+            return _Way(parsed=parsed, config=config, working_folder=folder)
+    return None
+
+
+def _by_settings(run: RunFolder, started: StartCommand | None) -> _Way:
+    """By the settings that the run was started with, wherever its folder is now."""
+    file = run.resolved_file
+    own_command = "use the command that started the run"
+    try:
+        is_masked = MASK.encode() in read_run_file(file)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): {own_command}") from None
+    if is_masked:
+        raise UserError(f"{file} has {MASK} in the place of a secret: {own_command}")
+    parsed = parse_words(["--config", str(file)])
+    config = load(parsed, file).config
+    folder = _working_folder(run, config, started)
+    if (folder / Path(config.output.dir).expanduser()).resolve() != run.path:
+        parsed.overrides = [f"output.dir={run.path}"]
+    return _Way(parsed=parsed, config=config, working_folder=folder)
+
+
+def _working_folder(run: RunFolder, config: Config, started: StartCommand | None) -> Path:
+    """The folder to which the paths in a run's settings are relative, as far as this machine has it."""
+    output = Path(config.output.dir).parts
+    if run.path.parts[-len(output) :] == output and not Path(config.output.dir).is_absolute():
+        return Path(*run.path.parts[: -len(output)])
+    if started is not None and started.host == socket.gethostname():
+        folder = Path(started.working_folder)
+        if folder.is_dir():
+            return folder
+    return Path.cwd()
+
+
+def _resume_source(run: RunFolder, source: str) -> str | None:
+    """What ``--resume`` has to be so that the run goes on; None where its settings have it."""
+    is_other_checkpoint = source not in ("auto", "must", "none")
+    if source == "auto" or (is_other_checkpoint and not run.has_checkpoints()):
+        return None
+    return "auto"
