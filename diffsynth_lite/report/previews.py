@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -84,6 +85,24 @@ def find_previews(
             )
         )
     return shown
+
+
+def last_preview(folder: Path) -> str | None:
+    """Path in the run folder of the image of the latest step, of the first prompt there; None without one."""
+    with suppress(OSError):
+        found = [
+            match for entry in os.scandir(folder / "previews") if (match := _FILE_NAME.fullmatch(entry.name))
+        ]
+        latest = max(found, key=lambda match: (int(match[1]), -int(match[2])), default=None)
+        return latest and f"previews/{latest[0]}"
+    return None
+
+
+def is_preview(folder: Path, name: str) -> bool:
+    """Whether a path in the run folder is that of a preview that is there."""
+    parent, _, file = name.rpartition("/")
+    known = _FILE_NAME.fullmatch(file.removesuffix(".mp4") + ".png" if file.endswith(".mp4") else file)
+    return parent == "previews" and known is not None and _is_regular(folder / name)
 
 
 def _is_regular(path: Path) -> bool:

@@ -1,7 +1,6 @@
 """This file serves the pages of runs, and the previews in these, to a browser on this machine.
 
-A requested path is never opened: it is compared with the names of the known runs and of the previews on their
-pages.
+No path is made of what a request names but by a known run and the form that names of previews have.
 """
 
 import hashlib
@@ -22,8 +21,10 @@ from typing import Any
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.report.card import RunCard, read_card
 from diffsynth_lite.report.charts import NO_TABLE
 from diffsynth_lite.report.page import SCRIPTS, STYLES, Served, render
+from diffsynth_lite.report.previews import is_preview
 from diffsynth_lite.report.run_report import RunReport, read_any_run
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.reading import read_run_file
@@ -105,6 +106,7 @@ class RunPages:
         self._clock = clock
         self._lock = threading.Lock()
         self._runs: dict[str, _Read] = {}
+        self._cards: dict[str, tuple[object, RunCard]] = {}
         self._pages: dict[str | None, tuple[list[RunReport], Served, Answer]] = {}
 
     def answer(self, path: str) -> Answer | None:
@@ -131,13 +133,20 @@ class RunPages:
             return None if report is None else self._page(name, [report], served or Served())
 
     def file(self, name: str, file: str) -> Answer | None:
-        """A preview that the page of a run shows, by its path in the run folder; None for any other."""
+        """A preview of a run, by its path in the run folder; None for any other file."""
         with self._lock:
-            report = self._read(name)
-        prompts = report.prompts if report else ()
-        previews = [each for prompt in prompts for each in prompt.previews]
-        shown = {file for preview in previews for file in (preview.image, preview.video)}
-        return _file(report.folder / file) if report and file in shown else None
+            folder = self._find().get(name)
+        return _file(folder / file) if folder is not None and is_preview(folder, file) else None
+
+    def cards(self) -> dict[str, RunCard]:
+        """What a list shows of each run."""
+        with self._lock:
+            cards = {}
+            for name, folder in self._find().items():
+                state, known = RunFolder(folder).changes(), self._cards.get(name)
+                cards[name] = known if known is not None and known[0] == state else (state, read_card(folder))
+            self._cards = cards
+        return {name: card for name, (_, card) in cards.items()}
 
     def _read(self, name: str) -> RunReport | None:
         folder = self._find().get(name)

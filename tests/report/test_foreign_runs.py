@@ -125,6 +125,7 @@ def look_at_runs(folder: Path) -> None:
     for suffix in (".png", ".mp4"):
         answer = pages.answer(f"/runs/bad/{PREVIEW}{suffix}")
         assert answer is None or len(answer.content) < 1 << 20  # what is endless or large is not shown
+    assert [card.state.name for card in pages.cards().values()] == ["not started", "failed"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

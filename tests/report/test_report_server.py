@@ -154,6 +154,33 @@ def test_what_has_not_changed_is_not_sent_again(tmp_path: Path) -> None:
     assert pages.answer("/runs/mine/") is None
 
 
+def test_a_list_shows_the_little_of_each_run_however_long_it_is(tmp_path: Path) -> None:
+    run = full_folder(tmp_path / "mine", text=ATTACK)
+    settings = (
+        "model:\n  path: 'Qwen/Qwen-Image'\n  quantize: int8\nlora:\n  rank: 16\ndata:\n  path: /all/mug\n"
+    )
+    (run / "resolved.yaml").write_text(settings + "train:\n  steps: 9000\nvalidation:\n  path: no\n")
+    (run / "lora_best").mkdir()
+    (run / "checkpoints" / "step-00000200").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000200" / "state.json").write_text('{"best": {"step": 100, "loss": 0.5}}')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(f'{{"step": {step}, "loss": {10_000 - step}}}\n' for step in range(300, 9_001))
+    RunFolder(run).write_status("running", exit_code=None, step=8_990, message="training")
+    pages = RunPages(partial(find_runs, [tmp_path]))
+    card = pages.cards()["mine"]
+    assert (card.model, card.data, card.details, card.best_step) == (
+        *("Qwen-Image", "mug", ["rank 16", "int8"]),
+        100,
+    )
+    assert (card.state.name, card.state.step, card.state.total_steps) == ("running", 9_000, 9_000)
+    assert card.preview == "previews/step-00000200-prompt-00-aa0.png"
+    assert pages.file("mine", card.preview) is not None
+    assert len(card.course) == 40
+    assert card.course[5:] == sorted(card.course[5:], reverse=True)
+    assert 1_000 < card.loss < 1_600
+    assert pages.cards()["mine"] is card
+
+
 def test_a_run_that_takes_long_to_read_is_read_for_a_tenth_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
