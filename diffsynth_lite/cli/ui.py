@@ -9,6 +9,7 @@ import webbrowser
 from pathlib import Path
 
 from diffsynth_lite.cli.console import print_lines
+from diffsynth_lite.cli.continuation import continuation
 from diffsynth_lite.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ def run(parsed: argparse.Namespace) -> None:
         if _opens_browser() if parsed.open is None else parsed.open:
             webbrowser.open(address)
         try:
-            serve(build(workspace, token=token, behind=behind), [bound])
+            guard = build(workspace, token=token, continuation=continuation, behind=behind)
+            serve(guard, [bound])
         except KeyboardInterrupt:
             logger.info("Ended; runs that it started continue.")
 

@@ -1,13 +1,15 @@
 """This file joins the screens to one application, and serves it."""
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Route
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.run_folder.command import Continuation
 from diffsynth_lite.ui.data_sets import routes as data_sets
 from diffsynth_lite.ui.guard import LOOPBACK, Guard
 from diffsynth_lite.ui.home import routes as home
@@ -18,12 +20,23 @@ MAX_PORT = 65535
 _ALL_ADDRESSES = "0.0.0.0"
 
 
-def build(workspace: Workspace, *, token: str, behind: str | None = None) -> Guard:
-    """The screen of a workspace, behind its guard."""
+def build(
+    workspace: Workspace,
+    *,
+    token: str,
+    continuation: Callable[[Path], Continuation],
+    behind: str | None = None,
+) -> Guard:
+    """The screen of a workspace, behind its guard.
+
+    Args:
+        continuation: how the run in a folder is continued; a ``UserError`` where it cannot be.
+    """
     application = Starlette(
         routes=[*home.routes(), *data_sets.routes(), Route("/static/{name}", static_file)]
     )
     application.state.workspace = workspace
+    application.state.continuation = continuation
     return Guard(application, token=token, behind=behind)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
+from diffsynth_lite.cli.continuation import continuation
 from diffsynth_lite.ui.server import build
 from diffsynth_lite.ui.workspace import Workspace
 
@@ -40,7 +41,9 @@ class Screen:
 def signed_in(workspace: Workspace, *, token: str = "the-token", behind: str | None = None) -> Screen:
     """The screen after the printed address was opened."""
     client = TestClient(
-        build(workspace, token=token, behind=behind), base_url=ADDRESS, follow_redirects=False
+        build(workspace, token=token, continuation=continuation, behind=behind),
+        base_url=ADDRESS,
+        follow_redirects=False,
     )
     page = client.get(f"/?token={token}")
     client.cookies.clear()  # Each request states what it sends.
