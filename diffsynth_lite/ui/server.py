@@ -55,6 +55,7 @@ def listen(port: int, *, behind: str | None = None) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((_ALL_ADDRESSES if behind else LOOPBACK, port))
+        bound.listen()  # A browser that comes before the server is ready waits, and is not refused.
     except OSError as error:
         bound.close()
         raise UserError(f"--port {port}: {error.strerror}; give another, or 0 for any that is free") from None
