@@ -40,14 +40,12 @@ CPU = torch.device("cpu")
 # Of different lengths, so that every family has to pad and to mask.
 PROMPTS = ("a red circle", "a blue square on a white background", "a ring")
 NEGATIVE = "blurred"
-# What some pipelines clean before they encode it, and others encode as it is.
+# What some pipelines clean before they encode it, and others encode as it is; no encoder cuts one of these.
 UNCLEAN = (
-    "\u201ca red circle\u201d, it\u2019s round\u2026",
+    "\u201ca red circle\u201d, it\u2019s round\u2026\n"
     "\u7ea2\u8272\u7684\u5706\uff0c\u5f88\u5927\u3002\uff21\uff22",
-    "  two  spaces,\n\nlines and a tab\t",
-    "salt &amp;amp; pepper &lt;b&gt;",
-    "the caf\u00c3\u00a9 isn\u00e2\u20ac\u2122t open",
-    "A Red CIRCLE <b>bold</b> https://example.org #3",
+    "  two  spaces,\n\nlines, a tab\tsalt &amp;amp; pepper &lt;b&gt;",
+    "the caf\u00c3\u00a9 isn\u00e2\u20ac\u2122t\nA Red <b>CIRCLE</b> https://a.org #3 ",
 )
 # What some models call the arguments of their forward, by the name that they have elsewhere.
 OTHER_NAMES = {

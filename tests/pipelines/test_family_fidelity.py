@@ -417,8 +417,7 @@ def test_a_model_in_the_default_dtypes_trains_and_samples(sample: Sample) -> Non
     assert_trains_and_samples(default_sample, model, VAE_DTYPE, GUIDANCE)
     # What accelerate does to a model.
     model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
-    assert_trains_and_samples(default_sample, model, VAE_DTYPE, 1.0)
-    assert_trains_and_samples(default_sample, model, DTYPE, GUIDANCE)
+    assert_trains_and_samples(default_sample, model, DTYPE, 1.0)
 
 
 def assert_trains_and_samples(

@@ -17,7 +17,6 @@ from family_sample import (
     Sample,
     adapted_transformer,
     assert_does_as,
-    engine_with,
     load_lora,
     pairs_on,
     velocity_and_gradients,
@@ -344,17 +343,9 @@ def test_the_sets_hold_all_linear_layers_of_the_blocks_and_those_of_their_attent
 @pytest.mark.of_the_model
 @pytest.mark.families(lambda _, family: family.target_sets is not ModelFamily.target_sets)
 @pytest.mark.parametrize("name", SETS)
-def test_every_adapter_of_a_set_learns_and_the_flags_change_nothing(sample: Sample, name: str) -> None:
-    transformer = sample.adapted(sample.family.target_sets[name])
-    velocity, gradients = velocity_and_gradients(sample, transformer)
+def test_every_adapter_of_a_set_learns(sample: Sample, name: str) -> None:
+    _, gradients = velocity_and_gradients(sample, sample.adapted(sample.family.target_sets[name]))
     assert [layer for layer, gradient in gradients.items() if gradient is None or not gradient.any()] == []
-    engine = engine_with((True, True))
-    # What the recompute left out and was needed after all runs at once in the second step.
-    for _ in range(2):
-        other_velocity, other_gradients = velocity_and_gradients(sample, transformer, engine)
-        assert torch.equal(velocity, other_velocity)
-        for layer, gradient in gradients.items():
-            assert torch.equal(gradient, other_gradients[layer]), layer
 
 
 def test_a_saved_lora_does_the_same_in_the_diffusers_pipeline(sample: Sample, tmp_path: Path) -> None:

@@ -28,15 +28,13 @@ from family_sample import (
 from processes import on_ranks
 from release_layouts import request_of_sdxl
 from test_family_gradients import (  # noqa: F401
-    test_the_flags_change_neither_the_velocity_nor_any_gradient_also_with_dropout,
+    test_every_declared_block_runs_through_the_engine_and_the_flags_change_nothing_also_with_dropout,
 )
 from test_family_interface import (  # noqa: F401
     test_an_example_of_the_conditioning_is_what_the_encoders_give_of_a_prompt_as_long_as_may_be,
     test_default_targets_match_the_structure_without_weights,
 )
-from test_family_lora import (  # noqa: F401
-    test_every_adapter_of_a_set_learns_and_the_flags_change_nothing,
-)
+from test_family_lora import test_every_adapter_of_a_set_learns  # noqa: F401
 from test_family_memory import (  # noqa: F401
     test_a_step_holds_what_is_counted_of_blocks_that_are_kept_and_of_those_that_are_recomputed,
 )

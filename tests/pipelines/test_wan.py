@@ -75,9 +75,7 @@ def test_the_facts_of_ti2v_come_from_its_folder(family: Wan, of_ti2v: Wan) -> No
 def test_models_of_images_are_run_as_by_their_own_forward(
     sample_of: Callable[[str], Sample], name: str
 ) -> None:
-    of_all_families.test_the_model_is_run_as_by_its_own_forward_to_the_last_gradient_under_all_flags(
-        sample_of(name)
-    )
+    of_all_families.test_the_model_is_run_as_by_its_own_forward_to_the_last_gradient(sample_of(name))
 
 
 def calls_in(transformers: Sequence[torch.nn.Module | None], run: Callable[[], object]) -> list[Any]:

@@ -49,7 +49,7 @@ class Block(nn.Module):
         super().__init__()
         self.frozen = FrozenLinear(nn.Linear(WIDTH, WIDTH), Int8(), torch.device("cpu"))
         self.frozen.write(torch.randn(WIDTH, WIDTH), 0)
-        self.trained = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
+        self.trained = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Dropout(0.3))
 
     def forward(self, hidden: Tensor, both: tuple[Tensor, Tensor], cut: bool = False) -> Tensor:
         if cut:
@@ -252,6 +252,7 @@ def test_compiled_code_computes_nearly_the_same_and_its_recompute_exactly(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     # Else it compiles a program for each instruction set of this CPU, to see that the compiler knows it.
     monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
     subject, given = Subject.make("inductor", num_blocks=1), tokens(2, 6)
     plain = Subject(Model(1), BlockCompiler([]))
     for model in (subject.model, plain.model):
