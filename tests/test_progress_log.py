@@ -13,7 +13,7 @@ class Clock:
 def test_each_tenth_has_a_line_with_speed_and_time_left(caplog):
     clock = Clock()
     with caplog.at_level(logging.INFO):
-        pace = ProgressLog("encoded %d of %d items", 20, clock=clock)
+        pace = ProgressLog("encoded %d of %d items", 20, phase="encoding", clock=clock)
         for _ in range(20):
             clock.now += 0.5
             pace.advance()
@@ -26,7 +26,7 @@ def test_each_tenth_has_a_line_with_speed_and_time_left(caplog):
 def test_slow_steps_have_a_line_every_ten_seconds(caplog):
     clock = Clock()
     with caplog.at_level(logging.INFO):
-        pace = ProgressLog("encoded %d of %d items", 1000, clock=clock)
+        pace = ProgressLog("encoded %d of %d items", 1000, phase="encoding", clock=clock)
         for _ in range(9):
             clock.now += 4
             pace.advance()
@@ -40,14 +40,14 @@ def test_slow_steps_have_a_line_every_ten_seconds(caplog):
 def test_a_clock_that_stands_still_is_no_error(caplog, monkeypatch):
     monkeypatch.setattr("diffsynth_lite.progress_log._TENTH_INTERVAL_S", 0.0)
     with caplog.at_level(logging.INFO):
-        ProgressLog("encoded %d of %d items", 1, clock=Clock()).advance()
+        ProgressLog("encoded %d of %d items", 1, phase="encoding", clock=Clock()).advance()
     assert "1 of 1" in caplog.text
 
 
 def test_a_pass_that_is_over_in_no_time_has_no_lines(caplog):
     clock = Clock()
     with caplog.at_level(logging.INFO):
-        pace = ProgressLog("encoded %d of %d items", 5, clock=clock)
+        pace = ProgressLog("encoded %d of %d items", 5, phase="encoding", clock=clock)
         for _ in range(5):
             clock.now += 0.1
             pace.advance()

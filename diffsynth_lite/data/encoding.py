@@ -18,7 +18,7 @@ from diffsynth_lite.data.items import PromptItem, TrainingItem
 from diffsynth_lite.data.media_index import FileMemory, FileState
 from diffsynth_lite.data.records import Part
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.progress_log import ProgressLog
+from diffsynth_lite.progress_log import Phase, ProgressLog
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ def encode_missing(
     logger.info("encoding %d %s that the cache does not hold", len(missing), what)
     encode: Encode | None = None
     num_new = 0
-    for key, loaded in _load_each(items, missing, bad, f"encoded %d of %d {encoder.what}"):
+    text = f"encoded %d of %d {encoder.what}"
+    for key, loaded in _load_each(items, missing, bad, text, phase="encoding"):
         if not (bad and stop_at_bad):
             encode = encode or encoder.load()
             cache.write(key, _tensors(items[key], loaded, encode))
@@ -99,17 +100,17 @@ def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shar
     if not unknown:
         return bad
     logger.info("decoding %d new items", len(unknown))
-    for key, _ in _load_each(items, unknown, bad, "decoded %d of %d items"):
+    for key, _ in _load_each(items, unknown, bad, "decoded %d of %d items", phase="reading"):
         memory.remember(f"decodes {key}", seen, "")
     memory.flush()
     return bad
 
 
 def _load_each(
-    items: Mapping[str, Encodable], keys: Sequence[str], bad: dict[str, str], text: str
+    items: Mapping[str, Encodable], keys: Sequence[str], bad: dict[str, str], text: str, *, phase: Phase
 ) -> Iterator[tuple[str, Any]]:
     """Each key with its decoded item; those that cannot be used go to ``bad``, with the reason."""
-    progress = ProgressLog(text, len(keys))
+    progress = ProgressLog(text, len(keys), phase=phase)
     for key in keys:
         try:
             loaded = items[key].load()

@@ -119,7 +119,7 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
     facts: dict[str, MediaFacts] = {}
     audio: dict[str, AudioFacts] = {}
     # Slow for new files: their content is read for its hash.
-    progress = ProgressLog("looked at %d of %d items", len(records))
+    progress = ProgressLog("looked at %d of %d items", len(records), phase="reading")
     for record in records:
         try:
             for caption in record.captions:

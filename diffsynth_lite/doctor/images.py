@@ -138,7 +138,7 @@ def decode(
     chosen = evenly_spaced(items, min(_MAX_IMAGES, _MAX_FRAMES * len(items) // num_frames))
     decoded = Decoded(num_items=len(items), num_seen=len(chosen))
     on_sheet = {item.name for item in evenly_spaced(chosen, sheet_size)}
-    progress = ProgressLog("looked at %d of %d items", len(chosen))
+    progress = ProgressLog("looked at %d of %d items", len(chosen), phase="reading")
     for item in chosen:
         progress.advance()
         name = f"look {item.key(cache, _HASH_ID)}"

@@ -31,6 +31,7 @@ from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, asse
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_patched_latents, scaled_latents_shape
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.qwen_image_21 import QWEN3_VL_8B
 from diffsynth_lite.releases.components import FLUX2_VAE, MUSUBI
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
@@ -273,7 +274,7 @@ class Ideogram4(DiffusersFamily):
         if any(request.guidance_scale > 1 for request in requests):
             guide = self.load_component(_GUIDE, like["dtype"]).requires_grad_(False).to(like["device"])
         pipeline = self.preview_pipeline(transformer, vae_dtype, unconditional_transformer=guide)
-        return [self.generate(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in in_turn(requests)]
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         # Without these it has scales of its own, one a step; its guidance is off at 1.

@@ -25,7 +25,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
-from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, in_turn
 from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_TRANSFORMER
 from diffsynth_lite.releases.release import Release
 
@@ -170,7 +170,10 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
     ) -> list[list[Image]]:
         # Not in ``vae_dtype``: the pipelines encode the input images in the dtype of the embeddings.
         pipeline = self.preview_pipeline(transformer, device_and_dtype(transformer)["dtype"])
-        return [self.generate(pipeline, request, image=self._given(request.inputs)) for request in requests]
+        return [
+            self.generate(pipeline, request, image=self._given(request.inputs))
+            for request in in_turn(requests)
+        ]
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"image": INPUT_IMAGE}

@@ -26,7 +26,7 @@ from diffsynth_lite.pipelines import qwen_image
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
-from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code, in_turn
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_IMAGE_BASE, QWEN_TRANSFORMER
 from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE
@@ -193,7 +193,7 @@ class QwenImageLayered(qwen_image.QwenImage):
         # Not in ``vae_dtype``: the pipeline encodes the image in the dtype of the embeddings.
         dtype = device_and_dtype(transformer)["dtype"]
         pipeline = self.preview_pipeline(transformer, dtype, text_encoder=_NoEncoder(dtype))
-        return [self.generate(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in in_turn(requests)]
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         edge = math.sqrt(request.width * request.height)

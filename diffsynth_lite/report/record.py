@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 
@@ -21,6 +21,7 @@ from diffsynth_lite.core.reports import (
     quantization_lines,
 )
 from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.progress_log import Phase
 from diffsynth_lite.report.charts import Column, Table, as_number
 
 _Report = TypeVar("_Report", GradientReport, StreamReport, CompileReport)
@@ -71,6 +72,9 @@ class RunState:
     Attributes:
         name: the state in ``status.json``, ``killed`` where that is running and its process is gone,
             ``unreadable`` where nothing could be read, or ``not started``.
+        phase: what a running run does, such as ``encoding``, while that is not training; else empty.
+        done: what of the phase is done, in bytes of a download; None if unknown.
+        of: all of it; None if unknown.
         message: the trainer's message on how it ended; empty while it runs.
         step: optimizer steps done, or tried where the run diverged; where it ended early otherwise and could
             write so, those of its last checkpoint.
@@ -87,11 +91,18 @@ class RunState:
     seconds_left: float | None
     seconds_taken: float | None
     seen_at: float | None
+    phase: str = ""
+    done: int | None = None
+    of: int | None = None
 
     @property
     def title(self) -> str:
-        """The state as shown on the page."""
-        return self.name.capitalize()
+        """The state as shown on the page, such as ``Encoding 18 of 26``."""
+        name = (self.phase or self.name).capitalize()
+        if self.done is None or self.of is None:
+            return name
+        done, of = map(format_bytes if self.phase == "downloading" else "{:,}".format, (self.done, self.of))
+        return f"{name} {done} of {of}"
 
     @property
     def is_running(self) -> bool:
@@ -129,6 +140,9 @@ def read_state(
     if name in ("running", "killed", "diverged"):
         steps += [as_number(row.get("step")) for row in rows[-1:]]
     total = as_number(status.get("total_steps")) or total_steps
+    phase = status.get("phase") if is_running else None
+    phase = phase if phase in get_args(Phase) else ""
+    done, of = (as_number(status.get(key)) if phase else None for key in ("done", "of"))
     return RunState(
         name=name,
         message="" if is_running else str(status.get("message", "")),
@@ -138,6 +152,9 @@ def read_state(
         seconds_left=as_number(status.get("seconds_left")) if is_running else None,
         seconds_taken=_seconds_taken(times, lineage),
         seen_at=max(signs, default=None),
+        phase=str(phase),
+        done=None if done is None else int(done),
+        of=None if of is None else int(of),
     )
 
 

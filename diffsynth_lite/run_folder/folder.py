@@ -148,7 +148,7 @@ class RunFolder:
         exit_code: int | None,
         step: int,
         message: str,
-        progress: Mapping[str, float] | None = None,
+        progress: Mapping[str, float | str] | None = None,
     ) -> None:
         """Replace ``status.json``; the first call, under the lock, makes this the folder of a run.
 
@@ -176,7 +176,7 @@ class RunFolder:
         exit_code: int | None,
         step: int,
         message: str,
-        progress: Mapping[str, float],
+        progress: Mapping[str, float | str],
     ) -> dict[str, Any]:
         places = (
             *(self.checkpoints_folder, self.lora_folder, self.ema_lora_folder, self.best_lora_folder),

@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from threading import Lock
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
 
 from diffsynth_lite.errors import RunDivergedError
+from diffsynth_lite.progress_log import Phase
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import RATE_OF_GROUP, MetricsLog, metrics_by_noise
 
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.9
 _STATUS_EVERY_S = 5.0
+_PHASE_EVERY_S = 1.0
 _MAX_LAST_STEPS = 100
 _GIB = 2**30
 
@@ -112,30 +115,81 @@ class Throughput:
         )
 
 
+class RunningStatus:
+    """Writes ``status.json`` while a run trains, at most every 5 seconds, and while it does anything else.
+
+    Where the disk is full it is left out, with one warning: a checkpoint ends the run soon enough.
+
+    Args:
+        clock: returns seconds.
+
+    Attributes:
+        step: that the run is at.
+    """
+
+    def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.step = 0
+        self._folder = folder
+        self._clock = clock
+        self._facts: Mapping[str, float] = {}
+        self._phase: Phase | None = None
+        self._written_at = -math.inf
+        self._has_failed = False
+        # Files are downloaded in several threads.
+        self._lock = Lock()
+
+    def show_step(self, step: int, facts: Mapping[str, float]) -> None:
+        """Write the step that the training is at, unless the status was just written."""
+        self.step, self._facts = step, facts
+        if self._phase is not None or self._clock() - self._written_at >= _STATUS_EVERY_S:
+            self.end_phase()
+
+    def show_phase(self, phase: Phase, done: int, total: int) -> None:
+        """Write what the run does besides training: when that begins, and then at most every second."""
+        with self._lock:
+            is_same = phase == self._phase
+            if is_same and self._clock() - self._written_at < _PHASE_EVERY_S:
+                return
+            self._phase = phase
+            counts = {"done": done, "of": total} if total else {}
+            self._write(phase, {"phase": phase, **counts})
+
+    def end_phase(self) -> None:
+        """Write that the run trains."""
+        self._phase = None
+        self._write("training", {})
+
+    def _write(self, message: str, facts: Mapping[str, float | str]) -> None:
+        self._written_at = self._clock()
+        progress = {**self._facts, **facts, "time": round(time.time(), 3)}
+        try:
+            self._folder.write_status(
+                "running", exit_code=None, step=self.step, message=message, progress=progress
+            )
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("%s could not be written: %s", self._folder.status_file, error)
+            self._has_failed = True
+
+
 @dataclass
 class StepReport:
     """Shows each step that a run takes: people in a terminal, in a log file and in the run folder.
 
     Args:
-        folder: its status is written after the first step, then at most every 5 seconds.
+        status: None in processes that are not the main one, which show nothing in a terminal.
         metrics: get a row for the first step and for every so many.
-        is_main: the other processes show nothing in a terminal and write nothing.
         every_steps: interval of rows, and of log lines if no terminal shows a live line.
-        clock: returns seconds.
     """
 
-    folder: RunFolder
+    status: RunningStatus | None
     metrics: MetricsLog
     _: KW_ONLY
     device: torch.device
-    is_main: bool
     start_step: int
     total_steps: int
     every_steps: int
-    clock: Callable[[], float] = time.monotonic
     _live: tuple[Progress, TaskID] | None = None
-    _status_written_at: float = -math.inf
-    _status_failed: bool = False
 
     def __post_init__(self) -> None:
         self._throughput = Throughput(total_steps=self.total_steps)
@@ -148,7 +202,7 @@ class StepReport:
         If the run diverges, its last steps get rows whatever the interval, as they show the cause.
         """
         with ExitStack() as open_line:
-            if self.is_main and console.is_terminal:
+            if self.status is not None and console.is_terminal:
                 progress = open_line.enter_context(
                     Progress(TextColumn("{task.description}"), console=console)
                 )
@@ -165,8 +219,8 @@ class StepReport:
         """Show one more step; the caller checks that the folder is still the run's."""
         self._throughput.update(result)
         self._show_line(result)
-        if self.is_main:
-            self._write_status(result)
+        if self.status is not None:
+            self.status.show_step(result.step, self._facts(result))
         losses = {
             "loss": result.loss,
             "preservation_loss": result.preservation_loss,
@@ -202,30 +256,13 @@ class StepReport:
         progress, task = self._live
         progress.update(task, completed=result.step, description=line)
 
-    def _write_status(self, result: StepResult) -> None:
-        """Write the status, unless it was just written.
-
-        Where the disk is full it is left out, with one warning: a checkpoint ends the run soon enough.
-        """
-        now = self.clock()
-        if now - self._status_written_at < _STATUS_EVERY_S:
-            return
-        self._status_written_at = now
-        progress = {
+    def _facts(self, result: StepResult) -> dict[str, float]:
+        return {
             "total_steps": self.total_steps,
             "samples_per_s": round(self._throughput.samples_per_s, 4),
             "seconds_left": round(self._throughput.seconds_left(result)),
             "skipped_steps": result.num_skipped,
-            "time": round(time.time(), 3),
         }
-        try:
-            self.folder.write_status(
-                "running", exit_code=None, step=result.step, message="training", progress=progress
-            )
-        except OSError as error:
-            if not self._status_failed:
-                logger.warning("%s could not be written: %s", self.folder.status_file, error)
-            self._status_failed = True
 
 
 def _smooth(before: float | None, value: float) -> float:

@@ -9,8 +9,8 @@ import json
 import logging
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,8 +49,10 @@ from diffsynth_lite.media import (
 )
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
+from diffsynth_lite.progress_log import Phase, current_watch, watched
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.frozen_weights import load_for_previews
+from diffsynth_lite.training.stopping import PreviewsStoppedError
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,9 @@ class Previews:
         try:
             previews = self._sample(transformer)
             return self._save(previews, step) if self.writes else None
+        except PreviewsStoppedError:
+            logger.warning("The previews of step %d are left out, as the run is to stop.", step)
+            return None
         except FailedWithinPassError as error:
             raise RunStoppedError(
                 f"previews at step {step} failed where the processes, which share the work, wait for each "
@@ -148,7 +153,12 @@ class Previews:
         device = next(transformer.parameters()).device
         as_used = without_training_adapter(transformer)
         on = nullcontext(transformer) if self.other is None else self._other_model(self.other, transformer)
-        with random_state_scope(device), evaluation_mode(transformer), together, as_used, on as model:
+        with ExitStack() as held:
+            for scope in (random_state_scope(device), evaluation_mode(transformer), together, as_used):
+                held.enter_context(scope)
+            report = held.enter_context(_generating(len(self.requests)))
+            model = held.enter_context(on)
+            held.enter_context(_before_passes(self.family.parts_of(model), report))
             return self.family.sample(model, self.vae_dtype, self.requests)
 
     @contextmanager
@@ -175,6 +185,10 @@ class Previews:
         )
         with evaluation_mode(prepared):
             yield prepared
+
+    def are_missing(self, step: int) -> bool:
+        """Whether a step lacks a preview of any prompt."""
+        return bool(self.requests) and step not in self.generated_steps()
 
     def thumbnail(self, step: int) -> str | None:
         """A small image of the first prompt, from the last previews after training up to a step.
@@ -232,6 +246,33 @@ class Previews:
             for step in steps
             if all(self.file(step, place).is_file() for place in range(len(self.requests)))
         ]
+
+
+@contextmanager
+def _generating(num_previews: int) -> Iterator[Callable[[], None]]:
+    """Scope in which all that takes long is reported as a part of the previews; yields what reports again.
+
+    There a run that is to stop raises PreviewsStoppedError.
+    """
+    report, counts = current_watch(), (0, num_previews)
+
+    def watch(phase: Phase, done: int, total: int) -> None:
+        nonlocal counts
+        counts = (done, total) if phase == "generating" else counts
+        report("generating", *counts)
+
+    with watched(watch):
+        yield lambda: report("generating", *counts)
+
+
+@contextmanager
+def _before_passes(parts: Mapping[str, torch.nn.Module], call: Callable[[], None]) -> Iterator[None]:
+    """Scope in which something is called before each forward pass, and so between denoising steps."""
+    with ExitStack() as hooks:
+        for part in parts.values():
+            # Before hooks of others, which wait for the other processes.
+            hooks.callback(part.register_forward_pre_hook(lambda *_: call(), prepend=True).remove)
+        yield
 
 
 def _mark(request: PreviewRequest, generated_by: str | None) -> str:

@@ -61,8 +61,9 @@ def _conclude(run: Run, built: TrainingObjects, step: int, remarks: list[str]) -
     steps = run.config.train.steps
     on_main_process(run.accelerator, built.divergence.require_none, step, steps)
     if step < steps:
+        command = run.requests.signals.command
         raise RunInterrupted(
-            f"stopped after step {step} of {steps}, saved; the same command continues it{run.stop.command}"
+            f"stopped after step {step} of {steps}, saved; the same command continues it{command}"
         )
     remarks += built.divergence.remarks()
     _log_results(run.folder, "; ".join([f"Finished after {step} steps", *remarks]))

@@ -17,9 +17,12 @@ from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import write_text
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.progress_log import Phase, watched
 from diffsynth_lite.report.page import ReportWriter
 from diffsynth_lite.run_folder.command import StartCommand
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
+from diffsynth_lite.run_folder.metrics import MetricsLog
+from diffsynth_lite.run_folder.progress import RunningStatus, StepReport
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint
 from diffsynth_lite.training.checkpoint.resume import (
     Lineage,
@@ -40,7 +43,7 @@ from diffsynth_lite.training.distributed.sharding import (
 )
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.shortages import shortages_explained
-from diffsynth_lite.training.stopping import GracePeriod, StopRequest, remove_old_requests
+from diffsynth_lite.training.stopping import GracePeriod, Requests, StopRequest, remove_old_requests
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +94,8 @@ class Run:
         page: the report, which is refreshed as the run continues.
         console: where the progress line goes.
         grace: how long the launcher waits for a run that it stops; None where that is not known.
-        stop: whether a signal has asked the run to stop.
+        requests: of signals and files, to stop, to save and to generate previews.
+        status: while the run goes on; only the main process writes it.
         arguments: of ``train``, which started the run.
         predicted_bytes: estimated memory of a step on the device; None where ``memory`` left nothing open.
         chosen: what ``memory.auto`` chose and the run keeps when it resumes, by dotted key.
@@ -106,7 +110,8 @@ class Run:
     console: Console
     clock: StartupClock
     grace: GracePeriod | None
-    stop: StopRequest
+    requests: Requests
+    status: RunningStatus
     arguments: Sequence[str]
     predicted_bytes: int | None = None
     chosen: Mapping[str, Any] = field(default_factory=dict)
@@ -184,16 +189,47 @@ class Run:
             start_step=start_step,
             total_steps=self.config.train.steps,
         )
+        self.status.step = start_step
         kernels = deterministic_kernels() if self.config.train.deterministic else nullcontext()
         # Errors are explained here, too, so that the status has the message of the screen.
         with self.page.concluded(), ExitStack() as held, shortages_explained(self.folder.path), kernels:
             remarks = on_main_process(self.accelerator, held.enter_context, outcome)
+            held.enter_context(watched(self._watch))
             try:
                 yield [] if remarks is None else remarks
             finally:
                 self.accelerator.free_memory()
                 for tracker in self.accelerator.trackers:
                     tracker.finish()
+
+    def begin_steps(self) -> None:
+        """Let requests to stop wait for the end of a step from now on; call it on all processes.
+
+        Raises:
+            RunInterrupted: the run was asked to stop before; on all processes.
+        """
+        self.requests.let_steps_begin()
+        self.requests.note_save()
+        if self.is_main:
+            self.status.end_phase()
+        logger.info("Start-up took %s.", self.clock.describe())
+
+    def step_report(self, metrics: MetricsLog, start_step: int) -> StepReport:
+        """What shows each step."""
+        return StepReport(
+            self.status if self.is_main else None,
+            metrics,
+            device=self.accelerator.device,
+            start_step=start_step,
+            total_steps=self.config.train.steps,
+            every_steps=self.config.logging.every_steps,
+        )
+
+    def _watch(self, phase: Phase, done: int, total: int) -> None:
+        """Show what the run does that takes long, and end that where the run is to stop."""
+        if self.is_main:
+            self.status.show_phase(phase, done, total)
+        self.requests.watch(phase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,10 +305,11 @@ def open_run(
         console=console,
         clock=clock,
         grace=grace,
-        stop=StopRequest(command),
+        requests=Requests(folder, StopRequest(command), accelerator, output.checkpoint_every_minutes),
+        status=RunningStatus(folder),
         arguments=arguments,
     )
-    with ExitStack() as held, run.stop.listening(), shortages_explained(folder.path):
+    with ExitStack() as held, run.requests.signals.listening(), shortages_explained(folder.path):
         on_main_process(accelerator, held.enter_context, folder.lock())
         on_main_process(accelerator, remove_old_requests, folder.path)
         on_main_process(accelerator, run.write_first_settings)

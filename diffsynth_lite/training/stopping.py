@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple
@@ -16,16 +17,22 @@ import torch
 from accelerate import Accelerator
 
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
+from diffsynth_lite.progress_log import Phase
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.training.distributed.agreement import on_main_process
+from diffsynth_lite.training.distributed.agreement import SharedFlag, on_main_process
 
 logger = logging.getLogger(__name__)
 
 _STOP_SIGNALS = [
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGBREAK")
+    if hasattr(signal, name)
 ]
 _SAME_EVENT_S = 2.0
 """A terminal and a launcher may both send the same signal: that is one event."""
+
+_LOOK_EVERY_S = 0.2
+"""Pause between two looks at files while a run encodes or loads, whose passes may have a million items."""
 
 REQUEST_FILES = ("STOP", "SAVE", "SAMPLE")
 """Names that a person gives a file, of any content, in the run folder; it is removed when it is seen."""
@@ -35,8 +42,12 @@ _SAVED_BYTES_PER_S = 100 * 2**20
 _ADVISED_MULTIPLE_S = 30
 
 
+class PreviewsStoppedError(Exception):
+    """Previews are left out, as the run is to stop."""
+
+
 class StopRequest:
-    """Catches stop signals: before the first step one ends the run, from then on it only sets ``asked``.
+    """Whether a run is to stop: before its first step that ends it, from then on the step is finished.
 
     The same signal once more, later than the same event's echo, quits at once. Another one does not: a
     launcher that Ctrl+C stopped takes seconds to die, and its death sends SIGTERM.
@@ -48,11 +59,13 @@ class StopRequest:
     def __init__(self, command: str | None = None) -> None:
         self.command = f": {command}" if command else ""
         self._received_at: dict[int, float] = {}
-        self._steps_finish = False
+        self.steps_finish = False
+        self.asked = False
+        """Whether this process has received a stop signal, or knows of a request to stop."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch SIGTERM, SIGINT, SIGUSR1 and, unless nohup has it ignored, SIGHUP inside the block.
+        """Catch SIGTERM, SIGINT, SIGUSR1, Windows' SIGBREAK and, unless nohup has it ignored, SIGHUP inside.
 
         Raises:
             RunInterrupted: at any place in the block before ``let_steps_finish``.
@@ -70,27 +83,34 @@ class StopRequest:
 
     def let_steps_finish(self) -> None:
         """From now on a signal only sets ``asked``."""
-        self._steps_finish = True
+        self.steps_finish = True
 
-    @property
-    def asked(self) -> bool:
-        """Whether this process has received a stop signal."""
-        return bool(self._received_at)
+    def end_before_first_step(self, cause: str) -> None:
+        """End a run that is asked to stop, where steps have not begun; what asks again does not end it twice.
+
+        Args:
+            cause: name of the signal or file.
+
+        Raises:
+            RunInterrupted: before ``let_steps_finish``.
+        """
+        self.asked = True
+        if not self.steps_finish:
+            raise RunInterrupted(
+                f"{cause} before the first step; the same command starts again, and faster{self.command}"
+            )
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if number in self._received_at and now - self._received_at[number] > _SAME_EVENT_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        is_first = not self._received_at
+        is_first = not self.asked
         self._received_at.setdefault(number, now)
         if not is_first:
             return
         name = signal.Signals(number).name
-        if not self._steps_finish:
-            raise RunInterrupted(
-                f"{name} before the first step; the same command starts again, and faster{self.command}"
-            )
+        self.end_before_first_step(name)
         logger.warning("%s: finishing this step, then saving. Again to quit immediately.", name)
 
 
@@ -108,10 +128,16 @@ class Asked(NamedTuple):
     save: bool
     evaluate: bool
 
+    def joined(self, later: "Asked") -> "Asked":
+        """These requests and later ones."""
+        return Asked(*(first or second for first, second in zip(self, later, strict=True)))
+
 
 @dataclass
 class Requests:
     """What signals, request files and the clock ask of a run; all processes get the same answers.
+
+    Before the first step only a request to stop is answered: the others wait for that step.
 
     Attributes:
         folder: of the run, where request files are put.
@@ -126,6 +152,9 @@ class Requests:
     save_every_minutes: float | None
     _saved_at: float = field(init=False)
     _files: list[Path] = field(init=False)
+    _looked_at: float = field(init=False, default=-math.inf)
+    _waiting: set[str] = field(init=False, default_factory=set)
+    _is_stopping: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._files = [self.folder.path / name for name in REQUEST_FILES]
@@ -135,6 +164,59 @@ class Requests:
         """Restart the time without a save."""
         self._saved_at = time.monotonic()
 
+    def watch(self, phase: Phase) -> None:
+        """Look for a request to stop while the run does something that takes long.
+
+        Raises:
+            RunInterrupted: steps have not begun.
+            PreviewsStoppedError: previews are generated, which are left out then.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        if self._is_to_stop():
+            if phase == "generating":
+                raise PreviewsStoppedError
+            if not self.signals.steps_finish:
+                self._end_before_first_step()
+        elif not self.signals.steps_finish:
+            self._log_waiting()
+
+    def let_steps_begin(self) -> None:
+        """From now on a request to stop lets the step finish; call it on all.
+
+        Raises:
+            RunInterrupted: a process was asked to stop before; on all processes.
+        """
+        (is_to_stop,) = self._of_any(self._is_to_stop())
+        if is_to_stop:
+            self._end_before_first_step()
+        self.signals.let_steps_finish()
+
+    def _is_to_stop(self) -> bool:
+        if self._is_stopping or self.signals.asked:
+            return True
+        if self.accelerator.is_main_process:
+            return os.access(self._files[0], os.F_OK)
+        return self._shared_stop.is_set()
+
+    def _end_before_first_step(self) -> None:
+        self._shared_stop.set()  # The others may be in the middle of something that takes long.
+        if self.accelerator.is_main_process:
+            _take(self._files[0])
+        self.signals.end_before_first_step(self._files[0].name)
+
+    def _log_waiting(self) -> None:
+        for path in self._files[1:]:
+            if path.name not in self._waiting and os.access(path, os.F_OK):
+                self._waiting.add(path.name)
+                logger.info("%s: found in the run folder; it is done after the first step.", path.name)
+
+    @cached_property
+    def _shared_stop(self) -> SharedFlag:
+        return SharedFlag(self.accelerator, "diffsynth_lite/stop")
+
     def gather(self) -> Asked:
         """What any process was asked for; call it on all. A request file is removed when it is seen.
 
@@ -142,20 +224,26 @@ class Requests:
             RunStoppedError: the run folder is gone, or another run's; on all processes.
             UserError: another process has locked it meanwhile; on all processes.
         """
-        is_lost, asked = False, [self.signals.asked, False, False]
+        is_lost, asked = False, [bool(self.signals.asked), False, False]
         if self.accelerator.is_main_process:
             is_lost = self._has_lost_folder()
             if not is_lost:  # A folder of the same name may be another run's.
                 self._look_at_files(asked)
             if self.save_every_minutes is not None:
                 asked[1] |= time.monotonic() - self._saved_at >= 60 * self.save_every_minutes
-        if self.accelerator.num_processes > 1:
-            flags = torch.tensor([is_lost, *asked], dtype=torch.float32, device=self.accelerator.device)
-            counts = self.accelerator.reduce(flags, reduction="sum").tolist()
-            is_lost, *asked = (count > 0 for count in counts)
+        is_lost, *asked = self._of_any(is_lost, *asked)
         if is_lost:
             on_main_process(self.accelerator, self.folder.require_held)
+        self._is_stopping |= asked[0]
         return Asked(*asked)
+
+    def _of_any(self, *answers: bool) -> list[bool]:
+        """Which of some questions any process answers with yes."""
+        if self.accelerator.num_processes == 1:
+            return list(answers)
+        flags = torch.tensor(answers, dtype=torch.float32, device=self.accelerator.device)
+        counts = self.accelerator.reduce(flags, reduction="sum").tolist()
+        return [count > 0 for count in counts]
 
     def _has_lost_folder(self) -> bool:
         try:

@@ -6,11 +6,11 @@ step, so that the step is all that a checkpoint has to remember of the data.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from math import isfinite, nan
 from typing import TypeVar
 
 import torch
@@ -20,9 +20,9 @@ from diffsynth_lite.core.noise import mean_losses
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.data import Batch
 from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
-from diffsynth_lite.run_folder.progress import StepReport, StepResult
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
-from diffsynth_lite.training.distributed.agreement import on_all_processes, on_main_process
+from diffsynth_lite.training.distributed.agreement import from_main_process, on_all_processes, on_main_process
 from diffsynth_lite.training.distributed.devices import mean_gradients
 from diffsynth_lite.training.distributed.watchdog import Watchdog
 from diffsynth_lite.training.memory_report import report_graphs, report_memory
@@ -30,7 +30,7 @@ from diffsynth_lite.training.optimization.optimizers import learned_rate
 from diffsynth_lite.training.planning.comparison import StepComparison
 from diffsynth_lite.training.saver import Saver
 from diffsynth_lite.training.session import Run
-from diffsynth_lite.training.stopping import Requests, ShutdownBudget
+from diffsynth_lite.training.stopping import Asked, ShutdownBudget
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +48,18 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
         RunStoppedError: the run folder was lost, or something that it is there for failed.
         UserError: a memory switch that is on had no effect.
     """
-    config, total_steps = run.config, run.config.train.steps
+    config, requests, total_steps = run.config, run.requests, run.config.train.steps
     metrics = MetricsLog(MetricsFile(run.folder.metrics_file), run.accelerator)
     watchdog = Watchdog(run.accelerator, timedelta(minutes=config.train.step_timeout_minutes))
     shutdown = ShutdownBudget(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
-    requests = Requests(run.folder, run.stop, run.accelerator, config.output.checkpoint_every_minutes)
     engine = build_engine(config, built.weights)
     comparison = StepComparison(run.predicted_bytes, built, metrics.log, start_step)
-    report = _step_report(run, metrics, start_step)
+    report = run.step_report(metrics, start_step)
 
-    def evaluate_now(step: int) -> None:
-        with watchdog.paused(), shutdown.timing("evaluation"):
-            evaluate(built, saver, metrics, step)
+    def evaluate_now(step: int) -> Asked:
+        with watchdog.paused():
+            evaluate(built, saver, metrics, step, shutdown)
+        return requests.gather()  # It may have taken long.
 
     def save_now(step: int) -> None:
         with watchdog.paused(), shutdown.timing("save"):
@@ -69,12 +69,13 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
         requests.note_save()
 
     saver.repair_loras()
-    if start_step == 0:
-        with run.clock.stage("first previews"), shutdown.timing("evaluation"):
-            evaluate(built, saver, metrics, 0)
-    logger.info("Start-up took %s.", run.clock.describe())
+    with run.clock.stage("first previews"):
+        if start_step == 0:
+            evaluate(built, saver, metrics, 0, shutdown)
+        else:
+            _make_up_previews(run, built, saver, start_step)
+    run.begin_steps()
     built.weights.start_report()
-    run.stop.let_steps_finish()
     step = min(start_step, total_steps)  # train.steps may have been lowered since the checkpoint.
     with gradient_engine(engine), watchdog.watching(), report.shown(run.console):
         for step in range(start_step + 1, total_steps + 1):
@@ -90,7 +91,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
             shutdown.after_step(result.seconds)
             # Evaluation first: the checkpoint records whether it is the best so far.
             if asked.evaluate or _is_due(step, config.validation.every_steps, total_steps):
-                evaluate_now(step)
+                asked = asked.joined(evaluate_now(step))
             if asked.save or _is_due(step, config.output.checkpoint_every_steps, total_steps):
                 save_now(step)
             watchdog.reset()
@@ -103,18 +104,6 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
         saver.save(step)
     saver.log_rounding_error()
     return step
-
-
-def _step_report(run: Run, metrics: MetricsLog, start_step: int) -> StepReport:
-    return StepReport(
-        run.folder,
-        metrics,
-        device=run.accelerator.device,
-        is_main=run.is_main,
-        start_step=start_step,
-        total_steps=run.config.train.steps,
-        every_steps=run.config.logging.every_steps,
-    )
 
 
 def train_step(built: TrainingObjects, step: int) -> StepResult:
@@ -154,7 +143,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     measured = [mean_loss[None], grad_norm[None], by_kind, built.totals_by_noise(step)]
     loss_value, norm_value, *rest = torch.cat(measured).tolist()
     losses = mean_losses(loss_value, rest[: len(by_kind)])
-    if math.isfinite(loss_value) and math.isfinite(norm_value):
+    if isfinite(loss_value) and isfinite(norm_value):
         optimizer.step()
         if built.averaged is not None:
             built.averaged.update()
@@ -179,27 +168,43 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     )
 
 
-def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: int) -> None:
+def evaluate(
+    built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: int, shutdown: ShutdownBudget
+) -> None:
     """Measure losses and updates, and generate the previews: where the model runs between two steps."""
 
     def measure_loss() -> float | None:
         values = built.validation_loss.measure(built.transformer)
         metrics.log(step, values)
         for name, value in values.items():
-            level = logging.INFO if math.isfinite(value) else logging.WARNING
+            level = logging.INFO if isfinite(value) else logging.WARNING
             logger.log(level, "After step %d: %s %.4f.", step, name, value)
         return values.get(built.validation_loss.name)
 
-    averaged = built.averaged if saver.measures_average else None
-    with nullcontext() if averaged is None else averaged.applied():
-        loss = _between_steps(built, measure_loss)
-        _between_steps(built, lambda: built.item_losses.record(built.transformer, step))
+    with _as_measured(built, saver):
+        with shutdown.timing("evaluation"):  # Previews are left out by a run that is to stop.
+            loss = _between_steps(built, measure_loss)
+            _between_steps(built, lambda: built.item_losses.record(built.transformer, step))
         _between_steps(built, lambda: built.previews.generate(built.transformer, step))
     measure_updates(built, step)
     built.sample_losses.write(step)  # The best so far is saved below.
     if loss is not None:
-        built.divergence.note_loss(step, is_finite=math.isfinite(loss), is_of_average=averaged is not None)
-    saver.update_best(step, math.nan if loss is None else loss)
+        built.divergence.note_loss(step, is_finite=isfinite(loss), is_of_average=saver.measures_average)
+    saver.update_best(step, nan if loss is None else loss)
+
+
+def _make_up_previews(run: Run, built: TrainingObjects, saver: Saver, step: int) -> None:
+    """Generate previews that were due at the step that a run resumes from, and left out when it stopped."""
+    were_due = step < run.config.train.steps and _is_due(step, run.config.validation.every_steps, step + 1)
+    if were_due and from_main_process(built.accelerator, built.previews.are_missing, step):
+        with _as_measured(built, saver):
+            _between_steps(built, lambda: built.previews.generate(built.transformer, step))
+
+
+def _as_measured(built: TrainingObjects, saver: Saver) -> AbstractContextManager[None]:
+    """Scope in which the model has the weights that are measured: the average's, where that is the result."""
+    averaged = built.averaged if saver.measures_average else None
+    return nullcontext() if averaged is None else averaged.applied()
 
 
 def measure_updates(built: TrainingObjects, step: int) -> None:

@@ -140,6 +140,16 @@ def test_a_run_whose_trainer_is_gone_was_killed(tmp_path: Path) -> None:
         folder.write_status("running", exit_code=None, step=30, message="training", progress={"time": 5.0})
         running = read_run(tmp_path).state
         assert (running.title, running.step, running.seen_at) == ("Running", 30, 5.0)
+        for phase, counts, title in [
+            ("encoding", {"done": 18, "of": 26}, "Encoding 18 of 26"),
+            ("downloading", {"done": 3 * 2**30, "of": 2**35}, "Downloading 3.0 GiB of 32.0 GiB"),
+            ("loading", {}, "Loading"),
+            ("<b>", {"done": 1, "of": 2}, "Running"),
+        ]:
+            progress = {"phase": phase, **counts}
+            folder.write_status("running", exit_code=None, step=30, message=phase, progress=progress)
+            assert read_run(tmp_path).state.title == title
+        assert 'class="pill running"' in render([read_run(tmp_path)])
         lock = tmp_path / ".lock"
         lock.write_text(re.sub(r"process \d+", "process 99999999", lock.read_text()))
         # It had no time to write its last status.

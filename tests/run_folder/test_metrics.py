@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from diffsynth_lite.errors import RunDivergedError, UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MeasuredItem, MetricsFile, read_items, write_items
-from diffsynth_lite.run_folder.progress import StepReport, StepResult, Throughput
+from diffsynth_lite.run_folder.progress import RunningStatus, StepReport, StepResult, Throughput
 
 
 @pytest.fixture
@@ -120,8 +121,8 @@ class Rows:
 
 
 def report(folder: Path, *, total_steps: int = 9, **changes: Any) -> StepReport:
-    settings = {"device": CPU, "is_main": True, "start_step": 0, "every_steps": 10} | changes
-    return StepReport(RunFolder(folder), Rows(), total_steps=total_steps, **settings)
+    settings = {"device": CPU, "start_step": 0, "every_steps": 10, "status": RunningStatus(RunFolder(folder))}
+    return StepReport(metrics=Rows(), total_steps=total_steps, **settings | changes)
 
 
 def status(folder: Path) -> dict[str, Any]:
@@ -174,7 +175,7 @@ def test_in_a_terminal_there_is_one_live_line(tmp_path: Path, caplog: pytest.Log
 
 def test_a_process_that_is_not_the_main_one_shows_no_live_line_and_writes_no_status(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=160)
-    shown = report(tmp_path, is_main=False)
+    shown = report(tmp_path, status=None)
     with shown.shown(console):
         shown.after_step(result(1))
     assert console.file.getvalue() == ""
@@ -216,18 +217,43 @@ def test_the_loss_by_noise_is_a_mean_and_a_tenth_without_samples_has_none(tmp_pa
 
 
 def test_the_status_tells_step_and_speed_but_not_after_every_step(tmp_path: Path) -> None:
-    times = iter([100.0, 102.0, 104.9, 105.0])
-    shown = report(tmp_path, clock=lambda: next(times))
+    now = [100.0]
+    shown = report(tmp_path, status=RunningStatus(RunFolder(tmp_path), clock=lambda: now[0]))
     shown.after_step(result(4))
     written = status(tmp_path)
     assert (written["state"], written["exit_code"], written["step"]) == ("running", None, 4)
     assert (written["total_steps"], written["samples_per_s"], written["seconds_left"]) == (9, 2.0, 10)
-    shown.after_step(result(5))
-    shown.after_step(result(6))
+    for step, now[0] in ((5, 102.0), (6, 104.9)):
+        shown.after_step(result(step))
     assert status(tmp_path) == written
+    now[0] = 105.0
     shown.after_step(result(7))
     assert (status(tmp_path)["step"], status(tmp_path)["seconds_left"]) == (7, 4)
     assert status(tmp_path)["time"] >= written["time"]
+
+
+def test_the_status_tells_what_a_run_does_besides_training_at_once_and_then_once_a_second(
+    tmp_path: Path,
+) -> None:
+    now = [100.0]
+    shown = RunningStatus(RunFolder(tmp_path), clock=lambda: now[0])
+
+    def after(seconds: float, *progress: Any) -> Any:
+        now[0] += seconds
+        shown.show_phase(*progress)
+        written = status(tmp_path)
+        return written["step"], written["phase"], written.get("done"), written.get("of")
+
+    assert after(0.0, "encoding", 0, 26) == (0, "encoding", 0, 26)
+    assert after(0.9, "encoding", 17, 26) == (0, "encoding", 0, 26)
+    assert after(0.1, "encoding", 18, 26) == (0, "encoding", 18, 26)
+    assert after(0.0, "loading", 0, 0) == (0, "loading", None, None)
+    shown.show_step(1, {"total_steps": 9})
+    assert "phase" not in status(tmp_path)
+    shown.show_step(2, {"total_steps": 9})
+    assert status(tmp_path)["step"] == 1
+    assert after(0.0, "generating", 0, 2) == (2, "generating", 0, 2)
+    assert status(tmp_path)["total_steps"] == 9
 
 
 def test_a_status_that_cannot_be_written_stops_no_run_and_is_warned_of_once(
@@ -236,8 +262,8 @@ def test_a_status_that_cannot_be_written_stops_no_run_and_is_warned_of_once(
     def full(*_args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    times = iter([0.0, 10.0, 20.0])
-    shown = report(tmp_path, clock=lambda: next(times))
+    now = count(0.0, 10.0)
+    shown = report(tmp_path, status=RunningStatus(RunFolder(tmp_path), clock=lambda: next(now)))
     with monkeypatch.context() as patch:
         patch.setattr("diffsynth_lite.run_folder.folder.write_json", full)
         shown.after_step(result(4))

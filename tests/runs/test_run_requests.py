@@ -24,7 +24,8 @@ from tiny_run import (
 from diffsynth_lite.cli.continuation import continuation
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training import saver
+from diffsynth_lite.run_folder.progress import RunningStatus
+from diffsynth_lite.training import saver, stopping
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -83,6 +84,45 @@ def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
     assert json.loads((watched_run.folder / "lineage.json").read_text())[-1]["changed"] == {}
     tensors = checkpoint_tensors(whole_run.folder, 6)
     assert differing(tensors, checkpoint_tensors(watched_run.folder, 6)) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "done", "step", "settings"),
+    [("encoding", 2, 0, UNWATCHED), ("generating", 1, 2, ("validation.every_steps=2",))],
+)
+def test_a_stop_is_answered_while_a_run_encodes_and_generates_and_it_goes_on_as_if_it_had_not(
+    watched_run: TinyRun,
+    whole_run: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+    done: int,
+    step: int,
+    settings: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(stopping, "_LOOK_EVERY_S", 0.0)
+    show_phase = RunningStatus.show_phase
+
+    def show_and_stop(shown: RunningStatus, *progress: Any) -> None:
+        show_phase(shown, *progress)
+        if (*progress[:2], shown.step) == (phase, done, step):
+            status = watched_run.status()
+            assert (status["state"], status["step"], status["phase"]) == ("running", step, phase)
+            (watched_run.folder / "STOP").touch()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunningStatus, "show_phase", show_and_stop)
+        assert watched_run.train(*settings) == 75
+    status = watched_run.status()
+    assert (status["state"], status["exit_code"], status["step"]) == ("interrupted", 75, step)
+    assert not (watched_run.folder / "STOP").exists()
+    encoded = {file: file.stat().st_mtime_ns for file in (watched_run.root / "cache").rglob("*.safetensors")}
+    assert len(encoded) == done or step
+    assert watched_run.train(*settings) == 0
+    assert all(file.stat().st_mtime_ns == time for file, time in encoded.items())
+    tensors = checkpoint_tensors(whole_run.folder, 6)
+    assert differing(tensors, checkpoint_tensors(watched_run.folder, 6)) == []
+    # Those that were left out are made up for.
+    assert len(list((watched_run.folder / "previews").glob("step-00000002-*.png"))) == step
 
 
 def test_the_best_on_held_out_data_and_every_so_many_stay_beside_the_newest(

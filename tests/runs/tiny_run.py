@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +105,15 @@ class TinyRun:
 
     def stopped_after(self, steps: int, *arguments: str) -> int:
         """The exit code of a start of the run that is asked to stop after so many steps."""
-        answers = iter([*[False] * (steps - 1), True])
+        train_step, taken = trainer.train_step, count(1)
+
+        def train_and_stop(built: TrainingObjects, step: int) -> StepResult:
+            if next(taken) == steps:
+                signal.raise_signal(signal.SIGTERM)
+            return train_step(built, step)
+
         with pytest.MonkeyPatch.context() as patch:
-            answer = property(lambda _: next(answers))
-            patch.setattr("diffsynth_lite.training.stopping.StopRequest.asked", answer)
+            patch.setattr(trainer, "train_step", train_and_stop)
             return self.train(*arguments)
 
     def status(self) -> dict[str, Any]:

@@ -20,11 +20,14 @@ from diffsynth_lite.core.parallel import FailedWithinPassError
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import PreviewRequest
+from diffsynth_lite.pipelines.base.preview_request import in_turn
+from diffsynth_lite.progress_log import watched
 from diffsynth_lite.training.previews import (
     Previews,
     generation_parameters,
     preview_grid,
 )
+from diffsynth_lite.training.stopping import PreviewsStoppedError
 
 PROMPTS = ["red", "blue"]
 
@@ -45,7 +48,9 @@ def previews(folder: Path, sample, prompts=PROMPTS, shards=None, **settings) -> 
         for prompt in prompts
     ]
     return Previews(
-        family=SimpleNamespace(sample=sample, shards=shards, context=None),
+        family=SimpleNamespace(
+            sample=sample, shards=shards, context=None, parts_of=lambda model: {"transformer": model}
+        ),
         folder=folder,
         requests=requests,
         model="tiny",
@@ -181,6 +186,33 @@ def test_a_failure_is_logged_and_mode_and_random_state_are_as_before(
     assert "no memory for an image" in caplog.text
     for setting in ("validation.width", "memory.stream_blocks: all", "model.vae_tiling: true"):
         assert (setting in caplog.text) is (error is torch.OutOfMemoryError)
+
+
+def test_a_run_that_is_to_stop_leaves_previews_out_between_two_passes_of_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, seen = torch.nn.Linear(1, 1), []
+
+    def generate(model, _dtype, requests):
+        for request in in_turn(requests):
+            for _ in range(request.num_inference_steps):
+                model(torch.ones(1))
+        return generate_colours(model, _dtype, requests)
+
+    def watch(*progress: object) -> None:
+        seen.append(progress)
+        if len(seen) == 6:
+            raise PreviewsStoppedError
+
+    shown = previews(tmp_path, generate)
+    with watched(watch):
+        assert shown.generate(model, 3) is None
+    # When it begins, before each of two passes, when one is done, and before the next pass.
+    assert seen == [("generating", done, 2) for done in (0, 0, 0, 1, 1, 1)]
+    assert "The previews of step 3 are left out" in caplog.text
+    assert (list(tmp_path.iterdir()), shown.are_missing(3)) == ([], True)
+    assert shown.generate(model, 3) is not None
+    assert (len(seen), shown.are_missing(3)) == (6, False)
 
 
 @pytest.mark.parametrize(

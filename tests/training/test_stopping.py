@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ from processes import Program
 
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.training import stopping
 from diffsynth_lite.training.stopping import (
     Asked,
     GracePeriod,
+    PreviewsStoppedError,
     Requests,
     ShutdownBudget,
     StopRequest,
@@ -59,6 +62,46 @@ def test_before_the_first_step_a_signal_stops_the_run_where_it_is() -> None:
     with stop.listening():
         os.kill(os.getpid(), signal.SIGTERM)  # the launcher's echo while the run cleans up
     assert stop.asked
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_a_file_and_a_signal_together_end_a_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool
+) -> None:
+    monkeypatch.setattr(stopping, "_LOOK_EVERY_S", 0.0)
+    requests = requests_of(tmp_path)
+    requests.signals = StopRequest()
+    with requests.signals.listening():
+        (tmp_path / "STOP").touch()
+        with pytest.raises(RunInterrupted, match="STOP before the first step" if by_file else "SIGTERM bef"):
+            requests.watch("encoding") if by_file else signal.raise_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT):  # while the run cleans up
+            signal.raise_signal(number)
+    assert (tmp_path / "STOP").exists() is not by_file
+
+
+def test_before_the_first_step_only_a_stop_is_answered_and_the_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(stopping, "_LOOK_EVERY_S", 0.0)
+    requests = requests_of(tmp_path)
+    requests.signals = StopRequest()
+    for name in ("SAVE", "SAMPLE"):
+        (tmp_path / name).touch()
+        requests.watch("encoding")
+        requests.watch("loading")
+    assert caplog.messages == [
+        f"{name}: found in the run folder; it is done after the first step." for name in ("SAVE", "SAMPLE")
+    ]
+    requests.let_steps_begin()
+    (tmp_path / "STOP").touch()
+    requests.watch("loading")  # in a step: that one is finished
+    with pytest.raises(PreviewsStoppedError):
+        requests.watch("generating")
+    assert requests.gather() == Asked(stop=True, save=True, evaluate=True)
+    with pytest.raises(PreviewsStoppedError):  # those of the last step
+        requests.watch("generating")
 
 
 SECOND_SIGNAL = """
@@ -155,6 +198,32 @@ def test_any_process_that_is_asked_to_stop_stops_all_and_only_the_main_one_looks
     assert (tmp_path / "SAVE").exists()
 
 
+def test_a_stop_ends_all_processes_before_the_first_step_also_those_that_see_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes, flag = PretendedProcesses(monkeypatch, num_machines=1, num_local=2), threading.Event()
+    monkeypatch.setattr(stopping, "SharedFlag", lambda *_: flag)
+    (tmp_path / "STOP").touch()
+
+    def begin(accelerator: Any, _machine: int) -> None:
+        requests = Requests(RunFolder(tmp_path), StopRequest(), accelerator, None)
+        if accelerator.is_main_process:
+            requests.watch("encoding")
+        flag.wait()
+        requests.watch("encoding")
+
+    assert [type(end) for end in processes.run(begin)] == [RunInterrupted] * 2
+    assert list(tmp_path.iterdir()) == []
+    flag.clear()
+    (tmp_path / "STOP").touch()
+    ends = processes.run(
+        lambda accelerator, _: Requests(
+            RunFolder(tmp_path), StopRequest(), accelerator, None
+        ).let_steps_begin()
+    )
+    assert [type(end) for end in ends] == [RunInterrupted] * 2
+
+
 def test_a_lost_run_folder_ends_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = PretendedProcesses(monkeypatch, num_machines=1, num_local=2)
 
@@ -246,7 +315,7 @@ def test_a_measured_save_takes_the_place_of_the_estimate_and_the_longest_counts(
     assert "30 s grace < 30.5 s that a stop signal may wait for (step 25.0 s, save 5.5 s)" in warnings()[0]
 
 
-def test_previews_are_waited_for_too(warnings: Callable[[], list[str]], clock: Clock) -> None:
+def test_an_evaluation_is_waited_for_too(warnings: Callable[[], list[str]], clock: Clock) -> None:
     shutdown = ShutdownBudget(GRACE, save_bytes=0)
     clock.pass_in(shutdown, "evaluation", 29.0)
     take(shutdown, *[2.0] * 3)

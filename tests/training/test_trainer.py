@@ -21,12 +21,12 @@ from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import RunDivergedError
 from diffsynth_lite.report.page import ReportWriter
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.progress import StepResult
+from diffsynth_lite.run_folder.progress import RunningStatus, StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.session import Run, StartupClock, build_accelerator
-from diffsynth_lite.training.stopping import StopRequest
+from diffsynth_lite.training.stopping import Requests, StopRequest
 from diffsynth_lite.training.trainer import train, train_step
 
 INPUTS, OUTPUTS = 5, 3
@@ -277,7 +277,9 @@ class Life:
         )
         monkeypatch.setattr(trainer, "train_step", lambda _built, step: self._step(step))
         monkeypatch.setattr(
-            trainer, "evaluate", lambda _built, _saver, _metrics, step: self._note("evaluate", step)
+            trainer,
+            "evaluate",
+            lambda _built, _saver, _metrics, step, _shutdown: self._note("evaluate", step),
         )
         monkeypatch.setattr(trainer, "report_memory", lambda *_: None)
         monkeypatch.setattr(trainer, "measure_updates", lambda *_: None)
@@ -296,7 +298,9 @@ class Life:
             console=Console(file=io.StringIO()),
             clock=StartupClock(0.0),
             grace=None,
-            stop=StopRequest(),
+            requests=Requests(RunFolder(self._folder), StopRequest(), process, None),
+            status=RunningStatus(RunFolder(self._folder)),
+            arguments=(),
         )
         built = SimpleNamespace(
             weights=WeightStream([], process.device),

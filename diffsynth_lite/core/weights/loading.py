@@ -20,6 +20,7 @@ from diffsynth_lite.core.weights.formats import NotFiniteError, WeightFormat, re
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
 from diffsynth_lite.core.weights.packing import HostBlocks, place_in_line
 from diffsynth_lite.core.weights.sharding import BaseShards, local_part, own_rows
+from diffsynth_lite.progress_log import ProgressLog
 
 _NUM_ROWS = 64
 """Rows that are read at once; a multiple of each format's ``row_step``. While 256 rows of
@@ -161,8 +162,11 @@ def load_frozen(
     filled: set[Tensor] = {state[name] for name in in_place} - on_host
     if host_blocks is not None and host_blocks.memory.is_filled_elsewhere:
         filled |= on_host
-    for name, writer in _writers(model, device, filled).items():
+    writers = _writers(model, device, filled)
+    progress = ProgressLog(None, len(writers), phase="loading")
+    for name, writer in writers.items():
         _copy(stored, name, writer)
+        progress.advance()
 
 
 def _usable_in_place(model: nn.Module, stored: StoredTensors) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from diffsynth_lite.pipelines.base.model_settings import (
     require_kinds,
     require_possible,
 )
+from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.base.quantized import (
     load_frozen_component,
     load_plain_component,
@@ -44,6 +45,7 @@ from diffsynth_lite.pipelines.base.single_file import read_single_file
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 from diffsynth_lite.pipelines.base.transformers_loading import load_frozen_encoder
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tile_when_full, tiles_of
+from diffsynth_lite.progress_log import current_watch
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +176,7 @@ class DiffusersFamily(ModelFamily):
             encoder_blocks: the layers of a text encoder that are loaded to host memory, and the device that
                 all else of it goes to; None loads it as any other.
         """
+        current_watch()("loading", 0, 0)
         component_class = self.component_class(name)
         source = component_class, self.folder, name, dtype
         placing: tuple[Any, ...] = self.quantization, self.host_blocks, self.shards
@@ -337,7 +340,7 @@ class DiffusersFamily(ModelFamily):
     ) -> Sequence[Generated]:
         """For families whose previews need no more than a ``preview_pipeline``: they write ``generate``."""
         pipeline = self.preview_pipeline(transformer, vae_dtype)
-        return [self.generate(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in in_turn(requests)]
 
     def generate(self, pipeline: Any, request: PreviewRequest) -> Generated:
         """The frames of one preview, by what ``preview_pipeline`` gave."""

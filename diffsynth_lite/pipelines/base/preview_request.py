@@ -1,10 +1,13 @@
 """This file describes a preview to generate, and the conditioning of a sample."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from PIL.Image import Image
+
+from diffsynth_lite.progress_log import ProgressLog
 
 Conditioning = dict[str, torch.Tensor]
 """What one sample is conditioned on (prompt embeddings and the like), without a batch axis, on the CPU."""
@@ -73,3 +76,11 @@ class PreviewRequest:
             resampling: code of the filter, where that is not the default of Pillow.
         """
         return Code(f"ImageOps.fit({', '.join((image, str((self.width, self.height)), *resampling))})")
+
+
+def in_turn(requests: Sequence[PreviewRequest]) -> Iterator[PreviewRequest]:
+    """Each request, one after the other, with a report of how many are done."""
+    progress = ProgressLog(None, len(requests), phase="generating")
+    for request in requests:
+        yield request
+        progress.advance()

@@ -37,6 +37,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.first_frame import preview_start, require_later_frames, start_code
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.hunyuan_video_15.names import HUNYUAN_VIDEO_15_LAYERS
 from diffsynth_lite.pipelines.hunyuan_video_15.prompts import (
     SYSTEM_MESSAGE,
@@ -355,7 +356,7 @@ class HunyuanVideo15(DiffusersFamily):
     ) -> list[list[Image]]:
         device = device_and_dtype(transformer)["device"]
         pipeline = self.preview_pipeline(transformer, vae_dtype, **self._image_parts(vae_dtype, device))
-        return [self.generate(pipeline, request) for request in requests]
+        return [self.generate(pipeline, request) for request in in_turn(requests)]
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return start_code(request)

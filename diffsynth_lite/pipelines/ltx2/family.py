@@ -37,6 +37,7 @@ from diffsynth_lite.pipelines.base.first_frame import (
     with_first_frames,
 )
 from diffsynth_lite.pipelines.base.mixins import WithAudio
+from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.ltx2.audio import COMPRESSION, encode_audio, num_audio_latents
 from diffsynth_lite.pipelines.ltx2.forward import BLOCK_LISTS, UNUSED_MATMULS, model_fn_ltx2
 from diffsynth_lite.pipelines.ltx2.generation import STREAMS, Connected, guidance_arguments, prompt_arguments
@@ -362,7 +363,7 @@ class LTX2(WithAudio, DiffusersFamily):
         vae = self.load_preview_vae(dtype, like["device"])
         parts = {**audio_parts, "vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
         generated = []
-        for request in requests:
+        for request in in_turn(requests):
             pipeline = assemble(self.pipeline_for(request), **parts)
             pipeline.set_progress_bar_config(disable=True)
             generated.append(self.generate(pipeline, request))

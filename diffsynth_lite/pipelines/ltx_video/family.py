@@ -44,7 +44,7 @@ from diffsynth_lite.pipelines.base.model_function import (
     pad_tokens,
     without_padding,
 )
-from diffsynth_lite.pipelines.base.preview_request import Code
+from diffsynth_lite.pipelines.base.preview_request import Code, in_turn
 from diffsynth_lite.pipelines.ltx_video.releases import LTX_SCHEDULER, LTX_VIDEO
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_ltx_vae
@@ -325,14 +325,14 @@ class LTXVideo(DiffusersFamily):
     ) -> list[list[Image]]:
         if self._takes_conditions:
             pipeline = self.preview_pipeline(transformer, vae_dtype)
-            return [self.generate(pipeline, request) for request in requests]
+            return [self.generate(pipeline, request) for request in in_turn(requests)]
         like = device_and_dtype(transformer)
         # The image-to-video pipeline hands images and latents to the VAE in the dtype of the prompt.
         dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
         vae = self.load_preview_vae(dtype, like["device"])
         parts = {"vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
         generated = []
-        for request in requests:
+        for request in in_turn(requests):
             pipeline = assemble(self.pipeline_for(request), **parts)
             pipeline.set_progress_bar_config(disable=True)
             generated.append(self.generate(pipeline, request))

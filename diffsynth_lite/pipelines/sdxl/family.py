@@ -35,6 +35,7 @@ from diffsynth_lite.pipelines.base.latents import (
 )
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, model_function
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
+from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.base.single_file import holds, names_in
 from diffsynth_lite.pipelines.sdxl.names import SDXL_LAYERS, SDXL_NAMES
 from diffsynth_lite.pipelines.sdxl.releases import SDXL as RELEASES
@@ -348,7 +349,7 @@ class SDXL(DiffusionFamily):
     ) -> list[list[Image]]:
         unet = self.parts_of(transformer)["unet"]
         pipeline = self.preview_pipeline(unet, vae_dtype, add_watermarker=False)
-        return [self._generate(pipeline, transformer, request) for request in requests]
+        return [self._generate(pipeline, transformer, request) for request in in_turn(requests)]
 
     def _generate(self, pipeline: Any, transformer: torch.nn.Module, request: PreviewRequest) -> list[Image]:
         embeds, pooled = self._prompt_embeds(transformer, [request.conditioning])

@@ -36,6 +36,7 @@ from diffsynth_lite.pipelines.base.first_frame import (
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
+from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.wan.experts import ExpertFamily
 from diffsynth_lite.pipelines.wan.names import WAN_LAYERS, WAN_NAMES
 from diffsynth_lite.pipelines.wan.releases import WAN
@@ -285,7 +286,7 @@ class Wan(ExpertFamily):
             **self._image_parts(self.load_preview_vae(vae_dtype, device)),
             **self._transformers(transformer),
         }
-        return [self._draw(parts, request, device) for request in requests]
+        return [self._draw(parts, request, device) for request in in_turn(requests)]
 
     def _draw(self, parts: dict[str, Any], request: PreviewRequest, device: torch.device) -> list[Image]:
         pipeline = assemble(self.pipeline_for(request), **parts)

@@ -1,7 +1,7 @@
 """This file lets several processes act as one, and finds out which of them have the same folder under a path.
 
-An error on one process is raised on all: a UserError with the same text, any other as a RunStoppedError. An
-error of another machine names that machine: its paths may exist on this one.
+An error on one process is raised on all: a UserError or RunInterrupted with the same text, any other as a
+RunStoppedError. An error of another machine names that machine: its paths may exist on this one.
 """
 
 import logging
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from socket import gethostname
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import Tensor
 
-from diffsynth_lite.errors import Problems, RunStoppedError, UserError
+from diffsynth_lite.errors import Problems, RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.files import temporary_path
 
 logger = logging.getLogger(__name__)
@@ -264,16 +264,44 @@ def _seen(folder: Path, names: frozenset[str]) -> frozenset[str]:
         time.sleep(_POLL_S)
 
 
-class _Failure(NamedTuple):
-    """An error of a process, for the others."""
+class SharedFlag:
+    """A flag that any process sets, and all see without waiting for one another.
 
-    is_of_user: bool
+    Args:
+        name: of the flag, which is one for all processes.
+    """
+
+    def __init__(self, accelerator: Accelerator, name: str) -> None:
+        self._name, self._is_set = name, False
+        # torch has no public way to the store that its processes found each other by.
+        find: Any = torch.distributed.distributed_c10d._get_default_store
+        self._store = find() if accelerator.num_processes > 1 else None
+
+    def set(self) -> None:
+        """Set it."""
+        if self._store is not None and not self._is_set:
+            self._store.set(self._name, "set")
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Whether a process has set it; where there are several, it asks over the network."""
+        if self._store is not None and not self._is_set:
+            self._is_set = bool(self._store.check([self._name]))
+        return self._is_set
+
+
+class _Failure(NamedTuple):
+    """How a process ended, for the others, which end alike: any error that is none of these stops the run."""
+
+    kind: type[UserError | RunInterrupted | RunStoppedError]
     message: str
     host: str
 
     @classmethod
     def of(cls, error: BaseException) -> "_Failure":
-        return cls(isinstance(error, UserError), str(error) or type(error).__name__, gethostname())
+        known: tuple[type[UserError | RunInterrupted], ...] = UserError, RunInterrupted
+        kind = next((one for one in known if isinstance(error, one)), RunStoppedError)
+        return cls(kind, str(error) or type(error).__name__, gethostname())
 
 
 def _raise_here(failure: _Failure | None) -> None:
@@ -281,5 +309,4 @@ def _raise_here(failure: _Failure | None) -> None:
     if failure is None:
         return
     prefix = "" if failure.host == gethostname() else f"{failure.host}: "
-    message = f"{prefix}{failure.message}"
-    raise UserError(message) if failure.is_of_user else RunStoppedError(message)
+    raise failure.kind(f"{prefix}{failure.message}")

@@ -163,7 +163,7 @@ def _check_headers(
 
 def _bad_headers(records: Sequence[Record], index: MediaIndex) -> dict[str, str]:
     bad = {}
-    progress = ProgressLog("looked at the files of %d of %d items", len(records))
+    progress = ProgressLog("looked at the files of %d of %d items", len(records), phase="reading")
     for record in records:
         try:
             for file in record.files:

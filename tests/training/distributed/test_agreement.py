@@ -19,7 +19,7 @@ from processes import FORKED, LIMIT_S, Program, free_port, on_ranks
 from diffsynth_lite.config import Config, section_types
 from diffsynth_lite.config.settings import FilePath
 from diffsynth_lite.data import Bucket, ItemRow, ItemTable
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.manifest import folder_name
 from diffsynth_lite.training.checkpoint.resume import ResumePolicy, require_newest_run
@@ -132,13 +132,19 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_what_the_main_process_cannot_read_ends_all_with_its_words(processes: PretendedProcesses) -> None:
-    def missing() -> str:
-        raise UserError("resume.source: no such checkpoint")
+@pytest.mark.parametrize(
+    ("kind", "kind_on_others"),
+    [(UserError, UserError), (RunInterrupted, RunInterrupted), (KeyError, RunStoppedError)],
+)
+def test_what_ends_the_main_process_ends_all_with_its_words(
+    processes: PretendedProcesses, kind: type[BaseException], kind_on_others: type[BaseException]
+) -> None:
+    def end() -> str:
+        raise kind("resume.source: no such checkpoint")
 
-    outcomes = processes.run(lambda accelerator, _: from_main_process(accelerator, missing))
-    message = "resume.source: no such checkpoint"
-    assert {type(error) for error in outcomes} == {UserError}
+    outcomes = processes.run(lambda accelerator, _: from_main_process(accelerator, end))
+    message = str(kind("resume.source: no such checkpoint"))
+    assert [type(error) for error in outcomes] == [kind, *[kind_on_others] * 3]
     assert [str(error) for error in outcomes] == [*[message] * 2, *[f"machine 0: {message}"] * 2]
 
 
