@@ -43,7 +43,7 @@ def continuation(path: Path) -> Continuation:
         way.parsed.resume = source
     arguments = words_of(way.parsed)
     num_processes = started.num_processes if started is not None else 1
-    shown = train_command(arguments, num_processes=num_processes)
+    shown = train_command(arguments, num_processes=num_processes, here=way.working_folder)
     if way.working_folder != Path.cwd():
         shown = f"cd {shlex.quote(str(way.working_folder))} && {shown}"
     for key, name in way.config.code_of_others.items():
@@ -69,7 +69,9 @@ def _as_started(run: RunFolder, started: StartCommand | None) -> _Way | None:
     with suppress(UserError):
         parsed = parse_words(started.arguments)
         file = folder / parsed.config
-        config = load(parsed, file if file.exists() else parsed.config).config
+        # Presets decide nothing that is asked for here, and loading them logs what they change.
+        asked = argparse.Namespace(**vars(parsed) | {"presets": []})
+        config = load(asked, file if file.exists() else parsed.config).config
         if (folder / Path(config.output.dir).expanduser()).resolve() == run.path:
             return _Way(parsed=parsed, config=config, working_folder=folder)
     return None

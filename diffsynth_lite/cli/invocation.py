@@ -11,25 +11,30 @@ from diffsynth_lite.cli.processes import is_one_of_several, parent_command
 PROGRAM = "diffsynth-lite"
 
 
-def command(*words: str) -> str:
-    """A command of this program, quoted for a shell, such as ``diffsynth-lite plan --config my.yaml``."""
+def command(*words: str, here: Path | None = None) -> str:
+    """A command of this program, quoted for a shell, such as ``diffsynth-lite plan --config my.yaml``.
+
+    Args:
+        here: folder in which it is typed; None for the one that this process runs in.
+    """
     folder = Path(sys.executable).parent
     installed = shutil.which(PROGRAM, path=str(folder))
     if installed is None:
-        program = [_as_typed(sys.executable), "-m", "diffsynth_lite.cli.main"]
+        program = [_as_typed(sys.executable, here), "-m", "diffsynth_lite.cli.main"]
     else:
-        program = [_as_typed(installed)]
+        program = [_as_typed(installed, here)]
     return shlex.join([*program, *words])
 
 
-def train_command(words: Sequence[str], *, num_processes: int) -> str:
+def train_command(words: Sequence[str], *, num_processes: int, here: Path | None = None) -> str:
     """The command that trains, in so many processes of this machine.
 
     Args:
         words: after the name of the command.
+        here: see :func:`command`.
     """
     if num_processes == 1:
-        return command("train", *words)
+        return command("train", *words, here=here)
     launcher = ["torchrun", "--standalone", "--nproc_per_node", str(num_processes)]
     return shlex.join([*launcher, "-m", "diffsynth_lite.cli.train", *words])
 
@@ -57,9 +62,9 @@ def _without_resume(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _as_typed(word: str) -> str:
-    """The name of a program, where the shell finds this file by it, or its path from the working folder."""
-    path, here = Path(word), Path.cwd()
+def _as_typed(word: str, here: Path | None = None) -> str:
+    """The name of a program, where the shell finds this file by it, or its path from a folder."""
+    path, here = Path(word), here or Path.cwd()
     if shutil.which(path.name) == word:
         return path.name
     return str(path.relative_to(here)) if path.is_relative_to(here) else word

@@ -15,7 +15,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.command import StartCommand
 
 CONFIG = "model: {family: qwen_image, path: m}\ndata: {path: d}\noutput: {dir: runs/a}\n"
-WORDS = ("--config", "a.yaml", "train.steps=7", "--no-use_gradient_checkpointing")
+WORDS = ("--config", "a.yaml", "--preset", "style", "train.steps=7", "--no-use_gradient_checkpointing")
 
 
 @pytest.fixture
@@ -36,15 +36,17 @@ def started(run: Path, *words: str, settings: str = CONFIG) -> Path:
 
 
 def test_the_command_that_started_it_continues_a_run_from_wherever_it_is_asked(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     found = continuation(Path("runs/a"))
     assert (found.working_folder, found.num_processes) == (tmp_path, 1)
     assert found.arguments == WORDS
     assert found.shown == command("train", *WORDS)
     monkeypatch.chdir("/")
     assert continuation(run).arguments == WORDS
-    assert continuation(run).shown.startswith(f"cd {shlex.quote(str(tmp_path))} && ")
+    assert continuation(run).shown == f"cd {shlex.quote(str(tmp_path))} && {found.shown}"
+    assert caplog.messages == []
 
 
 def change(**values: Any) -> Callable[[Path], None]:

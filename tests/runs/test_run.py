@@ -244,14 +244,25 @@ def test_a_run_whose_set_of_layers_means_others_now_is_refused_by_the_first_of_t
 
 
 def test_resume_must_needs_a_checkpoint_and_none_needs_an_empty_folder(
-    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def killed(*_args: object) -> None:
+        raise KeyError("as if killed while it encodes")
+
+    def last_word() -> str:
+        return json.loads((tiny_run.folder / "command.json").read_text())["arguments"][-1]
+
     assert tiny_run.train("--resume", "must") == 2
     assert "holds no checkpoint" in caplog.text
-    assert tiny_run.train("--resume", "none", "train.steps=2") == 0
-    assert "status.json" not in caplog.text  # nothing is missing in a new folder
+    assert last_word() == "must"  # from the lock on
+    monkeypatch.setattr("diffsynth_lite.training.run.encode", killed)
+    with pytest.raises(SystemExit, match="1"):
+        tiny_run.train("--resume", "none", "train.steps=2")
+    assert "status.json" not in caplog.text  # nothing is missing
+    assert last_word() == "train.steps=2"
     assert tiny_run.train("--resume", "none") == 2
     assert "resume.source: none starts a new run" in caplog.text
+    assert last_word() == "train.steps=2"
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(
