@@ -19,7 +19,7 @@ from diffsynth_lite.data.folder import Folder, list_folder
 from diffsynth_lite.data.records import is_image, is_video, stem
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, write_text
-from diffsynth_lite.ui.data_sets.items import Item, read_caption, table_of
+from diffsynth_lite.ui.data_sets.items import Item, home_of, read_caption, table_of
 
 _MOST_KEPT = 100
 """Changes of a data set that can be taken back."""
@@ -52,7 +52,7 @@ class DataSetEditor:
     """
 
     def __init__(self, name: str, folders: Mapping[str, Path], *, trash: Path, history: Path) -> None:
-        self._folders = {each: path.absolute() for each, path in folders.items()}
+        self._folders = {each: path.resolve() for each, path in folders.items()}
         self._name = name
         self._folder = self._folders[name]
         self._trash = trash
@@ -69,17 +69,17 @@ class DataSetEditor:
         """
         folder, texts = self._listed()
         stale: dict[str, str] = {}
-        wanted: dict[str, tuple[str, CaptionChange]] = {}
+        wanted: dict[str, CaptionChange] = {}
         for change in changes:
             name = _caption_file(folder, texts, change.file)
             caption = clean_caption(change.caption) if change.caption.strip() else ""
             if (now := read_caption(folder, name)) != change.was.strip():
                 stale[change.file] = now
             elif caption != now:
-                wanted[name] = (now, CaptionChange(file=change.file, was=now, caption=caption))
+                wanted[name] = CaptionChange(file=change.file, was=now, caption=caption)
         if wanted:
-            self._remember_captions([change for _, change in wanted.values()])
-        for name, (_, change) in wanted.items():
+            self._remember_captions(list(wanted.values()))
+        for name, change in wanted.items():
             _put(folder.path / name, change.caption)
         return stale
 
@@ -100,11 +100,12 @@ class DataSetEditor:
             paths.append(self._folder / item.file)
             if stem(item.file) not in kept:  # else an image and a clip of one name share all else
                 paths += [self._folder / name for name in texts.names_of(item.file)]
-                paths += [path.absolute() for _, path in item.companions]
+                paths += [path for _, path in item.companions]
         place = self._new_place()
         self._remember({"trash": place, "count": len(names)})
         for path in dict.fromkeys(paths):
-            if (home := self._home(path)) is not None and path.exists():
+            home = home_of(path, self._folders)
+            if home is not None and (path.exists() or path.is_symlink()):
                 target = self._trash / home[0] / place / home[1]
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(path, target)
@@ -156,13 +157,6 @@ class DataSetEditor:
         if (table := table_of(folder)) is not None:
             raise UserError(f"{table} has the captions of this data set; change it there")
         return folder, CaptionFiles(folder, [name for name in folder.files if _is_media(name)])
-
-    def _home(self, path: Path) -> tuple[str, Path] | None:
-        """The data set that a file is in, and its path there."""
-        homes = (
-            (name, path.relative_to(root)) for name, root in self._folders.items() if root in path.parents
-        )
-        return next(homes, None)
 
     def _new_place(self) -> str:
         now = time.strftime("%Y%m%d-%H%M%S")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.config import Config
 from diffsynth_lite.data.captions import CaptionFiles, read_text
 from diffsynth_lite.data.folder import Folder, list_folder
 from diffsynth_lite.data.images import check_image, load_thumbnail
@@ -73,15 +73,6 @@ def source_of(folder: Path, config: Config | None) -> Source:
         if source.folder is not None and source.folder.resolve() == folder.resolve():
             return source
     raise UserError("this config does not train on this data set")
-
-
-def load_chosen(path: Path) -> Config:
-    """The config in a file.
-
-    Raises:
-        UserError: it is not a config that a run would take.
-    """
-    return load_config(path).config
 
 
 def read_contents(source: Source) -> Contents:
@@ -165,6 +156,17 @@ def fewest_pixels_of(config: Config | None) -> int:
         return _FEWEST_PIXELS
     areas = [width * height for width, height in config.data.given_sizes]
     return min(areas or [side * side for side in config.data.resolutions])
+
+
+def home_of(path: Path, folders: Mapping[str, Path]) -> tuple[str, str] | None:
+    """Name of the data set that a file is in, and its name there; None where it is in none of them.
+
+    Args:
+        folders: resolved folders of the data sets, by name.
+    """
+    path = path.parent.resolve() / path.name
+    homes = ((name, folder) for name, folder in folders.items() if folder in path.parents)
+    return next(((name, path.relative_to(folder).as_posix()) for name, folder in homes), None)
 
 
 def thumbnail(path: Path, *, side: int) -> bytes:

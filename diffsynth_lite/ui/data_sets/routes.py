@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 from starlette.exceptions import HTTPException
@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from diffsynth_lite.config import Config
+from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data.folder import usable_file
 from diffsynth_lite.data.records import is_image, is_video
 from diffsynth_lite.errors import UserError
@@ -22,7 +22,7 @@ from diffsynth_lite.ui.data_sets.items import (
     configs_with,
     fewest_pixels_of,
     findings,
-    load_chosen,
+    home_of,
     read_contents,
     source_of,
     thumbnail,
@@ -30,8 +30,6 @@ from diffsynth_lite.ui.data_sets.items import (
 from diffsynth_lite.ui.data_sets.uploads import receive
 from diffsynth_lite.ui.pages import page, read_json, refused
 from diffsynth_lite.ui.workspace import Workspace
-
-_Result = TypeVar("_Result")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SIDES = {"cell": 360, "panel": 1024}
@@ -135,26 +133,22 @@ class _DataSetScreen:
 
     async def write(self, request: Request) -> Response:
         """Write captions: {"changes": [{"file", "was", "caption"}]}; returns those that changed meanwhile."""
-        given = (await read_json(request)).get("changes")
-        wanted = (
-            [
-                CaptionChange(**{key: str(change.get(key, "")) for key in ("file", "was", "caption")})
-                for change in given
-                if isinstance(change, dict)
-            ]
-            if isinstance(given, list)
-            else []
-        )
+        given = await read_json(request)
+        wanted = [
+            CaptionChange(**{key: str(change.get(key, "")) for key in ("file", "was", "caption")})
+            for change in _list(given, "changes")
+            if isinstance(change, dict)
+        ]
         return await self._change(lambda: {"stale": _editor(request).write(wanted)})
 
     async def move_to_trash(self, request: Request) -> Response:
         """Move items to the trash: {"files": their names, "config": as seen by which}."""
         given = await read_json(request)
-        names = given.get("files")
+        names = {str(name) for name in _list(given, "files")}
 
         def move() -> dict[str, Any]:
             shown = _Shown(request, str(given.get("config", "")))
-            chosen = [item for item in shown.contents.items if isinstance(names, list) and item.file in names]
+            chosen = [item for item in shown.contents.items if item.file in names]
             return {"said": _editor(request).move_to_trash(chosen)}
 
         return await self._change(move)
@@ -184,13 +178,14 @@ class _Shown:
         self.workspace: Workspace = request.app.state.workspace
         self.name: str = request.path_params["name"]
         self.folder = _folder(request)
+        self._folders = {name: path.resolve() for name, path in self.workspace.data_sets.items()}
         self.chosen = request.query_params.get("config", "") if chosen is None else chosen
         self.config: Config | None = None
         problems = []
         source = source_of(self.folder, None)
         if (file := self.workspace.configs.get(self.chosen)) is not None:
             try:
-                self.config = load_chosen(file)
+                self.config = load_config(file).config
                 source = source_of(self.folder, self.config)
             except UserError as error:
                 problems.append(f"{self.chosen}: {error}")
@@ -202,10 +197,7 @@ class _Shown:
 
     def as_json(self) -> dict[str, Any]:
         """What the page's script takes."""
-        return {
-            "items": [self._item(item) for item in self.contents.items],
-            "problems": self.problems,
-        }
+        return {"items": [self._item(item) for item in self.contents.items], "problems": self.problems}
 
     def _item(self, item: Item) -> dict[str, Any]:
         shown: dict[str, Any] = {
@@ -225,19 +217,10 @@ class _Shown:
 
     def _companion(self, setting: str, path: Path) -> dict[str, str]:
         """A file that belongs to an item: what it is, where, and its thumbnail if it is in a data set."""
-        words = setting.replace("_", " ").capitalize()
-        for name, folder in self.workspace.data_sets.items():
-            if folder.absolute() in path.absolute().parents:
-                file = path.absolute().relative_to(folder.absolute()).as_posix()
-                version = _version(path)
-                return {
-                    "what": words,
-                    "where": f"{name}/{file}",
-                    "set": name,
-                    "file": file,
-                    "version": version,
-                }
-        return {"what": words, "where": str(path)}
+        shown = {"what": setting.replace("_", " ").capitalize(), "where": str(path)}
+        if (home := home_of(path, self._folders)) is None:
+            return shown
+        return shown | {"where": "/".join(home), "set": home[0], "file": home[1], "version": _version(path)}
 
 
 def _folder(request: Request) -> Path:
@@ -267,6 +250,11 @@ def _media_file(request: Request) -> Path:
     if path is None:
         raise HTTPException(404)
     return path
+
+
+def _list(given: dict[str, Any], key: str) -> list[Any]:
+    value = given.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _version(path: Path) -> str:
