@@ -29,10 +29,13 @@ from family_sample import (
     numbers,
     transformer_calls,
 )
+from lazy_backend import LazyBackend
 from PIL.Image import Image
 from release_layouts import other_guidance, without_audio
 
 from diffsynth_lite.config.model import ModelSettings
+from diffsynth_lite.core.gradient import blocks_of
+from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, PreviewRequest
@@ -148,7 +151,7 @@ def test_a_preview_is_what_the_pipeline_generates_from_the_text(
         # Such a pipeline steers away from an empty prompt, if from any.
         encode = family.load_prompt_encoder(torch.float32, CPU)
         request = dataclasses.replace(request, negative=encode([Prompt(text="", is_negative=True)])[0])
-    ours = sample.model
+    ours = streamed_model(sample) if scale == GUIDANCE else sample.model
     calls = transformer_calls(
         ours, lambda: frames.extend(family.sample(ours, torch.float32, [request])), outputs[0]
     )
@@ -166,6 +169,14 @@ def test_a_preview_is_what_the_pipeline_generates_from_the_text(
     for returned, of_pipeline in zip(*(map(numbers, each) for each in outputs), strict=True):
         if len(returned) == len(of_pipeline):  # some return the places of the prompt, too
             torch.testing.assert_close(returned, of_pipeline, rtol=1e-4, atol=1e-4)
+
+
+def streamed_model(sample: Sample) -> torch.nn.Module:
+    """The family's, of which the weights of one block come at a time, as late as they may."""
+    model = sample.family.load_transformer(torch.float32)
+    blocks = blocks_of(model, sample.family.block_lists)
+    WeightStream([blocks], CPU, num_slots=1, backend=LazyBackend())
+    return model
 
 
 def test_a_prompt_is_encoded_in_a_batch_as_by_itself(sample: Sample) -> None:

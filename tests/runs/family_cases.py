@@ -44,6 +44,7 @@ class FamilyCase:
         has_sound: whether the audio of clips is learned and drawn; one of them has none.
         trained: folders that get a LoRA; by default those that the family trains.
         conditioning: what the cache must hold of an item next to its latents: tensors and their first axes.
+        is_first: whether no case before it has data of its kind and previews of such data.
     """
 
     family: str
@@ -53,6 +54,14 @@ class FamilyCase:
     has_sound: bool = False
     trained: tuple[str, ...] | None = None
     conditioning: tuple[tuple[str, int], ...] = ()
+    is_first: bool = False
+
+    @property
+    def needs(self) -> tuple[object, ...]:
+        """What a run does for it, apart from what its family does."""
+        kinds: object = load_family(self.family).record_kinds  # a property, where they depend on the folder
+        kind = self.kind or (kinds[0] if isinstance(kinds, tuple) else kinds)
+        return kind, self.has_last_frames, self.has_sound, self.trained
 
 
 def cases_of(families: Sequence[str]) -> dict[str, FamilyCase]:
@@ -61,7 +70,10 @@ def cases_of(families: Sequence[str]) -> dict[str, FamilyCase]:
     for name in families:
         found |= _of_each_kind(name)
         found |= {called: case for called, case in LAYOUTS.items() if case.family == name}
-    return found
+    first: dict[object, str] = {}
+    for called, case in found.items():
+        first.setdefault(case.needs, called)
+    return found | {called: replace(found[called], is_first=True) for called in first.values()}
 
 
 def _of_each_kind(name: str) -> dict[str, FamilyCase]:
