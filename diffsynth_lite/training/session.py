@@ -166,7 +166,8 @@ class Run:
         command = StartCommand.of(self.arguments, self.accelerator.num_processes)
         # The first one: a new folder that a kill leaves without a status is known by it.
         texts = {folder.command_file: command.as_text(), folder.resolved_file: loaded.resolved_yaml}
-        if loaded.path.resolve() != folder.resolved_file.resolve():  # which lacks the comments
+        is_from_here = loaded.path.resolve() == folder.resolved_file.resolve()
+        if not (is_from_here and folder.config_file.exists()):  # which has comments
             texts[folder.config_file] = loaded.source_text
         for path, text in texts.items():
             if not path.exists() or path.read_bytes() != text.encode():

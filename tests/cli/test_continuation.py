@@ -1,6 +1,7 @@
 """How a run is continued by what its folder holds, which may be somebody else's."""
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,8 @@ def change(**values: Any) -> Callable[[Path], None]:
         change(arguments=["--config", "a.yaml", "--trust", "train.steps=7"]),
         change(arguments=["--config", "a.yaml", "validation.negative_prompt=REDACTED"]),
         lambda run: (run / "command.json").unlink(),
+        lambda run: ((run / "command.json").unlink(), os.mkfifo(run / "command.json")),
+        lambda run: (run / "command.json").write_text("[" * 100_000),
         lambda _: Path("a.yaml").unlink(),
         lambda _: Path("a.yaml").write_text("train: {stesp: 3}"),
         lambda _: Path("a.yaml").write_text(CONFIG.replace("runs/a", "runs/b")),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from processes import LIMIT_S, wait_for
 from tiny_run import REPOSITORY, UNWATCHED, TinyRun, checkpoint_tensors, differing, forked
 
+from diffsynth_lite.cli.continuation import continuation
 from diffsynth_lite.run_folder.folder import RunFolder
 
 OWN_MACHINE = Path(__file__).with_name("own_machine_train.py")
@@ -75,6 +77,9 @@ def test_two_processes_train_on_the_same_samples_as_one_and_their_machines_share
     program = forked(watched_run, *settings, script=(OWN_MACHINE, 2, machines))
     assert program.wait() == 0, program.printed()
     assert "Runs in 2 processes of 2 machines on the CPU" in program.printed()
+    found = continuation(double)
+    assert found.num_processes == 2
+    assert found.shown.endswith(shlex.join(found.arguments))
     rows = [[row for row in watched_run.metrics(folder) if "loss" in row] for folder in (single, double)]
     for one, other in zip(*rows, strict=True):
         for name in (name for name in one if "loss" in name or "samples_by_noise" in name):
