@@ -17,6 +17,10 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.reading import read_run_file
 
 
+_MOST_PROCESSES = 64
+"""More are not those of one machine, or somebody wants to stop this one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Way:
     """Arguments of ``train`` that lead to a run folder, what they ask for, and where."""
@@ -43,6 +47,8 @@ def continuation(path: Path) -> Continuation:
         way.parsed.resume = source
     arguments = words_of(way.parsed)
     num_processes = started.num_processes if started is not None else 1
+    if num_processes > _MOST_PROCESSES:
+        num_processes = 1
     shown = train_command(arguments, num_processes=num_processes, here=way.working_folder)
     if way.working_folder != Path.cwd():
         shown = f"cd {shlex.quote(str(way.working_folder))} && {shown}"

@@ -48,6 +48,8 @@ def test_the_command_that_started_it_continues_a_run_from_wherever_it_is_asked(
     assert continuation(run).arguments == WORDS
     assert continuation(run).shown == f"cd {shlex.quote(str(tmp_path))} && {found.shown}"
     assert caplog.messages == []
+    change(num_processes=1_000_000)(run)
+    assert continuation(run).num_processes == 1
 
 
 def change(**values: Any) -> Callable[[Path], None]:
