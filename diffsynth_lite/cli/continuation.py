@@ -16,7 +16,6 @@ from diffsynth_lite.run_folder.command import Continuation, StartCommand
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.reading import read_run_file
 
-
 _MOST_PROCESSES = 64
 """More are not those of one machine, or somebody wants to stop this one."""
 
@@ -67,18 +66,16 @@ def continuation(path: Path) -> Continuation:
 
 def _as_started(run: RunFolder, started: StartCommand | None) -> _Way | None:
     """By the command that started the run; None where it is not known, or does not lead to this folder."""
-    if started is None or started.host != socket.gethostname():
+    folder = _folder_here(started)
+    if started is None or folder is None or any(MASK in word for word in started.arguments):
         return None
-    folder = Path(started.working_folder)
-    if not folder.is_dir() or any(MASK in word for word in started.arguments):
-        return None
-    with suppress(UserError):
+    with suppress(UserError, OSError):
         parsed = parse_words(started.arguments)
         file = folder / parsed.config
         # Presets decide nothing that is asked for here, and loading them logs what they change.
         asked = argparse.Namespace(**vars(parsed) | {"presets": []})
         config = load(asked, file if file.exists() else parsed.config).config
-        if (folder / Path(config.output.dir).expanduser()).resolve() == run.path:
+        if _leads_to(run, folder, config):
             return _Way(parsed=parsed, config=config, working_folder=folder)
     return None
 
@@ -95,22 +92,30 @@ def _by_settings(run: RunFolder, started: StartCommand | None) -> _Way:
         raise UserError(f"{file} has {MASK} in the place of a secret: {own_command}")
     parsed = parse_words(["--config", str(file)])
     config = load(parsed, file).config
-    folder = _working_folder(run, config, started)
-    if (folder / Path(config.output.dir).expanduser()).resolve() != run.path:
+    output = Path(config.output.dir).parts
+    if not Path(config.output.dir).is_absolute() and run.path.parts[-len(output) :] == output:
+        folder = Path(*run.path.parts[: -len(output)])
+    else:
+        folder = _folder_here(started) or Path.cwd()
+    if not _leads_to(run, folder, config):
         parsed.overrides = [f"output.dir={run.path}"]
     return _Way(parsed=parsed, config=config, working_folder=folder)
 
 
-def _working_folder(run: RunFolder, config: Config, started: StartCommand | None) -> Path:
-    """The folder to which the paths in a run's settings are relative, as far as this machine has it."""
-    output = Path(config.output.dir).parts
-    if run.path.parts[-len(output) :] == output and not Path(config.output.dir).is_absolute():
-        return Path(*run.path.parts[: -len(output)])
+def _folder_here(started: StartCommand | None) -> Path | None:
+    """The folder that a run was started in, if that was on this machine and it is still there."""
     if started is not None and started.host == socket.gethostname():
         folder = Path(started.working_folder)
-        if folder.is_dir():
-            return folder
-    return Path.cwd()
+        with suppress(OSError):  # no name of a file
+            return folder if folder.is_absolute() and folder.is_dir() else None
+    return None
+
+
+def _leads_to(run: RunFolder, working_folder: Path, config: Config) -> bool:
+    """Whether a config is one of the run in this folder."""
+    with suppress(OSError, RuntimeError):  # no name of a file, or the home of nobody
+        return (working_folder / Path(config.output.dir).expanduser()).resolve() == run.path
+    return False
 
 
 def _resume_source(run: RunFolder, source: str) -> str | None:

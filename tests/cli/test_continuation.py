@@ -15,6 +15,7 @@ from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.command import StartCommand
 
+PLACES = ("~nobody-of-this-name/a", "/" + "a" * 9999, "'\0'", "\ud800", "..", "''")
 CONFIG = "model: {family: qwen_image, path: m}\ndata: {path: d}\noutput: {dir: runs/a}\n"
 WORDS = ("--config", "a.yaml", "--preset", "style", "train.steps=7", "--no-use_gradient_checkpointing")
 
@@ -67,6 +68,9 @@ def change(**values: Any) -> Callable[[Path], None]:
     [
         change(host="elsewhere"),
         change(working_folder="/no/such/folder"),
+        *(change(working_folder=folder) for folder in ("", ".", "/" + "a" * 9999, "/\0")),
+        *(change(arguments=["--config", file]) for file in ("a" * 9999, "\0", "\ud800", "/dev/zero", "/")),
+        *(change(arguments=["--config", "a.yaml", f"output.dir={place}"]) for place in PLACES),
         change(num_processes=0),
         change(arguments=["--config", "a.yaml", 1]),
         change(arguments=["--config", "a.yaml", "--help"]),
