@@ -92,8 +92,12 @@ class _Editor:
         elif value is not None:
             indent = " " * root.value[0][0].start_mark.column if isinstance(root, yaml.MappingNode) else ""
             lines = self._block([f"{indent}{section}:", *_lines(name, value, f"{indent}  ")])
-            end = len(self.text)
-            yield [_Edit(end, end, lines if self._line_start(end) == end else self.line_break + lines)]
+            end, empty = len(self.text), self.line_break * 2
+            begins = self.line_break if self._line_start(end) < end else ""
+            # In a text whose sections have an empty line between them, this one gets one, too.
+            if empty in self.text and not self.text.endswith(empty):
+                begins += self.line_break
+            yield [_Edit(end, end, begins + lines)]
         else:
             yield []
 
@@ -119,6 +123,8 @@ class _Editor:
         end = self._with_remark(self._end(node), key.start_mark.column)
         if not before and not after and not _COMMENT.search(self.text[header.end_mark.index : start]):
             start = self._line_start(header.start_mark.index)
+            if self.text[:start].endswith(self.line_break * 2):  # the empty line before the section
+                start -= len(self.line_break)
         return [_Edit(start, self._next_line(end))]
 
     def _replaced(self, old: _Entry, value: str) -> Iterator[list[_Edit]]:

@@ -194,6 +194,16 @@ def schema_file() -> Path:
     return _recipe_folder() / "schema.json"
 
 
+def schema_line() -> str:
+    """The line by which editors find what settings there are."""
+    return f"# yaml-language-server: $schema={schema_file().resolve().as_uri()}"
+
+
+def recipe_table_file() -> Path:
+    """What is known of each recipe, such as the memory that it needs; a script writes it."""
+    return _recipe_folder() / "recipes.json"
+
+
 def if_in_clone(page: str, clause: str) -> str:
     """A clause that names a page of the docs; empty where there is no such file, as in a wheel."""
     return clause if (Path(__file__).parents[2] / page).is_file() else ""

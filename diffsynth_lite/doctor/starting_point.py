@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from diffsynth_lite.config import Config, find_config_file, load_config
 from diffsynth_lite.config.document import shortened
-from diffsynth_lite.config.files import Preset, if_in_clone, schema_file
+from diffsynth_lite.config.files import Preset, if_in_clone, schema_line
 from diffsynth_lite.data import Record, Source, VideoFacts, find_records
 from diffsynth_lite.data.folder import list_folder
 from diffsynth_lite.data.images import ImageFacts, check_image
@@ -369,11 +369,6 @@ def starting_config(
         lines["data"]["trigger"] = f"  # trigger: my_word  # {remark}"
     blocks = [[f"{section}:", *own.values()] for section, own in lines.items()]
     return "\n\n".join("\n".join(block) for block in [head, *blocks]) + "\n"
-
-
-def schema_line() -> str:
-    """The line by which editors find what settings there are."""
-    return f"# yaml-language-server: $schema={schema_file().resolve().as_uri()}"
 
 
 def _settings(

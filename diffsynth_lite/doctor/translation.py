@@ -19,11 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from diffsynth_lite.config import load_config, section_types
 from diffsynth_lite.config.document import shortened
-from diffsynth_lite.config.files import did_you_mean
+from diffsynth_lite.config.files import did_you_mean, schema_line
 from diffsynth_lite.config.peers import answer_to, setting_named
 from diffsynth_lite.config.settings import FilePath
 from diffsynth_lite.data.records import is_image, is_video
-from diffsynth_lite.doctor.starting_point import StartingPoint, schema_line, setting_line
+from diffsynth_lite.doctor.starting_point import StartingPoint, setting_line
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import family_names
 

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.command import Continuation
+from diffsynth_lite.ui.configs import routes as configs
 from diffsynth_lite.ui.data_sets import routes as data_sets
 from diffsynth_lite.ui.guard import LOOPBACK, Guard
 from diffsynth_lite.ui.home import routes as home
@@ -33,7 +34,7 @@ def build(
         continuation: how the run in a folder is continued; a ``UserError`` where it cannot be.
     """
     application = Starlette(
-        routes=[*home.routes(), *data_sets.routes(), Route("/static/{name}", static_file)]
+        routes=[*home.routes(), *configs.routes(), *data_sets.routes(), Route("/static/{name}", static_file)]
     )
     application.state.workspace = workspace
     application.state.continuation = continuation

@@ -86,7 +86,6 @@ def _require_only_change(text: str, key: str, value: str | None) -> None:
     remarks = [line for line in text.splitlines() if line[:4].strip().startswith("#")]
     assert [line for line in changed.splitlines() if line[:4].strip().startswith("#")] == remarks
     if value is not None:
-        assert with_value(changed, key, value) == changed
         assert len(set(text.splitlines()) - set(changed.splitlines())) <= 1
 
 
@@ -122,6 +121,8 @@ def texts(draw: st.DrawFn) -> str:
 @given(texts(), st.sampled_from(["train.a", "data.b", "lora.c"]), VALUES | st.none())
 def test_in_any_text_only_the_setting_changes(text, key, value):
     _require_only_change(text, key, value)
+    changed = with_value(text, key, value)
+    assert with_value(changed, key, value) == changed
 
 
 def test_what_holds_without_a_file_is_what_those_that_it_extends_have(tmp_path):

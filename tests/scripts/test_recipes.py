@@ -1,12 +1,14 @@
 """Recipes for cards are checked by the count of plan, and there is one for every card."""
 
+import json
 from pathlib import Path
 
 import pytest
 import recipes
-from recipes import HOSTS, RECIPES, main
+from recipes import GIB, HOSTS, RECIPES, main, needs_of
 
 from diffsynth_lite.config import load_config
+from diffsynth_lite.config.files import recipe_table_file
 
 CARDS = Path(__file__).parents[2] / "configs" / "cards"
 
@@ -20,6 +22,14 @@ def test_a_recipe_that_does_not_fit_its_card_is_named(monkeypatch: pytest.Monkey
         "z_image_lora on 12 GB",
         "z_image_lora on 16 GB",
     ]
+
+
+def test_the_table_of_the_screen_has_what_is_counted() -> None:
+    rows = {row["recipe"]: row for row in json.loads(recipe_table_file().read_text(encoding="utf-8"))}
+    ways = {way["recipe"]: way for way in rows["z_image_lora.yaml"]["ways"]}
+    needs = needs_of("z_image_lora")
+    counted = {"device_gib": round(needs.device / GIB, 1), "host_gib": round(needs.host / GIB, 1)}
+    assert ways["z_image_lora.yaml"] | counted == ways["z_image_lora.yaml"], "run scripts/recipe_table.py"
 
 
 def test_every_recipe_for_a_card_belongs_to_a_model_whose_settings_are_those_of_its_own_recipe() -> None:

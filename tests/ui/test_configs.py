@@ -1,0 +1,234 @@
+"""New run and the config screen: the form is a view of a file's text, and changes nothing else in it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from screens import Screen
+
+from diffsynth_lite.config import load_config
+from diffsynth_lite.config.document import read_value, read_yaml
+from diffsynth_lite.config.editing import settings_of
+from diffsynth_lite.config.files import read_config_files, recipe_table_file
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.redaction import Redactor, in_force
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.training.planning.gpus import GPUS
+from diffsynth_lite.ui.configs.draft import MAIN, Value, as_yaml, fields, shown, view_of
+from diffsynth_lite.ui.configs.recipes import needs_of, recipe_named, recipes
+
+CHOICES = {"name": "mug_1", "data": "mug", "recipe": "qwen_lora.yaml", "goal": "likeness", "gpu": "RTX 4090"}
+TEXT = """\
+extends: qwen_24gb.yaml  # for this card
+
+data:
+  path: data/mug
+train:
+  steps: 1500  # a guess
+"""
+
+
+@pytest.fixture
+def data(screen: Screen) -> Path:
+    folder = screen.workspace.data_folder / "mug"
+    folder.mkdir()
+    (folder / "a.png").touch()
+    (folder / "a.txt").write_text("a blue mug: on a table\n")
+    return folder
+
+
+@pytest.fixture
+def draft(screen: Screen) -> Path:
+    path = screen.workspace.configs_folder / "mine.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+class _Jobs:
+    """Takes down what would be started."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Sequence[str], Path]] = []
+
+    def start(self, arguments: Sequence[str], run_folder: Path) -> None:
+        if self.started:
+            raise UserError("one run is there already")
+        self.started.append((arguments, run_folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "words", "file"),
+    [
+        ("qwen_lora", "RTX 4090", "with int8 + streaming", "qwen_24gb"),
+        ("qwen_lora", "RTX 5090", "with int8 + streaming", "qwen_24gb"),
+        ("qwen_lora", "H200", "fits as it is", "qwen_lora"),
+        ("sdxl_lora", "RTX 3060 12GB", "fits as it is", "sdxl_lora"),
+        ("wan_t2v_14b_offload", "RTX 3060 12GB", "with int8 + streaming + shorter clips", "wan_t2v_14b_12gb"),
+        ("flux2_lora", "RTX 3060 8GB", "not on this card", ""),
+    ],
+)
+def test_the_table_knows_what_fits_a_card(name: str, gpu: str, words: str, file: str) -> None:
+    recipe, card = recipe_named(f"{name}.yaml"), next(each for each in GPUS if each.name == gpu)
+    way = recipe.way_for(card)
+    assert recipe.verdict(card).words == words
+    assert (way.recipe if way else "") == (f"{file}.yaml" if file else "")
+
+
+def test_the_table_has_every_recipe_but_those_of_the_mini_models() -> None:
+    folder = recipe_table_file().parent
+    names = {file.name for file in folder.glob("*.yaml") if "quickstart" not in file.name}
+    rows = [recipe.recipe for recipe in recipes()]
+    assert set(rows) == {*names, "ltx_video_13b_48gb.yaml"}, "run scripts/recipe_table.py"
+    cards = {file.name for file in folder.glob("cards/*.yaml")}
+    assert cards <= {way.recipe for recipe in recipes() for way in recipe.ways}
+
+
+def test_new_run_writes_a_config_on_top_of_the_recipe_for_the_card(screen: Screen, data: Path) -> None:
+    assert 'aria-label="qwen_lora.yaml Qwen-Image from a folder of images"' in screen.get("/new").text
+    assert screen.get("/configs/fits?gpu=RTX 4090").json()["qwen_lora.yaml"]["symbol"] == "quarter"
+    assert screen.post("/configs", CHOICES).json() == {"go": "/configs/mug_1/"}
+    path = screen.workspace.configs["mug_1"]
+    assert [file.path.name for file in read_config_files(path)] == [
+        *("qwen_lora.yaml", "qwen_24gb.yaml", "mug_1.yaml")
+    ]
+    config = load_config(path).config
+    assert (config.data.path, config.output.dir) == ("data/mug", "runs/mug_1")
+    assert (config.train.steps, config.lora.rank) == (1000, 16)  # of the goal
+    assert config.validation.prompts[0] == "a blue mug: on a table"
+    # Without a version for the card, its settings are in the config.
+    assert screen.post("/configs", CHOICES | {"name": "b", "recipe": "flux_fill_lora.yaml", "goal": ""})
+    assert load_config(screen.workspace.configs["b"]).config.model.quantize == "int8"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"name": ""}, "Name: none given: use letters"),
+        ({"name": "../x"}, "Name: ../x: use letters"),
+        ({"name": "mine"}, "Name: there is a config mine already"),
+        ({"data": "../mug"}, "Data set: choose one"),
+        ({"recipe": "../../x.yaml"}, "recipe: ../../x.yaml: is not in the table"),
+        ({"goal": "fame"}, "goal: fame: choose one of likeness"),
+        ({"goal": "motion"}, "--preset motion: is for cogvideox"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(screen: Screen, data: Path, draft: Path, given, reason) -> None:
+    refusal = screen.post("/configs", CHOICES | given)
+    assert refusal.status_code == 422
+    assert reason in refusal.json()["error"]
+    assert screen.workspace.configs == {"mine": draft}
+
+
+def test_a_copy_has_a_run_folder_of_its_own(screen: Screen, draft: Path) -> None:
+    run = screen.workspace.runs_folder / "one"
+    run.mkdir()
+    (run / "config.yaml").write_text("output:\n  dir: runs/one  # mine\n")
+    RunFolder(run).write_status("finished", exit_code=0, step=1, message="done")
+    assert "A copy of the config of one" in screen.get("/new?from=one").text
+    assert screen.post("/configs", {"name": "two", "from": "one"}).status_code == 200
+    assert screen.workspace.configs["two"].read_text() == "output:\n  dir: runs/two  # mine\n"
+    assert screen.post("/configs", {"name": "three", "config": "mine"}).status_code == 200
+    assert screen.workspace.configs["three"].read_text() == f"{TEXT}\noutput:\n  dir: runs/three\n"
+    for wrong in ({"from": "../one"}, {"config": "nothing"}):
+        assert screen.post("/configs", {"name": "x"} | wrong).status_code == 404
+
+
+def test_a_field_is_a_view_of_the_text_and_changes_its_setting_only(screen: Screen, draft: Path) -> None:
+    def change(**given: Any) -> dict[str, Any]:
+        return screen.post("/configs/mine/change", {"hash": state["hash"]} | given).json()
+
+    state = screen.get("/configs/mine/state").json()
+    assert (state["extends"], state["own"], state["problems"]) == ("qwen_24gb.yaml", 2, [])
+    state = change(key="train.steps", value="many")
+    assert draft.read_text() == TEXT.replace("1500", "many")
+    field, [problem] = state["values"]["train.steps"], state["problems"]
+    assert field["wrong"].startswith("got 'many'; must be a whole number")
+    assert field["line"] == problem["line"] == 6
+    # Another tab knows an older text: it overwrites nothing, and is shown the newer one.
+    stale = screen.post("/configs/mine/change", {"hash": "x", "key": "train.steps", "value": "3"})
+    assert stale.status_code == 422
+    assert "was changed elsewhere" in stale.json()["error"]
+    assert stale.json()["state"] == state
+    assert draft.read_text() == TEXT.replace("1500", "many")
+    state = change(key="train.steps", value=None)
+    assert draft.read_text() == TEXT[: TEXT.index("train:")]
+    assert state["values"]["train.steps"] == asdict(Value(value="2000", inherited="2000", is_own=False))
+    assert "is not a setting" in change(key="train.sed", value="1")["error"]
+    # As typed, but with the line breaks that the file has.
+    draft.write_bytes(TEXT.replace("\n", "\r\n").encode())
+    state = screen.get("/configs/mine/state").json()
+    state = change(text=f"{TEXT}lora: [\n")
+    assert draft.read_bytes() == f"{TEXT}lora: [\n".replace("\n", "\r\n").encode()
+    assert (state["values"], state["problems"][0]["key"]) == ({}, "")
+    assert "must be put right first" in change(key="lora.rank", value="4")["error"]
+
+
+def test_the_page_names_each_field_and_shows_a_text_as_it_is(screen: Screen, draft: Path) -> None:
+    idle = "validation:\n  prompts: []\n  width: 64\nlogging:\n  project: s3cret-token\n"
+    draft.write_text(f"# </script><b>\n{TEXT}{idle}")
+    with in_force(Redactor({"MY_TOKEN": "s3cret-token"})):
+        page = screen.get("/configs/mine/").text
+    assert "s3cret-token" in page  # a mask would be saved over it
+    assert "</script><b>" not in page
+    for key, field in fields().items():
+        assert f'<label for="{key}">{field.label} <code>{key}</code></label>' in page
+        assert f'id="{key}-wrong"' in page
+    assert "has no effect without validation.prompts" in page
+    assert list(fields())[:12] == [key for group in MAIN.values() for key in group]
+    draft.write_text("data: [\n")
+    assert screen.get("/configs/mine/").status_code == 200
+    draft.write_bytes(b"\xff")
+    assert screen.get("/configs/mine/").status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "written"),
+    [
+        ("train.steps", " 7 ", "7"),
+        ("train.steps", "7 # b", '"7 # b"'),
+        ("train.steps", "", "null"),
+        ("data.trigger", "skz mug", "skz mug"),
+        ("data.trigger", "a, b: c", '"a, b: c"'),
+        ("data.trigger", "null", '"null"'),
+        ("data.trigger", "", "null"),
+        ("output.dir", "", '""'),
+        ("data.resolutions", "512, 768", "[512, 768]"),
+        ("data.resolutions", "512 [", '[512, "["]'),
+        ("data.resolutions", "", "[]"),
+        ("validation.prompts", "a mug\n\n b, c ", '[a mug, "b, c"]'),
+        ("lora.target_modules", "attention", "attention"),
+        ("lora.target_modules", "to_q\nto_k", "[to_q, to_k]"),
+        ("lora.target_modules", "", "null"),
+        ("memory.auto", "true", "true"),
+        ("data.sources", "[{path: a},\n {path: b}]", "[{path: a}, {path: b}]"),
+        ("data.sources", "", "[]"),
+    ],
+)
+def test_what_is_typed_is_written_as_its_setting_has_it(key: str, typed: str, written: str) -> None:
+    assert as_yaml(fields()[key], typed) == written
+
+
+def test_what_a_field_shows_is_what_it_writes() -> None:
+    for path in sorted(recipe_table_file().parent.glob("*.yaml"))[::5]:
+        for key, node in settings_of(read_config_files(path)).items():
+            field = fields()[key]
+            written = read_yaml(f"x: {as_yaml(field, shown(field, node))}").value[0][1]
+            assert read_value(written, field.schema) == read_value(node, field.schema)
+
+
+def test_the_memory_of_a_recipe_is_shown_until_the_config_changes_it(draft: Path) -> None:
+    needs = needs_of(view_of(draft, TEXT))
+    assert needs.startswith("20.7 GiB of the card, and ")
+    assert needs_of(view_of(draft, f"{TEXT}lora:\n  rank: 8\n")) == ""
+    assert needs_of(view_of(draft, "data:\n  path: a\n")) == ""
+
+
+def test_start_is_the_command_of_the_config_and_refused_with_the_reason(screen: Screen, draft: Path) -> None:
+    jobs = screen.client.app._app.state.jobs = _Jobs()
+    assert screen.post("/configs/mine/start").json() == {"go": "/runs/qwen_lora/"}
+    assert jobs.started == [(["--config", "configs/mine.yaml"], Path("runs/qwen_lora"))]
+    assert screen.post("/configs/mine/start").json() == {"error": "one run is there already"}
+    draft.write_text(f"{TEXT}  sed: 1\n")
+    assert "train.sed: unknown key" in screen.post("/configs/mine/start").json()["error"]
