@@ -32,7 +32,7 @@
     const [tick, text] = [cell.querySelector("input"), cell.querySelector("textarea")];
     cell.setAttribute("aria-label", item.file);
     cell.dataset.file = item.file;
-    cell.querySelector("img").src = thumbnail(item);
+    if (item.version) cell.querySelector("img").src = thumbnail(item);
     cell.querySelector(".foot .clip").textContent = item.file;
     cell.querySelector(".foot .clip").title = item.file;
     tick.setAttribute("aria-label", `Choose ${item.file}`);
@@ -58,7 +58,8 @@
     const cell = cells.get(item.file);
     if (!cell) return;
     const text = cell.querySelector("textarea");
-    if (!item.typed) text.value = item.caption;
+    const value = item.typed ?? item.caption;
+    if (text.value.trim() !== value.trim()) text.value = value; // A space at the end stays for what is typed next.
     const facts = found?.[item.file] ?? {};
     const bad = (item.unsaved && "Not saved") || item.problem || facts.problem;
     const odd = (kinds.missing(item) && "No caption") || (facts.equal && `Equal to ${facts.equal}`)
@@ -83,7 +84,7 @@
     byId("page-before").disabled = first === 0;
     byId("page-after").disabled = first + PAGE_SIZE >= shown.length;
     byId("empty").hidden = items.length > 0;
-    byId("shown").hidden = items.length === 0;
+    byId("shown").hidden = byId("views").hidden = items.length === 0;
     select(now.includes(current) ? current : now[0]);
     summarize();
   }
@@ -131,7 +132,8 @@
     cells.get(item.file)?.setAttribute("aria-current", "true");
     const { width, height, bytes } = found?.[item.file] ?? {};
     const size = bytes < 1e6 ? `${Math.ceil(bytes / 1e3)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
-    byId("large").src = thumbnail(item, data.name, "panel");
+    byId("large").hidden = !item.version;
+    if (item.version) byId("large").src = thumbnail(item, data.name, "panel");
     byId("large").alt = item.file;
     byId("name").textContent = item.file;
     byId("facts").textContent = width ? `${width.toLocaleString("en")} x ${height.toLocaleString("en")}, ${size}` : "";
@@ -152,7 +154,13 @@
     const old = new Map(items.map((item) => [item.file, item]));
     const isSame = given.items.length === items.length && given.items.every(({ file, version }) => old.get(file)?.version === version);
     problems = given.problems;
-    items = given.items.map((item) => Object.assign(old.get(item.file) ?? {}, item));
+    items = given.items.map((item) => {
+      const kept = old.get(item.file);
+      if (!kept) return item;
+      for (const key of ["locked", "problem", "companions"]) delete kept[key];
+      // What was typed goes on from the caption that was there then; the server finds one that is newer.
+      return Object.assign(kept, item, kept.typed === undefined ? {} : { caption: kept.caption });
+    });
     for (const file of chosen) if (!given.items.some((item) => item.file === file)) chosen.delete(file);
     if (!isSame || !shown.length) {
       filter();
@@ -192,7 +200,7 @@
 
   async function apply(changes) {
     const late = await send(changes).catch(() => null);
-    if (late) for (const { item } of changes) { item.typed = false; refresh(item); }
+    if (late) for (const { item } of changes) { item.typed = undefined; refresh(item); }
     summarize();
     return late && changes.length - late.length;
   }
@@ -200,15 +208,14 @@
   // Saves what was typed into one caption; what is typed meanwhile is saved after it.
   async function save(item) {
     clearTimeout(item.pause);
-    const text = cells.get(item.file)?.querySelector("textarea");
-    if (!item.typed || item.isSaving || !text) return;
+    const caption = item.typed;
+    if (caption === undefined || item.isSaving) return;
     item.isSaving = true;
-    const caption = text.value;
     const late = await send([{ item, caption }]).catch(() => null);
     item.isSaving = false;
     item.unsaved = late === null;
-    item.typed = late === null || (text.value !== caption && !late.length);
-    if (item.typed && late) item.pause = setTimeout(save, PAUSE_MS, item);
+    if (late?.length || (late && item.typed === caption)) item.typed = undefined;
+    else if (late) item.pause = setTimeout(save, PAUSE_MS, item);
     refresh(item);
     summarize();
   }
@@ -221,7 +228,7 @@
   grid.addEventListener("input", ({ target }) => {
     if (target.tagName !== "TEXTAREA") return;
     const item = itemAt(target);
-    item.typed = true;
+    item.typed = target.value;
     clearTimeout(item.pause);
     item.pause = setTimeout(save, PAUSE_MS, item);
   });
@@ -233,7 +240,10 @@
     refresh(item);
     summarize();
   });
-  grid.addEventListener("focusin", ({ target }) => select(itemAt(target)));
+  grid.addEventListener("focusin", ({ target }) => {
+    select(itemAt(target));
+    items.filter((item) => item.unsaved).forEach(save);
+  });
   grid.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
     event.preventDefault();
@@ -255,7 +265,7 @@
   byId("after").addEventListener("click", () => go(1));
   byId("page-before").addEventListener("click", () => turn(-1));
   byId("page-after").addEventListener("click", () => turn(1));
-  addEventListener("beforeunload", (event) => { if (items.some((item) => item.typed)) event.preventDefault(); });
+  addEventListener("beforeunload", (event) => { if (items.some((item) => item.typed !== undefined)) event.preventDefault(); });
 
   // Changes of all captions that are shown, on all pages.
 
@@ -315,7 +325,14 @@
     ui.say(said);
   }
   byId("undo").addEventListener("click", undo);
-  byId("clear").addEventListener("click", () => { chosen.clear(); items.forEach(refresh); summarize(); });
+  for (const [id, picked] of [["clear", () => []], ["choose-all", () => shown]]) {
+    byId(id).addEventListener("click", () => {
+      chosen.clear();
+      for (const item of picked()) chosen.add(item.file);
+      items.forEach(refresh);
+      summarize();
+    });
+  }
   byId("trash").addEventListener("click", async () => {
     const { said } = await ui.post(`${base}trash`, { files: [...chosen], config: data.config }).catch(() => ({}));
     if (!said) return;
@@ -363,7 +380,9 @@
     });
   }
 
-  for (const chip of document.querySelectorAll("[name=show]")) chip.addEventListener("change", filter);
+  for (const chip of document.querySelectorAll("[name=show]")) {
+    chip.addEventListener("change", () => { chosen.clear(); filter(); });
+  }
   byId("config")?.addEventListener("change", ({ target }) => location.assign(target.value ? `?config=${encodeURIComponent(target.value)}` : "."));
   document.addEventListener("visibilitychange", () => { if (!document.hidden) reload(); });
   take(data);
