@@ -55,11 +55,16 @@ class ProgressLog:
         self._clock = clock
         self._started = self._reported = clock()
         self._done = 0
-        self._watch(phase, 0, total)
+        if total:
+            self._watch(phase, 0, total)
 
-    def advance(self, steps: int = 1) -> None:
-        """Count one step, or several."""
-        before, self._done = self._done, self._done + steps
+    def advance(self) -> None:
+        """Count one step."""
+        self.reach(self._done + 1)
+
+    def reach(self, done: int) -> None:
+        """So many steps are done."""
+        before, self._done = self._done, done
         self._watch(self._phase, self._done, self._total)
         if self._text is None:
             return

@@ -387,14 +387,47 @@ def outcome_recorded(
     Args:
         saved_step: returns the step of the newest checkpoint, for the status of a run that ends early.
     """
-    before = folder.read_status()
-    folder.write_status("running", exit_code=None, step=start_step, message="started")
     remarks: list[str] = []
-    try:
+    with _end_recorded(folder, saved_step, DifferentRunError):
+        folder.write_status("running", exit_code=None, step=start_step, message="started")
         yield remarks
+    message = "; ".join(["finished", *remarks])
+    folder.write_last_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message=message)
+
+
+@contextmanager
+def preparation_recorded(folder: RunFolder, saved_step: Callable[[], int]) -> Iterator[None]:
+    """Scope before a run begins, whose status may show what is prepared, and afterwards is as it was.
+
+    Where it ends early the status shows how; a run that is there keeps its own if its command was wrong.
+
+    Args:
+        saved_step: as in :func:`outcome_recorded`.
+    """
+    before = folder.read_status()
+    with _end_recorded(folder, saved_step, UserError):
+        yield
+    if before is not None and folder.read_status() != before:
+        write_json(folder.status_file, before)
+    elif before is None and folder.read_status() is not None:
+        folder.status_file.unlink()
+
+
+@contextmanager
+def _end_recorded(
+    folder: RunFolder, saved_step: Callable[[], int], left_out: type[UserError]
+) -> Iterator[None]:
+    """Scope after which the status shows how it ended, where that was by an error.
+
+    Args:
+        left_out: an error that leaves the status of an earlier start as it was.
+    """
+    before = folder.read_status()
+    try:
+        yield
     except BaseException as error:
         try:
-            if isinstance(error, DifferentRunError) and before is not None:
+            if isinstance(error, left_out) and before is not None:
                 write_json(folder.status_file, before)
             else:
                 message = str(error) or type(error).__name__
@@ -406,8 +439,6 @@ def outcome_recorded(
             if str(failure) != str(error):
                 logger.warning("%s could not be written: %s", folder.status_file, failure)
         raise
-    message = "; ".join(["finished", *remarks])
-    folder.write_last_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message=message)
 
 
 def folder_is_gone(path: Path) -> str:

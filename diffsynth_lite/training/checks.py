@@ -84,9 +84,25 @@ class CheckedRun(CheckedData):
 
 
 def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> CheckedRun:
-    """Check paths, data, sizes, targets and blocks; no weights are loaded.
+    """Check as :func:`check_before_download`, and download the weights when there is nothing wrong.
 
-    Those of a model of the hub are downloaded when there is nothing wrong.
+    Args:
+        part: whose training records are read; the held-out ones are all there.
+    """
+    checked = check_before_download(config, accelerator, part)
+    download_model(checked, accelerator)
+    return checked
+
+
+def download_model(checked: CheckedRun, accelerator: Accelerator) -> None:
+    """Get the weights of a model of the hub, and check that all processes have the same."""
+    for each in (checked.family, checked.preview_family):
+        on_all_processes(accelerator, each.folder.download_weights, each.components)
+    require_same_model(accelerator, checked.family)
+
+
+def check_before_download(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> CheckedRun:
+    """Check paths, data, sizes, targets and blocks; no weights are needed.
 
     Args:
         part: whose training records are read; the held-out ones are all there.
@@ -118,9 +134,6 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
         if warning is not None:
             logger.warning("%s", warning)
     adapter = from_main_process(accelerator, training_adapter_digest, config, family)
-    for each in (family, checked.preview_family):
-        on_all_processes(accelerator, each.folder.download_weights, each.components)
-    require_same_model(accelerator, family)
     return replace(checked, training_adapter=adapter)
 
 

@@ -20,7 +20,7 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.progress_log import Phase, watched
 from diffsynth_lite.report.page import ReportWriter
 from diffsynth_lite.run_folder.command import StartCommand
-from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
+from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded, preparation_recorded
 from diffsynth_lite.run_folder.metrics import MetricsLog
 from diffsynth_lite.run_folder.progress import RunningStatus, StepReport
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint
@@ -31,7 +31,12 @@ from diffsynth_lite.training.checkpoint.resume import (
     settings_fingerprint,
 )
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.checks import CheckedRun, check_run, with_placeholders
+from diffsynth_lite.training.checks import (
+    CheckedRun,
+    check_before_download,
+    download_model,
+    with_placeholders,
+)
 from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.distributed.agreement import on_main_process
 from diffsynth_lite.training.distributed.context import check_context, context_of
@@ -184,11 +189,9 @@ class Run:
 
         Remarks that are put into the list are part of the message of a run that finished.
         """
+        total_steps = self.config.train.steps
         outcome = outcome_recorded(
-            self.folder,
-            lambda: max(self.store.steps(), default=0),
-            start_step=start_step,
-            total_steps=self.config.train.steps,
+            self.folder, self._saved_step, start_step=start_step, total_steps=total_steps
         )
         self.status.step = start_step
         kernels = deterministic_kernels() if self.config.train.deterministic else nullcontext()
@@ -202,6 +205,19 @@ class Run:
                 self.accelerator.free_memory()
                 for tracker in self.accelerator.trackers:
                     tracker.finish()
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Scope of what comes before it is known whether the run may begin, such as a download."""
+        self.status.step = self._saved_step()
+        with ExitStack() as held:
+            scope = preparation_recorded(self.folder, self._saved_step)
+            on_main_process(self.accelerator, held.enter_context, scope)
+            held.enter_context(watched(self._watch))
+            yield
+
+    def _saved_step(self) -> int:
+        return max(self.store.steps(), default=0)
 
     def begin_steps(self) -> None:
         """Let requests to stop wait for the end of a step from now on; call it on all processes.
@@ -288,7 +304,7 @@ def open_run(
         accelerator = build_accelerator(config, folder.path / "trackers")
         check_sharding(config, accelerator)
         check_context(config, accelerator)
-        checked = check_run(with_placeholders(config), accelerator)
+        checked = check_before_download(with_placeholders(config), accelerator)
         checked.family.shards = shards_of(config, checked.family, accelerator)
         checked.family.context = context_of(config, checked.family, accelerator)
     run = Run(
@@ -314,6 +330,8 @@ def open_run(
         on_main_process(accelerator, held.enter_context, folder.lock())
         on_main_process(accelerator, remove_old_requests, folder.path)
         on_main_process(accelerator, run.write_first_settings)
+        with clock.stage("checks"), run.prepared():
+            download_model(checked, accelerator)
         yield run
 
 

@@ -25,6 +25,7 @@ class Hub:
         files: of the branch, by path.
         fetched: paths of the files whose content was sent, whole or not.
         broken: paths of files that break off in the middle.
+        gate: the error code with which nobody is let in to the files, with 401; None lets all in.
         requests: all of them.
         exists: whether the repository is there; it is made when a client asks for that.
         is_private: whether only its owner sees it.
@@ -40,6 +41,7 @@ class Hub:
         self.files = files
         self.fetched: list[str] = []
         self.broken: set[str] = set()
+        self.gate: str | None = None
         self.requests: list[str] = []
         self.exists, self.is_private, self.token = True, False, "hf_token"
         self.commits: list[list[str]] = []
@@ -92,7 +94,11 @@ class _Handler(BaseHTTPRequestHandler):
         kind, _, rest = path.partition("/")
         revision, _, name = rest.partition("/")
         files = hub.at(revision)
-        if kind == "revision":
+        if kind == "auth-check" and hub.gate is not None:
+            self.answer_missing(hub.gate, status=401)
+        elif kind == "auth-check":
+            self.answer_json({})
+        elif kind == "revision":
             self.answer(json.dumps({"id": REPOSITORY, "sha": hub.commit, "siblings": []}).encode())
         elif kind == "tree":
             entries = [
@@ -105,8 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.answer_missing("EntryNotFound")
 
-    def answer_missing(self, code: str) -> None:
-        self.send_response(404)
+    def answer_missing(self, code: str, *, status: int = 404) -> None:
+        self.send_response(status)
         self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")
         self.end_headers()

@@ -24,6 +24,7 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder, resolve_folder
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.flux import Flux, tiny
+from diffsynth_lite.progress_log import watched
 from diffsynth_lite.training.checks import bind_family, check_run
 
 COMPONENTS = ("transformer", "text_encoder", "text_encoder_2", "vae")
@@ -229,6 +230,44 @@ def test_an_interrupted_download_goes_on_with_the_files_that_lack(
     hub.fetched = []
     fetched_family(tmp_path)
     assert hub.fetched == []
+
+
+def test_a_download_reports_its_bytes_and_ends_where_a_run_is_to_stop(hub: Hub) -> None:
+    folder, seen, needed = resolve_folder(REPOSITORY), [], sum(len(hub.files[name]) for name in WEIGHTS)
+
+    def watch(phase: str, done: int, total: int) -> None:
+        seen.append((phase, done, total))
+        if done:
+            raise RunInterrupted("STOP before the first step")
+
+    with pytest.raises(RunInterrupted, match="STOP before the first step"), watched(watch):
+        folder.download_weights(COMPONENTS)
+    assert seen[0] == ("downloading", 0, needed)
+    there = sum((folder.path / name).exists() for name in WEIGHTS)
+    assert there < len(WEIGHTS)
+    with watched(lambda *progress: seen.append(progress)):
+        folder.download_weights(COMPONENTS)
+    assert seen[-1][1:] == (seen[-1][2], seen[-1][2])
+    folder.require_weights(COMPONENTS)
+
+
+@pytest.mark.parametrize(
+    ("code", "token", "message"),
+    [
+        ("GatedRepo", None, r"model\.path: owner/name is gated: .* then log in with `hf auth login`$"),
+        ("GatedRepo", "hf_x", r"is gated: accept its terms on its hub page, as the account of the token in"),
+        ("", "hf_x", r"model\.path: the hub refuses the token in use \(HF_TOKEN, .* for owner/name: log in"),
+    ],
+)
+def test_whoever_is_not_let_in_is_told_before_a_weight_is_fetched(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, code: str, token: str | None, message: str
+) -> None:
+    folder, hub.gate = resolve_folder(REPOSITORY), code
+    monkeypatch.setattr("diffsynth_lite.pipelines.base.folder.hub.get_token", lambda: token)
+    with pytest.raises(UserError, match=message) as refused:
+        folder.download_weights(COMPONENTS)
+    assert "\n" not in str(refused.value)
+    assert not [name for name in hub.fetched if name.endswith(".safetensors")]
 
 
 def test_a_download_that_somebody_stops_reports_how_it_resumes(

@@ -25,7 +25,7 @@ from diffsynth_lite.errors import (
     UserError,
 )
 from diffsynth_lite.run_folder import folder as run_folder
-from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
+from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded, preparation_recorded
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 
@@ -395,6 +395,32 @@ def test_a_different_run_leaves_the_status_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(DifferentRunError), recorded(tmp_path):
         raise DifferentRunError("another rank")
     assert status(tmp_path) == before
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize(
+    ("error", "state", "state_of_run"),
+    [
+        (None, None, "finished"),
+        (UserError("model.path: gated"), "failed", "finished"),
+        (RunInterrupted("STOP"), "interrupted", "interrupted"),
+    ],
+)
+def test_what_is_prepared_shows_in_the_status_and_leaves_it_as_it_was_unless_it_ends_there(
+    tmp_path: Path, has_run: bool, error: BaseException | None, state: str | None, state_of_run: str
+) -> None:
+    if has_run:
+        with recorded(tmp_path):
+            pass
+    folder = RunFolder(tmp_path)
+    before = folder.read_status()
+    with suppress(UserError, RunInterrupted), preparation_recorded(folder, lambda: 0):
+        folder.write_status("running", exit_code=None, step=0, message="downloading")
+        if error is not None:
+            raise error
+    after = folder.read_status()
+    assert (after and after["state"]) == (state_of_run if has_run else state)
+    assert error is not None or after == before
 
 
 @pytest.mark.parametrize("error", [RunStoppedError("no space left"), None])

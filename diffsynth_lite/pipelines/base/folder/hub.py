@@ -8,11 +8,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path, PurePosixPath
+from threading import Lock
+from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
@@ -20,10 +24,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # not listed there
+from huggingface_hub.utils import WeakFileLock, tqdm  # type: ignore[attr-defined]  # not listed there
 
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import RunInterrupted, UserError
+from diffsynth_lite.progress_log import ProgressLog
 
 logger = logging.getLogger(__name__)
 
@@ -117,15 +122,27 @@ class HubCommit:
             )
         return missing
 
-    def fetch_weights(self, paths: Iterable[str]) -> None:
+    def require_access(self) -> None:
+        """Check that files may be downloaded.
+
+        Raises:
+            UserError: the repository is gated, or the hub refuses the token.
+        """
+        with _explained(self.repository):
+            HfApi().auth_check(self.repository)
+
+    def fetch_weights(self, paths: Iterable[str], bars: type[tqdm]) -> None:
         """Get files.
+
+        Args:
+            bars: shows how far it is.
 
         Raises:
             UserError: the download failed.
             RunInterrupted: somebody stopped it.
         """
         try:
-            self._fetch([glob.escape(path) for path in paths])
+            self._fetch([glob.escape(path) for path in paths], tqdm_class=bars)
         except KeyboardInterrupt:
             raise RunInterrupted(f"downloading {self.repository} was interrupted. {_GOES_ON}") from None
 
@@ -140,24 +157,30 @@ class HubCommit:
         folder.mkdir(parents=True, exist_ok=True)
         return WeakFileLock(folder / "weights.lock")
 
-    def _fetch(self, allow_patterns: list[str], ignore_patterns: list[str] | None = None) -> None:
+    def _fetch(
+        self,
+        allow_patterns: list[str],
+        ignore_patterns: list[str] | None = None,
+        tqdm_class: type[tqdm] | None = None,
+    ) -> None:
         with _explained(self.repository):
             snapshot_download(
                 self.repository,
                 revision=self.path.name,
                 allow_patterns=allow_patterns,
                 ignore_patterns=ignore_patterns,
+                tqdm_class=tqdm_class,
             )
 
 
 def fetch_all(wanted: Mapping[HubCommit, Mapping[str, int]]) -> None:
-    """Get files of several repositories that are not there yet; begins only where all of them fit.
+    """Get files of several repositories that are not there yet; begins only where all fit and may be fetched.
 
     Args:
         wanted: bytes, by path in the repository.
 
     Raises:
-        UserError: the disk has no room for them, or the download failed.
+        UserError: the disk has no room for them, a repository is gated, or the download failed.
         RunInterrupted: somebody stopped it.
     """
     missing = {hub: lacking for hub, files in wanted.items() if (lacking := hub.missing(files))}
@@ -170,8 +193,38 @@ def fetch_all(wanted: Mapping[HubCommit, Mapping[str, int]]) -> None:
                 f"are to be downloaded, but the disk of {hub.cache} has {format_bytes(free)} free; free "
                 f"some, or {_OTHER_DISK}"
             )
+        hub.require_access()
+    if not missing:
+        return
+    progress, before = ProgressLog(None, needed, phase="downloading"), 0
     for hub, files in missing.items():
-        hub.fetch_weights(files)
+        hub.fetch_weights(files, _reporting_bars(progress, before, needed))
+        before += sum(files.values())
+
+
+def _reporting_bars(progress: ProgressLog, before: int, needed: int) -> type[tqdm]:
+    """The hub's progress bars, which also report the bytes that are here.
+
+    Args:
+        before: bytes of what was downloaded before.
+    """
+    lock, counts = Lock(), dict[int, int]()
+
+    class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self._counts_bytes = settings.get("unit") == "B"
+            super().__init__(*args, **settings)  # type: ignore[no-untyped-call]
+
+        def update(self, number: float | None = 1) -> bool | None:
+            if self._counts_bytes:
+                with lock:  # The files are downloaded in several threads.
+                    counts[id(self)] = counts.get(id(self), 0) + int(number or 0)
+                    # The hub may show twice how the same bytes arrive.
+                    progress.reach(min(before + max(counts.values()), needed))
+            shown: bool | None = super().update(number)
+            return shown
+
+    return ReportingBar
 
 
 def _settings_in(subfolders: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -185,6 +238,7 @@ def _settings_in(subfolders: Iterable[str]) -> tuple[list[str], list[str]]:
     return allowed, ["*/" * (deepest + 1) + "*"]
 
 
+_TOKEN = "the token in use (HF_TOKEN, or that of `hf auth login`)"
 _OTHER_DISK = "set HF_HOME to a folder on another disk"
 _GOES_ON = "The same command continues with it: files that are complete stay, the others begin again."
 
@@ -196,17 +250,8 @@ _NO_FOLDER = ", and there is no local folder of that name"
 def _explained(repository: str, revision: str | None = None, *, besides: str = _NO_FOLDER) -> Iterator[None]:
     try:
         yield
-    except GatedRepoError:
-        raise UserError(
-            f"model.path: {repository} is gated: accept its terms on its hub page, "
-            "then log in with `hf auth login`"
-        ) from None
-    except RevisionNotFoundError:
-        raise UserError(f"model.revision: {repository} has no revision {revision!r}") from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"model.path: the hub has no repository {repository} (or it is private: `hf auth login`){besides}"
-        ) from None
+    except HfHubHTTPError as error:
+        raise UserError(_refusal(error, repository, revision, besides)) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         raise UserError(
             f"model.path: the hub cannot be reached and {repository} is not in the local cache, or not "
@@ -214,10 +259,38 @@ def _explained(repository: str, revision: str | None = None, *, besides: str = _
         ) from None
     except HFValidationError:
         raise UserError(f"model.path: {repository!r} is neither a local folder nor a valid hub id") from None
-    except Exception as error:  # of the connection, of the hub, of the disk
-        is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(
-            f"model.path: downloading {repository} failed ({reason})"
-            f"{f'; free some space, or {_OTHER_DISK}' if is_full else ''}. {_GOES_ON}"
-        ) from error
+    except Exception as error:  # of the connection, of the disk
+        raise UserError(_failure(error, repository)) from error
+
+
+def _refusal(error: HfHubHTTPError, repository: str, revision: str | None, besides: str) -> str:
+    """The message about an error that the hub answers with."""
+    has_token = get_token() is not None
+    if isinstance(error, GatedRepoError):
+        login = "then log in with `hf auth login`"
+        if has_token:
+            login = (
+                f"as the account of {_TOKEN}; a fine-grained one must also allow public gated repositories"
+            )
+        return f"model.path: {repository} is gated: accept its terms on its hub page, {login}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"model.revision: {repository} has no revision {revision!r}"
+    if error.response.status_code == HTTPStatus.UNAUTHORIZED and has_token:
+        return (
+            f"model.path: the hub refuses {_TOKEN} for {repository}: log in again with `hf auth login`, or "
+            "unset it where the repository is public"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"model.path: the hub has no repository {repository} (or it is private: `hf auth login`){besides}"
+        )
+    return _failure(error, repository)
+
+
+def _failure(error: Exception, repository: str) -> str:
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return (
+        f"model.path: downloading {repository} failed ({reason})"
+        f"{f'; free some space, or {_OTHER_DISK}' if is_full else ''}. {_GOES_ON}"
+    )
