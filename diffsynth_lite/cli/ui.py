@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import webbrowser
+from collections.abc import Mapping
 from pathlib import Path
 
 from diffsynth_lite.cli.console import print_lines
@@ -68,7 +69,7 @@ def run(parsed: argparse.Namespace) -> None:
                 f"It listens on all addresses of this machine, port {port}; who has the address above can "
                 "train, read and remove files here."
             )
-        if _opens_browser() if parsed.open is None else parsed.open:
+        if opens_browser(os.environ, sys.platform) if parsed.open is None else parsed.open:
             webbrowser.open(address)
         try:
             guard = build(workspace, token=token, continuation=continuation, behind=behind)
@@ -77,9 +78,14 @@ def run(parsed: argparse.Namespace) -> None:
             logger.info("Ended; runs that it started continue.")
 
 
-def _opens_browser() -> bool:
-    """Whether this machine has a display that the person looks at."""
-    if any(name in os.environ for name in ("SSH_CONNECTION", "SSH_TTY")):
+def opens_browser(variables: Mapping[str, str], platform: str) -> bool:
+    """Whether a machine has a display that the person looks at.
+
+    Args:
+        variables: of the environment.
+        platform: as ``sys.platform`` names it.
+    """
+    if any(name in variables for name in ("SSH_CONNECTION", "SSH_TTY")):
         return False
-    has_display = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
-    return has_display or sys.platform in ("darwin", "win32")
+    has_display = any(variables.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    return has_display or platform in ("darwin", "win32")

@@ -234,7 +234,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= _FILTERS
+    environment.filters |= FILTERS
     return environment
 
 
@@ -342,7 +342,7 @@ def _shared_prompt(prompt: str, of_runs: Sequence[Mapping[int, Preview]]) -> Sha
     return SharedPrompt(prompt=prompt, steps=steps, previews=previews)
 
 
-_FILTERS = {
+FILTERS = {
     "duration": duration,
     # Seconds since 1970 as ISO 8601 in UTC, which the page's script shows in local time.
     "moment": lambda seconds: datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds"),

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from diffsynth_lite.doctor.machine import ask_driver
 from diffsynth_lite.redaction import redacted
-from diffsynth_lite.report.page import duration
+from diffsynth_lite.report.page import FILTERS
 from diffsynth_lite.ui.workspace import Workspace
 
 _STATIC_FOLDERS = ("ui/static", "ui/home", "ui/runs", "ui/data_sets", "ui/configs", "report", "report/vendor")
@@ -123,7 +123,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["duration"] = duration
+    made.filters |= FILTERS
     return made
 
 

@@ -7,6 +7,7 @@ import pytest
 
 TEXT, EDGE = 4.5, 3.0
 """The least contrast of texts, and of edges, icons and lines, by WCAG 2.2 AA."""
+SHEETS = ("report/style.css", "ui/static/ui.css")
 SURFACES = ("paper", "side", "soft", "raised")
 STATES = ("good", "warn", "stop")
 SOFT = tuple(f"{state}-soft" for state in STATES)
@@ -14,7 +15,7 @@ COLOURS = {
     name: (light or both, dark or both)
     for name, light, dark, both in re.findall(
         r"--([\w-]+): (?:light-dark\(#(\w{6}), #(\w{6})\)|#(\w{6}));",
-        files("diffsynth_lite.report").joinpath("style.css").read_text(),
+        "".join(files("diffsynth_lite").joinpath(sheet).read_text() for sheet in SHEETS),
     )
 }
 
@@ -37,7 +38,9 @@ def contrast(first: str, second: str) -> float:
         (("accent",), (*SURFACES, "accent-soft", *SOFT), TEXT),
         (STATES, SURFACES, TEXT),
         *(((state,), (f"{state}-soft",), TEXT) for state in STATES),
+        (("ink-3",), SURFACES, TEXT),
         (("on-veil",), ("veil",), TEXT),
+        (("on-fill",), ("accent-fill", "accent-press", "stop-fill"), TEXT),
         (("edge",), (*SURFACES, *SOFT), EDGE),
         (("accent",), ("matte", "track"), EDGE),
         (tuple(f"line-{place}" for place in range(1, 7)), ("paper",), EDGE),

@@ -1,7 +1,12 @@
-"""A client that is signed in to the screen of a workspace."""
+"""The screen of a workspace: a client that is signed in to it, and a server in a process of its own."""
 
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.testclient import TestClient
@@ -51,3 +56,41 @@ def signed_in(workspace: Workspace, *, token: str = "the-token", behind: str | N
     assert secret is not None
     cookie = {"cookie": page.headers["set-cookie"].partition(";")[0]}
     return Screen(workspace, client, cookie, {"x-diffsynth-secret": secret[1]})
+
+
+@dataclass
+class Server:
+    """A server in a process of its own.
+
+    Attributes:
+        address: that it printed, with the token.
+    """
+
+    process: subprocess.Popen[str]
+    address: str
+
+    @property
+    def root(self) -> str:
+        """The address without the token."""
+        return self.address.partition("/?")[0]
+
+    def kill(self) -> None:
+        """End it as a power cut does."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def server_process(workspace: Path, *, port: int = 0) -> Iterator[Server]:
+    """A server on a workspace, as the command starts it."""
+    command = [sys.executable, "-m", "diffsynth_lite.cli.main", "ui", str(workspace), "--no-open"]
+    process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        found = re.search(r"http://\S+", process.stdout.readline())
+        assert found is not None
+        server = Server(process, found[0])
+        try:
+            yield server
+        finally:
+            server.kill()

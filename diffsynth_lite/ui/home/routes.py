@@ -1,5 +1,6 @@
 """This file shows Home, and takes in what is changed there."""
 
+from collections import Counter
 from pathlib import Path
 
 from starlette.requests import Request
@@ -7,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.ui.home.cards import data_set_cards, run_cards
 from diffsynth_lite.ui.pages import device, page, read_json, refused
 from diffsynth_lite.ui.workspace import Workspace
 
@@ -21,7 +23,22 @@ def routes() -> list[Route]:
 
 
 def _home(request: Request) -> Response:
-    return page(request, "home/home.html")
+    workspace: Workspace = request.app.state.workspace
+    cards = run_cards(workspace.runs)
+    ended = [card for card in cards if not card.state.is_running]
+    kinds = Counter(card.kind for card in ended)
+    return page(
+        request,
+        "home/home.html",
+        live=[card for card in cards if card.state.is_running],
+        runs=ended,
+        kinds=[
+            ("all", "All", len(ended)),
+            ("finished", "Finished", kinds["finished"]),
+            ("continue", "Can continue", kinds["continue"]),
+        ],
+        sets=data_set_cards(workspace.data_sets),
+    )
 
 
 def _device(request: Request) -> Response:

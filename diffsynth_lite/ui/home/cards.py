@@ -1,0 +1,116 @@
+"""This file reads what Home shows of runs and data sets."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffsynth_lite.data.captions import CaptionFiles
+from diffsynth_lite.data.folder import list_folder
+from diffsynth_lite.data.records import Source, is_video
+from diffsynth_lite.data.sources import METADATA_FILES, find_records
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.report.card import RunCard, read_card
+from diffsynth_lite.report.page import duration
+from diffsynth_lite.report.record import RunState
+
+_SHOWN = 4
+_CAN_CONTINUE = ("killed", "interrupted", "stopped", "failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedCard:
+    """A run in few words.
+
+    Attributes:
+        name: in the workspace.
+        headline: what the person wants to know of a run that trains.
+        steps: how far it got, or which of its steps is the best.
+        kind: "finished", "continue" for one that can be continued, or "other".
+    """
+
+    name: str
+    run: RunCard
+
+    @property
+    def state(self) -> RunState:
+        return self.run.state
+
+    @property
+    def about(self) -> str:
+        return ", ".join(filter(None, (self.run.model, *self.run.details)))
+
+    @property
+    def headline(self) -> str:
+        left = self.state.seconds_left
+        if self.state.phase:
+            return self.state.title
+        return "Starting" if left is None else f"{duration(left)} left"
+
+    @property
+    def steps(self) -> str:
+        total, best = self.state.total_steps, self.run.best_step
+        if self.state.name == "finished":
+            return f"{self.state.step:,} steps" + (f", best {best:,}" if best is not None else "")
+        return f"{self.state.step:,} of {total:,} steps" if total else f"{self.state.step:,} steps"
+
+    @property
+    def kind(self) -> str:
+        if self.state.name == "finished":
+            return "finished"
+        return "continue" if self.state.name in _CAN_CONTINUE else "other"
+
+
+def run_cards(runs: Mapping[str, Path]) -> list[NamedCard]:
+    """A card for each run, the latest first."""
+    cards = [NamedCard(name=name, run=read_card(folder)) for name, folder in runs.items()]
+    return sorted(cards, key=lambda card: -(card.state.seen_at or 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSetCard:
+    """A data set in few words, by the names of its files; none is opened.
+
+    Attributes:
+        count: of images and clips, in words.
+        uncaptioned: those without a caption file; none where a table has the captions.
+        shown: names of the first ones.
+    """
+
+    name: str
+    count: str
+    uncaptioned: int = 0
+    shown: Sequence[str] = ()
+    problem: str = ""
+
+
+def data_set_cards(data_sets: Mapping[str, Path]) -> list[DataSetCard]:
+    """A card for each data set."""
+    return [_data_set_card(name, folder) for name, folder in data_sets.items()]
+
+
+def _data_set_card(name: str, path: Path) -> DataSetCard:
+    try:
+        found = find_records(
+            [Source(path=str(path), captions="none", trigger="-")],
+            media_store=path,
+            on_bad_item="skip",
+            logs_skipped=False,
+        )
+        folder = list_folder(path, allow_outside=False)
+    except UserError as error:
+        return DataSetCard(name=name, count="", problem=str(error))
+    names = [record.name for record in found.records]
+    has_table = any(table in folder.files for table in METADATA_FILES)
+    captions = CaptionFiles(folder, names)
+    return DataSetCard(
+        name=name,
+        count=_count(names),
+        uncaptioned=0 if has_table else sum(not captions.names_of(each) for each in names),
+        shown=names[:_SHOWN],
+    )
+
+
+def _count(names: Sequence[str]) -> str:
+    clips = sum(map(is_video, names))
+    counts = ((len(names) - clips, "image"), (clips, "clip"))
+    return ", ".join(f"{count:,} {noun}{'s' * (count != 1)}" for count, noun in counts if count) or "empty"
