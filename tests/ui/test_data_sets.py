@@ -82,6 +82,8 @@ def test_the_screen_shows_what_a_run_trains_on_and_why_it_would_refuse_the_rest(
     outside = image(tmp_path / "secret.png")
     (mug / "link.png").symlink_to(outside)
     (mug / "orphan.txt").write_text("of nothing")
+    (mug / "b.txt").write_text("</script><script>pwned()</script>")
+    assert "<script>pwned" not in screen.get("/data/mug/").text
     items = shown(screen)
     found = find_records([Source(path=str(mug))], media_store=mug, on_bad_item="skip")
     trained = {record.name: "\n\n".join(record.captions) for record in found.records}
@@ -96,8 +98,9 @@ def test_the_screen_shows_what_a_run_trains_on_and_why_it_would_refuse_the_rest(
     }
     (problem,) = screen.get("/data/mug/items").json()["problems"]
     assert problem == "caption files that belong to no image or clip: orphan.txt"
-    for kind in ("thumbnails", "clips"):
-        assert screen.get(f"/data/mug/{kind}/link.png").status_code == 404
+    assert items["link.png"]["version"] == ""
+    assert "link.png" not in screen.get("/data/mug/findings").json()
+    assert screen.get("/data/mug/thumbnails/link.png").status_code == 404
 
 
 def test_captions_of_a_table_are_shown_with_their_file_and_not_changed(screen: Screen) -> None:

@@ -29,7 +29,7 @@ class Item:
 
     Attributes:
         file: path below the folder, with forward slashes.
-        path: of the file; it may not lead to one.
+        path: of the file; None where a run does not open it, such as a link that leaves the folder.
         captions: without the trigger; empty texts are left out.
         caption_files: files that hold them; empty where the caption is still to be written.
         is_locked: whether the captions cannot be edited here: they are several, in a table, or not readable.
@@ -38,7 +38,7 @@ class Item:
     """
 
     file: str
-    path: Path
+    path: Path | None
     captions: tuple[str, ...] = ()
     caption_files: tuple[str, ...] = ()
     is_locked: bool = False
@@ -85,14 +85,14 @@ def read_contents(source: Source) -> Contents:
     as_written = source.model_copy(update={"trigger": None, "captions": "required"})
     found = _find(as_written.model_copy(update={"captions": "none"}))
     folder = list_folder(source.folder, allow_outside=source.allow_outside)
-    media = {record.name: record.target for record in found.records}
+    media: dict[str, Path | None] = {record.name: record.target for record in found.records}
     companions = {
         record.name: [(role.setting, path) for role, paths in record.by_role.items() for path in paths]
         for record in found.records
     }
     if (table := source.metadata or table_of(folder)) is not None:
         return _items_of_table(as_written, table, media, companions)
-    media |= {name: folder.path / name for name in found.unread}
+    media |= {name: None if folder.files[name] else folder.path / name for name in found.unread}
     texts = CaptionFiles(folder, list(media))
     items = []
     for name, path in sorted(media.items()):
@@ -131,22 +131,23 @@ def findings(contents: Contents, *, fewest_pixels: int) -> dict[str, dict[str, A
         that has the same bytes, and with ``problem`` where it cannot be read.
     """
     found: dict[str, dict[str, Any]] = {}
-    by_size: dict[int, list[Item]] = defaultdict(list)
-    for item in contents.items:
-        facts = found[item.file] = {}
+    by_size: dict[int, list[str]] = defaultdict(list)
+    paths = {item.file: item.path for item in contents.items if item.path is not None}
+    for name, path in paths.items():
+        facts = found[name] = {}
         try:
-            width, height = _size(item.path)
-            facts |= {"width": width, "height": height, "bytes": (size := item.path.stat().st_size)}
+            width, height = _size(path)
+            facts |= {"width": width, "height": height, "bytes": (size := path.stat().st_size)}
             facts |= {"is_small": True} if width * height < fewest_pixels else {}
-            by_size[size].append(item)
+            by_size[size].append(name)
         except (UserError, OSError) as error:
-            facts["problem"] = str(error).removeprefix(f"{item.path}: ")
+            facts["problem"] = str(error).removeprefix(f"{path}: ")
     for alike in by_size.values():
         first_with: dict[str, str] = {}
-        for item in alike if len(alike) > 1 else ():
-            first = first_with.setdefault(file_fingerprint(item.path), item.file)
-            if first != item.file:
-                found[item.file]["equal"] = first
+        for name in alike if len(alike) > 1 else ():
+            first = first_with.setdefault(file_fingerprint(paths[name]), name)
+            if first != name:
+                found[name]["equal"] = first
     return found
 
 
@@ -197,7 +198,7 @@ def _find(source: Source) -> FoundRecords:
 def _items_of_table(
     source: Source,
     table: str,
-    media: Mapping[str, Path],
+    media: Mapping[str, Path | None],
     companions: Mapping[str, Sequence[tuple[str, Path]]],
 ) -> Contents:
     found = _find(source)

@@ -203,8 +203,7 @@ class _Shown:
         shown: dict[str, Any] = {
             "file": item.file,
             "caption": "\n\n".join(item.captions),
-            # Without a version there is no thumbnail: of a link that leaves the folder, say.
-            "version": _version(item.path) if self._is_usable(item) else "",
+            "version": _version(item.path) if item.path else "",  # without one it has no thumbnail
         }
         if is_video(item.file):
             shown["is_clip"] = True
@@ -215,9 +214,6 @@ class _Shown:
         if item.companions:
             shown["companions"] = [self._companion(setting, path) for setting, path in item.companions]
         return shown
-
-    def _is_usable(self, item: Item) -> bool:
-        return not item.problem or usable_file(self.folder, item.file) is not None
 
     def _companion(self, setting: str, path: Path) -> dict[str, str]:
         """A file that belongs to an item: what it is, where, and its thumbnail if it is in a data set."""
