@@ -375,15 +375,21 @@ def require_disk_space(run: Run, start: Start) -> None:
 
 
 def warn_of_previews(run: Run, start: Start) -> None:
-    """Warn where the previews to come may fill the disk, so that it does not hold the checkpoints."""
+    """Warn where previews and copies of the best so far may take the room that the checkpoints need."""
     needed, free = _needed_bytes(run, start), free_disk_bytes(run.store.folder)
-    previews = preview_bytes(run.config, run.family, start.step)
-    if previews and free < needed + previews:
+    of_best = num_best_copies_to_come(run.config, start_step=start.step) * _saved_bytes(run).lora
+    more = preview_bytes(run.config, run.family, start.step) + of_best
+    if more and free < needed + more:
+        what = (
+            "previews, and copies of the LoRA of steps that are the best so far," if of_best else "previews"
+        )
+        fewer = ", or fewer copies (output.keep_adapters)" if of_best else ""
         logger.warning(
-            "output.dir: previews may take up to %s next to the %s of checkpoints and LoRA files, and %s are "
+            "output.dir: %s may take up to %s next to the %s of checkpoints and LoRA files, and %s are "
             "free at %s. A full disk ends the run at its next checkpoint: generate fewer or smaller previews "
-            "(validation.every_steps, validation.width, validation.height), or free space.",
-            *(format_bytes(previews), format_bytes(needed), format_bytes(free), run.store.folder.parent),
+            "(validation.every_steps, validation.width, validation.height)%s, or free space.",
+            *(what, format_bytes(more), format_bytes(needed), format_bytes(free), run.store.folder.parent),
+            fewer,
         )
 
 
@@ -421,6 +427,17 @@ def num_loras_to_come(config: Config, *, num_there: int, num_checkpoints: int, s
     return min(num_saves, max(0, num_checkpoints + output.keep_adapters - num_there))
 
 
+def num_best_copies_to_come(config: Config, *, start_step: int) -> int:
+    """Most copies of the LoRA that steps without a regular save leave, each as the best so far."""
+    output, validation, steps = config.output, config.validation, config.train.steps
+    every = validation.every_steps or steps
+    if not output.keep_best or validation.data is None:
+        return 0
+    evaluated = range(every * (start_step // every + 1), steps, every)
+    num_more = sum(step % output.checkpoint_every_steps > 0 for step in evaluated)
+    return num_more if output.keep_adapters == "all" else min(num_more, output.keep_adapters)
+
+
 def preview_bytes(config: Config, family: ModelFamily, start_step: int) -> int:
     """Most bytes of the previews to come; of videos the strips of their frames, without the MP4."""
     steps, every = config.train.steps, config.validation.every_steps or config.train.steps
@@ -435,15 +452,19 @@ def preview_bytes(config: Config, family: ModelFamily, start_step: int) -> int:
     return num_times * len(config.validation.prompts) * image
 
 
-def _needed_bytes(run: Run, start: Start) -> int:
+def _saved_bytes(run: Run) -> SavedBytes:
     config, checked = run.config, run.checked
-    saved = SavedBytes.of(
+    return SavedBytes.of(
         checked.num_lora_weights,
         num_in_vectors=checked.num_in_vectors,
         optimizer_bytes=checked.optimizer.state_bytes,
         lora_dtype=getattr(torch, config.output.lora_dtype),
         has_average=config.train.ema_decay is not None or checked.optimizer.has_average,
     )
+
+
+def _needed_bytes(run: Run, start: Start) -> int:
+    config, saved = run.config, _saved_bytes(run)
     num_there = len(run.store.steps())
     num_more = num_checkpoints_to_come(config, num_there=num_there, start_step=start.step)
     num_loras = num_loras_to_come(

@@ -17,7 +17,12 @@ from diffsynth_lite.config import load_config
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
 from diffsynth_lite.training.checks import bind_family
-from diffsynth_lite.training.saver import num_checkpoints_to_come, num_loras_to_come, warn_of_previews
+from diffsynth_lite.training.saver import (
+    num_best_copies_to_come,
+    num_checkpoints_to_come,
+    num_loras_to_come,
+    warn_of_previews,
+)
 
 
 def test_a_disk_that_is_full_at_the_first_status_stops_the_run(
@@ -106,6 +111,26 @@ def test_the_copies_of_the_lora_that_are_there_at_once_are_counted(
     config = load_config(tiny_run.config, settings).config
     found = num_loras_to_come(config, num_there=num_there, num_checkpoints=3, start_step=start_step)
     assert found == number
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        (("validation.data=data", "validation.every_steps=3"), 1),  # 3, as 6 is the end
+        (
+            ("validation.data=data", "validation.every_steps=1"),
+            3,
+        ),  # 1, 3 and 5, as the others are saved anyhow
+        (("validation.data=data", "validation.every_steps=1", "output.keep_adapters=2"), 2),
+        (("validation.data=data", "validation.every_steps=1", "output.keep_best=false"), 0),
+        (("validation.every_steps=1",), 0),
+    ],
+)
+def test_the_copies_of_the_lora_of_best_steps_are_counted(
+    tiny_run: TinyRun, settings: Sequence[str], number: int
+) -> None:
+    config = load_config(tiny_run.config, settings).config
+    assert num_best_copies_to_come(config, start_step=0) == number
 
 
 def test_previews_that_may_fill_the_disk_are_a_warning(

@@ -27,6 +27,7 @@ from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.distributed import agreement, same_run
 from diffsynth_lite.training.distributed.agreement import (
     FolderGroup,
+    SharedFlag,
     find_folder_group,
     from_main_process,
     tensors_from_main_process,
@@ -218,6 +219,10 @@ def accelerator_of(rank: int, port: int = 1) -> Accelerator:
 def compare(rank: int, folder: Path) -> None:
     """Write the refusals of one of two processes that differ, a line each."""
     accelerator = accelerator_of(rank)
+    if rank == 1:
+        SharedFlag(accelerator, "stop").set()
+    torch.distributed.barrier()
+    assert [SharedFlag(accelerator, name).is_set() for name in ("stop", "other")] == [True, False]
     own = f"node-{rank}"
     places = {"model": {"path": own}, "output": {"dir": f"runs/{own}"}, "data": {"num_workers": rank}}
     equal = config_of(**places)
