@@ -19,7 +19,10 @@
     equal: (item) => found?.[item.file]?.equal,
     small: (item) => found?.[item.file]?.is_small,
   };
-  const plural = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
+  const digits = (number) => number.toLocaleString("en");
+  const plural = (number, word) => `${digits(number)} ${word}${number === 1 ? "" : "s"}`;
+  const few = (names) => names.slice(0, 3).join("; ") + (names.length > 3 ? `; and ${names.length - 3} more` : "");
+  const element = (tag, properties) => Object.assign(document.createElement(tag), properties);
   const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
   const pathOf = (file) => file.split("/").map(encodeURIComponent).join("/");
   const thumbnail = (item, set = data.name, size = "cell") =>
@@ -45,8 +48,8 @@
     list.hidden = !item.companions;
     for (const each of item.companions ?? []) {
       const line = document.createElement("li");
-      if (each.set) line.append(Object.assign(new Image(), { loading: "lazy", alt: "", src: thumbnail(each, each.set) }));
-      line.append(Object.assign(document.createElement("span"), { textContent: `${each.what}: ${each.where}` }));
+      if (each.set) line.append(element("img", { loading: "lazy", alt: "", src: thumbnail(each, each.set) }));
+      line.append(element("span", { textContent: `${each.what}: ${each.where}` }));
       list.append(line);
     }
     cells.set(item.file, cell);
@@ -59,7 +62,8 @@
     if (!cell) return;
     const text = cell.querySelector("textarea");
     const value = item.typed ?? item.caption;
-    if (text.value.trim() !== value.trim()) text.value = value; // A space at the end stays for what is typed next.
+    // A space at the end stays, for what is typed next.
+    if (text.value.trim() !== value.trim()) text.value = value;
     const facts = found?.[item.file] ?? {};
     const bad = (item.unsaved && "Not saved") || item.problem || facts.problem;
     const odd = (kinds.missing(item) && "No caption") || (facts.equal && `Equal to ${facts.equal}`)
@@ -80,7 +84,7 @@
     const now = shown.slice(first, first + PAGE_SIZE);
     byId("grid").replaceChildren(...now.map(make));
     byId("pages").hidden = shown.length <= PAGE_SIZE;
-    byId("page").textContent = `${(first + 1).toLocaleString("en")} to ${(first + now.length).toLocaleString("en")} of ${shown.length.toLocaleString("en")}`;
+    byId("page").textContent = `${digits(first + 1)} to ${digits(first + now.length)} of ${digits(shown.length)}`;
     byId("page-before").disabled = first === 0;
     byId("page-after").disabled = first + PAGE_SIZE >= shown.length;
     byId("empty").hidden = items.length > 0;
@@ -104,23 +108,23 @@
 
   function summarize() {
     const clips = items.filter((item) => item.is_clip).length;
-    const parts = [items.length - clips && plural(items.length - clips, "image"), clips && plural(clips, "clip")];
+    const images = items.length - clips;
+    const parts = [images && plural(images, "image"), clips && plural(clips, "clip")].filter(Boolean).join(" and ");
     const isEditable = items.some((item) => !item.locked);
-    const captioned = items.filter((item) => item.caption).length;
-    byId("count").textContent = items.length
-      ? `${parts.filter(Boolean).join(" and ")}, ${captioned.toLocaleString("en")} with a caption.${isEditable ? " Captions are saved as you type." : ""}`
-      : "Nothing here yet.";
+    const captioned = digits(items.filter((item) => item.caption).length);
+    const saved = isEditable ? " Captions are saved as you type." : "";
+    byId("count").textContent = parts ? `${parts}, ${captioned} with a caption.${saved}` : "Nothing here yet.";
     byId("change").hidden = !isEditable;
     for (const count of document.querySelectorAll("[data-count]")) {
       const kind = count.dataset.count;
       const isKnown = found || kind === "all" || kind === "missing";
-      count.textContent = isKnown ? items.filter(kinds[kind]).length.toLocaleString("en") : "...";
+      count.textContent = isKnown ? digits(items.filter(kinds[kind]).length) : "...";
     }
     byId("selection").hidden = chosen.size === 0;
-    byId("num-chosen").textContent = `${chosen.size.toLocaleString("en")} chosen`;
+    byId("num-chosen").textContent = `${digits(chosen.size)} chosen`;
     byId("problems").hidden = problems.length === 0;
     byId("problems").querySelector("ul").replaceChildren(
-      ...problems.map((text) => Object.assign(document.createElement("li"), { textContent: text })),
+      ...problems.map((text) => element("li", { textContent: text })),
     );
   }
 
@@ -136,7 +140,7 @@
     if (item.version) byId("large").src = thumbnail(item, data.name, "panel");
     byId("large").alt = item.file;
     byId("name").textContent = item.file;
-    byId("facts").textContent = width ? `${width.toLocaleString("en")} x ${height.toLocaleString("en")}, ${size}` : "";
+    byId("facts").textContent = width ? `${digits(width)} x ${digits(height)}, ${size}` : "";
     byId("panel").setAttribute("aria-label", item.file);
   }
 
@@ -152,7 +156,8 @@
 
   function take(given) {
     const old = new Map(items.map((item) => [item.file, item]));
-    const isSame = given.items.length === items.length && given.items.every(({ file, version }) => old.get(file)?.version === version);
+    const isSame = given.items.length === items.length
+      && given.items.every(({ file, version }) => old.get(file)?.version === version);
     problems = given.problems;
     items = given.items.map((item) => {
       const kept = old.get(item.file);
@@ -188,12 +193,15 @@
   // Captions.
 
   async function send(changes) {
-    const { stale } = await ui.post(`${base}captions`, { changes: changes.map(({ item, caption }) => ({ file: item.file, was: item.caption, caption })) });
+    const { stale } = await ui.post(`${base}captions`, {
+      changes: changes.map(({ item, caption }) => ({ file: item.file, was: item.caption, caption })),
+    });
     const late = changes.filter(({ item }) => item.file in stale);
     for (const { item, caption } of changes) item.caption = stale[item.file] ?? caption.trim();
     if (late.length) {
-      const names = late.slice(0, 3).map(({ item }) => item.file).join(", ") + (late.length > 3 ? ` and ${late.length - 3} more` : "");
-      ui.say(`Changed by somebody else meanwhile, and not overwritten: ${names}. Undo puts yours in place of theirs.`, { undo: () => apply(late) });
+      const names = few(late.map(({ item }) => item.file));
+      const text = `Changed by somebody else meanwhile, and not overwritten: ${names}. Undo puts yours in its place.`;
+      ui.say(text, { undo: () => apply(late) });
     }
     return late;
   }
@@ -255,8 +263,8 @@
     if (!mat) return;
     select(item);
     if (!target.closest(".play")) return;
-    const video = Object.assign(document.createElement("video"), { src: `${base}clips/${pathOf(item.file)}`, controls: true, loop: true, autoplay: true });
-    video.setAttribute("aria-label", item.file);
+    const src = `${base}clips/${pathOf(item.file)}`;
+    const video = element("video", { src, controls: true, loop: true, autoplay: true, ariaLabel: item.file });
     video.addEventListener("error", () => ui.say(`${item.file}: this browser cannot play it.`));
     mat.replaceChildren(video);
     video.focus();
@@ -265,7 +273,9 @@
   byId("after").addEventListener("click", () => go(1));
   byId("page-before").addEventListener("click", () => turn(-1));
   byId("page-after").addEventListener("click", () => turn(1));
-  addEventListener("beforeunload", (event) => { if (items.some((item) => item.typed !== undefined)) event.preventDefault(); });
+  addEventListener("beforeunload", (event) => {
+    if (items.some((item) => item.typed !== undefined)) event.preventDefault();
+  });
 
   // Changes of all captions that are shown, on all pages.
 
@@ -277,7 +287,8 @@
     const kind = operation(), text = byId(kind === "replace" ? "find" : kind).value;
     if (kind === "replace") {
       if (!text || !caption.includes(text)) return null;
-      return caption.split(text).flatMap((part, place) => [...(place ? [["del", text], ["ins", byId("with").value]] : []), ["", part]]);
+      const pair = [["del", text], ["ins", byId("with").value]];
+      return caption.split(text).flatMap((part, place) => [...(place ? pair : []), ["", part]]);
     }
     const has = kind === "trigger"
       ? new RegExp(`(?<![\\p{L}\\p{N}_])${escaped(text.trim())}(?![\\p{L}\\p{N}_])`, "iu").test(caption)
@@ -289,7 +300,8 @@
 
   const wanted = () => shown.flatMap((item) => {
     const pieces = item.locked ? null : changed(item.caption);
-    return pieces ? [{ item, pieces, caption: pieces.filter(([tag]) => tag !== "del").map(([, text]) => text).join("") }] : [];
+    const caption = pieces?.map(([tag, text]) => (tag === "del" ? "" : text)).join("");
+    return pieces ? [{ item, pieces, caption }] : [];
   });
 
   function preview() {
@@ -299,11 +311,11 @@
     byId("apply").disabled = changes.length === 0;
     const lines = changes.slice(0, 3).map(({ pieces }) => {
       const line = document.createElement("p");
-      line.append(...pieces.map(([tag, text]) => tag ? Object.assign(document.createElement(tag), { textContent: text }) : text));
+      line.append(...pieces.map(([tag, text]) => (tag ? element(tag, { textContent: text }) : text)));
       return line;
     });
-    const head = Object.assign(document.createElement("p"), { className: "label", textContent: `${changes.length.toLocaleString("en")} of ${plural(shown.length, "caption")} shown change` });
-    byId("preview").replaceChildren(head, ...lines);
+    const head = `${digits(changes.length)} of ${plural(shown.length, "caption")} shown change`;
+    byId("preview").replaceChildren(element("p", { className: "label", textContent: head }), ...lines);
   }
 
   byId("change").addEventListener("toggle", preview);
@@ -345,24 +357,31 @@
     let number = 0;
     for (const [place, { file, name }] of files.entries()) {
       byId("count").textContent = `Adding ${place + 1} of ${files.length}: ${name}`;
-      const given = await ui.send(`${base}add?name=${encodeURIComponent(name)}`, file).catch((error) => { refused.push(error.message); });
+      const path = `${base}add?name=${encodeURIComponent(name)}`;
+      const given = await ui.send(path, file).catch((error) => { refused.push(error.message); });
       number += given?.added.length ?? 0;
       if (given?.taken.length) refused.push(`${plural(given.taken.length, "file")} of ${name} whose names are taken`);
       if (given?.unread.length) refused.push(`${plural(given.unread.length, "file")} of ${name} of other kinds`);
     }
     await reload();
     summarize();
-    const more = refused.length > 3 ? `; and ${refused.length - 3} more` : "";
-    ui.say(`${plural(number, "file")} added.${refused.length ? ` Not added: ${refused.slice(0, 3).join("; ")}${more}` : ""}`);
+    ui.say(`${plural(number, "file")} added.${refused.length ? ` Not added: ${few(refused)}` : ""}`);
   }
 
   // The files of what was dropped, with their names below the folder that was dropped.
   async function inside(entry, path = "") {
-    if (entry.isFile) return [{ file: await new Promise((done, fail) => entry.file(done, fail)), name: path + entry.name }];
-    const reader = entry.createReader(), entries = [];
-    for (let some; (some = await new Promise((done, fail) => reader.readEntries(done, fail))).length;) entries.push(...some);
-    const within = await Promise.all(entries.filter(({ name }) => !name.startsWith(".")).map((each) => inside(each, each.isFile ? path : `${path}${each.name}/`)));
-    return within.flat();
+    if (entry.isFile) {
+      const file = await new Promise((done, fail) => entry.file(done, fail));
+      return [{ file, name: path + entry.name }];
+    }
+    const reader = entry.createReader(), found = [];
+    for (;;) {
+      const some = await new Promise((done, fail) => reader.readEntries(done, fail));
+      if (!some.length) return found;
+      for (const each of some.filter(({ name }) => !name.startsWith("."))) {
+        found.push(...await inside(each, each.isFile ? path : `${path}${each.name}/`));
+      }
+    }
   }
 
   for (const id of ["add", "choose"]) byId(id).addEventListener("click", () => byId("files").click());
@@ -383,7 +402,9 @@
   for (const chip of document.querySelectorAll("[name=show]")) {
     chip.addEventListener("change", () => { chosen.clear(); filter(); });
   }
-  byId("config")?.addEventListener("change", ({ target }) => location.assign(target.value ? `?config=${encodeURIComponent(target.value)}` : "."));
+  byId("config")?.addEventListener("change", ({ target }) => {
+    location.assign(target.value ? `?config=${encodeURIComponent(target.value)}` : ".");
+  });
   document.addEventListener("visibilitychange", () => { if (!document.hidden) reload(); });
   take(data);
 })();
