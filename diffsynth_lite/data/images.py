@@ -67,6 +67,9 @@ def load_thumbnail(path: Path, *, side: int, background: str) -> Image.Image:
     """
     with _opened(path) as image:
         image.draft("RGB", (side, side))
+        if image.mode in ("L", "RGB", "RGBA", "CMYK"):
+            # At once, as each further step copies what it gets; other modes cannot be scaled as they are.
+            image.thumbnail((side, side), reducing_gap=2)
         colour = ImageColor.getrgb(background)[:3]
         small = _over(ImageOps.exif_transpose(_with_8_bits(image)), colour)
     small.thumbnail((side, side))

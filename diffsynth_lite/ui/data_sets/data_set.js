@@ -64,6 +64,7 @@
     const value = item.typed ?? item.caption;
     // A space at the end stays, for what is typed next.
     if (text.value.trim() !== value.trim()) text.value = value;
+    text.placeholder = item.problem && item.locked ? "" : "No caption"; // It has one that cannot be read.
     const facts = found?.[item.file] ?? {};
     const bad = (item.unsaved && "Not saved") || item.problem || facts.problem;
     const odd = (kinds.missing(item) && "No caption") || (facts.equal && `Equal to ${facts.equal}`)
