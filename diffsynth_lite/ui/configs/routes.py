@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from anyio import CapacityLimiter, to_thread
+from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -123,14 +124,7 @@ class _ConfigScreen:
 
     async def start(self, request: Request) -> Response:
         """Start the run of a config."""
-        path = _config(request)
-        try:
-            config = (await self._run(load_config, path)).config
-            folder = Path(config.output.dir).expanduser()
-            request.app.state.jobs.start(["--config", f"configs/{path.name}"], folder)
-        except UserError as error:
-            return refused(str(error))
-        return JSONResponse({"go": _address(request.app.state.workspace, folder)})
+        return await self._run(_start, request.app.state, _config(request))
 
     async def _run(self, work: Callable[..., _Result], *given: Any) -> _Result:
         return await to_thread.run_sync(work, *given, limiter=self._changes)
@@ -169,11 +163,24 @@ def _change(path: Path, given: Mapping[str, Any]) -> Response:
             value = given.get("value")
             new = changed(text, str(given.get("key")), None if value is None else str(value))
         content = new.encode()
+        if len(content) > _MOST_BYTES:
+            raise UserError("The text is too long for a config; it was not saved.")
     except (UserError, UnicodeEncodeError) as error:
         return refused(str(error), state=_state(view_of(path, text)))
     if new != text:
         write_bytes(path, content)
     return JSONResponse(_state(view_of(path, new)))
+
+
+def _start(state: State, path: Path) -> Response:
+    try:
+        folder = Path(load_config(path).config.output.dir).expanduser()
+        state.jobs.start(["--config", f"configs/{path.name}"], folder)
+    except UserError as error:
+        return refused(str(error))
+    inside = (state.workspace.path / folder).resolve()
+    is_shown = inside.parent == state.workspace.runs_folder
+    return JSONResponse({"go": f"/runs/{quote(inside.name)}/" if is_shown else "/"})
 
 
 def _new_text(workspace: Workspace, given: Mapping[str, str], name: str) -> str:
@@ -205,12 +212,6 @@ def _fits(name: str) -> dict[str, Any]:
     if gpu is None:
         raise HTTPException(404)
     return {recipe.recipe: asdict(recipe.verdict(gpu)) for recipe in recipes()}
-
-
-def _address(workspace: Workspace, folder: Path) -> str:
-    """Where the run in a folder is shown; Home where the screen does not show it."""
-    inside = (workspace.path / folder).resolve()
-    return f"/runs/{quote(inside.name)}/" if inside.parent == workspace.runs_folder else "/"
 
 
 def _other_file(problem: ConfigProblem, view: View) -> str:
