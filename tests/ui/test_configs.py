@@ -86,7 +86,7 @@ def test_the_table_has_every_recipe_but_those_of_the_mini_models() -> None:
 
 
 def test_new_run_writes_a_config_on_top_of_the_recipe_for_the_card(screen: Screen, data: Path) -> None:
-    assert 'aria-label="qwen_lora.yaml Qwen-Image from a folder of images"' in screen.get("/new").text
+    assert 'aria-label="qwen_lora.yaml Qwen-Image"' in screen.get("/new").text
     assert screen.get("/configs/fits?gpu=RTX 4090").json()["qwen_lora.yaml"]["symbol"] == "quarter"
     assert screen.post("/configs", CHOICES).json() == {"go": "/configs/mug_1/"}
     path = screen.workspace.configs["mug_1"]

@@ -1,6 +1,7 @@
 // New run: which recipes fit the chosen card, and the choices that make a config.
 "use strict";
 (() => {
+  const ORDER = ["full", "half", "quarter", "none", "info"]; // what fits the card comes first
   const byId = (id) => document.getElementById(id);
   const { source } = JSON.parse(byId("data").textContent);
   const chosen = (name) => document.querySelector(`[name="${name}"]:checked`)?.value ?? "";
@@ -31,7 +32,10 @@
       pill.lastElementChild.textContent = words;
       pill.querySelector("use").setAttribute("href", `#i-${symbol}`);
       cell.querySelector(".needs").textContent = needs;
+      cell.parentElement.dataset.order = ORDER.indexOf(symbol);
     }
+    const table = document.querySelector("tbody");
+    table.append(...[...table.rows].sort((one, other) => one.dataset.order - other.dataset.order));
   }
 
   document.addEventListener("change", ({ target }) => {

@@ -22,7 +22,9 @@ _OF_MEMORY = (
     *("train.micro_batch_size", "train.use_gradient_checkpointing", "lora.rank"),
 )
 """Settings with which a config needs other memory than its recipe."""
-_PURPOSE = re.compile(r"^Trains a LoRA (on|for) ")
+_AROUND_NAME = re.compile(
+    r"^Trains (a LoRA|the LoRAs) (on|for|of) (the )?((UNet|two experts) of )?|,? from a folder of (images|clips)$"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +83,9 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The model, and what is special: the first sentence of the recipe without its beginning."""
-        return _PURPOSE.sub("", self.purpose)
+        """The model, and what is special: what the first sentence of the recipe has of them."""
+        name = _AROUND_NAME.sub("", self.purpose)
+        return name[:1].upper() + name[1:]
 
     def verdict(self, gpu: Gpu) -> Verdict:
         """Whether a card can train it."""
@@ -92,9 +95,7 @@ class Recipe:
         if way is None:
             least = f"{self.ways[-1].device_gib:.1f} GiB at least, of {gpu.training_gib:.1f}"
             return Verdict(words="not on this card", symbol="none", state="stop", needs=least)
-        needs = (
-            f"{way.device_gib:.1f} of {gpu.training_gib:.1f} GiB, and {way.host_gib:.1f} GiB of host memory"
-        )
+        needs = f"{way.device_gib:.1f} of {gpu.training_gib:.1f} GiB, host {way.host_gib:.1f}"
         needs += " (training only)" if way.only_training else ""
         if not way.means:
             return Verdict(words="fits as it is", symbol="full", state="good", needs=needs)

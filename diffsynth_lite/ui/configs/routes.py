@@ -30,6 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CHANGED_ELSEWHERE = (
     "The file was changed elsewhere meanwhile. This change was not made; its newer text is shown now."
 )
+_ORDER = ("full", "half", "quarter", "none", "info")
 _MOST_BYTES = 1 << 20
 
 
@@ -58,14 +59,15 @@ class _ConfigScreen:
         if source:
             _source_file(workspace, source)
         chosen = cards()
+        fits = _fits(next(iter(chosen)))
         return page(
             request,
             "configs/new.html",
             source=source,
             copied=next(iter(source.values()), ""),
             cards=chosen,
-            recipes=recipes(),
-            fits=_fits(next(iter(chosen))),
+            recipes=sorted(recipes(), key=lambda recipe: _ORDER.index(fits[recipe.recipe]["symbol"])),
+            fits=fits,
             goals=GOALS,
         )
 
