@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from screens import Screen
+from browser import PHONE_PX, Browser
+from screens import Screen, server_process
 
 from diffsynth_lite.config import load_config
 from diffsynth_lite.config.document import read_value, read_yaml
@@ -223,6 +224,43 @@ def test_the_memory_of_a_recipe_is_shown_until_the_config_changes_it(draft: Path
     assert needs.startswith("20.7 GiB of the card, and ")
     assert needs_of(view_of(draft, f"{TEXT}lora:\n  rank: 8\n")) == ""
     assert needs_of(view_of(draft, "data:\n  path: a\n")) == ""
+
+
+def test_two_tabs_on_one_config_in_a_browser(browser: Browser, tmp_path: Path) -> None:
+    with server_process(tmp_path / "workspace") as server:
+        path = tmp_path / "workspace" / "configs" / "mine.yaml"
+        path.write_text(TEXT)
+        with browser.page(server.address, width=PHONE_PX) as page:
+            page.await_control("link", "New run")
+            page.load(f"{server.root}/configs/mine/", height=900, dark=True)
+            page.wait_for("document.getElementById('start') && document.readyState === 'complete'")
+            page.fill("textbox", "Steps train.steps", "many")
+            wrong = 'document.querySelector(`[id="train.steps-wrong"]`)'
+            page.wait_for(f"!{wrong}.hidden")
+            assert page.evaluate(f"{wrong}.innerText").startswith("got 'many'; must be a whole number")
+            page.press("button", "Line 6")
+            assert page.evaluate("String(getSelection())") == "  steps: many  # a guess"
+            page.press("tab", "Settings")
+            path.write_text(TEXT.replace("1500", "7"))  # as another tab, or an editor
+            page.fill("textbox", "Rank lora.rank", "4")
+            page.wait_for("document.getElementById('said').innerText.includes('changed elsewhere')")
+            assert (page.value("textbox", "Rank lora.rank"), path.read_text()) == (
+                "32",
+                TEXT.replace("1500", "7"),
+            )
+            assert page.value("textbox", "Steps train.steps") == "7"
+            page.press("button", "Steps: as in the recipe")
+            page.await_control("tab", "What differs 1")
+            assert page.value("textbox", "Steps train.steps") == "2000"
+            page.press("tab", "Text (yaml)")
+            page.fill(
+                "textbox", "Config configs/mine.yaml", "extends: qwen_24gb.yaml\nlora: {rank: 8, rnk: 1}\n"
+            )
+            page.wait_for("document.getElementById('problems').innerText.includes('lora.rnk')")
+            assert page.value("textbox", "Rank lora.rank") == "8"
+            assert (page.nameless(), page.overflow_px()) == ([], 0)
+            refused = [line for line in page.complaints if "422" not in line]
+            assert refused == []
 
 
 def test_start_is_the_command_of_the_config_and_refused_with_the_reason(screen: Screen, draft: Path) -> None:

@@ -23,7 +23,8 @@ _OF_MEMORY = (
 )
 """Settings with which a config needs other memory than its recipe."""
 _AROUND_NAME = re.compile(
-    r"^Trains (a LoRA|the LoRAs) (on|for|of) (the )?((UNet|two experts) of )?|,? from a folder of (images|clips)$"
+    r"^Trains (a LoRA|the LoRAs) (on|for|of) (the )?((UNet|two experts) of )?"
+    r"|,? from a folder of (images|clips)$"
 )
 
 

@@ -21,6 +21,7 @@ from diffsynth_lite.files import write_bytes
 from diffsynth_lite.ui.configs.draft import MAIN, View, changed, fields, hash_of, view_of
 from diffsynth_lite.ui.configs.new import GOALS, copied_text, text_on_recipe
 from diffsynth_lite.ui.configs.recipes import cards, needs_of, recipe_named, recipes
+from diffsynth_lite.ui.home.cards import data_set_cards
 from diffsynth_lite.ui.pages import page, read_json, refused
 from diffsynth_lite.ui.workspace import Workspace
 
@@ -68,6 +69,7 @@ class _ConfigScreen:
             cards=chosen,
             recipes=sorted(recipes(), key=lambda recipe: _ORDER.index(fits[recipe.recipe]["symbol"])),
             fits=fits,
+            sets=await self._run(data_set_cards, workspace.data_sets),
             goals=GOALS,
         )
 
