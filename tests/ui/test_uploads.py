@@ -101,6 +101,8 @@ def test_a_file_beyond_the_limit_or_the_disk_is_refused_while_it_comes(
 
     monkeypatch.setattr(uploads, "_place", full)
     assert add(screen, "c.png")["error"] == "c.png: the disk is full"
+    monkeypatch.setattr(uploads, "free_disk_bytes", lambda folder: 2)
+    assert add(screen, "d.png")["error"] == "d.png: takes 3 bytes, and 2 are free on the disk"
     assert names(screen) == {"taken.png", "a.png"}
 
 

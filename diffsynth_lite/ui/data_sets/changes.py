@@ -143,13 +143,15 @@ class DataSetEditor:
         in_the_way = 0
         for name, home in self._folders.items():
             root = self._trash / name / place
-            for path in sorted(each for each in root.rglob("*") if each.is_file()):
+            for path in sorted(each for each in root.rglob("*") if each.is_symlink() or each.is_file()):
                 target = home / path.relative_to(root)
                 if target.exists():
                     in_the_way += 1
                     continue
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(path, target)
+            if not in_the_way:
+                shutil.rmtree(root, ignore_errors=True)
         kept = f" {_count(in_the_way, 'file')} left in the trash: there are new ones of these names."
         return f"{_count(int(entry['count']), 'item')} back from the trash.{kept if in_the_way else ''}"
 

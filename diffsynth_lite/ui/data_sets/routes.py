@@ -125,7 +125,9 @@ class _DataSetScreen:
         """Add a file, the body of the request, under the name in the query; a zip is unpacked."""
         name = request.query_params.get("name", "")
         try:
-            return JSONResponse(await receive(request.stream(), _folder(request), name))
+            num_bytes = int(request.headers.get("content-length", 0))
+            added = await receive(request.stream(), _folder(request), name, num_bytes=num_bytes)
+            return JSONResponse(added)
         except UserError as error:
             return refused(str(error))
         except ClientDisconnect:

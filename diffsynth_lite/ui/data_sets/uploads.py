@@ -29,12 +29,15 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, Runti
 """Errors of a zip: damaged, of a compression that Python lacks, and, RuntimeError, encrypted."""
 
 
-async def receive(body: AsyncIterable[bytes], folder: Path, name: str) -> dict[str, list[str]]:
+async def receive(
+    body: AsyncIterable[bytes], folder: Path, name: str, *, num_bytes: int
+) -> dict[str, list[str]]:
     """Add a file, or the files in a zip.
 
     Args:
         body: the content, in pieces.
         name: below the folder, with forward slashes; it may come from anybody.
+        num_bytes: of the content, as the browser claims.
 
     Returns:
         Names of the files that were ``added``; of a zip also of those whose names are ``taken``, and of those
@@ -45,6 +48,7 @@ async def receive(body: AsyncIterable[bytes], folder: Path, name: str) -> dict[s
     """
     is_zip = name.lower().endswith(".zip")
     target = "upload.zip" if is_zip else _safe_name(name)
+    _require_room(num_bytes, folder, name)  # A run may need the rest of the disk.
     with _temporary(folder / Path(target).name, name) as temporary:
         await _save(body, temporary, name)
         if is_zip:
@@ -111,12 +115,16 @@ def _members(
             f"{name}: {total:,} bytes unpacked; {MOST_UNPACKED_BYTES:,} are the most, {MOST_BYTES:,} for a "
             f"file and {MAX_CAPTION_BYTES:,} for a caption"
         )
-    if total > (free := free_disk_bytes(folder)):
-        raise UserError(f"{name}: {total:,} bytes unpacked, and {free:,} are free on the disk")
+    _require_room(total, folder, name)
     tops = {path.partition("/")[0] for path in found}
     if len(tops) == 1 and not tops & set(found):
         found = {path.partition("/")[2]: info for path, info in found.items()}
     return found, unread
+
+
+def _require_room(num_bytes: int, folder: Path, name: str) -> None:
+    if num_bytes > (free := free_disk_bytes(folder)):
+        raise UserError(f"{name}: takes {num_bytes:,} bytes, and {free:,} are free on the disk")
 
 
 @contextmanager
