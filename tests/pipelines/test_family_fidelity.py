@@ -186,7 +186,9 @@ def test_a_prompt_is_encoded_in_a_batch_as_by_itself(sample: Sample) -> None:
 
 
 def test_another_caption_and_another_negative_prompt_generate_something_else(sample: Sample) -> None:
-    request = sample.request(num_inference_steps=2, guidance_scale=GUIDANCE, seed=5)
+    request = sample.request(
+        num_inference_steps=sample.family.min_inference_steps, guidance_scale=GUIDANCE, seed=5
+    )
     requests = [
         request,
         dataclasses.replace(request, conditioning=sample.prompts[1]),
@@ -229,7 +231,11 @@ def test_the_latents_that_are_trained_are_those_that_the_pipeline_decodes(
         "step",
         lambda _scheduler, output, *_, **__: Stepped(clean_latents(sample, call["hidden_states"], output)),
     )
-    family.sample(model, torch.float32, [sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)])
+    family.sample(
+        model,
+        torch.float32,
+        [sample.request(num_inference_steps=sample.family.min_inference_steps, guidance_scale=1.0, seed=5)],
+    )
     for latents in decoded[0].split(1):  # of each layer by itself
         of_this_shape = [each for each in encoded if each.shape == latents.shape]
         assert any(torch.allclose(latents, each, rtol=1e-4, atol=1e-5) for each in of_this_shape)
@@ -273,7 +279,7 @@ def test_all_that_the_model_gets_in_training_is_what_the_pipeline_gives_it(sampl
 
     for one in (sample, *(one for one in items_with_images(sample) if one.media[0].inputs)):
         ours, other = given_to(one, 0), given_to(one, 1)
-        request = one.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
+        request = one.request(num_inference_steps=family.min_inference_steps, guidance_scale=1.0, seed=5)
         theirs = transformer_calls(
             model, lambda request=request: family.sample(model, torch.float32, [request])
         )[0]

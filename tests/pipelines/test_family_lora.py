@@ -6,7 +6,6 @@ ComfyUI does not run: the names that it takes are frozen in ``comfyui_names.py``
 import json
 import re
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -342,33 +341,29 @@ def test_the_sets_hold_all_linear_layers_of_the_blocks_and_those_of_their_attent
 
 @pytest.mark.of_the_model
 @pytest.mark.families(lambda _, family: family.target_sets is not ModelFamily.target_sets)
-@pytest.mark.parametrize("name", SETS)
-def test_every_adapter_of_a_set_learns(sample: Sample, name: str) -> None:
-    _, gradients = velocity_and_gradients(sample, sample.adapted(sample.family.target_sets[name]))
+def test_every_adapter_of_the_largest_set_learns(sample: Sample) -> None:
+    _, gradients = velocity_and_gradients(sample, sample.adapted(sample.family.target_sets["all"]))
     assert [layer for layer, gradient in gradients.items() if gradient is None or not gradient.any()] == []
 
 
 def test_a_saved_lora_does_the_same_in_the_diffusers_pipeline(sample: Sample, tmp_path: Path) -> None:
-    """On the default layers and on those of each set."""
+    """On as many layers as there is a set of; runs export those of the default (tests/runs)."""
     family, pipeline = sample.family, sample.fresh_pipeline()
     (component,) = family.trained
-    plain = getattr(pipeline, component)
+    loaded = getattr(pipeline, component)
     with torch.no_grad():
-        base = predict(sample, plain)
-    for number, targets in enumerate({family.default_target_modules, *family.target_sets.values()}):
-        transformer, folder = sample.adapted(targets).eval(), tmp_path / str(number)
-        files = family.lora_files.save(folder, adapter_tensors(transformer), adapter_settings(transformer))
-        assert [file.name for file in files] == ["pytorch_lora_weights.safetensors"]
-        assert_does_as(pairs_of(*family.lora_files.read(folder)), transformer)
-        assert_does_as(family.lora_files.loaded(folder), transformer)
-        fresh = deepcopy(plain)
-        setattr(pipeline, component, fresh)
-        load_lora(pipeline, folder)
-        assert_does_as(pairs_on(fresh), transformer)
-        with torch.no_grad():
-            reloaded, trained = predict(sample, fresh), predict(sample, transformer)
-        assert torch.equal(reloaded, trained)
-        assert not torch.allclose(base, trained, atol=1e-3)
+        base = predict(sample, loaded)
+    transformer = sample.adapted(family.target_sets.get("all", family.default_target_modules)).eval()
+    files = family.lora_files.save(tmp_path, adapter_tensors(transformer), adapter_settings(transformer))
+    assert [file.name for file in files] == ["pytorch_lora_weights.safetensors"]
+    assert_does_as(pairs_of(*family.lora_files.read(tmp_path)), transformer)
+    assert_does_as(family.lora_files.loaded(tmp_path), transformer)
+    load_lora(pipeline, tmp_path)
+    assert_does_as(pairs_on(loaded), transformer)
+    with torch.no_grad():
+        reloaded, trained = predict(sample, loaded), predict(sample, transformer)
+    assert torch.equal(reloaded, trained)
+    assert not torch.allclose(base, trained, atol=1e-3)
 
 
 def predict(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:

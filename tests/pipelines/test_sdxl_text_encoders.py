@@ -34,7 +34,7 @@ from test_family_interface import (  # noqa: F401
     test_an_example_of_the_conditioning_is_what_the_encoders_give_of_a_prompt_as_long_as_may_be,
     test_default_targets_match_the_structure_without_weights,
 )
-from test_family_lora import test_every_adapter_of_a_set_learns  # noqa: F401
+from test_family_lora import test_every_adapter_of_the_largest_set_learns  # noqa: F401
 from test_family_memory import (  # noqa: F401
     test_a_step_holds_what_is_counted_of_blocks_that_are_kept_and_of_those_that_are_recomputed,
 )

@@ -44,6 +44,7 @@ class FamilyCase:
         has_sound: whether the audio of clips is learned and drawn; one of them has none.
         trained: folders that get a LoRA; by default those that the family trains.
         conditioning: what the cache must hold of an item next to its latents: tensors and their first axes.
+        is_plain: whether it is the family's own tiny pipeline on its first kind of data.
         is_first: whether no case before it has data of its kind and previews of such data.
     """
 
@@ -54,6 +55,7 @@ class FamilyCase:
     has_sound: bool = False
     trained: tuple[str, ...] | None = None
     conditioning: tuple[tuple[str, int], ...] = ()
+    is_plain: bool = False
     is_first: bool = False
 
     @property
@@ -82,7 +84,7 @@ def _of_each_kind(name: str) -> dict[str, FamilyCase]:
     plain = FamilyCase(family=name, build=importlib.import_module(family.__module__).tiny)
     kinds = family.record_kinds
     others = kinds[1:] if isinstance(kinds, tuple) else ()  # a property, where they depend on the folder
-    return {name: plain} | {
+    return {name: replace(plain, is_plain=True)} | {
         f"{name}, {kind}": replace(plain, kind=kind, conditioning=CONDITIONING.get((name, kind), ()))
         for kind in others
     }
