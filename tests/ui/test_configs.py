@@ -257,6 +257,7 @@ def test_two_tabs_on_one_config_in_a_browser(browser: Browser, tmp_path: Path) -
                 "textbox", "Config configs/mine.yaml", "extends: qwen_24gb.yaml\nlora: {rank: 8, rnk: 1}\n"
             )
             page.wait_for("document.getElementById('problems').innerText.includes('lora.rnk')")
+            page.press("tab", "Settings")
             assert page.value("textbox", "Rank lora.rank") == "8"
             assert (page.nameless(), page.overflow_px()) == ([], 0)
             refused = [line for line in page.complaints if "422" not in line]
