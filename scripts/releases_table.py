@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from diffsynth_lite.lora import adapter_size, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import num_parameters, weight_bytes, write_release
@@ -60,7 +62,7 @@ def _row(family_class: type[ModelFamily], release: Release) -> Sequence[str]:
         layers = find_target_layers(
             model, family.default_target_modules, unused_modules=family.unused_modules(model)
         )
-        trained = [num_parameters(release.components[name]) for name in family.trained]
+        trained = [sum(map(torch.numel, part.parameters())) for part in family.parts_of(model).values()]
         readers = [
             num_parameters(component)
             for name, component in release.components.items()
@@ -90,7 +92,10 @@ def _count(number: int) -> str:
 
 
 def _weights(release: Release) -> str:
-    sizes = {name: weight_bytes(component) for name, component in release.components.items()}
+    sizes = {
+        name: weight_bytes(component) if component.num_bytes is None else component.num_bytes
+        for name, component in release.components.items()
+    }
     known = sum(size for size in sizes.values() if size is not None) / 1e9
     unknown = [name for name, size in sizes.items() if size is None]
     variants = f"; also {', '.join(release.variants)}" if release.variants else ""

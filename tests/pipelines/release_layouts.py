@@ -279,13 +279,6 @@ def wan_of_images(release: str) -> WanImageToVideoPipeline:
     return WanImageToVideoPipeline(**parts, boundary_ratio=0.9)
 
 
-def wan_families_of_images(root: Path) -> dict[str, wan_i2v.WanI2V]:
-    """The family, bound to a folder of each image-to-video release."""
-    for release in WAN_OF_IMAGES:
-        wan_of_images(release).save_pretrained(root / release)
-    return {release: wan_i2v.WanI2V(PipelineFolder(path=root / release)) for release in WAN_OF_IMAGES}
-
-
 def edit_plus() -> Any:
     """Qwen-Image-Edit-Plus, of several images, whose own noise level is zero."""
     return changed(QwenImageEditPlusPipeline(**qwen_image_edit.tiny().components), zero_cond_t=True)

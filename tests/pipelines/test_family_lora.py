@@ -299,7 +299,6 @@ def differing(expected: dict[str, LoraPair], found: dict[str, LoraPair]) -> list
     ]
 
 
-SETS = ("attention", "all")
 BEYOND_BLOCKS = {"sdxl": ("proj_in", "proj_out")}
 """Endings of what ``all`` holds next to the layers of the blocks."""
 NOT_TRAINED = {"sdxl": ("time_emb_proj",)}

@@ -38,6 +38,10 @@ MAX_DIFFERENCES = {"int8": 0.05, "nf4": 0.6}
 """Of all gradients from those of an fp32 base, relative. The tiny models are random and narrow, so that
 errors are as large as anywhere: of those measured (docs/memory.md) the largest are about half of these."""
 
+AS_ANOTHER = ("flux_fill", "flux_kontext", "qwen_image_layered", "wan_i2v", "wan_vace")
+"""Families that inherit all of a prompt's encoding, and have tiny text encoders like that family's."""
+of_own_encoders = pytest.mark.families(lambda name, _: name not in AS_ANOTHER)
+
 
 @pytest.fixture
 def weights(request: pytest.FixtureRequest, sample: Sample) -> WeightFormat:
@@ -174,6 +178,7 @@ def assert_same(ours: list[Conditioning], theirs: list[Conditioning]) -> None:
         assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+@of_own_encoders
 def test_text_encoders_are_quantised_and_all_else_is_as_transformers_loads_it(sample: Sample) -> None:
     family, given = sample.family, quantizations(sample, weight_format("int8"))
     dtype = torch.float16  # in which transformers keeps some layers in fp32
@@ -202,6 +207,7 @@ def test_text_encoders_are_quantised_and_all_else_is_as_transformers_loads_it(sa
                 assert torch.equal(ours[name], tensor), name
 
 
+@of_own_encoders
 def test_streamed_text_encoders_encode_as_resident_ones_do_however_late_a_copy_comes(
     sample: Sample, backends: list[LazyBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +223,7 @@ def test_streamed_text_encoders_encode_as_resident_ones_do_however_late_a_copy_c
     assert len(backends) == 1
 
 
+@of_own_encoders
 def test_quantised_text_encoders_encode_nearly_the_same_streamed_or_not(
     sample: Sample, weights: WeightFormat, backends: list[LazyBackend]
 ) -> None:
