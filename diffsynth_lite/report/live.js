@@ -92,6 +92,7 @@
   function followServer() {
     setInterval(askAndShow, ASK_EVERY_MS);
     document.addEventListener("visibilitychange", askAndShow);
+    document.addEventListener("changed", askAndShow);
   }
 
   // Browsers keep the place that was scrolled to; a reader who is doing something is not interrupted.

@@ -62,18 +62,27 @@ Rows = dict[str, list[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What a server adds to a page: its styles and scripts are files below ``/static/``, by their last name.
+    """What a server puts into a page, whose styles and scripts it has below ``/static/`` by their last name.
 
     Attributes:
-        bar: put above the content.
-        navigation: put above the index of the page.
-        styles: further files, after those of the page, as are ``scripts``.
+        navigation: in place of the index of the page.
+        state: in place of the state of the run, in words.
+        lead: below the name of the run.
+        actions: next to it.
+        notes: above the numbers of the run.
+        foot: below them.
+        early_scripts: that run before anything is shown.
     """
 
-    bar: Markup | None = None
     navigation: Markup | None = None
-    styles: Sequence[str] = ()
-    scripts: Sequence[str] = ()
+    state: str | None = None
+    lead: Markup | None = None
+    actions: Markup | None = None
+    notes: Markup | None = None
+    foot: Markup | None = None
+    styles: Sequence[str] = STYLES
+    scripts: Sequence[str] = SCRIPTS
+    early_scripts: Sequence[str] = ()
 
 
 class ReportWriter:
@@ -213,7 +222,7 @@ def _inline() -> dict[str, Any]:
 
 def _linked(served: Served) -> dict[str, Any]:
     """Styles and scripts as addresses."""
-    names = {"styles": (*STYLES, *served.styles), "scripts": (*SCRIPTS, *served.scripts)}
+    names = {"styles": served.styles, "scripts": served.scripts, "early_scripts": served.early_scripts}
     return {kind: [f"/static/{Path(name).name}" for name in found] for kind, found in names.items()}
 
 

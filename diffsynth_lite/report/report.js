@@ -150,13 +150,13 @@
   }
 
   function startTheme() {
-    const button = document.getElementById("theme");
+    const button = document.querySelector(".index #theme");
+    if (!button) return; // the page of a server that has a theme of its own
     button.hidden = false;
     button.addEventListener("click", () => {
       const names = Object.keys(THEMES);
       remember("theme", names[(names.indexOf(chosen.get("theme") ?? "") + 1) % names.length]);
       showTheme();
-      drawAll();
     });
     showTheme();
   }
@@ -412,4 +412,5 @@
   document.addEventListener("click", closeInfos);
   document.addEventListener("keydown", closeInfos);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  new MutationObserver(drawAll).observe(document.documentElement, { attributeFilter: ["data-theme"] });
 })();

@@ -141,12 +141,21 @@ class RunPages:
     def cards(self) -> dict[str, RunCard]:
         """What a list shows of each run."""
         with self._lock:
-            cards = {}
-            for name, folder in self._find().items():
-                state, known = RunFolder(folder).changes(), self._cards.get(name)
-                cards[name] = known if known is not None and known[0] == state else (state, read_card(folder))
-            self._cards = cards
-        return {name: card for name, (_, card) in cards.items()}
+            folders = self._find()
+            self._cards = {name: held for name, held in self._cards.items() if name in folders}
+            return {name: self._card(name, folder) for name, folder in folders.items()}
+
+    def card(self, name: str) -> RunCard | None:
+        """The same of one run; None if there is no run of this name."""
+        with self._lock:
+            folder = self._find().get(name)
+            return None if folder is None else self._card(name, folder)
+
+    def _card(self, name: str, folder: Path) -> RunCard:
+        state, known = RunFolder(folder).changes(), self._cards.get(name)
+        if known is None or known[0] != state:
+            known = self._cards[name] = state, read_card(folder)
+        return known[1]
 
     def _read(self, name: str) -> RunReport | None:
         folder = self._find().get(name)

@@ -230,6 +230,12 @@ class RunFolder:
         holder = self._holder()
         return holder is not None and not holder.is_alive()
 
+    def trains_here(self) -> bool:
+        """Whether a trainer of this machine runs in the folder now, as far as that can be known."""
+        holder, status = self._holder(), self.read_status()
+        is_here = holder is not None and holder.is_here() and holder.is_alive()
+        return is_here and status is not None and status.get("state") == "running"
+
     def changes(self) -> object:
         """A value that changes when anything changes here that a page of the run shows.
 

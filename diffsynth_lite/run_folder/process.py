@@ -56,9 +56,13 @@ class Process:
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
+    def is_here(self) -> bool:
+        """Whether it is, or was, a process of this machine."""
+        return self.host == socket.gethostname()
+
     def is_alive(self) -> bool:
         """Whether it runs; True also where that cannot be known: on another machine, or another user's."""
-        if self.host != socket.gethostname():
+        if not self.is_here():
             return True
         started = _start(self.pid)
         return started is not None and (not started or not self.started or started == self.started)

@@ -9,6 +9,7 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -33,23 +34,28 @@ def page(request: Request, template: str, *, is_edited: bool = False, **values: 
         is_edited: whether the person edits texts in it. These are shown as they are: the mask of a secret
             would be saved over their file. Other pages are masked.
     """
-    workspace: Workspace = request.app.state.workspace
-    text = (
-        environment()
-        .get_template(template)
-        .render(
-            **values,
-            workspace=workspace,
-            counts={
-                "data_sets": len(workspace.data_sets),
-                "configs": len(workspace.configs),
-                "runs": len(workspace.runs),
-            },
-            device=device(),
-            path=request.url.path,
-        )
-    )
+    text = environment().get_template(template).render(**values, **_shell(request))
     return answer(request, (text if is_edited else redacted(text)).encode(errors="replace"), "text/html")
+
+
+def navigation(request: Request) -> Markup:
+    """What stands around the content of a page, for one that is not made by :func:`page`."""
+    templates = environment()
+    symbols = str(templates.get_template("static/symbols.html").module.symbols())  # type: ignore[attr-defined]
+    side = templates.get_template("static/side.html").render(**_shell(request))
+    return Markup(redacted(symbols + side))
+
+
+def _shell(request: Request) -> dict[str, Any]:
+    """The values of the navigation."""
+    workspace: Workspace = request.app.state.workspace
+    counts = {"data_sets": workspace.data_sets, "configs": workspace.configs, "runs": workspace.runs}
+    return {
+        "workspace": workspace,
+        "counts": {name: len(found) for name, found in counts.items()},
+        "device": device(),
+        "path": request.url.path,
+    }
 
 
 def answer(request: Request, content: bytes, media_type: str) -> Response:

@@ -9,12 +9,15 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.report.server import RunPages
 from diffsynth_lite.run_folder.command import Continuation
 from diffsynth_lite.ui.configs import routes as configs
 from diffsynth_lite.ui.data_sets import routes as data_sets
 from diffsynth_lite.ui.guard import LOOPBACK, Guard
 from diffsynth_lite.ui.home import routes as home
+from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.ui.pages import static_file
+from diffsynth_lite.ui.runs import routes as runs
 from diffsynth_lite.ui.workspace import Workspace
 
 MAX_PORT = 65535
@@ -33,10 +36,13 @@ def build(
     Args:
         continuation: how the run in a folder is continued; a ``UserError`` where it cannot be.
     """
-    application = Starlette(
-        routes=[*home.routes(), *configs.routes(), *data_sets.routes(), Route("/static/{name}", static_file)]
-    )
+    screens = (home, configs, data_sets, runs)
+    routes = [route for screen in screens for route in screen.routes()]
+    application = Starlette(routes=[*routes, Route("/static/{name}", static_file)])
+    jobs = Jobs(workspace)
     application.state.workspace = workspace
+    application.state.jobs = jobs
+    application.state.run_pages = RunPages(lambda: jobs.without_run() | workspace.runs)
     application.state.continuation = continuation
     return Guard(application, token=token, behind=behind)
 

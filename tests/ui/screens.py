@@ -16,6 +16,8 @@ from diffsynth_lite.ui.server import build
 from diffsynth_lite.ui.workspace import Workspace
 
 ADDRESS = "http://127.0.0.1:8713"
+INLINE = re.compile(r"<script(?! (src|type=.application/json))|<style|\son\w+=|javascript:|style=")
+"""A script or a style within a page, which the policy forbids."""
 
 
 @dataclass(frozen=True)

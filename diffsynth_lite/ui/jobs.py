@@ -1,0 +1,271 @@
+"""This file starts ``train`` in processes that outlive the server, and finds them again when it is restarted.
+
+Next to the log of a process is a json file with how it was started and which process it is. Whether a run
+goes on is known from its own folder, whoever started it; these files only add what the folder cannot know:
+that a process has not come to it yet, or ended before.
+"""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import parse_json, read_bytes, write_json
+from diffsynth_lite.redaction import redacted
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.process import Process
+from diffsynth_lite.ui.workspace import Workspace
+
+JobState = Literal["starting", "running", "ended", "did not start"]
+
+REQUESTS = {"stop": "STOP", "save": "SAVE", "sample": "SAMPLE"}
+"""What a run can be asked for, and the file in its folder that asks for it."""
+_TAIL_BYTES = 64 * 1024
+_MOST_BYTES = 1 << 20
+_LAST_SECONDS = 10.0
+_PAUSE_S = 0.05
+_TRAIN = ("-m", "diffsynth_lite.cli.main", "train")
+_LAUNCHED_TRAIN = ("-m", "diffsynth_lite.cli.train")
+_LAUNCHED = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A process that the screen started.
+
+    Attributes:
+        name: of its files.
+        folder: of the run.
+        arguments: of ``train``.
+        process: that was started, as :class:`Process` writes it.
+        started_at: seconds since 1970.
+        log_start: bytes of the log that processes before it wrote.
+        was_signalled: whether it was asked to stop by a signal.
+        exit_code: None while it runs, and where no server was there when it ended.
+    """
+
+    name: str
+    folder: str
+    arguments: tuple[str, ...]
+    working_folder: str
+    num_processes: int
+    process: str
+    started_at: float
+    log_start: int
+    was_signalled: bool = False
+    exit_code: int | None = None
+
+
+class Jobs:
+    """The processes that this screen, or one before it, started in a workspace."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._lock = threading.RLock()
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def all(self) -> dict[str, Job]:
+        """Each process by its name, as far as its file can be read."""
+        files = sorted(self._workspace.logs_folder.glob("*.json"))
+        return {job.name: job for file in files if (job := self._read(file)) is not None}
+
+    def of(self, folder: Path) -> Job | None:
+        """The latest process that was started for the run in a folder."""
+        place = str(folder.resolve())
+        return next((job for job in self.all().values() if job.folder == place), None)
+
+    def without_run(self) -> dict[str, Path]:
+        """The folders of runs that a process was started for and has not come to, by the names of these."""
+        folders = {name: Path(job.folder) for name, job in self.all().items()}
+        return {name: folder for name, folder in folders.items() if not RunFolder(folder).holds_run()}
+
+    def state(self, job: Job) -> JobState:
+        """How far a process has come."""
+        has_come = _written_at(RunFolder(Path(job.folder)).status_file) >= job.started_at
+        if self._is_alive(job):
+            return "running" if has_come else "starting"
+        return "ended" if has_come else "did not start"
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        working_folder: Path | None = None,
+        num_processes: int = 1,
+    ) -> Job:
+        """Start ``train`` of this installation in a session of its own, which lives on when this process ends.
+
+        Args:
+            arguments: of ``train``.
+            folder: of the run.
+            working_folder: to which the paths in these are relative; None is the workspace.
+            num_processes: that train together.
+
+        Raises:
+            UserError: another run goes on, as a device trains one at a time; or this one would not be seen here,
+                or cannot be started.
+        """
+        folder = (self._workspace.path / folder).resolve()
+        known = [place.resolve() for place in self._workspace.runs.values()]
+        if folder.parent != self._workspace.runs_folder.resolve() and folder not in known:
+            raise UserError(f"output.dir: {folder}: is not seen here; give one in runs/, such as runs/{folder.name}")
+        with self._lock:
+            if busy := self._busy():
+                raise UserError(f"{busy} trains on this device; stop it first, or wait until it has ended")
+            for name in REQUESTS.values():  # left from a run that ended before it saw them
+                (folder / name).unlink(missing_ok=True)
+            job = Job(
+                name=self._name_for(folder),
+                folder=str(folder),
+                arguments=tuple(arguments),
+                working_folder=str(working_folder or self._workspace.path),
+                num_processes=num_processes,
+                process="",
+                started_at=time.time(),
+                log_start=0,
+            )
+            with self._log_file(job).open("ab") as log:
+                job = replace(job, log_start=log.seek(0, os.SEEK_END))
+                child = _spawn(job, log.fileno())
+            self._children[job.name] = child
+            job = replace(job, process=Process.of(child.pid).as_text())
+            self._write(job)
+        return job
+
+    def ask(self, folder: Path, what: str) -> None:
+        """Ask a run to stop, to save, or to generate previews; asking twice is asking once.
+
+        Args:
+            what: a key of ``REQUESTS``.
+
+        Raises:
+            UserError: there is nobody to ask.
+        """
+        with self._lock:
+            job = self.of(folder)
+            if is_running(folder):
+                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+                with suppress(FileExistsError):
+                    os.close(os.open(folder / REQUESTS[what], flags))
+            elif job is None or self.state(job) != "starting":
+                raise UserError(f"{folder.name} does not run")
+            elif what != "stop":
+                raise UserError(f"{folder.name} is still starting")
+            elif not job.was_signalled:  # The second one would end it at once.
+                self._write(replace(job, was_signalled=True))
+                _interrupt(Process.from_text(job.process))
+
+    def log(self, job: Job, *, num_lines: int) -> list[str]:
+        """The last lines that a process printed, with secrets masked."""
+        with suppress(OSError), self._log_file(job).open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(job.log_start, end - _TAIL_BYTES))
+            text = log.read(_TAIL_BYTES).decode(errors="replace")
+            lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").splitlines()]
+            return [redacted(line) for line in lines if line.strip()][-num_lines:]
+        return []
+
+    def _busy(self) -> str | None:
+        """The name of what trains on this machine, also where a terminal started it."""
+        for name, job in self.all().items():
+            end = time.monotonic() + _LAST_SECONDS
+            while self._is_alive(job):
+                if self.state(job) == "starting" or is_running(Path(job.folder)) or time.monotonic() > end:
+                    return name
+                time.sleep(_PAUSE_S)  # Its run has ended; a process takes a moment to do so.
+        runs = self._workspace.runs.items()
+        return next((name for name, folder in runs if RunFolder(folder).trains_here()), None)
+
+    def _name_for(self, folder: Path) -> str:
+        """The name of the files of a run's processes: that of its folder, or with a number if it is taken."""
+        if known := self.of(folder):
+            return known.name
+        names = (f"{folder.name}~{number}" if number > 1 else folder.name for number in itertools.count(1))
+        return next(name for name in names if not self._file(name).exists())
+
+    def _is_alive(self, job: Job) -> bool:
+        process = Process.from_text(job.process)
+        if process is not None and process.is_alive():
+            return True
+        with self._lock:
+            if child := self._children.pop(job.name, None):
+                latest = self._read(self._file(job.name)) or job
+                self._write(replace(latest, exit_code=child.wait()))
+        return False
+
+    def _file(self, name: str) -> Path:
+        return self._workspace.logs_folder / f"{name}.json"
+
+    def _log_file(self, job: Job) -> Path:
+        return self._workspace.logs_folder / f"{job.name}.log"
+
+    def _write(self, job: Job) -> None:
+        write_json(self._file(job.name), asdict(job))
+
+    def _read(self, file: Path) -> Job | None:
+        try:
+            given: dict[str, Any] = parse_json(read_bytes(file, most_bytes=_MOST_BYTES))
+            return Job(**{**given, "name": file.stem, "arguments": tuple(given["arguments"])})
+        except (OSError, UserError, ValueError, TypeError, LookupError):
+            return None
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a run goes on, whoever started it: its process lives, as far as that can be known."""
+    run = RunFolder(folder)
+    status = run.read_status()
+    return status is not None and status.get("state") == "running" and not run.is_abandoned()
+
+
+def _spawn(job: Job, log: int) -> "subprocess.Popen[bytes]":
+    """Start the process of a job.
+
+    Raises:
+        UserError: its folder is gone, or the system refuses.
+    """
+    is_launched = job.num_processes > 1
+    launched = (*_LAUNCHED, str(job.num_processes), *_LAUNCHED_TRAIN)
+    program = launched if is_launched else _TRAIN
+    detached: dict[str, Any] = {"start_new_session": True}
+    if sys.platform == "win32":
+        detached = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
+    try:
+        return subprocess.Popen(
+            [sys.executable, *program, *job.arguments],
+            cwd=job.working_folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # The folder may be somebody else's: no modules are taken from there.
+            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+            **detached,
+        )
+    except OSError as error:
+        raise UserError(f"train cannot be started in {job.working_folder}: {error.strerror}") from None
+
+
+def _interrupt(process: Process | None) -> None:
+    if process is None or not process.is_alive():
+        return
+    with suppress(ProcessLookupError):
+        if sys.platform == "win32":  # There no process without a console gets SIGINT.
+            os.kill(process.pid, signal.CTRL_BREAK_EVENT)
+        else:
+            os.kill(process.pid, signal.SIGINT)
+
+
+def _written_at(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0

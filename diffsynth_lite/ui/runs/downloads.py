@@ -1,0 +1,111 @@
+"""This file finds what a run left to download, and sends folders as a zip while it reads them."""
+
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import SUFFIX, lora_copies
+
+_PART_BYTES = 1 << 20
+_FILES = {
+    "config.yaml": "Config as it was given",
+    "resolved.yaml": "All its settings",
+    "metrics.jsonl": "Numbers of the charts",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Download:
+    """A file of a run, or a folder of its as a zip.
+
+    Attributes:
+        name: under which it is asked for, and saved.
+        size: in words.
+    """
+
+    name: str
+    words: str
+    path: Path
+    size: str
+
+
+def downloads(run: RunFolder) -> dict[str, Download]:
+    """What is there, by name, the latest LoRA first."""
+    exports = {
+        run.lora_folder: "LoRA",
+        run.ema_lora_folder: "Averaged LoRA",
+        run.best_lora_folder: "Best LoRA",
+    }
+    for export in (run.lora_folder, run.ema_lora_folder):
+        for copy in reversed(lora_copies(run.checkpoints_folder, export.name)):
+            exports[copy.path] = f"{exports[export]} of step {copy.step}"
+    found = [each for folder, words in exports.items() for each in _of_folder(folder, words)]
+    found += [
+        Download(name=name, words=words, path=run.path / name, size=_size([run.path / name]))
+        for name, words in _FILES.items()
+        if _is_file(run.path / name)
+    ]
+    return {each.name: each for each in found}
+
+
+def zipped(folder: Path) -> Iterator[bytes]:
+    """The files of a folder as a zip, in parts: none is held as a whole."""
+    parts = _Parts()
+    with zipfile.ZipFile(parts, "x") as archive:
+        for path in _files(folder):
+            place = zipfile.ZipInfo.from_file(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
+            with path.open("rb") as file, archive.open(place, "w", force_zip64=True) as entry:
+                while content := file.read(_PART_BYTES):
+                    entry.write(content)
+                    yield parts.taken()
+    yield parts.taken()
+
+
+class _Parts:
+    """A file that gives away what is written into it."""
+
+    def __init__(self) -> None:
+        self._written = bytearray()
+
+    def write(self, content: bytes) -> int:
+        self._written += content
+        return len(content)
+
+    def flush(self) -> None:
+        """As files have it, like ``close``."""
+
+    close = flush
+
+    def taken(self) -> bytes:
+        """What was written since."""
+        content = bytes(self._written)
+        self._written.clear()
+        return content
+
+
+def _of_folder(folder: Path, words: str) -> Iterator[Download]:
+    """The file of weights, which other programs load, and the whole folder."""
+    files = _files(folder) if folder.is_dir() and not folder.is_symlink() else []
+    weights = [path for path in files if path.suffix == SUFFIX and path.parent == folder]
+    if len(weights) == 1:
+        name = f"{folder.name}{SUFFIX}"
+        yield Download(name=name, words=words, path=weights[0], size=_size(weights))
+    if files:
+        words = f"{words}, whole folder"
+        yield Download(name=f"{folder.name}.zip", words=words, path=folder, size=_size(files))
+
+
+def _files(folder: Path) -> list[Path]:
+    """Without links, which may lead anywhere."""
+    return [path for path in sorted(folder.rglob("*")) if _is_file(path)]
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _size(files: list[Path]) -> str:
+    return format_bytes(sum(path.stat().st_size for path in files))
