@@ -103,7 +103,7 @@ class Jobs:
         working_folder: Path | None = None,
         num_processes: int = 1,
     ) -> Job:
-        """Start ``train`` of this installation in a session of its own, which lives on when this process ends.
+        """Start ``train`` of this installation in a session of its own, so that it outlives this process.
 
         Args:
             arguments: of ``train``.
@@ -112,13 +112,15 @@ class Jobs:
             num_processes: that train together.
 
         Raises:
-            UserError: another run goes on, as a device trains one at a time; or this one would not be seen here,
-                or cannot be started.
+            UserError: another run goes on, as a device trains one at a time; or this one would not be seen
+                here, or cannot be started.
         """
         folder = (self._workspace.path / folder).resolve()
         known = [place.resolve() for place in self._workspace.runs.values()]
         if folder.parent != self._workspace.runs_folder.resolve() and folder not in known:
-            raise UserError(f"output.dir: {folder}: is not seen here; give one in runs/, such as runs/{folder.name}")
+            raise UserError(
+                f"output.dir: {folder}: is not seen here; give one in runs/, such as runs/{folder.name}"
+            )
         with self._lock:
             if busy := self._busy():
                 raise UserError(f"{busy} trains on this device; stop it first, or wait until it has ended")

@@ -100,7 +100,9 @@ def test_a_process_that_ends_before_it_trains_says_why_and_can_be_started_again(
     (screen.workspace.configs_folder / "wrong.yaml").write_text("train: {step: 3}\n")
     earlier = Jobs(screen.workspace)
     arguments = ["--config", "configs/wrong.yaml", "output.dir=runs/wrong"]
-    with pytest.raises(UserError, match="elsewhere: is not seen here; give one in runs/, such as runs/elsewhere"):
+    with pytest.raises(
+        UserError, match="elsewhere: is not seen here; give one in runs/, such as runs/elsewhere"
+    ):
         earlier.start(arguments, Path("elsewhere"))
     job = earlier.start(arguments, Path("runs/wrong"))
     wait_for(lambda: earlier.state(job) == "did not start")
@@ -110,7 +112,7 @@ def test_a_process_that_ends_before_it_trains_says_why_and_can_be_started_again(
     wait_for(lambda: state_of(screen, "wrong") == "Did not start")
     page = screen.get("/runs/wrong/").text
     assert "ended before it came to training, with exit code 2." in page
-    assert "did you mean 'steps'?" in page
+    assert "data.path: is required" in page
     assert screen.post("/runs/wrong/stop").json()["error"] == "wrong does not run"
 
 
