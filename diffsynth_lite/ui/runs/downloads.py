@@ -54,13 +54,14 @@ def downloads(run: RunFolder) -> dict[str, Download]:
 def zipped(folder: Path) -> Iterator[bytes]:
     """The files of a folder as a zip, in parts: none is held as a whole."""
     parts = _Parts()
-    with zipfile.ZipFile(parts, "x") as archive:
-        for path in _files(folder):
-            place = zipfile.ZipInfo.from_file(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
-            with path.open("rb") as file, archive.open(place, "w", force_zip64=True) as entry:
-                while content := file.read(_PART_BYTES):
-                    entry.write(content)
-                    yield parts.taken()
+    archive = zipfile.ZipFile(parts, "x")
+    for path in _files(folder):
+        place = zipfile.ZipInfo.from_file(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
+        with path.open("rb") as file, archive.open(place, "w", force_zip64=True) as entry:
+            while content := file.read(_PART_BYTES):
+                entry.write(content)
+                yield parts.taken()
+    archive.close()
     yield parts.taken()
 
 
