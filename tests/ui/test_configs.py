@@ -222,7 +222,8 @@ def test_what_a_field_shows_is_what_it_writes() -> None:
 def test_the_memory_of_a_recipe_is_shown_until_the_config_changes_it(draft: Path) -> None:
     needs = needs_of(view_of(draft, TEXT))
     assert needs.startswith("20.7 GiB of the card, and ")
-    assert needs_of(view_of(draft, f"{TEXT}lora:\n  rank: 8\n")) == ""
+    assert needs_of(view_of(draft, f"{TEXT}lora:\n  rank: 8\n")) == needs
+    assert needs_of(view_of(draft, f"{TEXT}memory:\n  auto: true\n")) == ""
     assert needs_of(view_of(draft, "data:\n  path: a\n")) == ""
 
 

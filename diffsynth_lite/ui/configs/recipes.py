@@ -16,12 +16,11 @@ from diffsynth_lite.training.planning.gpus import ASSUMED_GPU, GPUS, Gpu, gpu_of
 from diffsynth_lite.ui.configs.draft import View
 from diffsynth_lite.ui.pages import device
 
-_OF_MEMORY = (
-    *("model.path", "model.quantize", "memory.stream_blocks", "memory.stream_text_encoder"),
-    *("data.resolutions", "data.frame_counts", "data.width", "data.height", "data.sizes"),
-    *("train.micro_batch_size", "train.use_gradient_checkpointing", "lora.rank"),
+_OF_MEMORY = re.compile(
+    r"(model|memory)\..*|data\.(resolutions|frame_counts|width|height|sizes)"
+    r"|train\.(micro_batch_size|use_gradient_checkpointing(_offload)?)"
 )
-"""Settings with which a config needs other memory than its recipe."""
+"""Settings with which a config needs much more memory than its recipe, or much less."""
 _AROUND_NAME = re.compile(
     r"^Trains (a LoRA|the LoRAs) (on|for|of) (the )?((UNet|two experts) of )?"
     r"|,? from a folder of (images|clips)$"
@@ -144,7 +143,8 @@ def needs_of(view: View) -> str:
         ),
         None,
     )
-    if way is None or any(view.values[key].is_own and key not in way.settings for key in _OF_MEMORY):
+    own = [key for key, value in view.values.items() if value.is_own]
+    if way is None or any(_OF_MEMORY.fullmatch(key) and key not in way.settings for key in own):
         return ""
     gpu = next(iter(cards().values())) if device() else None
     limit = f" of {gpu.training_gib:.1f}" if gpu else ""

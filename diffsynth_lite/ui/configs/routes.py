@@ -182,9 +182,9 @@ def _start(state: State, path: Path) -> Response:
         state.jobs.start(["--config", f"configs/{path.name}"], folder)
     except UserError as error:
         return refused(str(error))
-    inside = (state.workspace.path / folder).resolve()
-    is_shown = inside.parent == state.workspace.runs_folder
-    return JSONResponse({"go": f"/runs/{quote(inside.name)}/" if is_shown else "/"})
+    folder = (state.workspace.path / folder).resolve()
+    known = {place.resolve(): name for name, place in state.workspace.runs.items()}
+    return JSONResponse({"go": f"/runs/{quote(known.get(folder, folder.name))}/"})
 
 
 def _new_text(workspace: Workspace, given: Mapping[str, str], name: str) -> str:
