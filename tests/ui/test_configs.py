@@ -223,6 +223,8 @@ def test_the_memory_of_a_recipe_is_shown_until_the_config_changes_it(draft: Path
     needs = needs_of(view_of(draft, TEXT))
     assert needs.startswith("20.7 GiB of the card, and ")
     assert needs_of(view_of(draft, f"{TEXT}lora:\n  rank: 8\n")) == needs
+    in_int8 = "extends: flux_fill_lora.yaml\nmodel:\n  quantize: int8\n"
+    assert needs_of(view_of(draft, in_int8)).startswith("15.1 GiB of the card")
     assert needs_of(view_of(draft, f"{TEXT}memory:\n  auto: true\n")) == ""
     assert needs_of(view_of(draft, "data:\n  path: a\n")) == ""
 

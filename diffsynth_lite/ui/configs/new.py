@@ -40,16 +40,14 @@ def text_on_recipe(recipe: Recipe, way: Way | None, *, name: str, data: Path, go
     preset = read_preset(goal) if goal else None
     if preset:
         preset.require_fit(config.model.family)
-    about = f"{name}: {recipe.name}, from {data}" + (
-        f", with the settings of the preset {goal}" if goal else ""
-    )
+    about = f"{name}: {recipe.name}, from {data}"
+    about += f", with the settings of the preset {goal}" if goal else ""
     text = f"{schema_line()}\n# {about}.\n\nextends: {extended}\n"
-    prompts = "\n".join([*_first_caption(data), *config.validation.prompts[-1:]])
-    typed = {"data.path": str(data), "output.dir": f"runs/{name}", "validation.prompts": prompts}
+    typed = {"data.path": str(data), "output.dir": f"runs/{name}", **(way.typed if way else {})}
+    if not config.validation.inputs and not config.validation.control:  # these belong to the recipe's prompts
+        typed["validation.prompts"] = "\n".join([*_first_caption(data), *config.validation.prompts[-1:]])
     for key, value in typed.items():
         text = changed(text, key, value)
-    for key, setting in (way.settings if way else {}).items():
-        text = changed(text, key, str(setting).lower() if isinstance(setting, bool) else str(setting))
     for key, node in settings_of([preset] if preset else []).items():
         text = with_value(text, key, on_one_line(node))
     return text

@@ -47,6 +47,13 @@ class Way:
     host_gib: float
     only_training: bool = False
 
+    @property
+    def typed(self) -> dict[str, str]:
+        """The settings as they are typed into fields."""
+        return {
+            key: str(value).lower() if value is True else str(value) for key, value in self.settings.items()
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -134,23 +141,14 @@ def cards() -> Mapping[str, Gpu]:
 
 def needs_of(view: View) -> str:
     """What the file that a config extends needs, by the table; empty where the config changes that."""
-    way = next(
-        (
-            way
-            for recipe in recipes()
-            for way in recipe.ways
-            if way.recipe == view.extends and all(_has(view, *one) for one in way.settings.items())
-        ),
-        None,
-    )
-    own = [key for key, value in view.values.items() if value.is_own]
-    if way is None or any(_OF_MEMORY.fullmatch(key) and key not in way.settings for key in own):
+    own = {
+        key: value.value for key, value in view.values.items() if value.is_own and _OF_MEMORY.fullmatch(key)
+    }
+    ways = (way for recipe in recipes() for way in recipe.ways if way.recipe == view.extends)
+    way = next((way for way in ways if own == way.typed), None)
+    if way is None:
         return ""
     gpu = next(iter(cards().values())) if device() else None
     limit = f" of {gpu.training_gib:.1f}" if gpu else ""
     card = f" of your {gpu.name}" if gpu else " of the card"
     return f"{way.device_gib:.1f}{limit} GiB{card}, and {way.host_gib:.1f} GiB of host memory"
-
-
-def _has(view: View, key: str, value: object) -> bool:
-    return view.values[key].value == (str(value).lower() if isinstance(value, bool) else str(value))
