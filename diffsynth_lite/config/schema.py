@@ -227,6 +227,7 @@ def setting_schemas() -> dict[str, Any]:
     return schemas
 
 
+@cache
 def section_types() -> dict[str, type[Settings]]:
     """The class of every section, by its name in the yaml."""
     hints = get_type_hints(Config)

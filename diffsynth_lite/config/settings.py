@@ -165,9 +165,12 @@ class Settings(BaseModel):
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The default values of the optional settings."""
-        return {
-            key: field.get_default() for key, field in cls.model_fields.items() if not field.is_required()
-        }
+        return {key: cls.default(key) for key, field in cls.model_fields.items() if not field.is_required()}
+
+    @classmethod
+    def default(cls, key: str) -> Any:
+        """The default value of a setting."""
+        return cls.model_fields[key].get_default()
 
     def conflicts(self) -> Iterator[Problem]:
         """Conflicts between settings of this section whose values are each valid."""
@@ -175,7 +178,7 @@ class Settings(BaseModel):
 
     def is_default(self, key: str) -> bool:
         """Whether an optional setting has its default value."""
-        return bool(getattr(self, key) == self.defaults()[key])
+        return bool(getattr(self, key) == self.default(key))
 
     @field_validator("*", mode="before")
     @classmethod

@@ -239,7 +239,9 @@ def _value_if_missing(key: str, value: Any) -> Any:
     if key in _CONDITIONAL or key.startswith(_SHIFT_AT):
         return value
     section, _, name = key.partition(".")
-    default = section_types()[section].defaults().get(name)
+    kind = section_types()[section]
+    has_default = name in kind.model_fields and not kind.model_fields[name].is_required()
+    default = kind.default(name) if has_default else None
     return [default] * len(value) if key in _OF_SOURCES else default
 
 
