@@ -154,7 +154,7 @@ def test_what_the_recompute_leaves_out_changes_no_gradient(sample: Sample, targe
     _, expected = sample.learned if is_learned else velocity_and_gradients(sample, transformer)
     engine = engine_with((True, False))
     # What was needed in the first step runs at once in the second.
-    for _ in range(2):
+    for _ in range(2 if sample.name in GATES_LEARN[targets] else 1):
         engine.start_report()
         _, gradients = velocity_and_gradients(sample, transformer, engine)
         for name, gradient in expected.items():
