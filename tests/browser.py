@@ -47,6 +47,7 @@ _CHOOSE_OPTION = """function(text) {
   this.dispatchEvent(new Event("change", { bubbles: true }));
 }"""
 """Chooses an option of a select, as a person does."""
+_NAVIGATED = "Inspected target navigated"
 _TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
@@ -82,11 +83,19 @@ class Page:
         return result["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Wait until a JavaScript expression is true."""
+        """Wait until a JavaScript expression is true, on the page that is loaded meanwhile if one is."""
         end = time.monotonic() + LIMIT_S
-        while not self.evaluate(f"Boolean({expression})"):
+        while not self._is_true(expression):
             assert time.monotonic() < end, f"{expression} is still not true"
             time.sleep(0.02)
+
+    def _is_true(self, expression: str) -> bool:
+        try:
+            return bool(self.evaluate(f"Boolean({expression})"))
+        except AssertionError as error:
+            if _NAVIGATED not in str(error):
+                raise
+            return False
 
     def html(self) -> str:
         """The document as the page's scripts have made it."""

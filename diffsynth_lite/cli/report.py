@@ -17,7 +17,6 @@ from diffsynth_lite.run_folder.folder import find_runs
 logger = logging.getLogger(__name__)
 
 _PORT = 8712
-_MAX_PORT = 65535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,17 +99,12 @@ def _write_page(path: Path, folders: Mapping[str, Path]) -> None:
 
 
 def _serve(places: list[Path], port: int) -> None:
-    from diffsynth_lite.report.server import ReportServer, RunPages
+    from diffsynth_lite.report.server import RunPages
+    from diffsynth_lite.ui.server import build_report, listen, serve
 
-    if not 0 <= port <= _MAX_PORT:
-        raise UserError(f"--port {port}: give one from 0, for any that is free, to {_MAX_PORT}")
-    try:
-        server = ReportServer(RunPages(partial(find_runs, places)), port)
-    except OSError as error:
-        raise UserError(f"--port {port}: {error.strerror}; give another, or 0 for any that is free") from None
-    with server:
-        print_lines(f"Open {server.address} in a browser; Ctrl+C ends it.")
+    with listen(port) as bound:
+        print_lines(f"Open http://127.0.0.1:{bound.getsockname()[1]}/ in a browser; Ctrl+C ends it.")
         try:
-            server.serve_forever()
+            serve(build_report(RunPages(partial(find_runs, places))), [bound])
         except KeyboardInterrupt:
             logger.info("Ended.")

@@ -1,29 +1,22 @@
-"""This file serves the pages of runs, and the previews in these, to a browser on this machine.
+"""This file keeps the pages of runs, and what lists show of them, for a server that is asked repeatedly.
 
 No path is made of what a request names but by a known run and the form that names of previews have.
 """
 
-import hashlib
 import logging
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextvars import copy_context
 from dataclasses import dataclass, replace
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote, unquote_to_bytes, urlsplit
+from urllib.parse import quote, unquote_to_bytes
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.card import RunCard, read_card
 from diffsynth_lite.report.charts import NO_TABLE
-from diffsynth_lite.report.page import SCRIPTS, STYLES, Served, render
+from diffsynth_lite.report.page import Served, render
 from diffsynth_lite.report.previews import is_preview
 from diffsynth_lite.report.run_report import RunReport, read_any_run
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -31,33 +24,10 @@ from diffsynth_lite.run_folder.reading import read_run_file
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-_NAMES_OF_LOOPBACK = (LOOPBACK, "localhost")
 _RUN_PATH = re.compile(r"/runs/([^/]+)/(.*)")
-_TYPES = {
-    ".png": "image/png",
-    ".mp4": "video/mp4",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-}
-_STATIC = {
-    f"/static/{Path(name).name}": files("diffsynth_lite.report").joinpath(name)
-    for name in (*SCRIPTS, *STYLES)
-}
-_HEADERS = {
-    # A browser asks each time, and gets no content if nothing has changed.
-    "Cache-Control": "no-cache",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self' data:; media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-}
+_TYPES = {".png": "image/png", ".mp4": "video/mp4"}
 _WAITED_MULTIPLE = 10
 """Pause before a run is read again, in times of the last reading's duration: a trainer may need the CPU."""
-_IDLE_S = 30.0
-"""A browser opens connections that it may never use."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +40,6 @@ class Answer:
 
     content: bytes
     kind: str
-
-    @property
-    def tag(self) -> str:
-        """Entity tag, different for different content."""
-        return f'"{hashlib.blake2b(self.content, digest_size=16).hexdigest()}"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,87 +145,9 @@ class RunPages:
         # By identity: comparing their content takes long.
         if known is not None and list(map(id, runs)) == list(map(id, known[0])) and served == known[1]:
             return known[2]
-        answer = Answer(render(runs, served=served).encode(), "text/html; charset=utf-8")
+        answer = Answer(render(runs, served=served).encode(), "text/html")
         self._pages[key] = (runs, served, answer)
         return answer
-
-
-class ReportServer(ThreadingHTTPServer):
-    """Answers on the loopback address only, and only to requests with its name.
-
-    Another web page could have its name resolve to this machine (DNS rebinding) and then read the pages here;
-    but then the browser's requests have that name.
-
-    Args:
-        port: 0 for any free port.
-
-    Raises:
-        OSError: the port is taken.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, pages: RunPages, port: int) -> None:
-        self.pages = pages
-        # The secrets to mask are known here, and threads do not inherit them.
-        self._context = copy_context()
-        super().__init__((LOOPBACK, port), _Handler)
-
-    @property
-    def address(self) -> str:
-        """URL of the server."""
-        return f"http://{LOOPBACK}:{self.server_port}/"
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer in the context in which the server was made."""
-        self._context.copy().run(super().process_request_thread, request, client_address)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error, except that a browser closed its connection."""
-        if not isinstance(sys.exception(), ConnectionError):
-            logger.exception("A page could not be shown.")
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: ReportServer
-    server_version = "diffsynth_lite"
-    sys_version = ""
-    timeout = _IDLE_S
-
-    def do_GET(self) -> None:
-        if not self._is_called_by_name():
-            self.send_error(HTTPStatus.FORBIDDEN, "This server answers only to 127.0.0.1 and localhost")
-            return
-        path = self.path.partition("?")[0]
-        static = _STATIC.get(path)
-        answer = (
-            self.server.pages.answer(path)
-            if static is None
-            else Answer(static.read_bytes(), _TYPES[Path(path).suffix])
-        )
-        if answer is None:
-            self.send_error(HTTPStatus.NOT_FOUND)
-            return
-        is_known = self.headers.get("If-None-Match") == answer.tag
-        self.send_response(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK)
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        self.send_header("ETag", answer.tag)
-        self.send_header("Content-Type", answer.kind)
-        self.send_header("Content-Length", str(len(answer.content)))
-        self.end_headers()
-        if not is_known:
-            self.wfile.write(answer.content)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        logger.debug(format, *arguments)
-
-    def _is_called_by_name(self) -> bool:
-        """Whether the request names this machine; the port may differ, because of a tunnel."""
-        try:
-            return urlsplit(f"//{self.headers.get('Host', '')}").hostname in _NAMES_OF_LOOPBACK
-        except ValueError:
-            return False
 
 
 def _file(path: Path) -> Answer | None:

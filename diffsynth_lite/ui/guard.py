@@ -47,17 +47,17 @@ class Guard:
     """An application behind the rules above.
 
     Args:
-        token: of the printed address.
+        token: of the printed address. None lets in everybody on this machine, who may then only look.
         behind: address of a proxy through which the browser reaches this server, such as
             ``https://name.example``; None where it reaches it directly or through a tunnel.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str, behind: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, *, token: str | None, behind: str | None = None) -> None:
         self._app = app
         self._token = token
         self._behind = behind
         # Neither leads back to the token, so a stolen cookie only reads, until the token is replaced.
-        self._cookie, self._secret = (_derived(token, purpose) for purpose in ("read", "change"))
+        self._cookie, self._secret = (_derived(token or "", purpose) for purpose in ("read", "change"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -101,7 +101,12 @@ class Guard:
         """
         query = parse_qsl(scope["query_string"].decode("latin-1"))
         given = dict(query).get("token")
-        if given is None or scope["method"] not in _READS or not _equal(given, self._token):
+        if (
+            self._token is None
+            or given is None
+            or scope["method"] not in _READS
+            or not _equal(given, self._token)
+        ):
             return None
         rest = urlencode([pair for pair in query if pair[0] != "token"])
         # One slash: two would make the path's first part the name of a server.
@@ -119,6 +124,9 @@ class Guard:
 
     def _stranger(self, scope: Scope) -> HTMLResponse | PlainTextResponse | None:
         """The refusal of a request without the cookie, or of a change without the second secret."""
+        if self._token is None:
+            is_read = scope["method"] in _READS
+            return None if is_read else PlainTextResponse("This server only shows runs.", 405)
         headers = Headers(scope=scope)
         if not _equal(_cookie_of(headers, _cookie_name(scope)), self._cookie):
             return HTMLResponse(_NOT_SIGNED_IN, 403)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from diffsynth_lite.errors import UserError
@@ -16,7 +19,7 @@ from diffsynth_lite.ui.data_sets import routes as data_sets
 from diffsynth_lite.ui.guard import LOOPBACK, Guard
 from diffsynth_lite.ui.home import routes as home
 from diffsynth_lite.ui.jobs import Jobs
-from diffsynth_lite.ui.pages import static_file
+from diffsynth_lite.ui.pages import answer, static_file
 from diffsynth_lite.ui.runs import routes as runs
 from diffsynth_lite.ui.workspace import Workspace
 
@@ -47,6 +50,20 @@ def build(
     return Guard(application, token=token, behind=behind)
 
 
+def build_report(pages: RunPages) -> Guard:
+    """The pages of runs, only to look at."""
+
+    def show(request: Request) -> Response:
+        # As it was sent: a name may hold a slash, or bytes that are no text.
+        found = pages.answer(request.scope["raw_path"].decode("latin-1"))
+        if found is None:
+            raise HTTPException(404)
+        return answer(request, found.content, found.kind)
+
+    routes = [Route("/static/{name}", static_file), Route("/{path:path}", show)]
+    return Guard(Starlette(routes=routes), token=None)
+
+
 def listen(port: int, *, behind: str | None = None) -> socket.socket:
     """A socket on the loopback address; on all addresses where a proxy comes from another machine.
 
@@ -71,6 +88,11 @@ def listen(port: int, *, behind: str | None = None) -> socket.socket:
 
 def serve(guard: Guard, sockets: Iterable[socket.socket]) -> None:
     """Answer until Ctrl+C."""
+    server_of(guard).run(sockets=list(sockets))
+
+
+def server_of(guard: Guard) -> uvicorn.Server:
+    """The server that answers."""
     config = uvicorn.Config(
         guard,
         log_config=None,
@@ -81,4 +103,4 @@ def serve(guard: Guard, sockets: Iterable[socket.socket]) -> None:
         # Open polls of pages would hold up the end.
         timeout_graceful_shutdown=1,
     )
-    uvicorn.Server(config).run(sockets=list(sockets))
+    return uvicorn.Server(config)

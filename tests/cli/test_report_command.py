@@ -1,12 +1,14 @@
 """The pages of runs as a command: what it writes, what it refuses, and that it ends."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from socket import socket
 
 import pytest
 
 from diffsynth_lite.cli.main import main
-from diffsynth_lite.report.server import LOOPBACK, ReportServer
 from diffsynth_lite.run_folder.folder import RunFolder, find_runs
+from diffsynth_lite.ui.guard import LOOPBACK, Guard
 
 
 @pytest.fixture
@@ -76,11 +78,11 @@ def test_it_says_where_it_serves_until_ctrl_c(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def press_ctrl_c(server: ReportServer) -> None:
-        assert main(["report", str(runs), "--serve", "--port", str(server.server_port)]) == 2
+    def press_ctrl_c(guard: Guard, sockets: Sequence[socket]) -> None:
+        assert main(["report", str(runs), "--serve", "--port", str(sockets[0].getsockname()[1])]) == 2
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ReportServer, "serve_forever", press_ctrl_c)
+    monkeypatch.setattr("diffsynth_lite.ui.server.serve", press_ctrl_c)
     assert main(["report", str(runs / "a"), "--serve", "--port", "0"]) == 0
     assert f"Open http://{LOOPBACK}:" in capsys.readouterr().out
     assert "Address already in use; give another, or 0 for any that is free" in caplog.text

@@ -6,39 +6,62 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
+import uvicorn
 from browser import Browser
 from run_folders import ATTACK, full_folder
 
 from diffsynth_lite.redaction import Redactor, in_force
 from diffsynth_lite.report.run_report import RunReport, read_run
-from diffsynth_lite.report.server import LOOPBACK, ReportServer, RunPages
+from diffsynth_lite.report.server import RunPages
 from diffsynth_lite.run_folder.folder import RunFolder, find_runs
+from diffsynth_lite.ui.guard import LOOPBACK
+from diffsynth_lite.ui.server import build_report, listen, server_of
 
 PREVIEW_IMAGE = "previews/step-00000000-prompt-00-aa0.png"
 SECRET = "swordfish-4711"
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server on a port of this machine."""
+
+    server: uvicorn.Server
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}/"
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+
+
 @contextmanager
-def served(*places: Path) -> Iterator[ReportServer]:
-    with ReportServer(RunPages(partial(find_runs, places), clock=lambda: 0.0), port=0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+def served(*places: Path) -> Iterator[Server]:
+    guard = build_report(RunPages(partial(find_runs, places), clock=lambda: 0.0))
+    with listen(0) as bound:
+        server = Server(server_of(guard), bound.getsockname()[1])
+        context = copy_context()  # with the secrets that are masked
+        thread = threading.Thread(target=context.run, args=(server.server.run, [bound]))
         thread.start()
         try:
             yield server
         finally:
-            server.shutdown()
+            server.stop()
             thread.join()
 
 
 def ask(
-    server: ReportServer, path: str, *, method: str = "GET", **headers: str
+    server: Server, path: str, *, method: str = "GET", **headers: str
 ) -> tuple[http.client.HTTPResponse, bytes]:
     """An answer and its content; the path goes out as it is."""
-    connection = http.client.HTTPConnection(LOOPBACK, server.server_port, timeout=60)
+    connection = http.client.HTTPConnection(LOOPBACK, server.port, timeout=60)
     try:
         connection.putrequest(method, path, skip_host="Host" in headers)
         for name, value in headers.items():
@@ -63,13 +86,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(runs: Path) -> Iterator[ReportServer]:
+def server(runs: Path) -> Iterator[Server]:
     with in_force(Redactor({"MY_PASSWORD": SECRET})), served(runs) as server:
         yield server
 
 
-def test_the_runs_their_pages_and_their_previews_are_shown(server: ReportServer, runs: Path) -> None:
-    assert server.server_address[0] == "127.0.0.1"
+def test_the_runs_their_pages_and_their_previews_are_shown(server: Server, runs: Path) -> None:
     answer, page = ask(server, "/")
     assert answer.status == 200
     assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
@@ -83,7 +105,7 @@ def test_the_runs_their_pages_and_their_previews_are_shown(server: ReportServer,
     assert ask(server, image)[1] == (runs / "first" / PREVIEW_IMAGE).read_bytes()
 
 
-def test_secrets_are_masked_in_what_is_served(server: ReportServer) -> None:
+def test_secrets_are_masked_in_what_is_served(server: Server) -> None:
     page = ask(server, "/runs/first/")[1].decode()
     assert SECRET not in page
     assert page.count("REDACTED") > 5
@@ -111,7 +133,7 @@ def test_secrets_are_masked_in_what_is_served(server: ReportServer) -> None:
         "/runs/first/previews/step-00000300-prompt-00-aa0.png",
     ],
 )
-def test_nothing_else_is_answered(server: ReportServer, path: str) -> None:
+def test_nothing_else_is_answered(server: Server, path: str) -> None:
     answer, content = ask(server, path)
     assert answer.status == 404
     assert b"outside" not in content
@@ -120,20 +142,21 @@ def test_nothing_else_is_answered(server: ReportServer, path: str) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8712", "127.0.0.1.evil.example", "", "[", "10.0.0.7"]
 )
-def test_a_page_that_calls_this_machine_by_another_name_is_refused(server: ReportServer, host: str) -> None:
+def test_a_page_that_calls_this_machine_by_another_name_is_refused(server: Server, host: str) -> None:
     answer, content = ask(server, "/", Host=host)
     assert answer.status == 403
     assert b"side by side" not in content
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9000", "127.0.0.1:1"])
-def test_a_tunnel_may_have_another_port(server: ReportServer, host: str) -> None:
+def test_a_tunnel_may_have_another_port(server: Server, host: str) -> None:
     assert ask(server, "/", Host=host)[0].status == 200
 
 
-def test_one_can_only_look(server: ReportServer) -> None:
-    for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
-        assert ask(server, "/", method=method)[0].status == 501
+def test_one_can_only_look(server: Server) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        headers = {"Origin": server.address.removesuffix("/")}
+        assert ask(server, "/", method=method, **headers)[0].status == 405
 
 
 def test_what_has_not_changed_is_not_sent_again(tmp_path: Path) -> None:
@@ -247,7 +270,6 @@ def test_an_open_page_takes_over_what_is_new_and_keeps_what_was_chosen(
         )
         assert [each for each in page.complaints if "media" not in each.lower()] == []
         assert all(each.startswith(server.address) for each in page.requests)
-        server.shutdown()
-        server.server_close()
+        server.stop()
         page.evaluate(come_back)
         page.wait_for("!document.getElementById('lost').hidden")
