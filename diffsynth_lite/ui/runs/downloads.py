@@ -2,12 +2,13 @@
 
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.loras import SUFFIX, lora_copies
+from diffsynth_lite.run_folder.loras import SUFFIX, LoraCopy, lora_copies
 
 _PART_BYTES = 1 << 20
 _FILES = {
@@ -43,6 +44,7 @@ def downloads(run: RunFolder) -> dict[str, Download]:
         for copy in reversed(lora_copies(run.checkpoints_folder, export.name)):
             exports[copy.path] = f"{exports[export]} of step {copy.step}"
     found = [each for folder, words in exports.items() for each in _of_folder(folder, words)]
+    found.sort(key=lambda each: each.path.is_dir())
     found += [
         Download(name=name, words=words, path=run.path / name, size=_size([run.path / name]))
         for name, words in _FILES.items()
@@ -88,13 +90,13 @@ class _Parts:
 
 
 def _of_folder(folder: Path, words: str) -> Iterator[Download]:
-    """The file of weights, which other programs load, and the whole folder."""
+    """The file of weights, which other programs load, and the whole folder, but of a copy by step."""
     files = _files(folder) if folder.is_dir() and not folder.is_symlink() else []
     weights = [path for path in files if path.suffix == SUFFIX and path.parent == folder]
     if len(weights) == 1:
         name = f"{folder.name}{SUFFIX}"
         yield Download(name=name, words=words, path=weights[0], size=_size(weights))
-    if files:
+    if files and (len(weights) != 1 or LoraCopy.of(folder) is None):
         words = f"{words}, whole folder"
         yield Download(name=f"{folder.name}.zip", words=words, path=folder, size=_size(files))
 
@@ -109,4 +111,8 @@ def _is_file(path: Path) -> bool:
 
 
 def _size(files: list[Path]) -> str:
-    return format_bytes(sum(path.stat().st_size for path in files))
+    num_bytes = 0
+    for path in files:
+        with suppress(OSError):  # The run has replaced it meanwhile.
+            num_bytes += path.stat().st_size
+    return format_bytes(num_bytes)
