@@ -180,6 +180,10 @@ def test_the_page_names_each_field_and_shows_a_text_as_it_is(screen: Screen, dra
     assert list(fields())[:12] == [key for group in MAIN.values() for key in group]
     draft.write_text("data: [\n")
     assert screen.get("/configs/mine/").status_code == 200
+    # What is wrong in a file that it extends is at its field, without a line of this one.
+    (draft.parent / "base.yaml").write_text("extends: qwen_lora.yaml\nlora:\n  rank: 0\n")
+    rank = view_of(draft, "extends: base.yaml\nlora:\n  alpha: 1\n").values["lora.rank"]
+    assert (rank.wrong[:7], rank.line, rank.is_own) == ("got '0'", 0, False)
     draft.write_bytes(b"\xff")
     assert screen.get("/configs/mine/").status_code == 422
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -78,7 +78,7 @@ class Value:
         inherited: the same without the setting in this file: what its recipe says, or the default.
         is_own: whether this file has it.
         wrong: why the loader refuses it; empty where it does not.
-        line: of the file, where it is wrong.
+        line: of this file, where it is wrong there.
         remark: why it has no effect.
     """
 
@@ -135,7 +135,8 @@ def view_of(path: Path, text: str) -> View:
     except ConfigError as error:
         problems = error.problems
     own, inherited = settings_of(files[-1:]), settings_of(files[:-1])
-    wrong = {_setting(problem.key): problem for problem in reversed(problems)}
+    here = (one if one.file == path else replace(one, line=0) for one in reversed(problems))
+    wrong = {_setting(problem.key): problem for problem in here}
     values = {
         key: _value(field, own.get(key), inherited.get(key), wrong.get(key), remarks.get(key, ""))
         for key, field in fields().items()
