@@ -72,6 +72,7 @@ class Page:
     requests: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     _is_loaded: bool = False
+    _file_input: int | None = None
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, which json can express; of a promise, what it becomes."""
@@ -132,9 +133,14 @@ class Page:
             self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, modifiers=modifiers)
 
     def upload(self, role: str, name: str, files: Sequence[Path]) -> None:
-        """Choose files in the dialog of a control."""
-        node = self._node(role, name)
-        self._call("DOM.setFileInputFiles", files=[str(file) for file in files], backendNodeId=node)
+        """Press a control, and choose files in the dialog that it opens."""
+        self._call("Page.setInterceptFileChooserDialog", enabled=True)
+        self.press(role, name)
+        while self._file_input is None:
+            self.browser.read()
+        chosen = [str(file) for file in files]
+        self._call("DOM.setFileInputFiles", files=chosen, backendNodeId=self._file_input)
+        self._file_input = None
 
     def has(self, role: str, name: str) -> bool:
         """Whether there is a control with a role and an accessible name."""
@@ -188,6 +194,8 @@ class Page:
         """Take in an event."""
         if method == "Page.loadEventFired":
             self._is_loaded = True
+        elif method == "Page.fileChooserOpened":
+            self._file_input = event["backendNodeId"]
         elif method == "Network.requestWillBeSent":
             if not event["request"]["url"].startswith("data:"):
                 self.requests.append(event["request"]["url"])

@@ -1,4 +1,4 @@
-"""Time and memory of the screen with a data set of many images, in a workspace that is made for it.
+"""Time and memory of the screen with many runs and a data set of many images, in a workspace made for it.
 
 The server is a process of its own, and is asked as a browser asks it, over six connections. The first
 thumbnails are those of a window: a page is complete once they and the findings are there.
@@ -20,6 +20,8 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from PIL import Image
+
+from diffsynth_lite.config import load_config
 
 _CONNECTIONS = 6
 _IN_A_WINDOW = 24
@@ -57,15 +59,27 @@ class Visitor:
 
 
 def main() -> None:
-    """Print what a data set costs."""
+    """Print what Home and a data set cost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=1000, metavar="N", help="in the data set")
+    parser.add_argument("--runs", type=int, default=100, metavar="N", help="on Home")
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_data_set(Path(folder) / "data" / "many", parsed.images)
+        make_runs(Path(folder) / "runs", parsed.runs)
         with served(Path(folder)) as (visitor, process):
             print(f"{'server at rest':<44}{memory_mib(process):8.0f} MiB")
+            measure_home(visitor, parsed.runs)
             measure_data_set(visitor, process)
+
+
+def measure_home(visitor: Visitor, count: int) -> None:
+    """Print times of Home: the first one, and one of those that an open page asks for."""
+    for when in ("first", "second"):
+        started = time.monotonic()
+        page = visitor.read("/").decode()
+        assert page.count('data-kind="finished"') == count
+        print(f"{f'Home with {count} runs, {when} time':<44}{time.monotonic() - started:8.2f} s")
 
 
 def measure_data_set(visitor: Visitor, process: int) -> None:
@@ -111,6 +125,22 @@ def make_data_set(folder: Path, count: int) -> None:
         comment = b"\xff\xfe\x00\x0a%08d" % number
         (folder / f"{number:06}.jpg").write_bytes(content[:2] + comment + content[2:])
         (folder / f"{number:06}.txt").write_text(f"a photo of skz mug number {number} on a wooden table\n")
+
+
+def make_runs(folder: Path, count: int) -> None:
+    """Write folders of finished runs with as many rows and previews as those of 2,000 steps."""
+    settings = load_config("qwen_lora.yaml").resolved_yaml
+    rows = [{"step": step, "time": step * 3.5, "loss": 0.1 + 1 / step} for step in range(1, 2001)]
+    metrics = "".join(json.dumps(row) + "\n" for row in rows)
+    status = {"state": "finished", "exit_code": 0, "step": 2000, "message": "", "found_at": {}}
+    for number in range(count):
+        run = folder / f"run_{number:04}"
+        (run / "previews").mkdir(parents=True)
+        (run / "resolved.yaml").write_text(settings)
+        (run / "metrics.jsonl").write_text(metrics)
+        (run / "status.json").write_text(json.dumps(status))
+        for step in range(0, 2001, 250):
+            (run / "previews" / f"step-{step:08}-prompt-00-000000.png").write_bytes(b"")
 
 
 def memory_mib(process: int) -> float:

@@ -1,0 +1,151 @@
+"""One walk through all screens in a browser, as a person takes it: from images to a downloaded LoRA."""
+
+import subprocess
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from browser import LIMIT_S, PHONE_PX, Browser, Page
+from screens import Server, server_process
+
+from diffsynth_lite.run_folder.folder import RunFolder
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart"
+CONFIG = """extends: quickstart.yaml
+
+model:
+  path: {model}
+
+data:
+  path: data/shapes
+
+train:
+  steps: 100000   # until it is stopped
+  global_batch_size: 2
+  micro_batch_size: 2
+
+validation:
+  prompts: [a teal circle]
+  every_steps: 1000
+
+output:
+  dir: runs/shapes
+  checkpoint_every_steps: 1000
+"""
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    """Wait until something is so on the disk."""
+    end = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@contextmanager
+def opened(browser: Browser, server: Server, path: str, *, width: int = 1280) -> Iterator[Page]:
+    """A page of the screen, whose controls have names, and which neither complains nor asks elsewhere."""
+    token = server.address.partition("/?")[2]
+    with browser.page(f"{server.root}{path}?{token}", width=width) as page:
+        page.wait_for("document.getElementById('main') && document.readyState === 'complete'")
+        yield page
+        assert page.nameless() == []
+        assert page.complaints == []
+        assert {urllib.parse.urlsplit(url).netloc for url in page.requests} == {server.root[7:]}
+
+
+@pytest.mark.slow
+def test_a_person_goes_from_images_to_a_lora_in_the_browser(browser: Browser, tmp_path: Path) -> None:
+    workspace = tmp_path / "studio"
+    subprocess.run([sys.executable, EXAMPLE / "make_data.py", "--output", tmp_path / "images"], check=True)
+    images = sorted((tmp_path / "images").glob("teal*.png"))
+    with server_process(workspace) as server:
+        make_data_set(browser, server, workspace, images)
+        make_config(browser, server, workspace)
+        port = int(server.root.rpartition(":")[2])
+        train_and_stop(browser, server, workspace / "runs" / "shapes")
+        change_steps(browser, server, workspace)
+        with opened(browser, server, "/runs/shapes/") as page:
+            server.kill()  # The tab stays open.
+            page.wait_for("!document.getElementById('lost').hidden")
+            with server_process(workspace, port=port):
+                page.wait_for("document.getElementById('lost').hidden")
+                page.press("button", "Continue")
+                finish_and_download(page, workspace / "runs" / "shapes")
+            page.complaints.clear()  # of the requests that nobody answered
+    assert not list(workspace.rglob("*.tmp"))
+
+
+def make_data_set(browser: Browser, server: Server, workspace: Path, images: list[Path]) -> None:
+    first, *others = images
+    with opened(browser, server, "/", width=PHONE_PX) as page:
+        assert page.overflow_px() == 0
+        page.press("DisclosureTriangle", "New data set")
+        page.fill("textbox", "Name", "shapes")
+        page.press("button", "Make the data set")
+        page.wait_for("location.pathname === '/data/shapes/'")
+    with opened(browser, server, "/data/shapes/") as page:
+        page.upload("button", "Add files", [first, *others, *(each.with_suffix(".txt") for each in others)])
+        caption = workspace / "data" / "shapes" / first.with_suffix(".txt").name
+        page.await_control("radio", "No caption 1")
+        page.fill("textbox", f"Caption of {first.name}", "a teal shape, écrit à la main")
+        wait_for(caption.exists)
+        assert caption.read_text(encoding="utf-8").strip() == "a teal shape, écrit à la main"
+        page.await_control("radio", "No caption 0")
+
+
+def make_config(browser: Browser, server: Server, workspace: Path) -> None:
+    file = workspace / "configs" / "shapes.yaml"
+    with opened(browser, server, "/new") as page:
+        page.press("radio", "shapes")
+        page.press("radio", "qwen_lora.yaml Qwen-Image")
+        page.fill("textbox", "Name", "shapes")
+        page.press("button", "Make the config")
+        page.wait_for("location.pathname === '/configs/shapes/'")
+    assert "data/shapes" in file.read_text()
+    text = CONFIG.format(model=EXAMPLE / "mini_qwen_image")
+    with opened(browser, server, "/configs/shapes/") as page:
+        page.press("tab", "Text (yaml)")
+        page.fill("textbox", "Config configs/shapes.yaml", text)
+        wait_for(lambda: file.read_text() == text)
+        page.press("tab", "Settings")
+        page.fill("textbox", "Rank lora.rank", "many")
+        page.wait_for("document.getElementById('lora.rank-wrong').innerText.includes('many')")
+        page.fill("textbox", "Rank lora.rank", "4")
+        wait_for(lambda: file.read_text().replace("\n\nlora:\n  rank: 4\n", "") == text.rstrip("\n"))
+        page.press("button", "Start")
+        page.wait_for("location.pathname === '/runs/shapes/'")
+
+
+def train_and_stop(browser: Browser, server: Server, run: Path) -> None:
+    with opened(browser, server, "/runs/shapes/") as page:
+        wait_for(lambda: int((RunFolder(run).read_status() or {}).get("step", 0)) > 0)
+        page.await_control("button", "Save now")
+        page.press("button", "Stop")
+        page.await_control("button", "Continue")
+        assert "Interrupted" in page.text("h1")
+
+
+def change_steps(browser: Browser, server: Server, workspace: Path) -> None:
+    status = RunFolder(workspace / "runs" / "shapes").read_status()
+    assert status is not None
+    file = workspace / "configs" / "shapes.yaml"
+    with opened(browser, server, "/configs/shapes/", width=PHONE_PX) as page:
+        assert page.overflow_px() == 0
+        page.fill("textbox", "Steps train.steps", str(status["step"] + 2))
+        wait_for(lambda: f"steps: {status['step'] + 2}" in file.read_text())
+
+
+def finish_and_download(page: Page, run: Path) -> None:
+    wait_for(lambda: (RunFolder(run).read_status() or {}).get("state") == "finished")
+    page.wait_for("document.querySelector('h1').innerText.includes('Finished')")
+    page.press("DisclosureTriangle", "Downloads")
+    assert page.has("link", "Download lora.safetensors")
+    downloaded = page.evaluate(
+        "fetch('download/lora.safetensors').then(answer => answer.arrayBuffer()).then(all => all.byteLength)"
+    )
+    assert downloaded == (run / "lora" / "pytorch_lora_weights.safetensors").stat().st_size
