@@ -80,8 +80,18 @@ class Jobs:
 
     def of(self, folder: Path) -> Job | None:
         """The latest process that was started for the run in a folder."""
-        place = str(folder.resolve())
-        return next((job for job in self.all().values() if job.folder == place), None)
+        return self._read(self._file(self._name_for(folder.resolve())))
+
+    def word(self, folder: Path, state: str) -> str:
+        """A run's state in a word: that of its process where that has not come to it.
+
+        Args:
+            state: by its folder.
+        """
+        job = self.of(folder)
+        found = "ended" if job is None else self.state(job)
+        is_known = found == "starting" or (found == "did not start" and state == "not started")
+        return found if is_known else state
 
     def without_run(self) -> dict[str, Path]:
         """The folders of runs that a process was started for and has not come to, by the names of these."""
@@ -189,11 +199,14 @@ class Jobs:
         return next((name for name, folder in runs if RunFolder(folder).trains_here()), None)
 
     def _name_for(self, folder: Path) -> str:
-        """The name of the files of a run's processes: that of its folder, or with a number if it is taken."""
-        if known := self.of(folder):
-            return known.name
+        """The name of the files of a run's processes: that of its folder, with a number if another has it."""
         names = (f"{folder.name}~{number}" if number > 1 else folder.name for number in itertools.count(1))
-        return next(name for name in names if not self._file(name).exists())
+        return next(
+            name
+            for name in names
+            if not (file := self._file(name)).exists()
+            or ((job := self._read(file)) is not None and job.folder == str(folder))
+        )
 
     def _is_alive(self, job: Job) -> bool:
         process = Process.from_text(job.process)

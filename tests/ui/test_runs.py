@@ -64,6 +64,7 @@ def test_a_run_that_is_stopped_and_killed_and_continued_by_buttons_gives_the_lor
     earlier = Jobs(screen.workspace)
     job = earlier.start(["--config", "configs/mine.yaml", *whole.settings, "output.dir=runs/mine"], folder)
     assert state_of(screen, "mine") == "Starting"
+    assert 'aria-label="Stop mine"' in screen.get("/").text
     refusal = screen.post("/runs/mine/save")
     assert (refusal.status_code, refusal.json()["error"]) == (422, "mine is still starting")
     wait_for(lambda: num_rows(folder) > 0)
@@ -110,6 +111,7 @@ def test_a_process_that_ends_before_it_trains_says_why_and_can_be_started_again(
     assert "did you mean 'steps'?" in screen.get("/runs/wrong/log").text
     assert screen.post("/runs/wrong/again").status_code == 200
     wait_for(lambda: state_of(screen, "wrong") == "Did not start")
+    assert 'aria-label="Start wrong again"' in screen.get("/").text
     page = screen.get("/runs/wrong/").text
     assert "ended before it came to training, with exit code 2." in page
     assert "data.path: is required" in page

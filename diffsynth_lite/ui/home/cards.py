@@ -1,6 +1,7 @@
 """This file reads what Home shows of runs and data sets."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from diffsynth_lite.data.folder import list_folder
 from diffsynth_lite.data.records import Source, is_video
 from diffsynth_lite.data.sources import METADATA_FILES, find_records
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.report.card import RunCard, read_card
+from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.report.page import duration
 from diffsynth_lite.report.record import RunState
 
@@ -25,15 +26,21 @@ class NamedCard:
         name: in the workspace.
         headline: what the person wants to know of a run that trains.
         steps: how far it got, or which of its steps is the best.
+        word: the state of the run, or of its process where that has not come to it.
         kind: "finished", "continue" for one that can be continued, or "other".
     """
 
     name: str
     run: RunCard
+    word: str
 
     @property
     def state(self) -> RunState:
         return self.run.state
+
+    @property
+    def is_live(self) -> bool:
+        return self.word in ("running", "starting")
 
     @property
     def about(self) -> str:
@@ -60,10 +67,16 @@ class NamedCard:
         return "continue" if self.state.name in _CAN_CONTINUE else "other"
 
 
-def run_cards(runs: Mapping[str, Path]) -> list[NamedCard]:
-    """A card for each run, the latest first."""
-    cards = [NamedCard(name=name, run=read_card(folder)) for name, folder in runs.items()]
-    return sorted(cards, key=lambda card: -(card.state.seen_at or 0))
+def run_cards(runs: Mapping[str, RunCard], word: Callable[[Path, str], str]) -> list[NamedCard]:
+    """A card for each run, the latest first.
+
+    Args:
+        word: for a run's folder and state, see :meth:`Jobs.word`.
+    """
+    cards = [
+        NamedCard(name=name, run=run, word=word(run.folder, run.state.name)) for name, run in runs.items()
+    ]
+    return sorted(cards, key=lambda card: -(card.state.seen_at or math.inf))
 
 
 @dataclass(frozen=True, kw_only=True)

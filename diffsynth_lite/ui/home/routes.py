@@ -24,13 +24,14 @@ def routes() -> list[Route]:
 
 def _home(request: Request) -> Response:
     workspace: Workspace = request.app.state.workspace
-    cards = run_cards(workspace.runs)
-    ended = [card for card in cards if not card.state.is_running]
+    state = request.app.state
+    cards = run_cards(state.run_pages.cards(), state.jobs.word)
+    ended = [card for card in cards if not card.is_live]
     kinds = Counter(card.kind for card in ended)
     return page(
         request,
         "home/home.html",
-        live=[card for card in cards if card.state.is_running],
+        live=[card for card in cards if card.is_live],
         runs=ended,
         kinds=[
             ("all", "All", len(ended)),

@@ -51,12 +51,14 @@ class _Run:
     Attributes:
         job: the process that the screen started for it last.
         job_state: how far that has come.
+        state: of the run in a word.
     """
 
     name: str
     card: RunCard
     job: Job | None
     job_state: str
+    state: str
 
     @classmethod
     def of(cls, request: Request) -> "_Run":
@@ -69,17 +71,15 @@ class _Run:
         card = _pages(request).card(name)
         if card is None:
             raise HTTPException(404)
-        job = _jobs(request).of(card.folder)
-        state = "ended" if job is None else _jobs(request).state(job)
-        return cls(name=name, card=card, job=job, job_state=state)
-
-    @property
-    def state(self) -> str:
-        """In a word: that of the run, or of the process that has not come to it."""
-        is_new = self.card.state.name == "not started"
-        if self.job_state == "starting" or (self.job_state == "did not start" and is_new):
-            return self.job_state
-        return self.card.state.name
+        jobs = _jobs(request)
+        job = jobs.of(card.folder)
+        return cls(
+            name=name,
+            card=card,
+            job=job,
+            job_state="ended" if job is None else jobs.state(job),
+            state=jobs.word(card.folder, card.state.name),
+        )
 
     @property
     def is_stopping(self) -> bool:
