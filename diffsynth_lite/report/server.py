@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _RUN_PATH = re.compile(r"/runs/([^/]+)/(.*)")
 _TYPES = {".png": "image/png", ".mp4": "video/mp4"}
+_KEPT_RUNS = 8
+"""Runs whose content and page are kept for those who look at single ones: each takes some megabytes."""
 _WAITED_MULTIPLE = 10
 """Pause before a run is read again, in times of the last reading's duration: a trainer may need the CPU."""
 
@@ -95,7 +97,14 @@ class RunPages:
         """The page of one run; None if there is no run of this name."""
         with self._lock:
             report = self._read(name)
-            return None if report is None else self._page(name, [report], served or Served())
+            if report is None:
+                return None
+            self._runs[name] = self._runs.pop(name)  # The latest one is the last.
+            if None not in self._pages:  # The overview needs all of them.
+                for old in list(self._runs)[:-_KEPT_RUNS]:
+                    del self._runs[old]
+                    self._pages.pop(old, None)
+            return self._page(name, [report], served or Served())
 
     def file(self, name: str, file: str) -> Answer | None:
         """A preview of a run, by its path in the run folder; None for any other file."""

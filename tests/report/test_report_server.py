@@ -204,6 +204,26 @@ def test_a_list_shows_the_little_of_each_run_however_long_it_is(tmp_path: Path) 
     assert pages.cards()["mine"] is card
 
 
+def test_of_many_runs_only_those_looked_at_last_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def note_and_read(folder: Path, *, base: str) -> RunReport:
+        read.append(folder.name)
+        return read_run(folder, base=base)
+
+    monkeypatch.setattr("diffsynth_lite.report.server.read_any_run", note_and_read)
+    monkeypatch.setattr("diffsynth_lite.report.server._KEPT_RUNS", 2)
+    names = ("a", "b", "a", "c", "a", "b")
+    for name in sorted(set(names)):
+        RunFolder(tmp_path / name).path.mkdir()
+        RunFolder(tmp_path / name).write_status("finished", exit_code=0, step=1, message="finished")
+    pages = RunPages(partial(find_runs, [tmp_path]))
+    assert all(pages.page(name) for name in names)
+    assert read == ["a", "b", "c", "b"]
+
+
 def test_a_run_that_takes_long_to_read_is_read_for_a_tenth_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
