@@ -50,6 +50,7 @@ class Job:
         started_at: seconds since 1970.
         log_start: bytes of the log that processes before it wrote.
         was_signalled: whether it was asked to stop by a signal.
+        has_come: whether it was seen to have come to its run, whose folder may be gone by now.
         exit_code: None while it runs, and where no server was there when it ended.
     """
 
@@ -62,6 +63,7 @@ class Job:
     started_at: float
     log_start: int
     was_signalled: bool = False
+    has_come: bool = False
     exit_code: int | None = None
 
 
@@ -95,12 +97,15 @@ class Jobs:
 
     def without_run(self) -> dict[str, Path]:
         """The folders of runs that a process was started for and has not come to, by the names of these."""
-        folders = {name: Path(job.folder) for name, job in self.all().items()}
+        folders = {name: Path(job.folder) for name, job in self.all().items() if not job.has_come}
         return {name: folder for name, folder in folders.items() if not RunFolder(folder).holds_run()}
 
     def state(self, job: Job) -> JobState:
         """How far a process has come."""
-        has_come = _written_at(RunFolder(Path(job.folder)).status_file) >= job.started_at
+        written_at = _written_at(RunFolder(Path(job.folder)).status_file)
+        has_come = job.has_come or written_at >= job.started_at
+        if has_come and not job.has_come:
+            self._note(job, has_come=True)
         if self._is_alive(job):
             return "running" if has_come else "starting"
         return "ended" if has_come else "did not start"
@@ -166,15 +171,13 @@ class Jobs:
         with self._lock:
             job = self.of(folder)
             if is_running(folder):
-                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-                with suppress(FileExistsError):
-                    os.close(os.open(folder / REQUESTS[what], flags))
+                _put(folder / REQUESTS[what])
             elif job is None or self.state(job) != "starting":
                 raise UserError(f"{folder.name} does not run")
             elif what != "stop":
                 raise UserError(f"{folder.name} is still starting")
             elif not job.was_signalled:  # The second one would end it at once.
-                self._write(replace(job, was_signalled=True))
+                self._note(job, was_signalled=True)
                 _interrupt(Process.from_text(job.process))
 
     def log(self, job: Job, *, num_lines: int) -> list[str]:
@@ -213,9 +216,9 @@ class Jobs:
         if process is not None and process.is_alive():
             return True
         with self._lock:
-            if child := self._children.pop(job.name, None):
-                latest = self._read(self._file(job.name)) or job
-                self._write(replace(latest, exit_code=child.wait()))
+            child = self._children.pop(job.name, None)
+        if child is not None:
+            self._note(job, exit_code=child.wait())
         return False
 
     def _file(self, name: str) -> Path:
@@ -223,6 +226,13 @@ class Jobs:
 
     def _log_file(self, job: Job) -> Path:
         return self._workspace.logs_folder / f"{job.name}.log"
+
+    def _note(self, job: Job, **values: Any) -> None:
+        """Change the file of a process, unless another one was started meanwhile."""
+        with self._lock:
+            latest = self._read(self._file(job.name))
+            if latest is not None and latest.process == job.process:
+                self._write(replace(latest, **values))
 
     def _write(self, job: Job) -> None:
         write_json(self._file(job.name), asdict(job))
@@ -267,6 +277,20 @@ def _spawn(job: Job, log: int) -> "subprocess.Popen[bytes]":
         )
     except OSError as error:
         raise UserError(f"train cannot be started in {job.working_folder}: {error.strerror}") from None
+
+
+def _put(request: Path) -> None:
+    """Make the file that asks a run for something, unless it is there.
+
+    Raises:
+        UserError: its folder may not be written to.
+    """
+    try:
+        os.close(os.open(request, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise UserError(f"{request}: cannot be made: {error.strerror}") from None
 
 
 def _interrupt(process: Process | None) -> None:

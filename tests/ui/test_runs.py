@@ -96,6 +96,8 @@ def test_a_run_that_is_stopped_and_killed_and_continued_by_buttons_gives_the_lor
     assert state_of(screen, "mine") == "Finished", screen.get("/runs/mine/log").text
     assert (folder / LORA).read_bytes() == (whole.folder / LORA).read_bytes()
     assert "step 80/80" in screen.get("/runs/mine/log").text
+    shutil.rmtree(folder)
+    assert screen.get("/runs/mine/").status_code == 404
 
 
 def test_a_process_that_ends_before_it_trains_says_why_and_can_be_started_again(screen: Screen) -> None:
@@ -117,6 +119,10 @@ def test_a_process_that_ends_before_it_trains_says_why_and_can_be_started_again(
     assert "ended before it came to training, with exit code 2." in page
     assert "data.path: is required" in page
     assert screen.post("/runs/wrong/stop").json()["error"] == "wrong does not run"
+    assert screen.post("/runs/wrong/again").status_code == 200
+    assert screen.post("/runs/wrong/stop").status_code == 200
+    await_end(screen, "wrong")
+    assert "It was stopped before it came to training. Start again" in screen.get("/runs/wrong/").text
 
 
 def test_a_run_of_a_terminal_is_asked_by_files_and_its_log_is_there(screen: Screen) -> None:

@@ -148,6 +148,7 @@ def _values(run: _Run, request: Request) -> dict[str, Any]:
         "has_settings": folder.resolved_file.is_file(),
         "is_stopping": run.is_stopping,
         "failed_start": failed_start,
+        "was_signalled": run.job is not None and run.job.was_signalled,
         "exit_code": run.job.exit_code if run.job else None,
         "last_line": _lines(run, request, 1) if failed_start else [],
         "has_log": run.job is not None,
