@@ -48,7 +48,7 @@ _CHOOSE_OPTION = """function(text) {
 }"""
 """Chooses an option of a select, as a person does."""
 _NAVIGATED = "Inspected target navigated"
-_TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+_TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
 
 
 def chromium() -> str | None:
@@ -199,7 +199,7 @@ class Page:
         elif method == "Network.requestWillBeSent":
             if not event["request"]["url"].startswith("data:"):
                 self.requests.append(event["request"]["url"])
-        elif method == "Network.loadingFailed":
+        elif method == "Network.loadingFailed" and not event.get("canceled"):  # as by a click on a link
             self.complaints.append(f"request failed: {event['errorText']}")
         elif method == "Network.responseReceived" and event["response"]["status"] >= 400:
             self.complaints.append(f"{event['response']['url']}: {event['response']['status']}")
@@ -224,9 +224,7 @@ class Page:
         assert not answer.get("errorText"), f"{url}: {answer['errorText']}"
         while not self._is_loaded:
             self.browser.read()
-        self.evaluate(
-            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
-        )
+        self.evaluate(_TWO_FRAMES)
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return self.browser.call(method, session=self.session, **arguments)

@@ -100,8 +100,10 @@ def make_data_set(browser: Browser, server: Server, workspace: Path, images: lis
 
 def make_config(browser: Browser, server: Server, workspace: Path) -> None:
     file = workspace / "configs" / "shapes.yaml"
-    with opened(browser, server, "/new") as page:
-        page.press("radio", "shapes")
+    with opened(browser, server, "/data/shapes/") as page:
+        page.press("link", "Train on it")
+        page.wait_for("location.pathname === '/new'")
+        assert page.evaluate("document.querySelector('[name=data]:checked').value") == "shapes"
         page.press("radio", "qwen_lora.yaml Qwen-Image")
         page.fill("textbox", "Name", "shapes")
         page.press("button", "Make the config")

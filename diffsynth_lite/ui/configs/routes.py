@@ -54,7 +54,7 @@ class _ConfigScreen:
         self._changes = CapacityLimiter(1)  # one after the other
 
     async def new(self, request: Request) -> Response:
-        """The choices that make a config; ``?from=RUN`` or ``?config=NAME`` for a copy."""
+        """The choices that make a config, ``?data=NAME`` made; ``?from=RUN`` or ``?config=NAME``: a copy."""
         workspace: Workspace = request.app.state.workspace
         source = {key: name for key in ("from", "config") if (name := request.query_params.get(key))}
         if source:
@@ -71,6 +71,7 @@ class _ConfigScreen:
             fits=fits,
             sets=await self._run(data_set_cards, workspace.data_sets),
             goals=GOALS,
+            data=request.query_params.get("data"),
         )
 
     async def fits(self, request: Request) -> Response:
