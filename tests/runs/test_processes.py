@@ -123,7 +123,7 @@ def test_a_bug_keeps_its_traceback_and_exits_with_1(
     def bug(*_arguments: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("diffsynth_lite.training.session.check_run", bug)
+    monkeypatch.setattr("diffsynth_lite.training.session.check_before_download", bug)
     with pytest.raises(SystemExit, match="1"):
         tiny_run.train()
     error = capsys.readouterr().err
