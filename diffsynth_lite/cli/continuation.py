@@ -74,6 +74,8 @@ def _as_started(run: RunFolder, started: StartCommand | None) -> _Way | None:
         file = folder / parsed.config
         # Presets decide nothing that is asked for here, and loading them logs what they change.
         asked = argparse.Namespace(**vars(parsed) | {"presets": []})
+        if file.exists() and not file.is_file():  # a named pipe, which nobody may write to
+            return None
         config = load(asked, file if file.exists() else parsed.config).config
         if _leads_to(run, folder, config):
             return _Way(parsed=parsed, config=config, working_folder=folder)

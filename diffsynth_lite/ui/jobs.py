@@ -5,6 +5,7 @@ goes on is known from its own folder, whoever started it; these files only add w
 that a process has not come to it yet, or ended before.
 """
 
+import hashlib
 import itertools
 import os
 import signal
@@ -31,7 +32,10 @@ REQUESTS = {"stop": "STOP", "save": "SAVE", "sample": "SAMPLE"}
 """What a run can be asked for, and the file in its folder that asks for it."""
 _TAIL_BYTES = 64 * 1024
 _MOST_BYTES = 1 << 20
-_LAST_SECONDS = 10.0
+_LAST_SECONDS = 5.0
+_EXIT_REFUSED = 2
+_LONGEST_NAME = 200
+"""Of a file without its ending, in bytes; file systems allow 255 with it."""
 _PAUSE_S = 0.05
 _TRAIN = ("-m", "diffsynth_lite.cli.main", "train")
 _LAUNCHED_TRAIN = ("-m", "diffsynth_lite.cli.train")
@@ -108,7 +112,10 @@ class Jobs:
             self._note(job, has_come=True)
         if self._is_alive(job):
             return "running" if has_come else "starting"
-        return "ended" if has_come else "did not start"
+        latest = self._read(self._file(job.name)) or job
+        # A continuation that was refused has left the status of before, written again.
+        is_refused = latest.exit_code == _EXIT_REFUSED and _state_in(Path(job.folder)) != "failed"
+        return "ended" if has_come and not is_refused else "did not start"
 
     def start(
         self,
@@ -139,8 +146,8 @@ class Jobs:
         with self._lock:
             if busy := self._busy():
                 raise UserError(f"{busy} trains on this device; stop it first, or wait until it has ended")
-            for name in REQUESTS.values():  # left from a run that ended before it saw them
-                (folder / name).unlink(missing_ok=True)
+            for name in REQUESTS.values():
+                _drop(folder / name)
             job = Job(
                 name=self._name_for(folder),
                 folder=str(folder),
@@ -192,8 +199,8 @@ class Jobs:
 
     def _busy(self) -> str | None:
         """The name of what trains on this machine, also where a terminal started it."""
+        end = time.monotonic() + _LAST_SECONDS
         for name, job in self.all().items():
-            end = time.monotonic() + _LAST_SECONDS
             while self._is_alive(job):
                 if self.state(job) == "starting" or is_running(Path(job.folder)) or time.monotonic() > end:
                     return name
@@ -203,7 +210,8 @@ class Jobs:
 
     def _name_for(self, folder: Path) -> str:
         """The name of the files of a run's processes: that of its folder, with a number if another has it."""
-        names = (f"{folder.name}~{number}" if number > 1 else folder.name for number in itertools.count(1))
+        first = folder.name if len(os.fsencode(folder.name)) < _LONGEST_NAME else _digest(folder)
+        names = (f"{first}~{number}" if number > 1 else first for number in itertools.count(1))
         return next(
             name
             for name in names
@@ -213,7 +221,8 @@ class Jobs:
 
     def _is_alive(self, job: Job) -> bool:
         process = Process.from_text(job.process)
-        if process is not None and process.is_alive():
+        # One of another machine, as of a container before this one, cannot train here.
+        if job.exit_code is None and process is not None and process.is_here() and process.is_alive():
             return True
         with self._lock:
             child = self._children.pop(job.name, None)
@@ -291,6 +300,26 @@ def _put(request: Path) -> None:
         pass
     except OSError as error:
         raise UserError(f"{request}: cannot be made: {error.strerror}") from None
+
+
+def _drop(request: Path) -> None:
+    """Remove what a run that ended did not see.
+
+    Raises:
+        UserError: it is a folder, or may not be removed.
+    """
+    try:
+        request.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{request}: cannot be removed: {error.strerror}") from None
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]
+
+
+def _state_in(folder: Path) -> str:
+    return str((RunFolder(folder).read_status() or {}).get("state"))
 
 
 def _interrupt(process: Process | None) -> None:

@@ -98,7 +98,8 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 def refused(text: str, **more: Any) -> JSONResponse:
     """The answer to a change that was not made, with the reason for the person."""
-    return JSONResponse({"error": redacted(text), **more}, 422)
+    # Half a character, as JSON may hold it, cannot be sent.
+    return JSONResponse({"error": redacted(text).encode(errors="replace").decode(), **more}, 422)
 
 
 def device() -> dict[str, Any] | None:

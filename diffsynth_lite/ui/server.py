@@ -19,7 +19,7 @@ from diffsynth_lite.ui.data_sets import routes as data_sets
 from diffsynth_lite.ui.guard import LOOPBACK, Guard
 from diffsynth_lite.ui.home import routes as home
 from diffsynth_lite.ui.jobs import Jobs
-from diffsynth_lite.ui.pages import answer, static_file
+from diffsynth_lite.ui.pages import answer, refused, static_file
 from diffsynth_lite.ui.runs import routes as runs
 from diffsynth_lite.ui.workspace import Workspace
 
@@ -41,13 +41,23 @@ def build(
     """
     screens = (home, configs, data_sets, runs)
     routes = [route for screen in screens for route in screen.routes()]
-    application = Starlette(routes=[*routes, Route("/static/{name}", static_file)])
+    application = Starlette(
+        routes=[*routes, Route("/static/{name}", static_file)],
+        exception_handlers={UserError: _reason, OSError: _reason},
+    )
     jobs = Jobs(workspace)
     application.state.workspace = workspace
     application.state.jobs = jobs
     application.state.run_pages = RunPages(lambda: jobs.without_run() | workspace.runs)
     application.state.continuation = continuation
     return Guard(application, token=token, behind=behind)
+
+
+def _reason(request: Request, error: Exception) -> Response:
+    """The answer where a file or folder of the person cannot be read or written."""
+    if isinstance(error, OSError) and error.strerror:
+        return refused(f"{error.filename}: {error.strerror}")
+    return refused(str(error))
 
 
 def build_report(pages: RunPages) -> Guard:

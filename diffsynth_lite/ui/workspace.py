@@ -79,9 +79,17 @@ class Workspace:
         Raises:
             UserError: there is no such folder, or it is none of this kind.
         """
-        folder = folder.expanduser()
-        if not folder.is_absolute() or not folder.is_dir():
-            raise UserError(f"{folder}: is not a folder on this machine; give its whole path")
+        try:
+            folder = folder.expanduser()
+            is_there = folder.is_absolute() and folder.is_dir()
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ):  # a name that is too long, a user who is not there, a zero
+            is_there = False
+        if not is_there:
+            raise UserError(f"{str(folder)[:200]}: is not a folder on this machine; give its whole path")
         if kind == "runs" and not find_runs([folder]):
             raise UserError(f"{folder}: holds no run; give the output.dir of a run, or a folder of such")
         settings = self._settings()
@@ -107,7 +115,8 @@ class Workspace:
             return {}
         except ValueError as error:
             raise UserError(f"{self.settings_file}: {error}; mend or remove the file") from None
-        return read if isinstance(read, dict) else {}
+        given = read if isinstance(read, dict) else {}
+        return {kind: [str(one) for one in each] for kind, each in given.items() if isinstance(each, list)}
 
 
 def open_workspace(path: Path) -> Workspace:

@@ -80,6 +80,7 @@ def change(**values: Any) -> Callable[[Path], None]:
         lambda run: ((run / "command.json").unlink(), os.mkfifo(run / "command.json")),
         lambda run: (run / "command.json").write_text("[" * 100_000),
         lambda _: Path("a.yaml").unlink(),
+        lambda _: (Path("a.yaml").unlink(), os.mkfifo("a.yaml")),
         lambda _: Path("a.yaml").write_text("train: {stesp: 3}"),
         lambda _: Path("a.yaml").write_text(CONFIG.replace("runs/a", "runs/b")),
     ],

@@ -73,6 +73,8 @@ def test_other_methods_and_other_bodies_are_refused(screen: Screen) -> None:
     assert screen.client.post("/", headers=sent, content=b"{}").status_code == 405
     for content in (b"{", b"[]", b"[" * 100_000, b"\xff"):
         assert screen.post("/add", content=content, headers=sent).status_code == 400
+    half_a_character = b'{"kind": "data", "folder": "\\ud800"}'
+    assert screen.post("/add", content=half_a_character, headers=sent).status_code == 422
     assert screen.post("/add", content=b" " * (33 << 20), headers=sent).status_code == 413
 
 
@@ -177,9 +179,20 @@ def test_folders_elsewhere_are_added_by_their_path(screen: Screen, tmp_path: Pat
     assert json.loads(screen.workspace.settings_file.read_text())["data"][0] == str(tmp_path / "a/cats")
     for given, reason in (
         ({"kind": "data", "folder": "cats"}, "is not a folder on this machine"),
+        ({"kind": "data", "folder": "~nobody-here/y"}, "is not a folder on this machine"),
+        ({"kind": "data", "folder": "/" + "x" * 5000}, "is not a folder on this machine"),
         ({"kind": "runs", "folder": str(tmp_path / "a")}, "holds no run"),
         ({"kind": "configs", "folder": str(tmp_path)}, "give data or runs"),
     ):
         refusal = screen.post("/add", given)
         assert refusal.status_code == 422
         assert reason in refusal.json()["error"]
+
+
+def test_settings_that_are_damaged_are_named_on_the_page(screen: Screen) -> None:
+    screen.workspace.settings_file.write_text('{"data": 5}')
+    assert screen.get("/").status_code == 200
+    screen.workspace.settings_file.write_text("{")
+    answer = screen.get("/")
+    assert answer.status_code == 422
+    assert "settings.json" in answer.json()["error"]

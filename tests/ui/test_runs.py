@@ -5,8 +5,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import zipfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.process import Process
-from diffsynth_lite.ui.jobs import Jobs
+from diffsynth_lite.ui.jobs import Job, Jobs
 
 LORA = "lora/pytorch_lora_weights.safetensors"
 
@@ -160,3 +161,40 @@ def test_what_a_run_left_is_downloaded_and_nothing_else(screen: Screen) -> None:
     for other in (".lock", "status.json", "..%2fmine%2fmetrics.jsonl", "checkpoints.zip", "config.yaml"):
         assert screen.get(f"/runs/mine/download/{other}").status_code == 404
     assert not INLINE.search(page)
+
+
+def test_a_process_of_another_machine_or_a_refused_continuation_is_not_mistaken(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that is gone leaves its jobs on the volume; they neither train here nor get a signal."""
+    started = []
+
+    def spawn(job: Job, log: int) -> subprocess.Popen[bytes]:
+        started.append(job)
+        child = subprocess.Popen(["true"])
+        child.wait()
+        return child
+
+    monkeypatch.setattr("diffsynth_lite.ui.jobs._spawn", spawn)
+    jobs = Jobs(screen.workspace)
+    folders = [screen.workspace.runs_folder / name for name in ("mine", "n" * 252)]
+    for folder in folders:
+        full_folder(folder)
+    elsewhere = jobs.start(["--config", "x.yaml"], folders[0])
+    file = screen.workspace.logs_folder / "mine.json"
+    file.write_text(json.dumps(asdict(elsewhere) | {"process": "process 1 on another, started x/1"}))
+    with pytest.raises(UserError, match="does not run"):
+        jobs.ask(folders[0], "stop")
+    long_name = jobs.start(["--config", "x.yaml"], folders[1])  # nothing trains here
+    assert len(started) == 2
+    assert len(long_name.name) < 200
+    assert screen.get("/").status_code == 200
+
+    (folders[0] / "status.json").write_text('{"state": "interrupted", "step": 3, "found_at": {}}')
+    (screen.workspace.logs_folder / "mine.log").write_text("the model is gated\n")
+    file.write_text(json.dumps(asdict(elsewhere) | {"exit_code": 2, "has_come": True}))
+    page = screen.get("/runs/mine/").text
+    assert "with exit code 2" in page
+    assert "the model is gated" in page
+    (folders[0] / "STOP").mkdir()
+    assert "cannot be removed" in screen.post("/runs/mine/again").json()["error"]

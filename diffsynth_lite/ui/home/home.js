@@ -15,7 +15,8 @@
 
   document.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const { go } = await ui.post(event.target.dataset.form, Object.fromEntries(new FormData(event.target)));
-    location.assign(go ?? "/");
+    const given = Object.fromEntries(new FormData(event.target));
+    const answer = await ui.post(event.target.dataset.form, given).catch(() => null);  // It was shown.
+    if (answer) location.assign(answer.go ?? "/");
   });
 })();
