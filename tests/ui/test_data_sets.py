@@ -1,7 +1,9 @@
 """What the screen of a data set shows, and what it changes: captions, the trash, and both taken back."""
 
 import errno
+import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,8 @@ def test_a_config_adds_its_masks_and_its_resolution(screen: Screen, mug: Path) -
     page = screen.get("/data/mug/?config=mine").text
     assert "<option selected>mine</option>" in page
     assert "<option>other" not in page
+    (screen.workspace.configs_folder / "large.yaml").write_text("# data/mug\n" + "#" * (1 << 20))
+    assert "<option>large" not in screen.get("/data/mug/").text
     (mask,) = shown(screen, query="?config=mine")["b.jpg"]["companions"]
     assert (mask["what"], mask["where"]) == ("Mask", "masks/b.png")
     assert screen.get(f"/data/{mask['set']}/thumbnails/{mask['file']}").status_code == 200
@@ -208,6 +212,40 @@ def test_undo_takes_back_only_what_is_still_as_the_change_left_it(screen: Screen
     (mug / "a.txt").write_text("theirs")
     assert undo(screen) == "1 caption as before. 1 caption changed since and left alone."
     assert [(mug / name).read_text() for name in ("a.txt", "b.txt")] == ["theirs", "a cup\n"]
+    assert undo(screen) == "Nothing to undo."
+
+
+def test_edits_of_a_caption_with_a_long_pause_between_are_taken_back_one_by_one(
+    screen: Screen, mug: Path
+) -> None:
+    write(screen, a_png=("a mug", "yesterday"))
+    (entry,) = (screen.workspace.path / ".ui" / "undo" / "mug").iterdir()
+    before = time.time() - 61
+    os.utime(entry, (before, before))
+    write(screen, a_png=("yesterday", "today"))
+    for caption in ("yesterday\n", "a mug\n"):
+        assert undo(screen) == "1 caption as before."
+        assert (mug / "a.txt").read_text() == caption
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "1", "[" * 9_999, '{"captions": 1}', '{"captions": {}}', '{"captions": [{}]}'),
+        *('{"trash": "../..", "count": 1}', '{"trash": 1}', '{"trash": "20260101-000000"}'),
+    ],
+)
+def test_a_damaged_entry_is_in_the_way_of_no_change_and_of_no_undo(
+    screen: Screen, mug: Path, content: str
+) -> None:
+    write(screen, a_png=("a mug", "one"))
+    history = screen.workspace.path / ".ui" / "undo" / "mug"
+    (history / "00000002.json").write_text(content)
+    (history / "3a.json").write_text("")
+    assert write(screen, a_png=("one", "two")).json() == {"stale": {}}
+    for caption in ("one\n", "a mug\n"):
+        assert undo(screen) == "1 caption as before."
+        assert (mug / "a.txt").read_text() == caption
     assert undo(screen) == "Nothing to undo."
 
 

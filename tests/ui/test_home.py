@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from screens import Screen
 
 from diffsynth_lite.run_folder.process import Process
@@ -63,3 +64,13 @@ def test_data_sets_are_counted_with_those_that_lack_a_caption(screen: Screen) ->
     assert "2 images, 1 clip" in text
     assert "1 without a caption" in text
     assert '<p class="small quiet-text">empty</p>' in text
+
+
+@pytest.mark.parametrize("name", [os.fsdecode(b"caf\xe9"), "a${b}"])
+def test_a_folder_with_a_name_that_no_config_can_hold_is_shown_with_the_reason(
+    screen: Screen, name: str
+) -> None:
+    (screen.workspace.data_folder / name).mkdir()
+    for address in ("/", "/new"):
+        assert screen.get(address).status_code == 200, address
+    assert "no run can read this folder: its path must not contain" in screen.get("/").text

@@ -75,6 +75,8 @@ def test_what_a_run_reads_is_added(screen: Screen, folder: Path, name: str) -> N
         (".hidden.png", "is a hidden file"),
         (".ui/a.png", "is a hidden file"),
         ("a" * 200 + ".png", "has a name of more than 200 bytes"),
+        ("a/" * 2_500 + "a.png", "is in more than 99 folders"),
+        (f"{'a' * 199}/" * 50 + "a.png", "File name too long"),
         ("out/a.png", "is behind a link that leaves the folder"),
         ("out/new/a.png", "is behind a link that leaves the folder"),
     ],
@@ -85,6 +87,26 @@ def test_anything_else_is_refused_and_nothing_is_left_of_it(
     assert reason in add(screen, name)["error"]
     assert names(screen) == {"taken.png"}
     assert (folder / "taken.png").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_name_is_taken_in_one_step_where_the_disk_has_links(
+    screen: Screen, folder: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    def killed(*_: object) -> None:
+        raise AssertionError("between the two steps")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if has_links:
+        monkeypatch.setattr(Path, "replace", killed)
+    else:
+        monkeypatch.setattr("os.link", refuse)
+    assert add(screen, "a.png")["added"] == ["a.png"]
+    assert "there is a file of this name already" in add(screen, "a.png", b"other")["error"]
+    assert (folder / "a.png").read_bytes() == b"new"
+    assert names(screen) == {"taken.png", "a.png"}
 
 
 def test_a_file_beyond_the_limit_or_the_disk_is_refused_while_it_comes(

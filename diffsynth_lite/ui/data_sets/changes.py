@@ -26,6 +26,8 @@ _MOST_KEPT = 100
 """Changes of a data set that can be taken back."""
 _WRITERS = 8
 _TRASH_NAME = re.compile(r"\d{8}-\d{6}(-\d+)?")
+_LONGEST_PAUSE_S = 60.0
+"""Between two edits of a caption that are taken back as one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,11 +116,12 @@ class DataSetEditor:
 
     def undo(self) -> str:
         """Take the last change back, as far as nobody has changed the same since; returns what was done."""
-        if (newest := next(iter(self._kept()), None)) is None:
+        readable = ((path, entry) for path in self._kept() if (entry := _entry(path)) is not None)
+        if (newest := next(readable, None)) is None:
             return "Nothing to undo."
-        entry = parse_json(newest.read_bytes())
+        path, entry = newest
         said = self._restore(entry) if "trash" in entry else self._rewrite(entry["captions"])
-        newest.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         return said
 
     def _rewrite(self, changes: Sequence[Mapping[str, str]]) -> str:
@@ -137,9 +140,7 @@ class DataSetEditor:
         return f"{_count(len(old), 'caption')} as before.{kept}"
 
     def _restore(self, entry: Mapping[str, Any]) -> str:
-        place = str(entry["trash"])
-        if not _TRASH_NAME.fullmatch(place):
-            raise UserError(f"{place!r} is not the name of a folder in the trash")
+        place = entry["trash"]
         in_the_way = 0
         for name, home in self._folders.items():
             root = self._trash / name / place
@@ -153,7 +154,7 @@ class DataSetEditor:
             if not in_the_way:
                 shutil.rmtree(root, ignore_errors=True)
         kept = f" {_count(in_the_way, 'file')} left in the trash: there are new ones of these names."
-        return f"{_count(int(entry['count']), 'item')} back from the trash.{kept if in_the_way else ''}"
+        return f"{_count(entry['count'], 'item')} back from the trash.{kept if in_the_way else ''}"
 
     def _listed(self) -> tuple[Folder, CaptionFiles]:
         folder = list_folder(self._folder, allow_outside=False)
@@ -169,9 +170,9 @@ class DataSetEditor:
     def _remember_captions(self, changes: Sequence[CaptionChange]) -> None:
         """Keep a change; typing on in one caption makes one change of all its pauses."""
         kept = [{"file": each.file, "before": each.was, "after": each.caption} for each in changes]
-        newest = next(iter(self._kept()), None)
-        if newest is not None and len(kept) == 1:
-            last = parse_json(newest.read_bytes()).get("captions", ())
+        newest = next(self._kept(), None)
+        if newest is not None and len(kept) == 1 and _age(newest) < _LONGEST_PAUSE_S:
+            last = (_entry(newest) or {}).get("captions", ())
             if len(last) == 1 and (last[0]["file"], last[0]["after"]) == (kept[0]["file"], kept[0]["before"]):
                 kept[0]["before"] = last[0]["before"]
                 _write_entry(newest, {"captions": kept})
@@ -188,7 +189,8 @@ class DataSetEditor:
 
     def _kept(self) -> Iterator[Path]:
         """Files of the changes that can be taken back, the newest first."""
-        return iter(sorted(self._history.glob("[0-9]*.json"), reverse=True))
+        found = [path for path in self._history.glob("*.json") if re.fullmatch("[0-9]+", path.stem)]
+        return iter(sorted(found, reverse=True))
 
 
 def _caption_file(folder: Folder, texts: CaptionFiles, item: str) -> str:
@@ -199,6 +201,26 @@ def _caption_file(folder: Folder, texts: CaptionFiles, item: str) -> str:
     if len(names) > 1:
         raise UserError(f"{item} has several captions: {', '.join(names)}; change them there")
     return names[0] if names else f"{stem(item)}.txt"
+
+
+def _entry(path: Path) -> dict[str, Any] | None:
+    """A change that was kept; None where its file is damaged, which must not be in the way of the others."""
+    try:
+        entry = parse_json(path.read_bytes())
+        if "trash" in entry:
+            is_whole = bool(_TRASH_NAME.fullmatch(entry["trash"])) and isinstance(entry["count"], int)
+        else:
+            changes = entry["captions"]
+            texts = [change[key] for change in changes for key in ("file", "before", "after")]
+            is_whole = isinstance(changes, list) and all(isinstance(text, str) for text in texts)
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    return entry if is_whole and isinstance(entry, dict) else None
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was written, or until then where the clock was set back."""
+    return abs(time.time() - path.stat().st_mtime)
 
 
 def _write_entry(path: Path, entry: Mapping[str, Any]) -> None:

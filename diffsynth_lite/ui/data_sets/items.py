@@ -16,11 +16,12 @@ from diffsynth_lite.data.images import check_image, load_thumbnail
 from diffsynth_lite.data.records import Source, is_video
 from diffsynth_lite.data.sources import METADATA_FILES, FoundRecords, find_records
 from diffsynth_lite.errors import UserError, join_names
-from diffsynth_lite.files import file_fingerprint
+from diffsynth_lite.files import file_fingerprint, read_bytes
 
 _FEWEST_PIXELS = 512 * 512
 """Of an image that is not small, where no config names a resolution."""
 _JPEG_QUALITY = 82
+_MOST_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,6 +262,6 @@ def _size(path: Path) -> tuple[int, int]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return read_bytes(path, most_bytes=_MOST_CONFIG_BYTES).decode(errors="replace")
+    except (UserError, OSError):  # No run reads it either.
         return ""

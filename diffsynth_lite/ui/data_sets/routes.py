@@ -128,8 +128,8 @@ class _DataSetScreen:
             num_bytes = int(request.headers.get("content-length", 0))
             added = await receive(request.stream(), _folder(request), name, num_bytes=num_bytes)
             return JSONResponse(added)
-        except UserError as error:
-            return refused(str(error))
+        except (UserError, OSError) as error:
+            return _refused(error)
         except ClientDisconnect:
             return Response(status_code=400)
 
@@ -163,10 +163,8 @@ class _DataSetScreen:
     async def _change(self, work: Callable[[], dict[str, Any]]) -> Response:
         try:
             return JSONResponse(await to_thread.run_sync(work, limiter=self._changes))
-        except UserError as error:
-            return refused(str(error))
-        except OSError as error:
-            return refused(f"{error.filename or 'The disk'}: {error.strerror}")
+        except (UserError, OSError) as error:
+            return _refused(error)
 
 
 class _Shown:
@@ -223,6 +221,12 @@ class _Shown:
         if (home := home_of(path, self._folders)) is None:
             return shown
         return shown | {"where": "/".join(home), "set": home[0], "file": home[1], "version": _version(path)}
+
+
+def _refused(error: UserError | OSError) -> Response:
+    if isinstance(error, UserError):
+        return refused(str(error))
+    return refused(f"{error.filename or 'The disk'}: {error.strerror}")
 
 
 def _folder(request: Request) -> Path:

@@ -1,5 +1,6 @@
 """This file adds files that a browser sends to a data set, and never over one that is there."""
 
+import os
 import shutil
 import stat
 import zipfile
@@ -24,6 +25,8 @@ MOST_UNPACKED_BYTES = 64 << 30
 """Of all files in a zip together."""
 MOST_MEMBERS = 100_000
 _MOST_NAME_BYTES = 200
+_MOST_FOLDERS = 99
+"""Around a file; each is one more call of a function that makes them."""
 _SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *CAPTION_SUFFIXES)
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 """Errors of a zip: damaged, of a compression that Python lacks, and, RuntimeError, encrypted."""
@@ -148,11 +151,25 @@ def _place(temporary: Path, target: str, folder: Path) -> bool:
         raise UserError(f"{target}: is behind a link that leaves the folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("xb").close()  # Takes the name, whoever else wants it now.
+        _link(temporary, path)
     except (FileExistsError, NotADirectoryError):
         return False
-    temporary.replace(path)
     return True
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Give a file its name, in one step that a crash cannot cut in two where the disk has such a step.
+
+    Raises:
+        FileExistsError: the name is taken, whoever else wants it now.
+    """
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # FAT and some network disks have no second names; another reason comes again below.
+        path.open("xb").close()
+        temporary.replace(path)
 
 
 def _safe_name(name: str) -> str:
@@ -164,6 +181,8 @@ def _safe_name(name: str) -> str:
     parts = _parts(name)
     if any(part.startswith(".") or len(part.encode()) > _MOST_NAME_BYTES for part in parts):
         raise UserError(f"{name}: is a hidden file, or has a name of more than {_MOST_NAME_BYTES} bytes")
+    if len(parts) > _MOST_FOLDERS + 1:
+        raise UserError(f"{name[:_MOST_NAME_BYTES]}...: is in more than {_MOST_FOLDERS} folders")
     if not _is_read(name):
         raise UserError(f"{name}: is not an image, clip, caption or zip; {', '.join(_SUFFIXES)} are read")
     return "/".join(parts)

@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from diffsynth_lite.data.captions import CaptionFiles
-from diffsynth_lite.data.folder import list_folder
+from diffsynth_lite.data.folder import is_unicode, list_folder
 from diffsynth_lite.data.records import Source, is_video
 from diffsynth_lite.data.sources import METADATA_FILES, find_records
 from diffsynth_lite.errors import UserError
@@ -102,6 +104,8 @@ def data_set_cards(data_sets: Mapping[str, Path]) -> list[DataSetCard]:
 
 
 def _data_set_card(name: str, path: Path) -> DataSetCard:
+    if not is_unicode(name):  # No address can hold it as it is.
+        name = name.encode(errors="backslashreplace").decode()
     try:
         found = find_records(
             [Source(path=str(path), captions="none", trigger="-")],
@@ -112,6 +116,9 @@ def _data_set_card(name: str, path: Path) -> DataSetCard:
         folder = list_folder(path, allow_outside=False)
     except UserError as error:
         return DataSetCard(name=name, count="", problem=str(error))
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        return DataSetCard(name=name, count="", problem=f"no run can read this folder: its path {reason}")
     names = [record.name for record in found.records]
     has_table = any(table in folder.files for table in METADATA_FILES)
     captions = CaptionFiles(folder, names)

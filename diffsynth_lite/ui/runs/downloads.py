@@ -58,7 +58,9 @@ def zipped(folder: Path) -> Iterator[bytes]:
     parts = _Parts()
     archive = zipfile.ZipFile(parts, "x")
     for path in _files(folder):
-        place = zipfile.ZipInfo.from_file(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
+        name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
+        # A zip has no dates before 1980; it takes that year for them.
+        place = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
         with path.open("rb") as file, archive.open(place, "w", force_zip64=True) as entry:
             while content := file.read(_PART_BYTES):
                 entry.write(content)
