@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from screens import Screen
@@ -74,3 +75,5 @@ def test_a_folder_with_a_name_that_no_config_can_hold_is_shown_with_the_reason(
     for address in ("/", "/new"):
         assert screen.get(address).status_code == 200, address
     assert "no run can read this folder: its path must not contain" in screen.get("/").text
+    address = f"/data/{quote(os.fsencode(name))}/"
+    assert screen.get(address).status_code == (200 if name.isascii() else 404)

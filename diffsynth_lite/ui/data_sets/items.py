@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from diffsynth_lite.config import Config
 from diffsynth_lite.data.captions import CaptionFiles, read_text
 from diffsynth_lite.data.folder import Folder, list_folder
@@ -65,10 +67,14 @@ def source_of(folder: Path, config: Config | None) -> Source:
     """The source of a config that is this folder; without a config all settings have their defaults.
 
     Raises:
-        UserError: the config does not train on the folder.
+        UserError: the config does not train on the folder, or no config can hold its path.
     """
     if config is None:
-        return Source(path=str(folder))
+        try:
+            return Source(path=str(folder))
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise UserError(f"no run can read this folder: its path {reason}") from None
     for settings in config.data.sources_by_key.values():
         source = Source(**dict(settings))
         if source.folder is not None and source.folder.resolve() == folder.resolve():

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data.folder import usable_file
-from diffsynth_lite.data.records import is_image, is_video
+from diffsynth_lite.data.records import Source, is_image, is_video
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.ui.data_sets.changes import CaptionChange, DataSetEditor
 from diffsynth_lite.ui.data_sets.items import (
@@ -182,7 +182,7 @@ class _Shown:
         self.chosen = request.query_params.get("config", "") if chosen is None else chosen
         self.config: Config | None = None
         problems = []
-        source = source_of(self.folder, None)
+        source: Source | None = None
         if (file := self.workspace.configs.get(self.chosen)) is not None:
             try:
                 self.config = load_config(file).config
@@ -190,7 +190,7 @@ class _Shown:
             except UserError as error:
                 problems.append(f"{self.chosen}: {error}")
         try:
-            self.contents = read_contents(source)
+            self.contents = read_contents(source or source_of(self.folder, None))
         except UserError as error:
             self.contents = Contents(items=[], problems=[str(error)])
         self.problems = [*problems, *self.contents.problems]
