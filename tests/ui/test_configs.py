@@ -136,6 +136,19 @@ def test_a_copy_has_a_run_folder_of_its_own(screen: Screen, draft: Path) -> None
         assert screen.post("/configs", {"name": "x"} | wrong).status_code == 404
 
 
+def test_a_copy_takes_no_name_of_a_run_and_follows_no_link(
+    screen: Screen, draft: Path, tmp_path: Path
+) -> None:
+    (screen.workspace.runs_folder / "old").mkdir()
+    refusal = screen.post("/configs", {"name": "old", "config": "mine"})
+    assert "there is a run old already" in refusal.json()["error"]
+    (tmp_path / "secret.yaml").write_text("model: {path: x}\n")
+    draft.with_name("linked.yaml").symlink_to(tmp_path / "secret.yaml")
+    assert screen.post("/configs", {"name": "copy", "config": "linked"}).status_code == 404
+    draft.with_name("dangling.yaml").symlink_to(tmp_path / "nowhere")
+    assert "already" in screen.post("/configs", {"name": "dangling", "config": "mine"}).json()["error"]
+
+
 def test_a_field_is_a_view_of_the_text_and_changes_its_setting_only(screen: Screen, draft: Path) -> None:
     def change(**given: Any) -> dict[str, Any]:
         return screen.post("/configs/mine/change", {"hash": state["hash"]} | given).json()
@@ -276,5 +289,7 @@ def test_start_is_the_command_of_the_config_and_refused_with_the_reason(screen: 
     assert screen.post("/configs/mine/start").json() == {"go": "/runs/qwen_lora/"}
     assert jobs.started == [(["--config", "configs/mine.yaml"], Path("runs/qwen_lora"))]
     assert screen.post("/configs/mine/start").json() == {"error": "one run is there already"}
+    draft.write_text(f"{TEXT}  optimizer: subprocess.Popen\n")
+    assert "train.optimizer: subprocess.Popen is code" in screen.post("/configs/mine/start").json()["error"]
     draft.write_text(f"{TEXT}  sed: 1\n")
     assert "train.sed: unknown key" in screen.post("/configs/mine/start").json()["error"]

@@ -1,5 +1,6 @@
 """This file shows New run and the configs of a workspace, and takes in what is changed there."""
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from starlette.routing import Route
 
 from diffsynth_lite.config import ConfigProblem, load_config
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import write_bytes
+from diffsynth_lite.files import read_bytes, write_bytes
 from diffsynth_lite.ui.configs.draft import MAIN, View, changed, fields, hash_of, view_of
 from diffsynth_lite.ui.configs.new import GOALS, copied_text, text_on_recipe
 from diffsynth_lite.ui.configs.recipes import cards, needs_of, recipe_named, recipes
@@ -53,7 +54,7 @@ class _ConfigScreen:
     def __init__(self) -> None:
         self._changes = CapacityLimiter(1)  # one after the other
 
-    async def new(self, request: Request) -> Response:
+    def new(self, request: Request) -> Response:
         """The choices that make a config, ``?data=NAME`` made; ``?from=RUN`` or ``?config=NAME``: a copy."""
         workspace: Workspace = request.app.state.workspace
         source = {key: name for key in ("from", "config") if (name := request.query_params.get(key))}
@@ -69,12 +70,12 @@ class _ConfigScreen:
             cards=chosen,
             recipes=sorted(recipes(), key=lambda recipe: _ORDER.index(fits[recipe.recipe]["symbol"])),
             fits=fits,
-            sets=await self._run(data_set_cards, workspace.data_sets),
+            sets=data_set_cards(workspace.data_sets),
             goals=GOALS,
             data=request.query_params.get("data"),
         )
 
-    async def fits(self, request: Request) -> Response:
+    def fits(self, request: Request) -> Response:
         """Which recipes fit a card: ``?gpu=NAME``."""
         return JSONResponse(_fits(request.query_params.get("gpu", "")))
 
@@ -89,20 +90,24 @@ class _ConfigScreen:
                 raise UserError(
                     f"Name: {name or 'none given'}: use letters, digits, -, _ and ., up to 64 of them"
                 )
-            if path.exists() or name in workspace.configs:
-                raise UserError(f"Name: there is a config {name} already; choose another name")
+            if name in workspace.runs or (workspace.runs_folder / name).exists():
+                raise UserError(f"Name: there is a run {name} already; choose another name")
+            if os.path.lexists(path):
+                raise FileExistsError
             text = await self._run(_new_text, workspace, given, name)
+            with path.open("x", encoding="utf-8", newline="") as file:
+                file.write(text)
+        except FileExistsError:
+            return refused(f"Name: there is a config {name} already; choose another name")
         except UserError as error:
             return refused(str(error))
-        with path.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
         return JSONResponse({"go": f"/configs/{quote(name)}/"})
 
-    async def show(self, request: Request) -> Response:
+    def show(self, request: Request) -> Response:
         """The form and the text of a config."""
         path = _config(request)
         text = _text(path)
-        view = await self._run(view_of, path, text)
+        view = view_of(path, text)
         return page(
             request,
             "configs/config.html",
@@ -117,10 +122,10 @@ class _ConfigScreen:
             sections=list(dict.fromkeys(key.partition(".")[0] for key in fields())),
         )
 
-    async def state(self, request: Request) -> Response:
+    def state(self, request: Request) -> Response:
         """The same as JSON, for a page that is open."""
         path = _config(request)
-        return JSONResponse(_state(await self._run(view_of, path, _text(path))))
+        return JSONResponse(_state(view_of(path, _text(path))))
 
     async def change(self, request: Request) -> Response:
         """Change one setting, {"hash", "key", "value"}, where null takes it out; or all, {"hash", "text"}."""
@@ -146,13 +151,10 @@ def _config(request: Request) -> Path:
 
 def _text(path: Path) -> str:
     """The text of a config as it is in its file, with its line breaks."""
-    content = path.read_bytes()
     try:
-        if len(content) <= _MOST_BYTES:
-            return content.decode("utf-8")
-    except UnicodeDecodeError:
-        pass
-    raise HTTPException(422, f"{path.name} is too large for a config, or is not UTF-8 text.")
+        return read_bytes(path, most_bytes=_MOST_BYTES).decode("utf-8")
+    except (UserError, UnicodeDecodeError):
+        raise HTTPException(422, f"{path.name} is too large for a config, or is not UTF-8 text.") from None
 
 
 def _change(path: Path, given: Mapping[str, Any]) -> Response:
@@ -179,7 +181,12 @@ def _change(path: Path, given: Mapping[str, Any]) -> Response:
 
 def _start(state: State, path: Path) -> Response:
     try:
-        folder = Path(load_config(path).config.output.dir).expanduser()
+        config = load_config(path).config
+        for key, name in config.code_of_others.items():
+            raise UserError(
+                f"{key}: {name} is code that is not of this package; check it, and start it in a terminal"
+            )
+        folder = Path(config.output.dir).expanduser()
         state.jobs.start(["--config", f"configs/{path.name}"], folder)
     except UserError as error:
         return refused(str(error))
@@ -205,8 +212,8 @@ def _new_text(workspace: Workspace, given: Mapping[str, str], name: str) -> str:
 def _source_file(workspace: Workspace, given: Mapping[str, str]) -> Path:
     """The config of the run or the config that is copied."""
     run, config = workspace.runs.get(given.get("from", "")), workspace.configs.get(given.get("config", ""))
-    file = run / "config.yaml" if run else config
-    if file is None or not file.is_file():
+    file, folder = (run / "config.yaml", run) if run else (config, workspace.configs_folder)
+    if file is None or not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
         raise HTTPException(404, "There is no such run with a config.")
     return file
 
