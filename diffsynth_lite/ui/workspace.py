@@ -62,13 +62,13 @@ class Workspace:
     def configs(self) -> dict[str, Path]:
         """Config files, by their names without the ending."""
         files = sorted(self.configs_folder.glob("*.yaml"))
-        return {file.stem: file for file in files if file.is_file() and not file.name.startswith(".")}
+        return _shown({file.stem: file for file in files if file.is_file() and file.name[0] != "."})
 
     @property
     def runs(self) -> dict[str, Path]:
         """Folders of runs, by name, wherever they were started."""
         found = find_runs([self.runs_folder, *self._added("runs")])
-        return {name.replace("/", "~"): folder for name, folder in found.items()}
+        return _shown({name.replace("/", "~"): folder for name, folder in found.items()})
 
     def add(self, kind: str, folder: Path) -> None:
         """Show a folder elsewhere, too.
@@ -145,6 +145,11 @@ def open_workspace(path: Path) -> Workspace:
 
 def _inner_folders(place: Path) -> list[Path]:
     return [entry for entry in sorted(place.glob("*")) if entry.is_dir() and not entry.name.startswith(".")]
+
+
+def _shown(found: dict[str, Path]) -> dict[str, Path]:
+    """Those whose names are UTF-8, as an address has to be."""
+    return {name: path for name, path in found.items() if name == name.encode(errors="replace").decode()}
 
 
 def _by_name(folders: Iterable[Path]) -> dict[str, Path]:

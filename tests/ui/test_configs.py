@@ -197,8 +197,9 @@ def test_the_page_names_each_field_and_shows_a_text_as_it_is(screen: Screen, dra
     (draft.parent / "base.yaml").write_text("extends: qwen_lora.yaml\nlora:\n  rank: 0\n")
     rank = view_of(draft, "extends: base.yaml\nlora:\n  alpha: 1\n").values["lora.rank"]
     assert (rank.wrong[:7], rank.line, rank.is_own) == ("got '0'", 0, False)
-    draft.write_bytes(b"\xff")
-    assert screen.get("/configs/mine/").status_code == 422
+    for content in (b"\xff", bytes(2**20 + 1)):
+        draft.write_bytes(content)
+        assert screen.get("/configs/mine/").status_code == 422
 
 
 @pytest.mark.parametrize(
@@ -290,6 +291,8 @@ def test_start_is_the_command_of_the_config_and_refused_with_the_reason(screen: 
     assert jobs.started == [(["--config", "configs/mine.yaml"], Path("runs/qwen_lora"))]
     assert screen.post("/configs/mine/start").json() == {"error": "one run is there already"}
     draft.write_text(f"{TEXT}  optimizer: subprocess.Popen\n")
-    assert "train.optimizer: subprocess.Popen is code" in screen.post("/configs/mine/start").json()["error"]
+    refusal = screen.post("/configs/mine/start").json()["error"]
+    assert "train.optimizer: subprocess.Popen is code" in refusal
+    assert refusal.endswith("in a terminal: diffsynth-lite train --config configs/mine.yaml")
     draft.write_text(f"{TEXT}  sed: 1\n")
     assert "train.sed: unknown key" in screen.post("/configs/mine/start").json()["error"]

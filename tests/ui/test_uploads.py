@@ -154,7 +154,7 @@ def test_a_zip_is_unpacked_without_the_folder_around_it_and_what_no_run_reads(
         (zipped(*"abcd"), "holds 4 files, and 3 are the most"),
         (
             zipped("a.png", "b.png", content=bytes(2 << 20)),
-            "4,194,304 bytes unpacked; 3,145,728 are the most",
+            "unpacked it has 4,194,304 bytes; 3,145,728 are the most",
         ),
         (zipped("a.txt", content=bytes((1 << 20) + 1)), "1,048,576 for a caption"),
         (zipped("a.png")[:-30], "cannot be unpacked: File is not a zip file"),

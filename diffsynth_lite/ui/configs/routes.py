@@ -90,7 +90,7 @@ class _ConfigScreen:
                 raise UserError(
                     f"Name: {name or 'none given'}: use letters, digits, -, _ and ., up to 64 of them"
                 )
-            if name in workspace.runs or (workspace.runs_folder / name).exists():
+            if name in workspace.runs or os.path.lexists(workspace.runs_folder / name):
                 raise UserError(f"Name: there is a run {name} already; choose another name")
             if os.path.lexists(path):
                 raise FileExistsError
@@ -114,7 +114,7 @@ class _ConfigScreen:
             is_edited=True,
             name=path.stem,
             file=f"configs/{path.name}",
-            command=f"diffsynth-lite train --config {shlex.quote(f'configs/{path.name}')}",
+            command=_command(path),
             view=view,
             state=_state(view),
             main=MAIN,
@@ -149,10 +149,17 @@ def _config(request: Request) -> Path:
     return path
 
 
+def _command(path: Path) -> str:
+    """What starts the run of a config, as it is typed in the workspace."""
+    return f"diffsynth-lite train --config {shlex.quote(f'configs/{path.name}')}"
+
+
 def _text(path: Path) -> str:
     """The text of a config as it is in its file, with its line breaks."""
     try:
         return read_bytes(path, most_bytes=_MOST_BYTES).decode("utf-8")
+    except FileNotFoundError:
+        raise HTTPException(404) from None
     except (UserError, UnicodeDecodeError):
         raise HTTPException(422, f"{path.name} is too large for a config, or is not UTF-8 text.") from None
 
@@ -184,7 +191,8 @@ def _start(state: State, path: Path) -> Response:
         config = load_config(path).config
         for key, name in config.code_of_others.items():
             raise UserError(
-                f"{key}: {name} is code that is not of this package; check it, and start it in a terminal"
+                f"{key}: {name} is code that comes with neither diffsynth_lite nor torch; if you know it,"
+                f" start it in a terminal: {_command(path)}"
             )
         folder = Path(config.output.dir).expanduser()
         state.jobs.start(["--config", f"configs/{path.name}"], folder)

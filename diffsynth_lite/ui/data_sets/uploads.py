@@ -80,7 +80,10 @@ def _unpack(archive: Path, folder: Path, name: str) -> dict[str, list[str]]:
     done: dict[bool, list[str]] = {True: [], False: []}
     try:
         with zipfile.ZipFile(archive) as opened:
-            members, unread = _members(opened, folder, name)
+            try:
+                members, unread = _members(opened, folder, name)
+            except UserError as error:
+                raise UserError(f"{name}: nothing was taken from it; {error}") from None
             for target, member in members.items():
                 done[_extract(opened, member, folder, target, name)].append(target)
     except _DAMAGED as error:
@@ -102,7 +105,7 @@ def _members(
     """The files to unpack by their names in the data set, and the names of the others."""
     infos = [info for info in archive.infolist() if not info.is_dir()]
     if len(infos) > MOST_MEMBERS:
-        raise UserError(f"{name}: holds {len(infos):,} files, and {MOST_MEMBERS:,} are the most")
+        raise UserError(f"it holds {len(infos):,} files, and {MOST_MEMBERS:,} are the most")
     found: dict[str, zipfile.ZipInfo] = {}
     unread = []
     for info in infos:
@@ -115,7 +118,7 @@ def _members(
     total = sum(info.file_size for info in found.values())
     if total > MOST_UNPACKED_BYTES or any(info.file_size > _most_bytes(path) for path, info in found.items()):
         raise UserError(
-            f"{name}: {total:,} bytes unpacked; {MOST_UNPACKED_BYTES:,} are the most, {MOST_BYTES:,} for a "
+            f"unpacked it has {total:,} bytes; {MOST_UNPACKED_BYTES:,} are the most, {MOST_BYTES:,} for a "
             f"file and {MAX_CAPTION_BYTES:,} for a caption"
         )
     _require_room(total, folder, name)
