@@ -46,6 +46,11 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def arrive(page: Page, path: str) -> None:
+    """Wait until a page that a control leads to is there."""
+    page.wait_for(f"location.pathname === '{path}' && document.readyState === 'complete'")
+
+
 @contextmanager
 def opened(browser: Browser, server: Server, path: str, *, width: int = 1280) -> Iterator[Page]:
     """A page of the screen, whose controls have names, and which neither complains nor asks elsewhere."""
@@ -87,7 +92,7 @@ def make_data_set(browser: Browser, server: Server, workspace: Path, images: lis
         page.press("DisclosureTriangle", "New data set")
         page.fill("textbox", "Name", "shapes")
         page.press("button", "Make the data set")
-        page.wait_for("location.pathname === '/data/shapes/'")
+        arrive(page, "/data/shapes/")
     with opened(browser, server, "/data/shapes/") as page:
         page.upload("button", "Add files", [first, *others, *(each.with_suffix(".txt") for each in others)])
         caption = workspace / "data" / "shapes" / first.with_suffix(".txt").name
@@ -102,12 +107,12 @@ def make_config(browser: Browser, server: Server, workspace: Path) -> None:
     file = workspace / "configs" / "shapes.yaml"
     with opened(browser, server, "/data/shapes/") as page:
         page.press("link", "Train on it")
-        page.wait_for("location.pathname === '/new'")
+        arrive(page, "/new")
         assert page.evaluate("document.querySelector('[name=data]:checked').value") == "shapes"
         page.press("radio", "qwen_lora.yaml Qwen-Image")
         page.fill("textbox", "Name", "shapes")
         page.press("button", "Make the config")
-        page.wait_for("location.pathname === '/configs/shapes/'")
+        arrive(page, "/configs/shapes/")
     assert "data/shapes" in file.read_text()
     text = CONFIG.format(model=EXAMPLE / "mini_qwen_image")
     with opened(browser, server, "/configs/shapes/") as page:
@@ -120,7 +125,7 @@ def make_config(browser: Browser, server: Server, workspace: Path) -> None:
         page.fill("textbox", "Rank lora.rank", "4")
         wait_for(lambda: file.read_text().replace("\n\nlora:\n  rank: 4\n", "") == text.rstrip("\n"))
         page.press("button", "Start")
-        page.wait_for("location.pathname === '/runs/shapes/'")
+        arrive(page, "/runs/shapes/")
 
 
 def train_and_stop(browser: Browser, server: Server, run: Path) -> None:
