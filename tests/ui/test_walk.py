@@ -101,6 +101,11 @@ def make_data_set(browser: Browser, server: Server, workspace: Path, images: lis
         wait_for(caption.exists)
         assert caption.read_text(encoding="utf-8").strip() == "a teal shape, écrit à la main"
         page.await_control("radio", "No caption 0")
+        page.press("checkbox", f"Choose {first.name}")
+        page.press("button", "Move to trash")
+        wait_for(lambda: not caption.exists())
+        page.press("button", "Undo")
+        wait_for(caption.exists)
 
 
 def make_config(browser: Browser, server: Server, workspace: Path) -> None:

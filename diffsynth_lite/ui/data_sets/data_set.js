@@ -243,6 +243,7 @@
   });
   grid.addEventListener("change", ({ target }) => {
     const item = itemAt(target);
+    if (!item) return;  // It has just left the data set, with what was typed.
     if (target.tagName === "TEXTAREA") save(item);
     if (target.type !== "checkbox") return;
     if (target.checked) chosen.add(item.file); else chosen.delete(item.file);
