@@ -15,12 +15,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from diffsynth_lite.captioning.contents import Item, read_caption, table_of
 from diffsynth_lite.data.captions import CaptionFiles, clean_caption
 from diffsynth_lite.data.folder import Folder, list_folder
 from diffsynth_lite.data.records import is_image, is_video, stem
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, write_text
-from diffsynth_lite.ui.data_sets.items import Item, home_of, read_caption, table_of
+from diffsynth_lite.ui.data_sets.items import home_of
 
 _MOST_KEPT = 100
 """Changes of a data set that can be taken back."""

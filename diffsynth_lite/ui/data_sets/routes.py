@@ -11,19 +11,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from diffsynth_lite.captioning.contents import Contents, Item, read_contents
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data.folder import usable_file
 from diffsynth_lite.data.records import Source, is_image, is_video
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.ui.data_sets.changes import CaptionChange, DataSetEditor
 from diffsynth_lite.ui.data_sets.items import (
-    Contents,
-    Item,
     configs_with,
     fewest_pixels_of,
     findings,
     home_of,
-    read_contents,
     source_of,
     thumbnail,
 )

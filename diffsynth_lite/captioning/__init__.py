@@ -1,0 +1,1 @@
+"""Captions for images and clips, written by a model or by a server of OpenAI's chat protocol."""

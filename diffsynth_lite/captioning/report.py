@@ -1,0 +1,148 @@
+"""This file keeps the folder ``.captions`` of a data set: what a model wrote, and how far the command is.
+
+Hidden folders are not data, so a run reads nothing of it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import parse_json, read_bytes, write_json
+from diffsynth_lite.run_folder.process import Process
+
+CaptioningState = Literal["running", "finished", "stopped", "failed"]
+
+_MOST_BYTES = 1 << 30
+_MOST_STATUS_BYTES = 32 << 20
+
+
+def caption_hash(caption: str) -> str:
+    """Identifies the text of a caption, without white space around it."""
+    return hashlib.sha256(caption.strip().encode(errors="surrogatepass")).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptionRow:
+    """One caption that a model wrote: a line of ``report.jsonl``.
+
+    Attributes:
+        file: name of the item, with forward slashes.
+        hash: of its caption, see :func:`caption_hash`.
+        model: its name, or that of the server and its model.
+        instruction: as it was given to the model.
+        seconds: that the answer took; in a batch, its share.
+        num_tokens: of the answer; None where a server does not report them.
+        removed: names of the rules that cleaned the answer.
+        cut: text that was cut from its end because the text encoder would not have read it.
+    """
+
+    file: str
+    hash: str
+    model: str
+    instruction: str
+    seconds: float
+    num_tokens: int | None = None
+    removed: tuple[str, ...] = ()
+    cut: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptioningStatus:
+    """How far the latest command is that writes captions in a folder: ``status.json``.
+
+    Attributes:
+        process: of the command, as :class:`Process` writes it.
+        arguments: words of the command after ``caption``, to give it again.
+        started_at: seconds since 1970.
+        phase: "loading", then "captioning".
+        done: items that were answered, of ``total``.
+        seconds_per_item: so far; 0 before the first.
+        refused: items without a caption, by the reason.
+        preview: captions of a dry run, by item; none of them is in a file.
+        message: how it ended.
+    """
+
+    state: CaptioningState
+    process: str
+    arguments: tuple[str, ...] = ()
+    started_at: float = 0.0
+    phase: str = "loading"
+    done: int = 0
+    total: int = 0
+    seconds_per_item: float = 0.0
+    model: str = ""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    preview: Mapping[str, str] = field(default_factory=dict)
+    message: str = ""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process lives, as far as this machine knows."""
+        process = Process.from_text(self.process)
+        return self.state == "running" and process is not None and process.is_alive()
+
+
+class CaptionReport:
+    """The folder ``.captions`` of a data set; it is made when something is written.
+
+    Args:
+        data_folder: the folder with the images and clips.
+    """
+
+    def __init__(self, data_folder: Path) -> None:
+        self.folder = data_folder / ".captions"
+        self.rows_file = self.folder / "report.jsonl"
+        self.status_file = self.folder / "status.json"
+        self.page_file = self.folder / "captions.html"
+        self.lock_file = self.folder / ".lock"
+
+    def rows(self) -> dict[str, CaptionRow]:
+        """The latest row of each item; lines that cannot be read, as after a kill, are skipped."""
+        found: dict[str, CaptionRow] = {}
+        try:
+            lines = read_bytes(self.rows_file, most_bytes=_MOST_BYTES).splitlines()
+        except (OSError, UserError):
+            return found
+        for line in lines:
+            try:
+                values: dict[str, Any] = parse_json(line)
+                row = CaptionRow(**{**values, "removed": tuple(values["removed"])})
+            except (ValueError, TypeError, LookupError):
+                continue
+            found[row.file] = row
+        return found
+
+    def add(self, row: CaptionRow) -> None:
+        """Append a row; it is on the disk when the call returns."""
+        self.folder.mkdir(exist_ok=True)
+        line = json.dumps(asdict(row), ensure_ascii=False).encode(errors="backslashreplace")
+        with self.rows_file.open("ab+") as file:
+            # A kill may have left a part of a line, which must not swallow this one.
+            if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                line = b"\n" + line
+            file.write(line + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def status(self) -> CaptioningStatus | None:
+        """How far the latest command is; None where none was started, or its file is damaged."""
+        try:
+            values: dict[str, Any] = parse_json(read_bytes(self.status_file, most_bytes=_MOST_STATUS_BYTES))
+            return CaptioningStatus(**{**values, "arguments": tuple(values["arguments"])})
+        except (OSError, UserError, ValueError, TypeError, LookupError):
+            return None
+
+    def write_status(self, status: CaptioningStatus) -> None:
+        """Replace ``status.json``."""
+        self.folder.mkdir(exist_ok=True)
+        write_json(self.status_file, asdict(status))
+
+
+def is_by_model(row: CaptionRow | None, caption: str) -> bool:
+    """Whether a caption is the one that a model wrote, and nobody has changed since."""
+    return row is not None and row.hash == caption_hash(caption)
