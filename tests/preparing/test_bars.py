@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from diffsynth_lite.data.bars import black_bars, common_bars
+from diffsynth_lite.preparing.bars import black_bars, common_bars
 
 WIDTH, HEIGHT = 320, 180
 
