@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> None:
     if behind is not None and not _PROXY.fullmatch(behind):
         raise UserError(f"--behind {parsed.behind}: give the address that the browser shows: https://NAME")
     from diffsynth_lite.ui.server import build, listen, serve
-    from diffsynth_lite.ui.workspace import open_workspace
+    from diffsynth_lite.workspace import open_workspace
 
     workspace = open_workspace(parsed.workspace)
     os.chdir(workspace.path)  # Paths in its configs are relative to it.

@@ -24,7 +24,7 @@ from diffsynth_lite.files import parse_json, read_bytes, write_json
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.process import Process
-from diffsynth_lite.ui.workspace import Workspace
+from diffsynth_lite.workspace import Workspace
 
 JobState = Literal["starting", "running", "ended", "did not start"]
 

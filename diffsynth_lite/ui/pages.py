@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from diffsynth_lite.doctor.machine import ask_driver
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.report.page import FILTERS
-from diffsynth_lite.ui.workspace import Workspace
+from diffsynth_lite.workspace import Workspace
 
 _STATIC_FOLDERS = ("ui/static", "ui/home", "ui/runs", "ui/data_sets", "ui/configs", "report", "report/vendor")
 _STATIC_KINDS = {".css": "text/css", ".js": "text/javascript"}

@@ -21,7 +21,7 @@ from diffsynth_lite.ui.home import routes as home
 from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.ui.pages import answer, refused, static_file
 from diffsynth_lite.ui.runs import routes as runs
-from diffsynth_lite.ui.workspace import Workspace
+from diffsynth_lite.workspace import Workspace
 
 MAX_PORT = 65535
 _ALL_ADDRESSES = "0.0.0.0"

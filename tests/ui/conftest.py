@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from screens import Screen, signed_in
 
-from diffsynth_lite.ui.workspace import open_workspace
+from diffsynth_lite.workspace import open_workspace
 
 
 @pytest.fixture

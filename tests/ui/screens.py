@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from diffsynth_lite.cli.continuation import continuation
 from diffsynth_lite.ui.server import build
-from diffsynth_lite.ui.workspace import Workspace
+from diffsynth_lite.workspace import Workspace
 
 ADDRESS = "http://127.0.0.1:8713"
 INLINE = re.compile(r"<script(?! (src|type=.application/json))|<style|\son\w+=|javascript:|style=")

@@ -11,7 +11,7 @@ from screens import ADDRESS, INLINE, Screen, signed_in
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import Redactor, in_force
-from diffsynth_lite.ui.workspace import open_workspace
+from diffsynth_lite.workspace import open_workspace
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from diffsynth_lite.ui.configs.new import GOALS, copied_text, text_on_recipe
 from diffsynth_lite.ui.configs.recipes import cards, needs_of, recipe_named, recipes
 from diffsynth_lite.ui.home.cards import data_set_cards
 from diffsynth_lite.ui.pages import page, read_json, refused
-from diffsynth_lite.ui.workspace import Workspace
+from diffsynth_lite.workspace import Workspace
 
 _Result = TypeVar("_Result")
 

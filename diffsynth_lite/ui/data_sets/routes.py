@@ -27,7 +27,7 @@ from diffsynth_lite.ui.data_sets.items import (
 )
 from diffsynth_lite.ui.data_sets.uploads import receive
 from diffsynth_lite.ui.pages import page, read_json, refused
-from diffsynth_lite.ui.workspace import Workspace
+from diffsynth_lite.workspace import Workspace
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SIDES = {"cell": 360, "panel": 1024}

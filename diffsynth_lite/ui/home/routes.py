@@ -10,7 +10,7 @@ from starlette.routing import Route
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.ui.home.cards import data_set_cards, run_cards
 from diffsynth_lite.ui.pages import device, page, read_json, refused
-from diffsynth_lite.ui.workspace import Workspace
+from diffsynth_lite.workspace import Workspace
 
 
 def routes() -> list[Route]:

@@ -23,7 +23,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.ui.jobs import REQUESTS, Job, Jobs
 from diffsynth_lite.ui.pages import answer, environment, navigation, read_json, refused
 from diffsynth_lite.ui.runs.downloads import downloads, zipped
-from diffsynth_lite.ui.workspace import Workspace
+from diffsynth_lite.workspace import Workspace
 
 _LOG_LINES = 200
 _STYLES = ("style.css", "ui.css", "uPlot.min.css", "report.css", "runs.css")
