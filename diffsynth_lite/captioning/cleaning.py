@@ -1,0 +1,421 @@
+"""This file turns the answer of a model into a caption, by named rules that can be switched off.
+
+The phrases are English, with the most common ones of some other languages.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from diffsynth_lite.files import parse_json
+
+CaptionFormat = Literal["prose", "tags", "json"]
+
+RULES: Mapping[str, str] = {
+    "thinking": "what a model thinks before it answers, such as between <think> and </think>",
+    "tokens": "special tokens, such as <|im_end|>, and what follows the end of the answer",
+    "markdown": "the marks of bold text, headings, lists, code and tables",
+    "labels": "what announces the caption, such as 'Sure! Here is a caption:'",
+    "quotes": "quotation marks around all of it",
+    "openings": "openings such as 'The image shows' and 'In this image, we see'",
+    "closings": "offers, apologies and judgements at the end, such as 'Overall, the image feels calm.'",
+    "repetition": "an end that repeats itself over and over, and tags that were named before",
+    "unfinished": "the last sentence or tag where the limit of tokens ended it",
+    "lines": "line breaks and repeated spaces",
+}
+"""What each rule removes, in their order. Control characters are always removed."""
+
+_MOST_CHARACTERS = 32_768
+_MOST_ROUNDS = 20
+_LONGEST_PERIOD = 150  # words
+_LONGEST_PHRASE = 80  # characters that are named as boilerplate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cleaned:
+    """What is left of an answer.
+
+    Attributes:
+        text: the caption; empty where there is a problem.
+        removed: names of the rules that changed it, in the order of ``RULES``.
+        problem: why it is not a caption; empty where it is one.
+    """
+
+    text: str
+    removed: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def clean(
+    text: str,
+    *,
+    format: CaptionFormat = "prose",
+    kept: Collection[str] = (),
+    is_unfinished: bool = False,
+) -> Cleaned:
+    """The caption in an answer. It is never longer, and what is clean stays as it is.
+
+    A refusal is cleaned like any other answer; :func:`refusal_in` finds it.
+
+    Args:
+        text: of any length; what is past 32,768 characters after the thinking is not read.
+        kept: names of rules that are not applied.
+        is_unfinished: whether the limit of tokens ended the answer.
+    """
+    removed: set[str] = set()
+
+    def apply(text: str, rules: Mapping[str, Callable[[str], str]]) -> str:
+        for name, rule in rules.items():
+            if name not in kept and (changed := rule(text)) != text:
+                removed.add(name)
+                text = changed
+        return text.strip()
+
+    thought = _without_control(apply(text, {"thinking": _without_thinking})[: 2 * _MOST_CHARACTERS])
+    text, rules = thought[:_MOST_CHARACTERS].strip(), _rules(format)
+    for is_last in (False, True):
+        for _round in range(_MOST_ROUNDS):
+            if (changed := apply(text, rules)) == text:
+                break
+            text = changed
+        else:
+            return Cleaned(text="", removed=_in_order(removed), problem="the answer is not a caption")
+        if is_unfinished and not is_last and format != "json":
+            text = apply(text, {"unfinished": partial(_without_last, format=format)})
+    problem = "" if text else "nothing of the answer is a caption"
+    if text and format == "json":
+        text, problem = _compact(text, is_unfinished)
+    return Cleaned(text=text, removed=_in_order(removed), problem=problem)
+
+
+def refusal_in(text: str) -> str:
+    """The words by which an answer refuses to be a caption; empty where it does not.
+
+    Only the beginning counts: a caption may name a sign that reads "I cannot".
+    """
+    text = _without_thinking(text)[:_MOST_CHARACTERS]
+    start = _without_quotes(_without_labels(_without_tokens(text).lstrip("*#>_ \n\t")))
+    return _phrase(_REFUSAL.match(start))
+
+
+def boilerplate_in(text: str) -> str:
+    """Words that a captioner, and not a person, writes around a caption; empty where there are none."""
+    text = _without_control(text[:_MOST_CHARACTERS]).strip()
+    if refusal := refusal_in(text):
+        return refusal
+    for pattern in (_THINKING, _TOKEN):
+        if found := pattern.search(text):
+            return _phrase(found)
+    for pattern in (_LABELS, _OPENING):
+        if found := pattern.match(text):
+            return _phrase(found)
+    last = text[_sentence_starts(text)[-1] :] if text else ""
+    return _phrase(_CLOSING.match(last))
+
+
+def _phrase(found: re.Match[str] | None) -> str:
+    return " ".join(found.group().split())[:_LONGEST_PHRASE] if found else ""
+
+
+def _in_order(removed: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in RULES if name in removed)
+
+
+def _rules(format: CaptionFormat) -> dict[str, Callable[[str], str]]:
+    if format == "json":
+        return {"tokens": _without_tokens, "labels": _outermost_braces, "lines": _one_line}
+    words: dict[str, Callable[[str], str]] = {
+        "tokens": _without_tokens,
+        "markdown": partial(_without_markdown, format=format),
+        "labels": _without_labels,
+        "quotes": _without_quotes,
+        "openings": partial(_without_opening, format=format),
+        "closings": _without_closings,
+    }
+    if format == "tags":
+        return words | {"repetition": _distinct_tags, "lines": _one_line}
+    return words | {"repetition": _without_repetition, "lines": _one_line}
+
+
+def _pattern(*alternatives: str, after: str = "") -> re.Pattern[str]:
+    """Any of them, in either case and with either apostrophe."""
+    alternatives_of_both = "|".join(alternatives).replace("'", "['\u2019]")
+    return re.compile(f"(?:{alternatives_of_both}){after}", re.IGNORECASE)
+
+
+# All are bounded, or stop at the first character that cannot continue them: an answer may be hostile.
+_THINKING = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]", re.IGNORECASE)
+_TOKEN = re.compile(
+    r"<[|\uff5c][^<>|\uff5c\n]{1,40}[|\uff5c]?>|<[^<>|\uff5c\n]{1,40}[|\uff5c]>|</?s>|\[/?INST\]"
+    r"|</?(?:eos|bos|pad|unk|image|video|unused\d{1,3}|start_of_turn|end_of_turn|end_of_utterance)>"
+)
+_END_TOKEN = re.compile(
+    r"<[|\uff5c](?:im_end|endoftext|eot_id|end|end[_▁]of[_▁](?:text|sentence))[|\uff5c]>|</s>|<eos>|<end_of_\w{4,9}>"
+)
+
+_IMAGE = r"(?:image|picture|photo|photograph|video clip|video|clip|footage|scene|frame|shot|screenshot)"
+_GIVEN = r"(?:(?:provided|given|attached|uploaded|entire|overall) )?"
+_SHOWS = (
+    r"(?:clearly |also |prominently |primarily )?(?:shows|depicts|displays|features|captures|portrays"
+    r"|presents|illustrates|showcases|is (?:of|showing|depicting)|is(?= an? ))(?! that | how | what )"
+)
+_SEE = r"(?:we|you|one|i) (?:can |could )?(?:clearly )?see"
+_THERE = r"there (?:is|are)(?= (?:an?|one|two|three|several) )"
+_PICTURED = rf"(?:{_IMAGE}|painting|drawing|illustration|rendering|render|portrait|selfie|close-up)"
+_OPENING = _pattern(
+    rf"(?:in|within) (?:this|the) {_GIVEN}{_IMAGE}(?:[,:] ?(?:(?:{_SEE}|{_THERE}) )?| {_SEE} | {_THERE} "
+    r"| (?=(?:an?|the|there) ))",
+    rf"(?:the|this) {_GIVEN}{_IMAGE} {_SHOWS} ",
+    rf"{_SEE} ",
+    rf"this is an? (?:close-up )?{_IMAGE} (?:of|showing|depicting|that shows) ",
+    rf"this is (?=an? (?:[\w-]{{1,20}} ){{0,5}}{_PICTURED}\b)",
+    r"das (?:bild|foto|video) zeigt ",
+    r"(?:l'image|cette image|la photo|cette photo|la vidéo) (?:montre|représente) ",
+    r"(?:la|esta) (?:imagen|foto) muestra ",
+    r"l'immagine (?:mostra|raffigura) ",
+    r"(?:a|esta) imagem mostra ",
+    r"(?:这|這)(?:张|張|幅)(?:图片|圖片|照片|图像|图)(?:展示了|显示了|描绘了)",
+)
+_KIND = r"(?:caption|description|tags?|prompt|instruction|answer|output|response|summary|json)"
+_QUALITY = r"(?:(?:image|video|detailed|short|brief|final|training|motion|edit|suggested|concise) ){0,2}"
+_LABELS = _pattern(
+    r"(?:sure(?: thing)?|certainly|of course|absolutely|okay|ok|got it)[!.,]+\s*",
+    rf"(?:here(?:'s| is| are)|below is|this is)\b[^\n:.]{{0,60}}\b{_KIND}\b[^\n:.]{{0,60}}:\s*",
+    rf"(?:the )?{_QUALITY}{_KIND}(?: \d)?\s{{0,3}}[:\uff1a]\s*",
+    r"(?:assistant|model)\s{0,3}[:\n]\s*",
+    r"(?:描述|标题|標題|说明|キャプション|beschreibung|bildbeschreibung|descripción|descrizione)\s{0,3}[:\uff1a]\s*",
+    after="+",
+)
+_MOOD = r"(?:mood|atmosphere|style|tone|composition|effect|impression|aesthetic|feeling|vibe|ambiance)"
+_CLOSING = _pattern(
+    r"(?:please )?(?:let me know|feel free to)\b",
+    r"if you(?:'d like|'d prefer| need| want| would like| have any)\b[^\n]{0,100}\b(?:i|me|let|ask)\b",
+    r"(?:i hope (?:this|that|it) (?:helps|is|meets|works)|hope (?:this|that|it) helps)\b",
+    r"(?:would you like|do you want|is there anything)\b",
+    r"(?:overall|in summary|in conclusion|in essence|all in all|altogether),? (?:the|this|it)\b",
+    rf"(?:the|its) overall {_MOOD}\b",
+    rf"(?:the|this) (?:{_IMAGE}|{_MOOD})[^\n]{{0,60}}? (?:evok|convey|exud|creat|suggest)\w{{1,3}} "
+    rf"[^\n]{{0,40}}?\b(?:sense|{_MOOD})\b",
+    r"(?:i(?:'m| am) (?:sorry|unable)|i (?:cannot|can't|can not)|(?:please )?note that i)\b",
+)
+_REFUSAL = _pattern(
+    r"(?:i(?:'m| am) (?:(?:very|really|so|truly|terribly) )?sorry|sorry)(?=[,.!:;]| but| i)[^\n]{0,40}",
+    r"(?:my apologies|i apologi[sz]e)\b[^\n]{0,40}",
+    r"(?:unfortunately,? )?(?:i|we) (?:cannot|can't|can not|could not|couldn't|won't|will not"
+    r"|am (?:not able|unable|not comfortable)|must decline|have to decline|decline to"
+    r"|do(?: not|n't) (?:feel comfortable|have (?:the ability|access)|see (?:an|any)))\b[^\n]{0,40}",
+    r"i'm (?:unable|not able|not comfortable)\b[^\n]{0,40}",
+    r"as an? (?:ai|artificial intelligence|language model|large language model)\b[^\n]{0,40}",
+    r"(?:no image (?:was|is|has been)|there is no image|you (?:have not|haven't|did not|didn't))"
+    r" (?:provided|attached|uploaded|included|provide|attach|upload|include)\b",
+    r"please (?:provide|upload|attach|share) (?:the|an|your) image\b",
+    r"es tut mir leid|ich kann (?:leider|nicht|keine|das bild|dieses bild)\b",
+    r"(?:je suis désolé|désolé|je ne peux pas|lo siento|no puedo|desculpe|não posso|mi dispiace|non posso)\b",
+    r"抱歉|很抱歉|对不起|我无法|我不能|申し訳|すみませんが",
+)
+_SENTENCE_END = re.compile(r"[.!?…]['\"”\u2019»)\]*]{0,4}(?=\s)|[。\uff01\uff1f]['\"”\u2019」』]{0,4}")
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\s\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+_UNSEEN = "\u200b\u2060\ufeff\ufffe\uffff\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+_EDGE = ".,;:!?\"'()*。\uff0c"
+_QUOTES = ('""', "''", "“”", "\u2018\u2019", "«»", "»«", "„“", "「」", "『』", "``")
+
+
+def _without_control(text: str) -> str:
+    """Control characters become spaces; marks that turn the direction of text, and halves of pairs, go."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_visible, text.replace("\r\n", "\n")))
+
+
+def _visible(character: str) -> str:
+    if character in "\n\t":
+        return character
+    if character in "\r\x85\u2028\u2029":
+        return "\n"
+    category = unicodedata.category(character)
+    if category == "Cs" or character in _UNSEEN:
+        return ""
+    return " " if category == "Cc" else character
+
+
+def _without_thinking(text: str) -> str:
+    """What follows the last end of thinking; what precedes a thought that was not finished."""
+    marks = list(_THINKING.finditer(text))
+    ends = [mark for mark in marks if "/" in mark.group()]
+    start = ends[-1].end() if ends else 0
+    unfinished = [mark.start() for mark in marks if mark.start() >= start]
+    return text[start : unfinished[0] if unfinished else None]
+
+
+def _without_tokens(text: str) -> str:
+    text = text.lstrip()
+    while (found := _TOKEN.match(text)) is not None:
+        text = text[found.end() :].lstrip()
+    if (end := _END_TOKEN.search(text)) is not None:
+        text = text[: end.start()]
+    return _TOKEN.sub(" ", text)
+
+
+_LINE_MARKS = re.compile(r"^[ \t]{0,20}(?:>[ \t]?|(?:[-*+•]|\d{1,2}[.)])[ \t]+)", re.MULTILINE)
+_RULERS = re.compile(r"^[ \t]*(?:```[\w-]{0,20}|[-*_]{3,}|\|?[ \t]*:?-{2,}[-:| \t]*)[ \t]*$\n?", re.MULTILINE)
+_HEADINGS = re.compile(r"^#{1,6}[ \t]+[^\n]*$\n?", re.MULTILINE)
+_ROWS = re.compile(r"^[ \t]*\|(.*)\|[ \t]*$", re.MULTILINE)
+_INLINE = (
+    re.compile(r"\*\*([^*\n]+)\*\*"),
+    re.compile(r"(?<!\w)__([^_\n]+)__(?!\w)"),
+    re.compile(r"`([^`\n]+)`"),
+    re.compile(r"!?\[([^\]\[\n]+)\]\([^()\s]+\)"),
+)
+_ITALICS = re.compile(r"(?<![\w*])\*(?![\s*])([^*\n]*[^*\s])\*(?![\w*])")
+
+
+def _without_markdown(text: str, *, format: CaptionFormat) -> str:
+    for pattern in _INLINE if format == "tags" else (*_INLINE, _ITALICS):
+        text = pattern.sub(r"\1", text)
+    text = _HEADINGS.sub("", text).strip() or re.sub(r"^#{1,6}[ \t]+", "", text)
+    text = _ROWS.sub(lambda row: ", ".join(row[1].replace("|", " ").split("  ")), _RULERS.sub("", text))
+    lines: list[str] = []
+    for line in text.split("\n"):
+        item = _LINE_MARKS.sub("", line)
+        is_next = item != line and lines and lines[-1].strip() and lines[-1].rstrip()[-1] not in _EDGE
+        if is_next:
+            lines[-1] += ","
+        lines.append(item)
+    return "\n".join(lines)
+
+
+def _without_labels(text: str) -> str:
+    found = _LABELS.match(text)
+    return text[found.end() :] if found else text
+
+
+def _without_quotes(text: str) -> str:
+    text = text.strip()
+    for pair in _QUOTES:
+        opening, closing = pair[0], pair[1]
+        is_quoted = len(text) > 1 and text[0] == opening and text[-1] == closing
+        if is_quoted and opening not in text[1:-1] and closing not in text[1:-1]:
+            return text[1:-1]
+    return text
+
+
+def _without_opening(text: str, *, format: CaptionFormat) -> str:
+    found = _OPENING.match(text)
+    rest = text[found.end() :] if found else ""
+    if not rest.strip():
+        return text
+    first = rest[0] if format == "tags" or len(rest[0].upper()) > 1 else rest[0].upper()
+    return first + rest[1:]
+
+
+def _sentence_starts(text: str) -> list[int]:
+    starts = [0]
+    for end in _SENTENCE_END.finditer(text):
+        following = end.end() + len(text[end.end() :]) - len(text[end.end() :].lstrip())
+        if following < len(text):
+            starts.append(following)
+    return starts
+
+
+def _without_closings(text: str) -> str:
+    starts = _sentence_starts(text)
+    while len(starts) > 1 and _CLOSING.match(text, starts[-1]):
+        text = text[: starts.pop()].rstrip()
+    return text
+
+
+def _without_repetition(text: str) -> str:
+    """One period of an end that is periodic in its words; the last of them may be a part of a word."""
+    words = list(_WORD.finditer(text))
+    names = [word.group().casefold().strip(_EDGE) for word in words]
+    for period in range(1, min(_LONGEST_PERIOD, len(words) // 2) + 1):
+        enough = 3 if period == 1 else 2 * period if period < 5 else period
+        equal = _num_equal(names, period)
+        if equal < enough:
+            continue
+        first, second = words[-equal - 1].end(), words[min(period - equal, 0) - 1].end()
+        ends = [end.end() for end in _SENTENCE_END.finditer(text[:second] + " ")]
+        # What precedes it may end in the same words, so that the first sentence ends a little later.
+        later = [end for end in ends if end >= first]
+        return text[: later[0] if later else ends[-1]] if ends else text[:first].rstrip(",;、 ")
+    return text
+
+
+def _num_equal(names: list[str], period: int) -> int:
+    """Words at the end, each of which is that of one period before."""
+    last = len(names) - 1
+    if not names[last - period].startswith(names[last]):
+        return 0
+    equal = 1
+    while equal < len(names) - period and names[last - equal] == names[last - equal - period]:
+        equal += 1
+    return equal
+
+
+def _tags(text: str) -> Iterator[str]:
+    return filter(None, (tag.strip() for tag in re.split(r"[,\uff0c、;\n]", text)))
+
+
+def _distinct_tags(text: str) -> str:
+    distinct = {tag.casefold(): tag for tag in reversed(list(_tags(text.rstrip(" ."))))}
+    tags = list(reversed(distinct.values()))
+    joined = ", ".join(tags)
+    return joined if len(joined) <= len(text) else ",".join(tags)
+
+
+def _without_last(text: str, *, format: CaptionFormat) -> str:
+    """The text up to its last complete sentence or tag; without one, up to its last comma or word."""
+    if format == "tags":
+        return text[: max(text.rfind(","), 0)] or text
+    if ends := list(_SENTENCE_END.finditer(text + " ")):
+        return text[: ends[-1].end()]
+    for pause in (",", " "):
+        if pause in text.strip():
+            return text[: text.rstrip().rindex(pause)]
+    return text
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _outermost_braces(text: str) -> str:
+    start, end = text.find("{"), text.rfind("}")
+    return text[start : end + 1] if 0 <= start < end else text
+
+
+def _compact(text: str, is_unfinished: bool) -> tuple[str, str]:
+    """The JSON of a caption without white space, and why it is none."""
+    try:
+        value = parse_json(text)
+        if problem := _schema_problem(value):
+            return "", problem
+        compact = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        reason = "the limit of tokens ended it" if is_unfinished else str(error)[:100]
+        return "", f"not JSON: {reason}"
+    return min(_one_line(_without_control(compact)), text, key=len), ""
+
+
+def _schema_problem(value: Any) -> str:
+    """Why a value is not a caption of Ideogram 4; empty where it is one."""
+    if not isinstance(value, dict):
+        return "the JSON is not an object"
+    if not isinstance(value.get("high_level_description", ""), str):
+        return "high_level_description is not text"
+    parts = value.get("compositional_deconstruction")
+    if not isinstance(parts, dict) or not isinstance(parts.get("background"), str):
+        return "the JSON has no compositional_deconstruction with a background"
+    elements = parts.get("elements")
+    if not isinstance(elements, list):
+        return "compositional_deconstruction has no list of elements"
+    for element in elements:
+        has_type = isinstance(element, dict) and element.get("type") in ("obj", "text")
+        needed = ("desc", "text") if has_type and element["type"] == "text" else ("desc",)
+        if not has_type or not all(isinstance(element.get(key), str) for key in needed):
+            return "an element is neither an obj with a desc nor a text with a text and a desc"
+    return ""
