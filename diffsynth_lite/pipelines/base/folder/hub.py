@@ -69,15 +69,27 @@ class HubCommit:
         return cls(repository=repository, path=path)
 
     @classmethod
-    def find_with(cls, repository: str, revision: str | None, subfolder: str) -> "HubCommit":
+    def find_with(
+        cls,
+        repository: str,
+        revision: str | None,
+        subfolder: str,
+        *,
+        why: str = ", which the index of the pipeline names",
+        besides: str = "",
+    ) -> "HubCommit":
         """As ``find``, of a repository that need not be a pipeline; fetches the settings in a folder of it.
+
+        Args:
+            why: it is looked for, to be logged.
+            besides: what else it could have been that is not there, for the message.
 
         Raises:
             UserError: there is no such repository or revision; it is gated or cannot be reached.
         """
-        logger.info("Looking for %s on the hub, which the index of the pipeline names.", repository)
+        logger.info("Looking for %s on the hub%s.", repository, why)
         allowed, ignored = _settings_in([subfolder])
-        with _explained(repository, revision, besides=""):
+        with _explained(repository, revision, besides=besides):
             found = snapshot_download(
                 repository, revision=revision, allow_patterns=allowed, ignore_patterns=ignored
             )
@@ -241,13 +253,12 @@ def _settings_in(subfolders: Iterable[str]) -> tuple[list[str], list[str]]:
 _TOKEN = "the token in use (HF_TOKEN, or that of `hf auth login`)"
 _OTHER_DISK = "set HF_HOME to a folder on another disk"
 _GOES_ON = "The same command continues with it: files that are complete stay, the others begin again."
-
-
-_NO_FOLDER = ", and there is no local folder of that name"
+NO_FOLDER = ", and there is no local folder of that name"
+"""To add where an id that the hub does not know may have been meant for a folder."""
 
 
 @contextmanager
-def _explained(repository: str, revision: str | None = None, *, besides: str = _NO_FOLDER) -> Iterator[None]:
+def _explained(repository: str, revision: str | None = None, *, besides: str = NO_FOLDER) -> Iterator[None]:
     try:
         yield
     except HfHubHTTPError as error:

@@ -416,7 +416,7 @@ def resolve_folder(
             f"model.path: {location} is a file; give the pipeline's folder or a hub id, and the file "
             "as model.transformer_file"
         )
-    if _looks_local(location):
+    if looks_local(location):
         raise UserError(f"model.path: there is no folder {location}; {_instead(location, known)}")
     hub = HubCommit.find(location, revision)
     folder = PipelineFolder(path=hub.path, variant=variant, hub=hub)
@@ -435,7 +435,8 @@ def _instead(location: str, known: Sequence[str]) -> str:
     return f"set model.path={meant}, which is downloaded once{own_copy}"
 
 
-def _looks_local(location: str) -> bool:
+def looks_local(location: str) -> bool:
+    """Whether a location that does not exist is meant for a folder, and not for a hub id."""
     parts = location.split("/")
     return (
         location.startswith((".", "~", "/"))
