@@ -1,8 +1,8 @@
-"""This file starts ``train`` in processes that outlive the server, and finds them again when it is restarted.
+"""This file starts commands in processes that outlive the server, and finds them again when it is restarted.
 
 Next to the log of a process is a json file with how it was started and which process it is. Whether a run
-goes on is known from its own folder, whoever started it; these files only add what the folder cannot know:
-that a process has not come to it yet, or ended before.
+goes on, or captions are written, is known from its own folder, whoever started it; these files only add what
+the folder cannot know: that a process has not come to it yet, or ended before.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from diffsynth_lite.captioning.report import CaptioningStatus, CaptionReport
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, read_bytes, write_json
 from diffsynth_lite.redaction import redacted
@@ -26,6 +27,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.workspace import Workspace
 
+Command = Literal["train", "caption"]
 JobState = Literal["starting", "running", "ended", "did not start"]
 
 REQUESTS = {"stop": "STOP", "save": "SAVE", "sample": "SAMPLE"}
@@ -37,7 +39,7 @@ _EXIT_REFUSED = 2
 _LONGEST_NAME = 200
 """Of a file without its ending, in bytes; file systems allow 255 with it."""
 _PAUSE_S = 0.05
-_TRAIN = ("-m", "diffsynth_lite.cli.main", "train")
+_PROGRAM = ("-m", "diffsynth_lite.cli.main")
 _LAUNCHED_TRAIN = ("-m", "diffsynth_lite.cli.train")
 _LAUNCHED = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
@@ -48,13 +50,13 @@ class Job:
 
     Attributes:
         name: of its files.
-        folder: of the run.
-        arguments: of ``train``.
+        folder: of the run, or of the data set that gets captions.
+        arguments: of the command.
         process: that was started, as :class:`Process` writes it.
         started_at: seconds since 1970.
         log_start: bytes of the log that processes before it wrote.
         was_signalled: whether it was asked to stop by a signal.
-        has_come: whether it was seen to have come to its run, whose folder may be gone by now.
+        has_come: whether it was seen to have written its status; its folder may be gone by now.
         exit_code: None while it runs, and where no server was there when it ended.
     """
 
@@ -69,6 +71,19 @@ class Job:
     was_signalled: bool = False
     has_come: bool = False
     exit_code: int | None = None
+    command: Command = "train"
+
+    @property
+    def status_file(self) -> Path:
+        """The file in which the command writes how far it is."""
+        folder = Path(self.folder)
+        is_run = self.command == "train"
+        return RunFolder(folder).status_file if is_run else CaptionReport(folder).status_file
+
+    def is_at_work(self) -> bool:
+        """Whether its folder has it that the command runs."""
+        folder = Path(self.folder)
+        return is_running(folder) if self.command == "train" else captions_in(folder) is not None
 
 
 class Jobs:
@@ -84,9 +99,9 @@ class Jobs:
         files = sorted(self._workspace.logs_folder.glob("*.json"))
         return {job.name: job for file in files if (job := self._read(file)) is not None}
 
-    def of(self, folder: Path) -> Job | None:
-        """The latest process that was started for the run in a folder."""
-        return self._read(self._file(self._name_for(folder.resolve())))
+    def of(self, folder: Path, command: Command = "train") -> Job | None:
+        """The latest process that was started for the run in a folder, or for its captions."""
+        return self._read(self._file(self._name_for(folder.resolve(), command)))
 
     def word(self, folder: Path, state: str) -> str:
         """A run's state in a word: that of its process where that has not come to it.
@@ -101,20 +116,22 @@ class Jobs:
 
     def without_run(self) -> dict[str, Path]:
         """The folders of runs that a process was started for and has not come to, by the names of these."""
-        folders = {name: Path(job.folder) for name, job in self.all().items() if not job.has_come}
+        runs = {name: job for name, job in self.all().items() if job.command == "train"}
+        folders = {name: Path(job.folder) for name, job in runs.items() if not job.has_come}
         return {name: folder for name, folder in folders.items() if not RunFolder(folder).holds_run()}
 
     def state(self, job: Job) -> JobState:
         """How far a process has come."""
-        written_at = _written_at(RunFolder(Path(job.folder)).status_file)
-        has_come = job.has_come or written_at >= job.started_at
+        has_come = job.has_come or _written_at(job.status_file) >= job.started_at
         if has_come and not job.has_come:
             self._note(job, has_come=True)
         if self._is_alive(job):
             return "running" if has_come else "starting"
         latest = self._read(self._file(job.name)) or job
         # A continuation that was refused has left the status of before, written again.
-        is_refused = latest.exit_code == _EXIT_REFUSED and _state_in(Path(job.folder)) != "failed"
+        status = RunFolder(Path(job.folder)).read_status() or {}
+        is_run_refused = latest.exit_code == _EXIT_REFUSED and status.get("state") != "failed"
+        is_refused = job.command == "train" and is_run_refused
         return "ended" if has_come and not is_refused else "did not start"
 
     def start(
@@ -122,34 +139,43 @@ class Jobs:
         arguments: Sequence[str],
         folder: Path,
         *,
+        command: Command = "train",
         working_folder: Path | None = None,
         num_processes: int = 1,
     ) -> Job:
-        """Start ``train`` of this installation in a session of its own, so that it outlives this process.
+        """Start a command of this installation in a session of its own, so that it outlives this process.
 
         Args:
-            arguments: of ``train``.
-            folder: of the run.
+            arguments: of the command.
+            folder: of the run, or of the data set that gets captions.
             working_folder: to which the paths in these are relative; None is the workspace.
             num_processes: that train together.
 
         Raises:
-            UserError: another run goes on, as a device trains one at a time; or this one would not be seen
+            UserError: something else has the device, or writes captions there; or this one would not be seen
                 here, or cannot be started.
         """
         folder = (self._workspace.path / folder).resolve()
         known = [place.resolve() for place in self._workspace.runs.values()]
-        if folder.parent != self._workspace.runs_folder.resolve() and folder not in known:
+        is_seen = folder.parent == self._workspace.runs_folder.resolve() or folder in known
+        if command == "train" and not is_seen:
             raise UserError(
                 f"output.dir: {folder}: is not seen here; give one in runs/, such as runs/{folder.name}"
             )
         with self._lock:
-            if busy := self._busy():
-                raise UserError(f"{busy} trains on this device; stop it first, or wait until it has ended")
-            for name in REQUESTS.values():
+            earlier = self.of(folder, command)
+            is_captioned = captions_in(folder) is not None or (
+                earlier is not None and self._is_alive(earlier)
+            )
+            if command == "caption" and is_captioned:
+                raise UserError(f"captions of {folder.name} are being written already; stop that first")
+            if _uses_device(arguments):
+                self._require_device()
+            for name in REQUESTS.values() if command == "train" else ():
                 _drop(folder / name)
             job = Job(
-                name=self._name_for(folder),
+                name=self._name_for(folder, command),
+                command=command,
                 folder=str(folder),
                 arguments=tuple(arguments),
                 working_folder=str(working_folder or self._workspace.path),
@@ -183,9 +209,28 @@ class Jobs:
                 raise UserError(f"{folder.name} does not run")
             elif what != "stop":
                 raise UserError(f"{folder.name} is still starting")
-            elif not job.was_signalled:  # The second one would end it at once.
-                self._note(job, was_signalled=True)
-                _interrupt(Process.from_text(job.process))
+            else:
+                self._interrupt(job)
+
+    def stop_captions(self, folder: Path) -> None:
+        """Have the command stop that writes captions in a folder, also where a terminal started it.
+
+        Raises:
+            UserError: there is nobody to ask.
+        """
+        with self._lock:
+            job, status = self.of(folder, "caption"), captions_in(folder)
+            if job is not None and self._is_alive(job):
+                self._interrupt(job)
+            elif status is not None:
+                _interrupt(Process.from_text(status.process))
+            else:
+                raise UserError(f"no captions of {folder.name} are being written on this machine")
+
+    def _interrupt(self, job: Job) -> None:
+        if not job.was_signalled:  # The second one would end it at once.
+            self._note(job, was_signalled=True)
+            _interrupt(Process.from_text(job.process))
 
     def log(self, job: Job, *, num_lines: int) -> list[str]:
         """The last lines that a process printed, with secrets masked."""
@@ -197,26 +242,33 @@ class Jobs:
             return [redacted(line) for line in lines if line.strip()][-num_lines:]
         return []
 
-    def _busy(self) -> str | None:
-        """The name of what trains on this machine, also where a terminal started it."""
+    def _require_device(self) -> None:
+        """Raise a ``UserError`` where something has the device of this machine, also one of a terminal."""
         end = time.monotonic() + _LAST_SECONDS
         for name, job in self.all().items():
-            while self._is_alive(job):
-                if self.state(job) == "starting" or is_running(Path(job.folder)) or time.monotonic() > end:
-                    return name
-                time.sleep(_PAUSE_S)  # Its run has ended; a process takes a moment to do so.
-        runs = self._workspace.runs.items()
-        return next((name for name, folder in runs if RunFolder(folder).trains_here()), None)
+            while _uses_device(job.arguments) and self._is_alive(job):
+                if self.state(job) == "starting" or job.is_at_work() or time.monotonic() > end:
+                    raise _busy(name if job.command == "train" else Path(job.folder).name, job.command)
+                time.sleep(_PAUSE_S)  # Its work has ended; a process takes a moment to do so.
+        for name, folder in self._workspace.runs.items():
+            if RunFolder(folder).trains_here():
+                raise _busy(name, "train")
+        for name, folder in self._workspace.data_sets.items():
+            if (status := captions_in(folder)) is not None and _uses_device(status.arguments):
+                raise _busy(name, "caption")
 
-    def _name_for(self, folder: Path) -> str:
-        """The name of the files of a run's processes: that of its folder, with a number if another has it."""
-        first = folder.name if len(os.fsencode(folder.name)) < _LONGEST_NAME else _digest(folder)
+    def _name_for(self, folder: Path, command: Command = "train") -> str:
+        """The name of the files of processes for a folder: its own, with a number if another has it."""
+        first = folder.name
+        if len(os.fsencode(first)) >= _LONGEST_NAME:
+            first = hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]
+        first += "" if command == "train" else ".captions"
         names = (f"{first}~{number}" if number > 1 else first for number in itertools.count(1))
         return next(
             name
             for name in names
             if not (file := self._file(name)).exists()
-            or ((job := self._read(file)) is not None and job.folder == str(folder))
+            or ((job := self._read(file)) is not None and (job.folder, job.command) == (str(folder), command))
         )
 
     def _is_alive(self, job: Job) -> bool:
@@ -261,6 +313,23 @@ def is_running(folder: Path) -> bool:
     return status is not None and status.get("state") == "running" and not run.is_abandoned()
 
 
+def captions_in(folder: Path) -> CaptioningStatus | None:
+    """How far the command is that writes captions in a folder, if one of this machine does so now."""
+    status = CaptionReport(folder).status()
+    process = Process.from_text(status.process) if status is not None and status.is_running else None
+    return status if process is not None and process.is_here() else None
+
+
+def _uses_device(arguments: Sequence[str]) -> bool:
+    """Whether a command keeps others from the device of this machine: all do but captions of an endpoint."""
+    return not any(word.partition("=")[0] == "--endpoint" for word in arguments)
+
+
+def _busy(name: str, command: Command) -> UserError:
+    what = f"{name} trains" if command == "train" else f"a model writes captions of {name}"
+    return UserError(f"{what} on this device; stop it first, or wait until it has ended")
+
+
 def _spawn(job: Job, log: int) -> "subprocess.Popen[bytes]":
     """Start the process of a job.
 
@@ -269,7 +338,7 @@ def _spawn(job: Job, log: int) -> "subprocess.Popen[bytes]":
     """
     is_launched = job.num_processes > 1
     launched = (*_LAUNCHED, str(job.num_processes), *_LAUNCHED_TRAIN)
-    program = launched if is_launched else _TRAIN
+    program = launched if is_launched else (*_PROGRAM, job.command)
     detached: dict[str, Any] = {"start_new_session": True}
     if sys.platform == "win32":
         detached = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
@@ -285,7 +354,9 @@ def _spawn(job: Job, log: int) -> "subprocess.Popen[bytes]":
             **detached,
         )
     except OSError as error:
-        raise UserError(f"train cannot be started in {job.working_folder}: {error.strerror}") from None
+        raise UserError(
+            f"{job.command} cannot be started in {job.working_folder}: {error.strerror}"
+        ) from None
 
 
 def _put(request: Path) -> None:
@@ -312,14 +383,6 @@ def _drop(request: Path) -> None:
         request.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{request}: cannot be removed: {error.strerror}") from None
-
-
-def _digest(folder: Path) -> str:
-    return hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]
-
-
-def _state_in(folder: Path) -> str:
-    return str((RunFolder(folder).read_status() or {}).get("state"))
 
 
 def _interrupt(process: Process | None) -> None:
