@@ -182,7 +182,7 @@ def test_captions_are_written_where_a_run_reads_them(screen: Screen, mug: Path) 
     image(mug / "more" / "new.png")
     (mug / "b.txt").rename(mug / "b.caption")
     changes = {"a_png": ("a mug", " a *new* mug\r\nin two lines "), "b_jpg": ("a cup", "")}
-    assert write(screen, **changes, **{"more/new_png": ("", "ein Krug, größer")}).json() == {"stale": {}}
+    assert write(screen, **changes, **{"more/new_png": ("", "ein Krug, größer")}).json()["stale"] == {}
     assert {name: item["caption"] for name, item in shown(screen).items()} == {
         "a.png": "a *new* mug\nin two lines",
         "b.jpg": "",
@@ -192,13 +192,13 @@ def test_captions_are_written_where_a_run_reads_them(screen: Screen, mug: Path) 
     assert not (mug / "b.caption").exists()
     for name, caption in (("a_png", "a\0b"), ("gone_png", "x"), ("a_txt", "x")):
         assert write(screen, **{name: ("", caption)}).status_code == 422
-    assert screen.post("/data/mug/captions", {"changes": "all"}).json() == {"stale": {}}
+    assert screen.post("/data/mug/captions", {"changes": "all"}).json()["stale"] == {}
 
 
 def test_a_caption_that_somebody_else_changed_is_not_overwritten(screen: Screen, mug: Path) -> None:
     (mug / "a.txt").write_text("theirs")
     answer = write(screen, a_png=("a mug", "mine"), b_jpg=("a cup", "mine, too"))
-    assert answer.json() == {"stale": {"a.png": "theirs"}}
+    assert answer.json()["stale"] == {"a.png": "theirs"}
     assert (mug / "a.txt").read_text() == "theirs"
     assert (mug / "b.txt").read_text() == "mine, too\n"
 

@@ -10,12 +10,14 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.captioning.contents import Item, read_caption, table_of
+from diffsynth_lite.captioning.report import CaptionReport, is_by_model
 from diffsynth_lite.data.captions import CaptionFiles, clean_caption
 from diffsynth_lite.data.folder import Folder, list_folder
 from diffsynth_lite.data.records import is_image, is_video, stem
@@ -115,6 +117,22 @@ class DataSetEditor:
                 shutil.move(path, target)
         return f"{_count(len(names), 'item')} moved to trash/{self._name}/{place}."
 
+    @contextmanager
+    def replaced_by_model(self, captions: Mapping[str, str]) -> Iterator[None]:
+        """Scope that starts a command which writes over captions; they are kept if it starts.
+
+        Args:
+            captions: by item.
+        """
+        kept = [{"file": file, "before": caption, "after": None} for file, caption in captions.items()]
+        path = self._remember({"captions": kept}) if kept else None
+        try:
+            yield
+        except (UserError, OSError):
+            if path is not None:
+                path.unlink(missing_ok=True)
+            raise
+
     def undo(self) -> str:
         """Take the last change back, as far as nobody has changed the same since; returns what was done."""
         readable = ((path, entry) for path in self._kept() if (entry := _entry(path)) is not None)
@@ -125,15 +143,17 @@ class DataSetEditor:
         path.unlink(missing_ok=True)
         return said
 
-    def _rewrite(self, changes: Sequence[Mapping[str, str]]) -> str:
+    def _rewrite(self, changes: Sequence[Mapping[str, Any]]) -> str:
         folder, texts = self._listed()
+        rows = CaptionReport(self._folder).rows()
         old: dict[Path, str] = {}
         for change in changes:
             # One that was removed meanwhile has no caption to take back.
             if change["file"] not in folder.files or len(texts.names_of(change["file"])) > 1:
                 continue
             name = _caption_file(folder, texts, change["file"])
-            if read_caption(folder, name) == change["after"]:
+            now, after = read_caption(folder, name), change["after"]
+            if now == after or (after is None and is_by_model(rows.get(change["file"]), now)):
                 old[folder.path / name] = change["before"]
         _put(old)
         later = len(changes) - len(old)
@@ -180,13 +200,15 @@ class DataSetEditor:
                 return
         self._remember({"captions": kept})
 
-    def _remember(self, entry: Mapping[str, Any]) -> None:
+    def _remember(self, entry: Mapping[str, Any]) -> Path:
         self._history.mkdir(parents=True, exist_ok=True)
         kept = list(self._kept())
         number = int(kept[0].stem) + 1 if kept else 1
-        _write_entry(self._history / f"{number:08}.json", entry)
         for path in kept[_MOST_KEPT - 1 :]:
             path.unlink(missing_ok=True)
+        newest = self._history / f"{number:08}.json"
+        _write_entry(newest, entry)
+        return newest
 
     def _kept(self) -> Iterator[Path]:
         """Files of the changes that can be taken back, the newest first."""
@@ -212,7 +234,8 @@ def _entry(path: Path) -> dict[str, Any] | None:
             is_whole = bool(_TRASH_NAME.fullmatch(entry["trash"])) and isinstance(entry["count"], int)
         else:
             changes = entry["captions"]
-            texts = [change[key] for change in changes for key in ("file", "before", "after")]
+            texts = [change[key] for change in changes for key in ("file", "before")]
+            texts += [change["after"] for change in changes if change["after"] is not None]
             is_whole = isinstance(changes, list) and all(isinstance(text, str) for text in texts)
     except (OSError, ValueError, TypeError, LookupError):
         return None

@@ -1,7 +1,7 @@
 // Images and clips with their captions. A change sends the caption that was there before: one that somebody else
 // has changed meanwhile is never overwritten.
 "use strict";
-(() => {
+const dataSet = (() => {
   const PAUSE_MS = 600;
   const PAGE_SIZE = 1000;
   const byId = (id) => document.getElementById(id);
@@ -16,6 +16,7 @@
   const kinds = {
     all: () => true,
     missing: (item) => !item.caption && !item.problem,
+    model: (item) => item.by,
     equal: (item) => found?.[item.file]?.equal,
     small: (item) => found?.[item.file]?.is_small,
   };
@@ -24,6 +25,7 @@
   const few = (names) => names.slice(0, 3).join("; ") + (names.length > 3 ? `; and ${names.length - 3} more` : "");
   const element = (tag, properties) => Object.assign(document.createElement(tag), properties);
   const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  const shortName = (model) => (model.includes("://") ? model : model.split("/").pop());
   const pathOf = (file) => file.split("/").map(encodeURIComponent).join("/");
   const thumbnail = (item, set = data.name, size = "cell") =>
     `/data/${encodeURIComponent(set)}/thumbnails/${pathOf(item.file)}?version=${item.version}&for=${size}`;
@@ -74,6 +76,11 @@
     remark.classList.toggle("stop", Boolean(bad));
     remark.classList.toggle("quiet", !bad && !odd);
     remark.lastElementChild.textContent = bad || odd || item.locked || "";
+    const by = cell.querySelector(".by");
+    const isOwn = kinds.model.any && item.caption && !item.locked;
+    by.hidden = !(item.by || isOwn);
+    by.textContent = item.by ? `by ${shortName(item.by)}` : "yours";
+    by.title = item.by || "Written by you, or by a model and changed since";
     cell.classList.toggle("chosen", chosen.has(item.file));
     cell.querySelector("input").checked = chosen.has(item.file);
   }
@@ -118,15 +125,18 @@
     byId("change").hidden = !isEditable;
     for (const count of document.querySelectorAll("[data-count]")) {
       const kind = count.dataset.count;
-      const isKnown = found || kind === "all" || kind === "missing";
+      const isKnown = found || !["equal", "small"].includes(kind);
       count.textContent = isKnown ? digits(items.filter(kinds[kind]).length) : "...";
     }
+    const byModel = document.querySelector("[name=show][value=model]");
+    byModel.parentElement.hidden = !kinds.model.any && !byModel.checked;
     byId("selection").hidden = chosen.size === 0;
     byId("num-chosen").textContent = `${digits(chosen.size)} chosen`;
     byId("problems").hidden = problems.length === 0;
     byId("problems").querySelector("ul").replaceChildren(
       ...problems.map((text) => element("li", { textContent: text })),
     );
+    document.dispatchEvent(new Event("counted"));
   }
 
   function select(item) {
@@ -143,6 +153,7 @@
     byId("name").textContent = item.file;
     byId("facts").textContent = width ? `${digits(width)} x ${digits(height)}, ${size}` : "";
     byId("panel").setAttribute("aria-label", item.file);
+    byId("written-by").textContent = item.by ? `Its caption was written by ${item.by}.` : "";
   }
 
   // Goes to the caption of the next item, or the one before, on whichever page it is.
@@ -163,18 +174,21 @@
     items = given.items.map((item) => {
       const kept = old.get(item.file);
       if (!kept) return item;
-      for (const key of ["locked", "problem", "companions"]) delete kept[key];
+      for (const key of ["locked", "problem", "companions", "by"]) delete kept[key];
       // What was typed goes on from the caption that was there then; the server finds one that is newer.
       return Object.assign(kept, item, kept.typed === undefined ? {} : { caption: kept.caption });
     });
     for (const file of chosen) if (!given.items.some((item) => item.file === file)) chosen.delete(file);
+    kinds.model.any = items.some(kinds.model);
     if (!isSame || !shown.length) {
       filter();
       examine();
     } else {
       items.forEach(refresh);
+      select(current);
       summarize();
     }
+    document.dispatchEvent(new CustomEvent("items", { detail: given.captioning }));
   }
 
   async function reload() {
@@ -194,11 +208,16 @@
   // Captions.
 
   async function send(changes) {
-    const { stale } = await ui.post(`${base}captions`, {
+    const { stale, by } = await ui.post(`${base}captions`, {
       changes: changes.map(({ item, caption }) => ({ file: item.file, was: item.caption, caption })),
     });
     const late = changes.filter(({ item }) => item.file in stale);
-    for (const { item, caption } of changes) item.caption = stale[item.file] ?? caption.trim();
+    for (const { item, caption } of changes) {
+      item.caption = stale[item.file] ?? caption.trim();
+      item.by = by[item.file];
+    }
+    // What a person types goes before what a model wrote meanwhile.
+    if (late.length && late.every(({ item }) => item.by && item.typed !== undefined)) return send(late);
     if (late.length) {
       const names = few(late.map(({ item }) => item.file));
       const text = `Changed by somebody else meanwhile, and not overwritten: ${names}. Undo puts yours in its place.`;
@@ -409,4 +428,10 @@
   });
   document.addEventListener("visibilitychange", () => { if (!document.hidden) reload(); });
   take(data);
+  return {
+    base, byId, digits, element, few, plural, reload, thumbnail,
+    items: () => items,
+    current: () => current,
+    chosen: () => items.filter(({ file }) => chosen.has(file)),
+  };
 })();

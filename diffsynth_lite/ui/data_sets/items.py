@@ -3,15 +3,15 @@
 import io
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from diffsynth_lite.captioning.contents import Contents
-from diffsynth_lite.config import Config
+from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data.images import check_image, load_thumbnail
 from diffsynth_lite.data.records import Source, is_video
 from diffsynth_lite.errors import UserError
@@ -46,6 +46,15 @@ def source_of(folder: Path, config: Config | None) -> Source:
         if source.folder is not None and source.folder.resolve() == folder.resolve():
             return source
     raise UserError("this config does not train on this data set")
+
+
+def trigger_of(folder: Path, configs: Iterable[Path]) -> str:
+    """The trigger of the first config with one that trains on a data set; empty where there is none."""
+    for path in configs:
+        with suppress(UserError):
+            if trigger := source_of(folder, load_config(path).config).trigger:
+                return trigger
+    return ""
 
 
 def findings(contents: Contents, *, fewest_pixels: int) -> dict[str, dict[str, Any]]:

@@ -12,10 +12,20 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from diffsynth_lite.captioning.contents import Contents, Item, read_contents
+from diffsynth_lite.captioning.report import CaptionReport, is_by_model
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data.folder import usable_file
 from diffsynth_lite.data.records import Source, is_image, is_video
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.ui.data_sets.captioning import (
+    CHOICES,
+    MODELS,
+    Captioning,
+    command,
+    from_form,
+    host_of,
+    replaced_by,
+)
 from diffsynth_lite.ui.data_sets.changes import CaptionChange, DataSetEditor
 from diffsynth_lite.ui.data_sets.items import (
     configs_with,
@@ -24,8 +34,10 @@ from diffsynth_lite.ui.data_sets.items import (
     home_of,
     source_of,
     thumbnail,
+    trigger_of,
 )
 from diffsynth_lite.ui.data_sets.uploads import receive
+from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.ui.pages import page, read_json, refused
 from diffsynth_lite.workspace import Workspace
 
@@ -53,6 +65,7 @@ def routes() -> list[Route]:
         Route("/data/{name}/clips/{file:path}", screen.clip),
         Route("/data/{name}/add", screen.add, methods=["POST"]),
         Route("/data/{name}/captions", screen.write, methods=["POST"]),
+        Route("/data/{name}/captioning", screen.caption, methods=["POST"]),
         Route("/data/{name}/trash", screen.move_to_trash, methods=["POST"]),
         Route("/data/{name}/undo", screen.undo, methods=["POST"]),
     ]
@@ -77,13 +90,18 @@ class _DataSetScreen:
     def show(self, request: Request) -> Response:
         """The page."""
         shown = _Shown(request)
+        configs = configs_with(shown.folder, shown.workspace.configs)
         return page(
             request,
             "data_sets/data_set.html",
             is_edited=True,
             name=shown.name,
-            configs=configs_with(shown.folder, shown.workspace.configs),
+            configs=configs,
             chosen=shown.chosen,
+            choices=CHOICES,
+            models=MODELS,
+            others=[name for name in shown.workspace.data_sets if name != shown.name],
+            trigger=trigger_of(shown.folder, [shown.workspace.configs[name] for name in configs]),
             data={"name": shown.name, "config": shown.chosen, **shown.as_json()},
         )
 
@@ -139,7 +157,24 @@ class _DataSetScreen:
             for change in _list(given, "changes")
             if isinstance(change, dict)
         ]
-        return await self._change(lambda: {"stale": _editor(request).write(wanted)})
+
+        def write() -> dict[str, Any]:
+            stale = _editor(request).write(wanted)
+            rows = CaptionReport(_folder(request)).rows()
+            now = {change.file: stale.get(change.file, change.caption) for change in wanted}
+            by = {file: row.model for file in now if is_by_model(row := rows.get(file), now[file]) and row}
+            return {"stale": stale, "by": by}
+
+        return await self._change(write)
+
+    async def caption(self, request: Request) -> Response:
+        """Have a model write captions: {"do", and the fields of the form}.
+
+        "command" only returns the command, "write" and "preview" start it, "go on" starts the
+        latest one again, "again" writes those of "files" as that did, and "stop" ends it.
+        """
+        given = await read_json(request)
+        return await self._change(lambda: _captioned(request, given))
 
     async def move_to_trash(self, request: Request) -> Response:
         """Move items to the trash: {"files": their names, "config": as seen by which}."""
@@ -192,10 +227,13 @@ class _Shown:
         except UserError as error:
             self.contents = Contents(items=[], problems=[str(error)])
         self.problems = [*problems, *self.contents.problems]
+        self._rows = CaptionReport(self.folder).rows()
+        self._captioning = Captioning.of(self.folder, request.app.state.jobs)
 
     def as_json(self) -> dict[str, Any]:
         """What the page's script takes."""
-        return {"items": [self._item(item) for item in self.contents.items], "problems": self.problems}
+        items = [self._item(item) for item in self.contents.items]
+        return {"items": items, "problems": self.problems, "captioning": self._captioning.as_json()}
 
     def _item(self, item: Item) -> dict[str, Any]:
         shown: dict[str, Any] = {
@@ -205,6 +243,8 @@ class _Shown:
         }
         if is_video(item.file):
             shown["is_clip"] = True
+        if (row := self._rows.get(item.file)) is not None and is_by_model(row, shown["caption"]):
+            shown["by"] = row.model
         if item.is_locked:
             shown["locked"] = f"Captions are in {', '.join(item.caption_files)}"
         if item.problem:
@@ -219,6 +259,35 @@ class _Shown:
         if (home := home_of(path, self._folders)) is None:
             return shown
         return shown | {"where": "/".join(home), "set": home[0], "file": home[1], "version": _version(path)}
+
+
+def _captioned(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """What is answered to a request for captions by a model, see the route."""
+    workspace: Workspace = request.app.state.workspace
+    jobs: Jobs = request.app.state.jobs
+    folder, do = _folder(request), given.get("do")
+    latest = Captioning.of(folder, jobs)
+    if do == "stop":
+        jobs.stop_captions(folder)
+        return {}
+    if do in ("again", "go on"):
+        files = [str(file) for file in _list(given, "files")]
+        arguments = latest.again(files, workspace) if do == "again" else latest.same(workspace)
+    else:
+        form = {key: value for key, value in given.items() if isinstance(value, str)}
+        try:
+            arguments = from_form(form, folder, workspace)
+        except UserError as error:
+            if do == "command":
+                return {"wrong": str(error)}
+            raise
+        if do == "command":
+            host = host_of(form["endpoint"]) if form.get("endpoint") else ""
+            return {"command": command(arguments), "host": host}
+    contents = read_contents(source_of(folder, None))
+    with _editor(request).replaced_by_model(replaced_by(arguments, contents, CaptionReport(folder).rows())):
+        jobs.start(arguments, folder, command="caption")
+    return {}
 
 
 def _refused(error: UserError | OSError) -> Response:

@@ -1,0 +1,212 @@
+"""This file makes the command that writes captions from a form, and shows how far the latest one is."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from diffsynth_lite.captioning.contents import Contents
+from diffsynth_lite.captioning.report import CaptioningStatus, CaptionReport, CaptionRow, is_by_model
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.ui.guard import LOOPBACK
+from diffsynth_lite.ui.jobs import Job, Jobs
+from diffsynth_lite.ui.workspace import Workspace
+
+DEFAULT_MODEL = "Qwen/Qwen3-VL-4B-Instruct"
+MODELS = (
+    DEFAULT_MODEL,
+    "Qwen/Qwen3-VL-8B-Instruct",
+    "google/gemma-3-4b-it",
+    "fancyfeast/llama-joycaption-beta-one-hf-llava",
+    "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
+    "microsoft/Florence-2-large",
+)
+"""What the form suggests; any other may be typed in."""
+CHOICES = {
+    "goal": {
+        "": "None: describe it all",
+        "likeness": "Likeness: a person or thing",
+        "style": "Style",
+        "motion": "Motion",
+        "edit": "Edit: what changes",
+    },
+    "length": {"short": "Short", "": "Medium", "long": "Long"},
+    "format": {"": "Prose", "tags": "Tags", "json": "JSON"},
+    "quantize": {"": "None", "int8": "int8", "nf4": "nf4"},
+}
+"""Values of fields with their words; the empty one is the default of the command, without the flag."""
+_FIELDS = ("model", "endpoint", "goal", "trigger", "length", "format", "language", "quantize")
+_NOT_AGAIN = ("--only", "--replace", "--dry-run")
+_NOTHING = "Nothing was written by a model here yet: Write captions does so first"
+_LOG_LINES = 3
+_NUM_SHOWN = 3
+_LONGEST_TEXT = 500
+_LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Captioning:
+    """The captions that a model writes for a data set.
+
+    Args:
+        folder: of the data set.
+        status: of the latest command.
+        job: the latest process that the screen started.
+        state: "none", "starting", "did not start", "killed", or that of the status.
+        log: the last lines of a process that did not start.
+    """
+
+    folder: Path
+    status: CaptioningStatus | None
+    job: Job | None
+    state: str
+    log: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, folder: Path, jobs: Jobs) -> "Captioning":
+        """What is known now."""
+        status, job = CaptionReport(folder).status(), jobs.of(folder, "caption")
+        job_state = "ended" if job is None else jobs.state(job)
+        if status is not None and status.is_running:
+            state = "running"
+        elif job_state in ("starting", "did not start"):
+            state = job_state
+        elif status is None:
+            state = "none"
+        else:
+            state = "killed" if status.state == "running" else status.state
+        has_log = job is not None and state == "did not start"
+        return cls(folder, status, job, state, jobs.log(job, num_lines=_LOG_LINES) if job and has_log else ())
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Those of the latest command."""
+        if self.job is not None and self.state in ("starting", "did not start"):
+            return self.job.arguments
+        return self.status.arguments if self.status is not None else ()
+
+    def as_json(self) -> dict[str, Any]:
+        """What the page's script shows."""
+        options = {name.removeprefix("--"): value for name, value in _options(self.arguments)}
+        shown = {"state": self.state, "command": command(self.arguments), "options": options}
+        if self.status is None or self.state in ("starting", "did not start"):
+            return shown | {"log": list(self.log)}
+        return shown | {name: value for name, value in asdict(self.status).items() if name not in shown}
+
+    def same(self, workspace: Workspace) -> list[str]:
+        """The latest arguments, to go on with what was interrupted."""
+        if not self.arguments:
+            raise UserError(_NOTHING)
+        if self.folder in [(workspace.path / word).resolve() for word in self.arguments]:
+            return list(self.arguments)
+        # Its folder was relative to another one.
+        return _arguments(shown_path(self.folder, workspace), _options(self.arguments))
+
+    def again(self, files: Sequence[str], workspace: Workspace) -> list[str]:
+        """The arguments that write captions of items as the latest command would, over those there."""
+        if not self.arguments or not files:
+            raise UserError(_NOTHING)
+        kept = [each for each in _options(self.arguments) if each[0] not in _NOT_AGAIN]
+        only = [("--only", file) for file in files]
+        return _arguments(shown_path(self.folder, workspace), [*kept, *only, ("--replace", "all")])
+
+
+def replaced_by(
+    arguments: Sequence[str], contents: Contents, rows: Mapping[str, CaptionRow]
+) -> dict[str, str]:
+    """Captions that a command may write over, by item."""
+    options = _options(arguments)
+    only = {value for name, value in options if name == "--only"}
+    replace = dict(options).get("--replace")
+    if replace is None or "--dry-run" in dict(options):
+        return {}
+    return {
+        item.file: item.captions[0]
+        for item in contents.items
+        if item.captions and not item.is_locked and (not only or item.file in only)
+        if replace == "all" or is_by_model(rows.get(item.file), item.captions[0])
+    }
+
+
+def from_form(given: Mapping[str, str], data_set: Path, workspace: Workspace) -> list[str]:
+    """The arguments of the command that a form asks for.
+
+    Raises:
+        UserError: a field is empty that is needed, or holds what it cannot.
+    """
+    values = {key: _checked(key, given.get(key, "")) for key in _FIELDS}
+    if values["endpoint"]:
+        host_of(values["endpoint"])
+        values["quantize"] = ""
+    elif not values["model"]:
+        raise UserError("Model: give its name on the hub, or its folder on this machine")
+    if values["goal"] == "edit":
+        if (inputs := workspace.data_sets.get(given.get("inputs", ""))) is None:
+            raise UserError("Inputs: choose the data set with the images before the edit")
+        values["inputs"] = shown_path(inputs, workspace)
+    if (config := given.get("config")) in workspace.configs:
+        values["config"] = f"configs/{config}.yaml"
+    if (replace := given.get("replace", "")) in ("model", "all"):
+        values["replace"] = replace
+    if given.get("do") == "preview":
+        values["dry-run"] = str(_NUM_SHOWN)
+    options = [(f"--{key}", value) for key, value in values.items() if value]
+    return _arguments(shown_path(data_set, workspace), options)
+
+
+def _checked(key: str, value: str) -> str:
+    value = value.strip()
+    if len(value) > _LONGEST_TEXT or any(letter < " " for letter in value):
+        raise UserError(f"{key.capitalize()}: give one line of up to {_LONGEST_TEXT} letters")
+    if value not in CHOICES.get(key, (value,)):
+        raise UserError(f"{key.capitalize()}: {value}: is not one of the choices")
+    return value
+
+
+def host_of(endpoint: str) -> str:
+    """The machine that images are sent to; empty for this one.
+
+    Raises:
+        UserError: it is no address of a server, or holds a key.
+    """
+    try:
+        parts = urlsplit(endpoint.strip())
+        is_address, host = parts.scheme in ("http", "https"), parts.hostname or ""
+    except ValueError:
+        is_address, host = False, ""
+    if not is_address or not host:
+        raise UserError(f"Endpoint: {endpoint}: give its address, such as http://localhost:1234/v1")
+    if parts.username or parts.password or parts.query:
+        raise UserError("Endpoint: give its address only; a key comes from an environment variable")
+    return "" if host in _LOCAL_HOSTS else host
+
+
+def shown_path(folder: Path, workspace: Workspace) -> str:
+    """A folder as it is named in a command that is given in the workspace."""
+    inside = folder.is_relative_to(workspace.path)
+    return (folder.relative_to(workspace.path) if inside else folder).as_posix()
+
+
+def command(arguments: Sequence[str]) -> str:
+    """A command as it is typed in the workspace."""
+    return shlex.join(["diffsynth-lite", "caption", *arguments])
+
+
+def _arguments(folder: str, options: Sequence[tuple[str, str]]) -> list[str]:
+    words = ([f"{name}={value}"] if value.startswith("-") else [name, value] for name, value in options)
+    return [folder, *(word for pair in words for word in pair)]
+
+
+def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """The options of a command with their values: each has one, but --dry-run may have none."""
+    words, found = list(arguments), []
+    while words:
+        name, has_value, value = words.pop(0).partition("=")
+        if not name.startswith("--"):
+            continue  # the folder
+        if not has_value and words and (name != "--dry-run" or words[0].isdecimal()):
+            value = words.pop(0)
+        found.append((name, value))
+    return found
