@@ -40,13 +40,13 @@ _OPERATED = (
 )
 """Roles of controls; a page has to name each."""
 _CHOOSE_OPTION = """function(text) {
-  const option = [...this.options].find((each) => each.text === text);
+  const option = !this.options ? { value: text } : [...this.options].find((each) => each.text === text);
   if (!option) throw new Error(`no option ${text}`);
   this.value = option.value;
   this.dispatchEvent(new Event("input", { bubbles: true }));
   this.dispatchEvent(new Event("change", { bubbles: true }));
 }"""
-"""Chooses an option of a select, as a person does."""
+"""Chooses an option of a select by its text, as a person does; one of suggestions is typed in."""
 _NAVIGATED = "Inspected target navigated"
 _TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
 

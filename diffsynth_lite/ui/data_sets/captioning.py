@@ -12,7 +12,7 @@ from diffsynth_lite.captioning.report import CaptioningStatus, CaptionReport, Ca
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.ui.guard import LOOPBACK
 from diffsynth_lite.ui.jobs import Job, Jobs
-from diffsynth_lite.ui.workspace import Workspace
+from diffsynth_lite.workspace import Workspace
 
 DEFAULT_MODEL = "Qwen/Qwen3-VL-4B-Instruct"
 MODELS = (
@@ -195,8 +195,11 @@ def command(arguments: Sequence[str]) -> str:
 
 
 def _arguments(folder: str, options: Sequence[tuple[str, str]]) -> list[str]:
-    words = ([f"{name}={value}"] if value.startswith("-") else [name, value] for name, value in options)
-    return [folder, *(word for pair in words for word in pair)]
+    words = [folder]
+    for name, value in options:
+        is_joined = value.startswith("-") or (not value and name != "--dry-run")
+        words += [f"{name}={value}"] if is_joined else filter(None, [name, value])
+    return words
 
 
 def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:

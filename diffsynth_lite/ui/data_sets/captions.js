@@ -6,7 +6,7 @@
   const { byId, element, plural, digits, base } = dataSet;
   const form = byId("caption-form");
   let job = { state: "none" };
-  let isOpen = false, wasActive = false, asking = null, typing = null;
+  let isOpen = false, wasActive = false, isClosed = false, asking = null, typing = null;
 
   const isActive = () => job.state === "starting" || job.state === "running";
   const post = (given) => ui.post(`${base}captioning`, given);
@@ -43,7 +43,7 @@
   function showJob() {
     const { state, done = 0, total = 0, options = {}, refused = {}, preview = {}, log = [] } = job;
     const isUnfinished = ["stopped", "killed", "failed", "did not start"].includes(state);
-    byId("job").hidden = !(isActive() || wasActive || isUnfinished);
+    byId("job").hidden = !(isActive() || ((wasActive || isUnfinished) && !isClosed));
     if (byId("job").hidden) return;
     if (byId("job-head").textContent !== head()) byId("job-head").textContent = head();
     const pace = job.seconds_per_item ? `, ${job.seconds_per_item.toPrecision(2)} s an item` : "";
@@ -54,11 +54,12 @@
     const parts = [job.model || options.model, goal, trigger, isDry() ? "nothing is written" : `writes over ${over}`];
     byId("job-facts").textContent = parts.filter(Boolean).join(", ");
     setCommand("job-command", job.command);
-    const said = isActive() ? "" : [...log, log.length ? "" : job.message || endings[state] || ""].join("\n").trim();
-    show("job-log", said || endings[state] && !isActive() ? [said, endings[state]].filter(Boolean).join("\n") : "");
+    const ended = [...log, state !== "killed" && job.message, endings[state]].filter(Boolean).join("\n");
+    show("job-log", isActive() ? "" : ended);
     showRefused(Object.entries(refused));
     showPreview(Object.entries(preview));
-    Object.assign(byId("job-stop"), { hidden: !isActive() });
+    byId("job-stop").hidden = !isActive();
+    byId("job-close").hidden = isActive() || isOpen;
     byId("job-on").hidden = !isUnfinished || isDry();
   }
 
@@ -150,8 +151,11 @@
     const started = await post(request).catch((error) => show("c-wrong", error.message));
     if (!started) return;
     wasActive = true;
+    isClosed = false;
+    isOpen &&= request.do === "preview";
+    show("c-wrong", "");
     await dataSet.reload();
-    byId("writing").scrollIntoView({ block: "nearest" });
+    byId("writing").scrollIntoView({ block: "start" });
   }
 
   form.addEventListener("input", () => {
@@ -160,7 +164,6 @@
   });
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    isOpen = false;
     start(given("write"));
   });
   byId("c-preview").addEventListener("click", () => start(given("preview")));
@@ -171,8 +174,9 @@
     showForm();
     field("model").focus();
   });
-  byId("c-close").addEventListener("click", () => {
-    isOpen = wasActive = false;
+  for (const id of ["c-close", "job-close"]) byId(id).addEventListener("click", () => {
+    isOpen = false;
+    isClosed = true;
     showPanel();
     byId("write").focus();
   });

@@ -81,6 +81,7 @@ const dataSet = (() => {
     by.hidden = !(item.by || isOwn);
     by.textContent = item.by ? `by ${shortName(item.by)}` : "yours";
     by.title = item.by || "Written by you, or by a model and changed since";
+    if (item === current) byId("written-by").textContent = item.by ? `Its caption was written by ${item.by}.` : "";
     cell.classList.toggle("chosen", chosen.has(item.file));
     cell.querySelector("input").checked = chosen.has(item.file);
   }
@@ -145,6 +146,7 @@ const dataSet = (() => {
     byId("panel").hidden = !item;
     if (!item) return;
     cells.get(item.file)?.setAttribute("aria-current", "true");
+    refresh(item);
     const { width, height, bytes } = found?.[item.file] ?? {};
     const size = bytes < 1e6 ? `${Math.ceil(bytes / 1e3)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
     byId("large").hidden = !item.version;
@@ -153,7 +155,6 @@ const dataSet = (() => {
     byId("name").textContent = item.file;
     byId("facts").textContent = width ? `${digits(width)} x ${digits(height)}, ${size}` : "";
     byId("panel").setAttribute("aria-label", item.file);
-    byId("written-by").textContent = item.by ? `Its caption was written by ${item.by}.` : "";
   }
 
   // Goes to the caption of the next item, or the one before, on whichever page it is.

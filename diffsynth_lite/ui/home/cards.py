@@ -15,6 +15,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.report.page import duration
 from diffsynth_lite.report.record import RunState
+from diffsynth_lite.ui.jobs import captions_in
 
 _SHOWN = 4
 _CAN_CONTINUE = ("killed", "interrupted", "stopped", "failed")
@@ -89,6 +90,7 @@ class DataSetCard:
         count: of images and clips, in words.
         uncaptioned: those without a caption file; none where a table has the captions.
         shown: names of the first ones.
+        writing: how far the command is that writes captions here; empty where none does.
     """
 
     name: str
@@ -96,6 +98,7 @@ class DataSetCard:
     uncaptioned: int = 0
     shown: Sequence[str] = ()
     problem: str = ""
+    writing: str = ""
 
 
 def data_set_cards(data_sets: Mapping[str, Path]) -> list[DataSetCard]:
@@ -127,7 +130,17 @@ def _data_set_card(name: str, path: Path) -> DataSetCard:
         count=_count(names),
         uncaptioned=0 if has_table else sum(not captions.names_of(each) for each in names),
         shown=names[:_SHOWN],
+        writing=_writing(path),
     )
+
+
+def _writing(path: Path) -> str:
+    status = captions_in(path)
+    if status is None:
+        return ""
+    if status.preview or status.phase != "captioning":
+        return "Writing captions"
+    return f"Writing captions {status.done:,} of {status.total:,}"
 
 
 def _count(names: Sequence[str]) -> str:
