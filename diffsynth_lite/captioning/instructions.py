@@ -178,7 +178,9 @@ def _form(request: CaptionRequest) -> str:
         )
     words = f"about {_WORDS[request.length]} words"
     if request.format == "json":
-        return f"{_JSON} {language} Use {words} in all."
+        # In front of the object, where a trigger else is put, it would be no JSON.
+        begin = f'Begin the high_level_description with "{request.trigger}". ' if request.trigger else ""
+        return f"{_JSON} {begin}{language} Use {words} in all."
     return (
         f"{language} Use {words}, in whole sentences and one paragraph, without headings, lists or opinions. "
         'Begin with what is shown, not with words such as "The image shows".'

@@ -60,6 +60,11 @@ def test_other_goals_do_not_ask_for_the_trigger(goal):
     assert "ohwx" not in instruction_for(request, kind="edit" if goal == "edit" else "clip")
 
 
+def test_a_trigger_is_asked_for_within_json():
+    request = CaptionRequest(goal="style", trigger="ohwx", format="json")
+    assert 'Begin the high_level_description with "ohwx".' in instruction_for(request, kind="image")
+
+
 def test_style_is_left_out_of_the_captions_for_it_and_only_of_those():
     assert "no medium" in instruction_for(CaptionRequest(goal="style"), kind="image")
     assert "the medium" in instruction_for(CaptionRequest(), kind="image")

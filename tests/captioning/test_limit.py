@@ -1,0 +1,166 @@
+"""Tests for captions that are cut to what a text encoder reads."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffsynth_lite.captioning.limit import TokenLimit, fitted, limit_of_config, limit_of_family
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import PipelineFolder, qwen_image
+from diffsynth_lite.pipelines.base import diffusers_family
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+
+
+def words(limit: int, calls: list[str] | None = None) -> TokenLimit:
+    """As many words, each a token, and one at the end."""
+
+    def count(texts):
+        if calls is not None:
+            calls.extend(texts)
+        return [len(text.split()) + 1 for text in texts]
+
+    return TokenLimit(num_tokens=limit, count=count)
+
+
+def characters(limit: int) -> TokenLimit:
+    return TokenLimit(num_tokens=limit, count=lambda texts: [len(text) for text in texts])
+
+
+@pytest.mark.parametrize(
+    ("caption", "limit", "kept", "cut"),
+    [
+        ("A cat sleeps. A dog runs.", 7, "A cat sleeps. A dog runs.", ""),
+        ("A cat sleeps. A dog runs.", 6, "A cat sleeps.", "A dog runs."),
+        ('A sign reads "Stop." A dog runs.', 7, 'A sign reads "Stop."', "A dog runs."),
+        (
+            "A cat sleeps on a sofa, near a window, at night",
+            9,
+            "A cat sleeps on a sofa",
+            "near a window, at night",
+        ),
+        (
+            "Yes. A cat sleeps on a very old sofa near it.",
+            9,
+            "Yes. A cat sleeps on a very old",
+            "sofa near it.",
+        ),
+        ("1girl, solo, long hair, smile", 5, "1girl, solo, long hair", "smile"),
+        ("1girl, solo, long hair, smile", 4, "1girl, solo", "long hair, smile"),
+        ("A cat", 1, "", "A cat"),
+        ("", 1, "", ""),
+    ],
+)
+def test_a_caption_is_cut_at_the_end_of_a_sentence_tag_or_word(caption, limit, kept, cut):
+    assert fitted(caption, words(limit)) == (kept, cut)
+
+
+@pytest.mark.parametrize(
+    ("caption", "kept"),
+    [("一只猫在睡觉。狗在跑步。", "一只猫在睡觉。"), ("ผู้หญิงยิ้มอยู่", "ผู้หญิงย")],
+)
+def test_scripts_without_spaces_are_cut_too(caption, kept):
+    assert fitted(caption, characters(8))[0] == kept
+
+
+def test_without_a_limit_nothing_is_cut():
+    assert fitted("word " * 9_000, None) == ("word " * 9_000, "")
+
+
+def test_few_texts_are_counted():
+    calls: list[str] = []
+    fitted("word " * 5_000, words(77, calls))
+    assert len(calls) < 16
+
+
+@given(st.text(st.sampled_from('ab.,! \n"猫。'), max_size=80), st.integers(1, 20))
+def test_what_is_kept_fits_and_is_the_beginning(caption, limit):
+    kept, cut = fitted(caption, words(limit))
+    assert caption.startswith(kept)
+    assert words(limit).count([kept])[0] <= limit or not kept
+    assert cut in caption
+    assert set(caption[len(kept) :].removesuffix(cut)) <= set(" ,;、\uff0c") or cut
+
+
+def test_json_loses_its_last_elements_and_stays_json():
+    elements = [{"type": "obj", "desc": f"the cat of number {number}"} for number in range(9)]
+    caption = {"compositional_deconstruction": {"background": "a room", "elements": elements}}
+    text = json.dumps(caption)
+    kept, cut = fitted(text, characters(300))
+    left = json.loads(kept)["compositional_deconstruction"]["elements"]
+    assert left
+    assert left + json.loads(cut) == elements
+    assert len(kept) <= 300 < len(kept) + len(json.dumps(elements[0]))
+    assert fitted(text, characters(3)) == ("", text)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "Qwen" / "Qwen-Image"
+    qwen_image.tiny().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {{family: qwen_image, path: {model}}}\n"
+        f"data: {{sources: [{{path: {tmp_path}}}]}}\n"
+        f"output: {{dir: {tmp_path}/run}}\n"
+    )
+    return file
+
+
+def test_the_limit_of_a_config_is_that_of_its_family(config, model):
+    limit = limit_of_config(config)
+    family = QwenImage(PipelineFolder(path=model))
+    assert limit.num_tokens == family.max_prompt_tokens
+    texts = ["", "a cat", "word " * 700]
+    assert limit.count(texts) == family.prompt_lengths(texts)
+    kept, cut = fitted("word " * 9_000, limit)
+    assert limit.count([kept])[0] <= limit.num_tokens < limit.count([f"{kept} word"])[0]
+    assert f"{kept} {cut}" == ("word " * 9_000).strip()
+
+
+def test_the_trigger_counts_where_the_caption_does_not_have_it(config):
+    plain, with_it = limit_of_config(config), limit_of_config(config, trigger="ohwx woman")
+    assert with_it.count(["a cat"]) == plain.count(["ohwx woman, a cat"])
+    assert with_it.count(["ohwx woman, a cat"]) == plain.count(["ohwx woman, a cat"])
+
+
+def test_the_tokenizer_is_loaded_once(config, monkeypatch):
+    loaded = []
+    load = diffusers_family.load_tokenizer
+    monkeypatch.setattr(
+        diffusers_family, "load_tokenizer", lambda *given: loaded.append(given) or load(*given)
+    )
+    limit = limit_of_config(config)
+    fitted("word " * 3_000, limit)
+    assert len(loaded) == 1
+
+
+def test_the_limit_of_a_family_is_that_of_a_release_of_it(model, monkeypatch):
+    monkeypatch.chdir(model.parent.parent)
+    assert limit_of_family("qwen_image").num_tokens == QwenImage(PipelineFolder(path=model)).max_prompt_tokens
+
+
+@pytest.mark.parametrize("name", ["sdxl", "wan"])
+def test_a_family_whose_tokenizer_is_not_here_is_an_error_in_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"--family {name}: .*--config FILE") as caught:
+        limit_of_family(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_family_that_does_not_exist_is_an_error():
+    with pytest.raises(UserError, match="qwen_imag"):
+        limit_of_family("qwen_imag")
+
+
+def test_a_config_whose_model_is_not_there_is_an_error(config, model):
+    config.write_text(config.read_text().replace(str(model), "/no/such/folder"))
+    with pytest.raises(UserError, match="no folder /no/such/folder"):
+        limit_of_config(config)
