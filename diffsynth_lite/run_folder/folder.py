@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,21 +19,15 @@ from diffsynth_lite.errors import (
     exit_code,
 )
 from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, sync, write_json, write_json_over
+from diffsynth_lite.run_folder.lock import open_lock
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.run_folder.reading import read_run_file
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
 
 logger = logging.getLogger(__name__)
 
 RunState = Literal["running", "finished", "interrupted", "stopped", "diverged", "failed"]
 
 _LOCK_NAME = ".lock"
-_LOCKED_BYTE = 1 << 20
-"""The byte that is locked on Windows, where others cannot read what is locked: far beyond the text."""
 _REMOVAL_S = 2.0
 """Time in which a removal of the run folder, with the lock as its first file, is most likely finished."""
 _QUARANTINE_NAME = "quarantine.jsonl"
@@ -315,55 +308,16 @@ class RunFolder:
 
     def _take_lock(self) -> None:
         try:
-            file = (self.path / _LOCK_NAME).open("a+", encoding="utf-8")
+            lock = open_lock(self.path / _LOCK_NAME, place=f"output folder {self.path}")
         except OSError as error:
             raise UserError(f"output.dir: {self.path} cannot be written to: {error.strerror}") from error
-        self._locked.append(file)
-        is_locked = self._lock_file(file)
-        file.truncate(0)
-        file.write(f"{Process.current().as_text()}\n")
-        file.flush()
-        if is_locked:  # No other process writes: unfinished files are left from killed writers.
+        self._locked.append(lock.file)
+        if lock.is_locked:  # No other process writes: unfinished files are left from killed writers.
             loras = self.lora_folder, self.ema_lora_folder, self.best_lora_folder
             in_loras = [entry for folder in loras for entry in folder.rglob("*")]
             for entry in (*self.path.glob("*"), *self.previews_folder.glob("*"), *in_loras):
                 if is_unfinished(entry.name) and entry.is_file():
                     entry.unlink(missing_ok=True)
-
-    def _lock_file(self, file: IO[str]) -> bool:
-        """Whether it could be locked; logs a warning where locks are not supported."""
-        try:
-            _lock(file)
-        except BlockingIOError:
-            file.seek(0)
-            text = file.read().strip()
-            holder = Process.from_text(text) or text
-            raise UserError(f"output folder {self.path} is in use by {holder}") from None
-        except OSError as error:
-            logger.warning(
-                "%s cannot be locked (%s): do not start a second run there", self.path, error.strerror
-            )
-            return False
-        return True
-
-
-def _lock(file: IO[str]) -> None:
-    """Lock a file for as long as it is open.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-    """
-    if sys.platform == "win32":
-        place = os.lseek(file.fileno(), 0, os.SEEK_CUR)
-        os.lseek(file.fileno(), _LOCKED_BYTE, os.SEEK_SET)
-        try:
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        except PermissionError as error:
-            raise BlockingIOError from error
-        finally:
-            os.lseek(file.fileno(), place, os.SEEK_SET)
-    else:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:

@@ -24,7 +24,7 @@ from diffsynth_lite.errors import (
     RunStoppedError,
     UserError,
 )
-from diffsynth_lite.run_folder import folder as run_folder
+from diffsynth_lite.run_folder import lock
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded, preparation_recorded
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
@@ -181,8 +181,8 @@ class MicrosoftLocks:
 
 def pretend_windows() -> None:
     """Have locks be taken as on Windows, until this process ends."""
-    run_folder.sys = SimpleNamespace(platform="win32")
-    run_folder.msvcrt = MicrosoftLocks()
+    lock.sys = SimpleNamespace(platform="win32")
+    lock.msvcrt = MicrosoftLocks()
 
 
 def hold_the_lock(folder: RunFolder, system: str, is_locked: Any) -> None:
@@ -198,8 +198,8 @@ def test_a_second_trainer_is_refused_by_name_of_the_first_until_that_one_is_kill
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, system: str
 ) -> None:
     if system == "win32":
-        monkeypatch.setattr(run_folder, "sys", None)
-        monkeypatch.setattr(run_folder, "msvcrt", None, raising=False)
+        monkeypatch.setattr(lock, "sys", None)
+        monkeypatch.setattr(lock, "msvcrt", None, raising=False)
         pretend_windows()
     start(folder)
     is_locked = FORKED.Event()
