@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S = 10.0
 _TENTH_INTERVAL_S = 1.0
 
-Phase: TypeAlias = Literal["downloading", "reading", "encoding", "loading", "generating"]
-"""What a run does that takes long, besides training."""
+Phase: TypeAlias = Literal["downloading", "reading", "encoding", "loading", "generating", "captioning"]
+"""What a run or command does that takes long, besides training."""
 Watch: TypeAlias = Callable[[Phase, int, int], None]
 """Takes the phase, what of it is done, and all of it, in bytes of a download; 0 of 0 where that is not known.
 What it raises ends the pass."""

@@ -6,13 +6,13 @@ Hidden folders are not data, so a run reads nothing of it.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import parse_json, read_bytes, write_json
+from diffsynth_lite.files import DISK_FULL, parse_json, read_bytes, write_json, write_json_over
 from diffsynth_lite.run_folder.process import Process
 
 CaptioningState = Literal["running", "finished", "stopped", "failed"]
@@ -39,6 +39,7 @@ class CaptionRow:
         num_tokens: of the answer; None where a server does not report them.
         removed: names of the rules that cleaned the answer.
         cut: text that was cut from its end because the text encoder would not have read it.
+        written_at: seconds since 1970.
     """
 
     file: str
@@ -49,6 +50,7 @@ class CaptionRow:
     num_tokens: int | None = None
     removed: tuple[str, ...] = ()
     cut: str = ""
+    written_at: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +60,13 @@ class CaptioningStatus:
     Attributes:
         process: of the command, as :class:`Process` writes it.
         arguments: words of the command after ``caption``, to give it again.
-        started_at: seconds since 1970.
-        phase: "loading", then "captioning".
-        done: items that were answered, of ``total``.
+        started_at: seconds since 1970; of a command that goes on after an interruption, its first start.
+        phase: "downloading" and "loading", then "captioning".
+        done: items that were answered, of ``total``, as far as this start has to do with them.
         seconds_per_item: so far; 0 before the first.
         refused: items without a caption, by the reason.
         preview: captions of a dry run, by item; none of them is in a file.
-        message: how it ended.
+        message: how far its phase is, and at last how it ended.
     """
 
     state: CaptioningState
@@ -85,6 +87,62 @@ class CaptioningStatus:
         """Whether its process lives, as far as this machine knows."""
         process = Process.from_text(self.process)
         return self.state == "running" and process is not None and process.is_alive()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """A caption of an answer.
+
+    Attributes:
+        removed: names of the rules that cleaned the answer.
+        cut: what was cut from its end.
+        problem: why there is none; empty where there is one.
+    """
+
+    caption: str = ""
+    removed: tuple[str, ...] = ()
+    cut: str = ""
+    problem: str = ""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a command did.
+
+    Attributes:
+        made: the captions, written or only shown, by item.
+        refused: items without a caption, by the reason.
+        kept: number of captions that stay.
+        appeared: items whose caption was written or changed by somebody while the model answered; it stays.
+        locked: those that were to be replaced, and are several or cannot be read.
+        seconds: that all answers took.
+        thumbnails: data URLs of small images of some items.
+    """
+
+    made: dict[str, Made] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    kept: int = 0
+    appeared: list[str] = field(default_factory=list)
+    locked: Sequence[str] = ()
+    seconds: float = 0.0
+    thumbnails: dict[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """All numbers in a line."""
+        num_cut = sum(bool(made.cut) for made in self.made.values())
+        num_cleaned = sum(bool(made.removed) for made in self.made.values())
+        return (
+            f"{len(self.made)} written, {self.kept + len(self.appeared)} kept, {len(self.refused)} refused, "
+            f"{num_cut} cut, {num_cleaned} cleaned, in {self.seconds:.0f} s "
+            f"({self.items_per_minute:.3g} items a minute)"
+        )
+
+    @property
+    def items_per_minute(self) -> float:
+        """Of the items that were answered; 0 where there is none."""
+        num_answered = len(self.made) + len(self.appeared) + len(self.refused)
+        return 60 * num_answered / self.seconds if self.seconds else 0.0
 
 
 class CaptionReport:
@@ -138,9 +196,18 @@ class CaptionReport:
             return None
 
     def write_status(self, status: CaptioningStatus) -> None:
-        """Replace ``status.json``."""
+        """Replace ``status.json``; on a full disk the old file is overwritten in place.
+
+        Raises:
+            OSError: the disk is full, and there was none, or the disk fails.
+        """
         self.folder.mkdir(exist_ok=True)
-        write_json(self.status_file, asdict(status))
+        try:
+            write_json(self.status_file, asdict(status))
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            write_json_over(self.status_file, asdict(status))
 
 
 def is_by_model(row: CaptionRow | None, caption: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffsynth_lite.cli.arguments import add_preset_argument
+from diffsynth_lite.cli.caption import EXAMPLE_MODEL
 from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.config import load_config
@@ -175,6 +176,7 @@ def _write_for_folder(
     lines = [
         f"{found.path}: {found.summary}",
         *(f"> {problem}" for problem in found.problems),
+        *_captions_to_write(parsed.folder, inputs),
         *(
             [
                 f"> {start.family} does not train on {join_names(found.strays)}; a run stops at such files: "
@@ -188,3 +190,18 @@ def _write_for_folder(
         f"Wrote {out}{f' and {image}' if image else ''}, for {start.family}{reason}.",
     ]
     return start, lines
+
+
+def _captions_to_write(folder: Path, inputs: Sequence[Path]) -> list[str]:
+    """A line with the command that writes the captions of a folder, where some are missing."""
+    from diffsynth_lite.captioning.contents import read_contents
+    from diffsynth_lite.data import Source
+
+    source = Source(path=str(folder), input_dirs=list(map(str, inputs)))
+    items = read_contents(source).items
+    missing = [item for item in items if not (item.captions or item.is_locked or item.problem)]
+    if not missing:
+        return []
+    words = [word for path in inputs for word in ("--inputs", str(path))]
+    write = command("caption", str(folder), *words, "--model", EXAMPLE_MODEL)
+    return [f"> {len(missing)} of {len(items)} have no caption; a model writes them: {write}"]

@@ -10,13 +10,27 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli import cache, convert, doctor, env, init, plan, publish, report, sample, train, ui
+from diffsynth_lite.cli import (
+    cache,
+    caption,
+    convert,
+    doctor,
+    env,
+    init,
+    plan,
+    publish,
+    report,
+    sample,
+    train,
+    ui,
+)
 from diffsynth_lite.cli.arguments import argument_hint
 from diffsynth_lite.cli.console import log_level, run_command
 from diffsynth_lite.config.files import did_you_mean
 
 _EXAMPLES = {
     init: "my_pictures --preset likeness",
+    caption: "my_pictures --model Qwen/Qwen3-VL-4B-Instruct",
     doctor: "--config my.yaml",
     plan: "--config my.yaml --gpu 'RTX 4090' --host-gib 32",
     cache: "fill --config my.yaml",

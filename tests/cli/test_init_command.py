@@ -1,6 +1,7 @@
 """``diffsynth-lite init``: the config that it writes, which the doctor takes as it is."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -71,6 +72,29 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
         assert main(["init", str(images), *arguments]) == 2
         assert message in caplog.messages[-1]
     assert out.read_text() == text
+
+
+def test_captions_that_are_missing_are_to_be_written_by_a_command(
+    images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(*arguments: str) -> str:
+        assert main(["init", str(images), *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert "have no caption" not in printed("--out", "all.yaml")
+    (images / "1.txt").unlink()
+    write = command("caption", "my images", "--model", "Qwen/Qwen3-VL-4B-Instruct")
+    line = f"> 1 of 3 have no caption; a model writes them: {write}\n"
+    assert line in printed("--out", "some.yaml")
+    for text in images.glob("*.txt"):
+        text.unlink()
+    assert line.replace("1 of", "3 of") in printed("--out", "none.yaml")
+    images.rename("before")
+    images.mkdir()
+    tiny_image(120, 90, 10).save(images / "0.png")
+    inputs = ["--inputs", "before"]
+    write = f"1 of 1 have no caption; a model writes them: {write}"
+    assert write.replace(" --model", f" {shlex.join(inputs)} --model") in printed("--out", "e.yaml", *inputs)
 
 
 def test_editors_find_the_schema_of_what_it_writes(images: Path) -> None:

@@ -1,0 +1,340 @@
+"""Write the captions of images and clips, by a model of this machine or by a server."""
+
+import argparse
+import json
+import logging
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, get_args
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from diffsynth_lite.captioning.captioner import Captioner
+from diffsynth_lite.captioning.cleaning import RULES
+from diffsynth_lite.captioning.instructions import CaptionRequest, Goal, ItemKind, instruction_for
+from diffsynth_lite.cli.arguments import positive_count
+from diffsynth_lite.cli.console import hide_progress_bars, print_lines
+from diffsynth_lite.cli.invocation import command
+from diffsynth_lite.config.files import did_you_mean
+from diffsynth_lite.errors import RunInterrupted, UserError, join_names
+from diffsynth_lite.progress_log import Phase, watched
+
+if TYPE_CHECKING:
+    from diffsynth_lite.captioning.choice import CaptionJob
+    from diffsynth_lite.captioning.report import Outcome
+
+logger = logging.getLogger(__name__)
+
+EXAMPLE_MODEL = "Qwen/Qwen3-VL-4B-Instruct"
+_MAX_NAMED = 10
+_NUM_SHOWN = 5
+_STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diffsynth-lite caption``."""
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="images or clips")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help=f"hub id or folder of a model that writes about images, such as {EXAMPLE_MODEL}",
+    )
+    _add_wording(parser)
+    _add_choice(parser)
+    parser.add_argument(
+        "--frames", type=positive_count, default=8, metavar="N", help="of a clip (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=positive_count, metavar="N", help="items at once (default: 8, on a CPU 1)"
+    )
+    parser.add_argument("--dtype", metavar="NAME", help="of the weights, such as bfloat16")
+    parser.add_argument("--quantize", choices=("none", "int8", "nf4"), help="of the weights (default: none)")
+    parser.add_argument("--device", metavar="NAME", help="such as cuda:1 or cpu (default: the first GPU)")
+    parser.add_argument("--json", action="store_true", help="print the result as json")
+
+
+def _add_wording(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--goal",
+        choices=get_args(Goal),
+        help="what the captions are to teach: a likeness, a style, a motion, an edit (default: a plain "
+        "description; with --inputs an edit)",
+    )
+    parser.add_argument(
+        "--inputs",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        type=Path,
+        help="images that those in FOLDER are edits of, with the same names; repeatable",
+    )
+    parser.add_argument("--trigger", metavar="TEXT", help="words that each caption has, such as 'ohwx woman'")
+    parser.add_argument(
+        "--instruction", metavar="FILE", type=Path, help="text file with what to ask, in place of our own"
+    )
+    parser.add_argument("--language", metavar="NAME", help="of the captions (default: English)")
+    parser.add_argument("--length", choices=("short", "medium", "long"), help="(default: medium)")
+    parser.add_argument(
+        "--format",
+        choices=("prose", "tags", "json"),
+        default="prose",
+        help="json is that of Ideogram 4 (default: %(default)s)",
+    )
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--config", metavar="FILE", help="yaml of a run, whose text encoder limits the length of a caption"
+    )
+    limit.add_argument("--family", metavar="NAME", help="model family whose text encoder does")
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help=f"rule of cleaning that is not applied: {', '.join(RULES)}; repeatable",
+    )
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--replace",
+        choices=("model", "all"),
+        default="none",
+        help="also captions that are there: those that a model wrote and nobody changed since, or all",
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="FILE", help="only this item; repeatable"
+    )
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        type=positive_count,
+        const=_NUM_SHOWN,
+        default=0,
+        metavar="N",
+        help=f"print the captions of so many items ({_NUM_SHOWN}), and write none",
+    )
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Write the captions, and print what comes next."""
+    _check(parsed)
+    job = _job(parsed)
+    from diffsynth_lite.captioning.job import write_captions
+
+    console: Console = parsed.console
+    again = command(*parsed.words)
+    with _interrupted_by_signals(again), _progress(console):
+        outcome = write_captions(job, partial(_captioner, parsed), logs_progress=not console.is_terminal)
+    _print(parsed, job, outcome)
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Refuse flags that do not go together."""
+    if parsed.model is None:
+        raise UserError(f"--model: name a model, such as --model {EXAMPLE_MODEL}")
+    if parsed.instruction is not None:
+        _refuse(parsed, ("goal", "language", "length"), "is part of what --instruction replaces")
+    if parsed.inputs and parsed.goal != "edit":
+        _refuse(parsed, ("goal",), "is not for edits; leave it or --inputs out")
+    if parsed.goal == "edit" and not parsed.inputs:
+        raise UserError("--goal edit: name the folder of the images before the edit, with --inputs FOLDER")
+    if unknown := [name for name in parsed.keep if name not in RULES]:
+        hint = did_you_mean(unknown[0], RULES).strip() or f"there are {', '.join(RULES)}"
+        raise UserError(f"--keep {unknown[0]}: is not a rule of cleaning; {hint}")
+    if parsed.trigger is not None and not parsed.trigger.strip():
+        raise UserError("--trigger: is empty; leave it out")
+
+
+def _refuse(parsed: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    for name in names:
+        if (value := getattr(parsed, name)) is not None:
+            raise UserError(f"--{name.replace('_', '-')} {value}: {reason}")
+
+
+def _job(parsed: argparse.Namespace) -> "CaptionJob":
+    """What the arguments ask for.
+
+    Raises:
+        UserError: the folder, or what is asked for in it, is not there.
+    """
+    from diffsynth_lite.captioning.choice import CaptionJob, choose, source_of
+    from diffsynth_lite.captioning.contents import read_contents
+    from diffsynth_lite.captioning.limit import limit_of_config, limit_of_family
+    from diffsynth_lite.captioning.report import CaptionReport
+
+    request = CaptionRequest(
+        goal="edit" if parsed.inputs else parsed.goal,
+        trigger=(parsed.trigger or "").strip(),
+        language=parsed.language or "English",
+        length=parsed.length or "medium",
+        format=parsed.format,
+        instruction=_instruction(parsed.instruction),
+    )
+    # One of the user's may have names that are not known.
+    kind: ItemKind = "edit" if parsed.inputs else "image"
+    instruction_for(request, kind=kind, num_inputs=len(parsed.inputs))
+    job = CaptionJob(
+        folder=parsed.folder.expanduser(),
+        request=request,
+        inputs=[path.expanduser() for path in parsed.inputs],
+        replaced=parsed.replace,
+        only=parsed.only,
+        kept_rules=parsed.keep,
+        num_frames=parsed.frames,
+        num_shown=parsed.dry_run,
+        arguments=tuple(word for word in parsed.words[1:] if word != "--json"),
+    )
+    choose(job, read_contents(source_of(job)), CaptionReport(job.folder))
+    if parsed.config is not None:
+        return replace(job, limit=limit_of_config(parsed.config, trigger=request.trigger))
+    if parsed.family is not None:
+        return replace(job, limit=limit_of_family(parsed.family, trigger=request.trigger))
+    return job
+
+
+def _instruction(file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        text = file.expanduser().read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UserError(f"--instruction {file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--instruction {file}: is not UTF-8 text; save it as UTF-8") from None
+    if not text:
+        raise UserError(f"--instruction {file}: is empty")
+    return text
+
+
+def _captioner(parsed: argparse.Namespace) -> Captioner:
+    """What writes the captions. A model is loaded where the result is entered."""
+    hide_progress_bars()
+    from diffsynth_lite.captioning.model import open_captioner
+
+    return open_captioner(
+        parsed.model,
+        dtype=parsed.dtype,
+        quantize=parsed.quantize or "none",
+        device=parsed.device,
+        batch_size=parsed.batch,
+    )
+
+
+@contextmanager
+def _interrupted_by_signals(again: str) -> Iterator[None]:
+    """Scope that a signal to stop ends at any place, once.
+
+    Raises:
+        RunInterrupted: a signal came.
+    """
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # what ends is short, and is not to be torn
+        name = signal.Signals(number).name
+        raise RunInterrupted(f"{name}: stopped; the captions so far are written, and it goes on with {again}")
+
+    numbers = [getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)]
+    # nohup has SIGHUP ignored
+    before = {each: old for each in numbers if (old := signal.getsignal(each)) is not signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, stop)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+class _Rate(ProgressColumn):
+    """Items a minute, while captions are written."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{60 * task.speed:.3g} a minute" if task.speed else "")
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[None]:
+    """Scope of a progress line, where the console is a terminal."""
+    if not console.is_terminal:
+        yield
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("loading", total=None)
+        shown: list[Phase] = ["loading"]
+
+        def watch(phase: Phase, done: int, total: int) -> None:
+            if phase != shown[-1]:
+                shown.append(phase)
+                progress.reset(task, description=phase)
+            progress.update(task, completed=done, total=total or None)
+
+        with watched(watch):
+            yield
+
+
+def _print(parsed: argparse.Namespace, job: "CaptionJob", outcome: "Outcome") -> None:
+    from diffsynth_lite.captioning.report import CaptionReport
+
+    page = CaptionReport(job.folder).page_file
+    if parsed.json:
+        print_lines(json.dumps(_result(job, outcome, page), ensure_ascii=False))
+        return
+    if job.num_shown:
+        for name, made in outcome.made.items():
+            print_lines(f"{name}:", f"  {made.caption}")
+    if outcome.locked:
+        print_lines(f"Not replaced, as they are several or cannot be read: {join_names(outcome.locked)}")
+    if outcome.appeared:
+        print_lines(f"Kept, as somebody wrote them in the meantime: {join_names(outcome.appeared)}")
+    for name, reason in list(outcome.refused.items())[:_MAX_NAMED]:
+        print_lines(f"> {name}: {reason}")
+    if len(outcome.refused) > _MAX_NAMED:
+        print_lines(f"> and {len(outcome.refused) - _MAX_NAMED} more, on the page")
+    print_lines(
+        outcome.summary.replace(" written", " shown and not written") if job.num_shown else outcome.summary
+    )
+    if not job.num_shown:
+        print_lines(f"Page with all captions: {page}", f"Next: {_next(parsed)}")
+
+
+def _next(parsed: argparse.Namespace) -> str:
+    """The command that looks at the captions, of a run that is there or that is to be made."""
+    if parsed.config is not None:
+        return command("doctor", "--config", parsed.config)
+    inputs = [word for path in parsed.inputs for word in ("--inputs", str(path))]
+    family = ["--family", parsed.family] if parsed.family else []
+    return command("init", str(parsed.folder), *inputs, *family)
+
+
+def _result(job: "CaptionJob", outcome: "Outcome", page: Path) -> dict[str, Any]:
+    captions = {name: made.caption for name, made in outcome.made.items()}
+    return {
+        "written": {} if job.num_shown else captions,
+        "preview": captions if job.num_shown else {},
+        "kept": outcome.kept,
+        "appeared": outcome.appeared,
+        "locked": list(outcome.locked),
+        "refused": outcome.refused,
+        "cut": {name: made.cut for name, made in outcome.made.items() if made.cut},
+        "cleaned": {name: made.removed for name, made in outcome.made.items() if made.removed},
+        "seconds": round(outcome.seconds, 3),
+        "items_per_minute": round(outcome.items_per_minute, 3),
+        "page": None if job.num_shown else str(page),
+    }

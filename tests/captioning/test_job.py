@@ -1,0 +1,481 @@
+"""Writing the captions of a folder, with a captioner that answers by the colour of an image."""
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from processes import FORKED, LIMIT_S
+
+from diffsynth_lite.captioning import job as job_module
+from diffsynth_lite.captioning.captioner import Answer, Question
+from diffsynth_lite.captioning.choice import CaptionJob, choose, source_of
+from diffsynth_lite.captioning.contents import read_contents
+from diffsynth_lite.captioning.instructions import CaptionRequest, plainer
+from diffsynth_lite.captioning.job import MAX_FRAME_SIDE, MAX_SIDE, write_captions
+from diffsynth_lite.captioning.limit import TokenLimit
+from diffsynth_lite.captioning.report import CaptionReport, Outcome, is_by_model
+from diffsynth_lite.data.video import write_video
+from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
+
+COLOURS = {"a.png": "red", "b.png": "lime", "c.png": "blue", "d.png": "yellow", "e.png": "magenta"}
+REFUSAL = "I'm sorry, but I cannot describe this image."
+
+
+class Colours:
+    """Answers with the colour in the middle of the last image, or as it is given.
+
+    Args:
+        answers: by the colour; what is called is called with the question.
+    """
+
+    name = "colours"
+
+    def __init__(
+        self,
+        answers: dict[str, str | Answer | Callable[[Question], str]] | None = None,
+        *,
+        batch_size: int = 2,
+    ) -> None:
+        self.batch_size = batch_size
+        self.asked: list[Question] = []
+        self.is_open = False
+        self._answers = answers or {}
+
+    def __enter__(self) -> "Colours":
+        self.is_open = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_open = False
+
+    def answer(self, questions: Sequence[Question], *, max_tokens: int) -> list[Answer]:
+        assert self.is_open
+        assert 0 < len(questions) <= self.batch_size
+        assert max_tokens > 0
+        self.asked += questions
+        return [self._answer(question) for question in questions]
+
+    def _answer(self, question: Question) -> Answer:
+        image = question.images[-1]
+        colour = "#{:02x}{:02x}{:02x}".format(*image.getpixel((image.width // 2, image.height // 2)))
+        given = self._answers.get(NAMES.get(colour, colour), f"A {NAMES.get(colour, colour)} square.")
+        given = given(question) if callable(given) else given
+        return given if isinstance(given, Answer) else Answer(text=given, num_tokens=len(given.split()))
+
+
+NAMES = {"#ff0000": "red", "#00ff00": "lime", "#0000ff": "blue", "#ffff00": "yellow", "#ff00ff": "magenta"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name, colour in COLOURS.items():
+        Image.new("RGB", (48, 32), colour).save(folder / name)
+    return folder
+
+
+def job_in(folder: Path, **settings: object) -> CaptionJob:
+    request = settings.pop("request", CaptionRequest())
+    return CaptionJob(folder=folder, request=request, arguments=("pictures",), **settings)  # type: ignore[arg-type]
+
+
+def write(folder: Path, captioner: Colours | None = None, **settings: object) -> Outcome:
+    captioner = captioner or Colours()
+    outcome = write_captions(job_in(folder, **settings), lambda: captioner)
+    assert not captioner.is_open
+    return outcome
+
+
+def captions_in(folder: Path) -> dict[str, str]:
+    return {
+        path.name: path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".txt", ".caption")
+    }
+
+
+def test_each_item_without_a_caption_gets_one_and_the_others_stay(folder: Path) -> None:
+    (folder / "b.txt").write_text("mine")
+    (folder / "c.caption").write_text("mine, too\n")
+    (folder / "d.txt").write_text(" \n")
+    outcome = write(folder)
+    assert captions_in(folder) == {
+        "a.txt": "A red square.\n",
+        "b.txt": "mine",
+        "c.caption": "mine, too\n",
+        "d.txt": "A yellow square.\n",
+        "e.txt": "A magenta square.\n",
+    }
+    assert (list(outcome.made), outcome.kept, outcome.refused) == (["a.png", "d.png", "e.png"], 2, {})
+    report = CaptionReport(folder)
+    rows = report.rows()
+    assert {file: is_by_model(row, outcome.made[file].caption) for file, row in rows.items()} == {
+        "a.png": True,
+        "d.png": True,
+        "e.png": True,
+    }
+    assert (rows["a.png"].model, rows["a.png"].num_tokens) == ("colours", 3)
+    status = report.status()
+    assert status is not None
+    assert not status.is_running
+    assert (status.state, status.phase, status.done, status.total) == ("finished", "captioning", 3, 3)
+    assert (status.model, status.arguments, status.message) == ("colours", ("pictures",), outcome.summary)
+    assert status.seconds_per_item > 0
+    assert outcome.summary.startswith("3 written, 2 kept, 0 refused, 0 cut, 0 cleaned, in ")
+
+
+def test_nothing_is_opened_where_every_item_has_a_caption(folder: Path) -> None:
+    write(folder)
+    before = captions_in(folder)
+
+    def fail() -> Colours:
+        pytest.fail("the model was loaded")
+
+    outcome = write_captions(job_in(folder), fail)
+    assert (outcome.made, outcome.kept, captions_in(folder)) == ({}, 5, before)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "only", "changed"),
+    [
+        ("none", [], []),
+        ("model", [], ["a.txt", "b.txt", "c.caption"]),
+        ("all", [], ["a.txt", "b.txt", "c.caption", "d.txt"]),
+        ("all", ["d.png"], ["d.txt"]),
+        ("model", ["d.png", "a.png"], ["a.txt"]),
+    ],
+)
+def test_only_what_may_be_replaced_is_written_again(
+    folder: Path, replaced: str, only: list[str], changed: list[str]
+) -> None:
+    (folder / "c.caption").touch()
+    write(folder)
+    (folder / "d.txt").write_text("changed by hand")
+    (folder / "e.png").unlink()
+    (folder / "e.txt").unlink()
+    (folder / "f.txt").write_text("several")
+    (folder / "f.1.txt").write_text("captions")
+    Image.new("RGB", (48, 32), "red").save(folder / "f.png")
+    before = captions_in(folder)
+    again = Colours(dict.fromkeys(NAMES.values(), "Another one."))
+    outcome = write(folder, again, replaced=replaced, only=only)
+    after = captions_in(folder)
+    assert {name for name in after if after[name] != before[name]} == set(changed)
+    assert after.keys() == before.keys()
+    assert outcome.locked == (["f.png"] if replaced == "all" and not only else [])
+
+
+def test_what_somebody_writes_while_a_model_answers_stays(folder: Path) -> None:
+    write(folder, only=["b.png", "c.png"])
+
+    def meanwhile(_: Question) -> str:
+        (folder / "a.caption").write_text("mine")
+        (folder / "b.txt").write_text("mine now")
+        (folder / "c.txt").unlink()
+        return "A red square."
+
+    outcome = write(folder, Colours({"red": meanwhile}, batch_size=8), replaced="model")
+    assert (outcome.appeared, list(outcome.made)) == (["a.png", "b.png"], ["c.png", "d.png", "e.png"])
+    found = captions_in(folder)
+    assert (found["a.caption"], found["b.txt"], found["c.txt"]) == ("mine", "mine now", "A blue square.\n")
+    assert "a.txt" not in found
+    assert outcome.summary.startswith("3 written, 2 kept, 0 refused")
+
+
+def test_two_items_that_share_a_caption_file_are_asked_about_once(folder: Path) -> None:
+    Image.new("RGB", (48, 32), "blue").save(folder / "a.jpg")
+    captioner = Colours()
+    outcome = write(folder, captioner)
+    assert (len(captioner.asked), outcome.kept) == (5, 1)
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_rest_goes_on(folder: Path) -> None:
+    (folder / "a.png").write_bytes(b"damaged")
+    (folder / "c.png").write_bytes((folder / "c.png").read_bytes()[:-30])
+    (folder / "f.mp4").write_bytes(b"damaged")
+    (folder / "g.png").symlink_to(folder.parent / "elsewhere.png")
+    outcome = write(folder)
+    assert list(outcome.made) == ["b.png", "d.png", "e.png"]
+    assert outcome.refused.keys() == {"a.png", "c.png", "f.mp4", "g.png"}
+    assert outcome.refused["a.png"].startswith("not a PNG, JPEG")
+    status = CaptionReport(folder).status()
+    assert status is not None
+    assert (status.refused, status.done) == (outcome.refused, 6)
+
+
+def test_a_refusal_is_asked_once_more_and_never_written(folder: Path) -> None:
+    asked = []
+
+    def first_refused(question: Question) -> str:
+        asked.append(question.instruction)
+        return REFUSAL if len(asked) == 1 else "A lime square."
+
+    answers = {
+        "red": REFUSAL,
+        "lime": first_refused,
+        "blue": "",
+        "yellow": Answer(problem="the server refuses it"),
+        "magenta": "```\n \n```",
+    }
+    captioner = Colours(answers, batch_size=5)
+    outcome = write(folder, captioner)
+    assert captions_in(folder) == {"b.txt": "A lime square.\n"}
+    assert asked == [asked[0], plainer(asked[0])]
+    assert CaptionReport(folder).rows()["b.png"].instruction == plainer(asked[0])
+    assert len(captioner.asked) == 7
+    assert list(outcome.refused) == ["a.png", "c.png", "d.png", "e.png"]
+    assert outcome.refused["a.png"].startswith("the model refused: I'm sorry")
+    assert outcome.refused["d.png"] == "the server refuses it"
+    assert all(outcome.refused.values())
+
+
+def test_the_trigger_is_put_in_front_and_what_is_not_read_is_cut(folder: Path) -> None:
+    limit = TokenLimit(num_tokens=8, count=lambda texts: [len(text.split()) for text in texts])
+    answers = {"red": "The OHWX cat sits. It has a long tail which nobody reads.", "lime": "A cat."}
+    request = CaptionRequest(trigger="ohwx cat")
+    outcome = write(folder, Colours(answers), request=request, limit=limit, only=["a.png", "b.png"])
+    assert captions_in(folder) == {"a.txt": "The OHWX cat sits.\n", "b.txt": "ohwx cat, A cat.\n"}
+    row = CaptionReport(folder).rows()["a.png"]
+    assert (row.cut.strip(), outcome.made["a.png"].cut) == ("It has a long tail which nobody reads.", row.cut)
+    assert "2 written, 0 kept, 0 refused, 1 cut" in outcome.summary
+
+
+def test_an_instruction_of_ones_own_is_what_is_asked(folder: Path) -> None:
+    captioner = Colours()
+    write(folder, captioner, request=CaptionRequest(instruction="Name the colour."))
+    assert {question.instruction for question in captioner.asked} == {"Name the colour."}
+
+
+def test_rules_of_cleaning_can_be_switched_off(folder: Path) -> None:
+    answers = dict.fromkeys(NAMES.values(), "The image shows a square.")
+    outcome = write(folder, Colours(answers), only=["a.png"])
+    assert outcome.made["a.png"].removed == ("openings",)
+    assert CaptionReport(folder).rows()["a.png"].removed == ("openings",)
+    write(folder, Colours(answers), only=["b.png"], kept_rules=["openings"])
+    assert captions_in(folder) == {"a.txt": "A square.\n", "b.txt": "The image shows a square.\n"}
+
+
+def test_images_are_upright_opaque_and_small_and_clips_a_few_frames(tmp_path: Path) -> None:
+    sideways = Image.new("RGB", (3000, 1500), "red")
+    exif = sideways.getexif()
+    exif[0x0112] = 6
+    sideways.save(tmp_path / "a.jpg", exif=exif)
+    Image.new("RGBA", (40, 40), (255, 0, 0, 0)).save(tmp_path / "b.png")
+    frames = [Image.new("RGB", (640, 320), (10 * number, 0, 0)) for number in range(20)]
+    write_video(tmp_path / "c.mp4", frames, fps=10)
+    captioner = Colours()
+    write(tmp_path, captioner, num_frames=4)
+    upright, opaque, clip = (question.images for question in captioner.asked)
+    assert [image.size for image in upright] == [(MAX_SIDE // 2, MAX_SIDE)]
+    assert (opaque[0].mode, opaque[0].getpixel((0, 0))) == ("RGB", (255, 255, 255))
+    assert [frame.size for frame in clip] == [(MAX_FRAME_SIDE, MAX_FRAME_SIDE // 2)] * 4
+    reds = [frame.getpixel((9, 9))[0] for frame in clip]  # type: ignore[index]
+    assert reds == pytest.approx([20, 70, 120, 170], abs=8), "in the middle of each quarter; the codec rounds"
+    write(tmp_path, captioner, num_frames=99, replaced="all", only=["c.mp4"])
+    assert len(captioner.asked[-1].images) == 20
+
+
+def test_the_inputs_of_an_edit_come_before_its_result(folder: Path, tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    for name in list(COLOURS)[1:]:
+        Image.new("RGB", (48, 32), "white").save(before / name)
+    captioner = Colours(batch_size=1)
+    outcome = write(folder, captioner, inputs=[before], request=CaptionRequest(goal="edit"))
+    assert [len(question.images) for question in captioner.asked] == [2] * 4
+    assert captioner.asked[0].images[0].getpixel((0, 0)) == (255, 255, 255)
+    assert outcome.made["b.png"].caption == "A lime square."
+    assert list(outcome.refused) == ["a.png"]
+
+
+@pytest.mark.parametrize("table", ["metadata.csv", "metadata.jsonl"])
+def test_a_table_is_never_written(folder: Path, table: str) -> None:
+    rows = {
+        "metadata.csv": "file_name,text\na.png,mine\n",
+        "metadata.jsonl": '{"file_name": "a.png", "text": "x"}',
+    }
+    (folder / table).write_text(rows[table])
+    with pytest.raises(UserError, match=rf"its captions are in {table}, which is never written"):
+        write(folder, replaced="all")
+    assert (folder / table).read_text() == rows[table]
+    assert captions_in(folder) == {}
+
+
+def test_items_are_asked_for_by_their_names_or_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    report = CaptionReport(folder)
+
+    def chosen(*only: str) -> list[str]:
+        job = job_in(folder, only=only)
+        return [item.file for item in choose(job, read_contents(source_of(job)), report).items]
+
+    assert chosen("b.png", str(folder / "a.png"), "pictures/c.png") == ["a.png", "b.png", "c.png"]
+    with pytest.raises(UserError, match=r"--only b\.pgn: is not an item of .*; did you mean 'b\.png'\?"):
+        chosen("a.png", "b.pgn")
+    assert not report.folder.exists()
+
+
+def test_an_empty_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no image or clip"):
+        write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_writes_no_caption_and_no_row(folder: Path) -> None:
+    outcome = write(folder, num_shown=3)
+    assert {name: made.caption for name, made in outcome.made.items()} == {
+        "a.png": "A red square.",
+        "c.png": "A blue square.",
+        "e.png": "A magenta square.",
+    }
+    report = CaptionReport(folder)
+    status = report.status()
+    assert status is not None
+    assert status.preview == {name: made.caption for name, made in outcome.made.items()}
+    assert (captions_in(folder), report.rows(), report.page_file.exists()) == ({}, {}, False)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_any_batch_gives_the_same_captions(folder: Path, batch_size: int) -> None:
+    write(folder, Colours(batch_size=batch_size))
+    assert list(captions_in(folder).values()) == [f"A {colour} square.\n" for colour in COLOURS.values()]
+
+
+def test_a_captioner_that_fails_leaves_the_captions_so_far(folder: Path) -> None:
+    def fail(_: Question) -> str:
+        raise UserError("the server is gone")
+
+    with pytest.raises(UserError, match="the server is gone"):
+        write(folder, Colours({"blue": fail}))
+    assert list(captions_in(folder)) == ["a.txt", "b.txt"]
+    status = CaptionReport(folder).status()
+    assert status is not None
+    assert (status.state, status.message, status.done) == ("failed", "the server is gone", 2)
+    write(folder)
+    assert len(captions_in(folder)) == 5
+
+
+def test_a_full_disk_stops_the_job_and_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def write_two(path: Path, text: str) -> None:
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        written.append(path)
+        path.write_text(text)
+
+    monkeypatch.setattr(job_module, "write_text", write_two)
+    with pytest.raises(
+        RunStoppedError, match=r"no space left on the disk .*c\.txt.*; captions already written"
+    ):
+        write(folder)
+    status = CaptionReport(folder).status()
+    assert status is not None
+    assert status.state == "failed"
+    monkeypatch.undo()
+    write(folder)
+    assert list(captions_in(folder).values()) == [f"A {colour} square.\n" for colour in COLOURS.values()]
+
+
+def test_a_caption_that_cannot_be_written_is_named_and_the_rest_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "a.png").rename(folder / f"{'a' * 250}.png")
+    outcome = write(folder)
+    assert list(outcome.refused.values()) == ["its caption cannot be written: File name too long"]
+    assert len(captions_in(folder)) == 4
+
+
+@pytest.mark.parametrize("replaced", ["none", "model", "all"])
+def test_a_job_that_is_interrupted_goes_on_where_it_was(folder: Path, replaced: str) -> None:
+    if replaced != "none":
+        write(folder, Colours(dict.fromkeys(NAMES.values(), "As before.")))
+
+    def interrupt(_: Question) -> str:
+        raise RunInterrupted("SIGTERM: stopped")
+
+    with pytest.raises(RunInterrupted):
+        write(folder, Colours({"yellow": interrupt}, batch_size=1), replaced=replaced)
+    status = CaptionReport(folder).status()
+    assert status is not None
+    assert (status.state, status.message, status.done) == ("stopped", "SIGTERM: stopped", 3)
+    captioner = Colours()
+    write(folder, captioner, replaced=replaced)
+    assert len(captioner.asked) == 2
+    assert list(captions_in(folder).values()) == [f"A {colour} square.\n" for colour in COLOURS.values()]
+    again = Colours()
+    write(folder, again, replaced=replaced)
+    assert len(again.asked) == (0 if replaced == "none" else 5), "it was finished, so this is a new job"
+
+
+def write_slowly(folder: Path, is_asked: object) -> None:
+    """Write captions until the fourth item, and wait there."""
+
+    def wait(_: Question) -> str:
+        is_asked.set()  # type: ignore[attr-defined]
+        time.sleep(LIMIT_S)
+        return ""
+
+    write(folder, Colours({"yellow": wait}, batch_size=1))
+
+
+def test_a_second_command_is_refused_until_the_first_is_killed_and_then_goes_on(folder: Path) -> None:
+    is_asked = FORKED.Event()
+    first = FORKED.Process(target=write_slowly, args=(folder, is_asked))
+    first.start()
+    report = CaptionReport(folder)
+    try:
+        assert is_asked.wait(LIMIT_S)
+        status = report.status()
+        assert status is not None
+        assert status.is_running
+        assert (status.state, status.done, status.total) == ("running", 3, 5)
+        with pytest.raises(UserError, match=rf"pictures is in use by process {first.pid} on "):
+            write(folder)
+    finally:
+        first.kill()
+        first.join()
+    assert list(captions_in(folder)) == ["a.txt", "b.txt", "c.txt"]
+    status = report.status()
+    assert status is not None
+    assert not status.is_running
+    write(folder)
+    assert list(captions_in(folder).values()) == [f"A {colour} square.\n" for colour in COLOURS.values()]
+    assert report.rows().keys() == COLOURS.keys()
+
+
+@pytest.mark.parametrize("name", [".captions", ".captions/.lock", ".captions/report.jsonl"])
+def test_nothing_is_written_through_a_link(folder: Path, tmp_path: Path, name: str) -> None:
+    target = tmp_path / "elsewhere"
+    target.mkdir() if name == ".captions" else target.write_text("as it was")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(target)
+    with pytest.raises(UserError, match="is a link, through which nothing is written"):
+        write(folder)
+    assert captions_in(folder) == {}
+    assert list(target.iterdir()) == [] if target.is_dir() else target.read_text() == "as it was"
+
+
+def test_the_page_shows_every_item_and_runs_nothing(folder: Path) -> None:
+    hostile = '<script>alert(1)</script> & "quotes"'
+    (folder / "b.txt").write_text(hostile)
+    write(folder, only=["c.png"])
+    answers = {
+        "red": f"A red square {hostile}.",
+        "yellow": REFUSAL,
+        "magenta": "The image shows a pink square.",
+    }
+    write(folder, Colours(answers))
+    page = CaptionReport(folder).page_file.read_text()
+    for heading in ("Without a caption (1)", "Written now (2)", "Written by a model before (1)", "Yours (1)"):
+        assert f"<h2>{heading}</h2>" in page
+    assert page.count('src="data:image/jpeg;base64,') == 5
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "default-src 'none'" in page
+    for text in ("the model refused: I&#39;m sorry", "by colours", "cleaned: openings", "A pink square."):
+        assert text in page

@@ -1,0 +1,173 @@
+"""``diffsynth-lite caption``: its flags, what it prints, and how it is stopped, with a tiny Qwen3-VL."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from processes import Program, wait_for
+from tiny_run import tiny_image
+
+from diffsynth_lite.captioning.report import CaptionReport
+from diffsynth_lite.cli import caption
+from diffsynth_lite.cli.invocation import command
+from diffsynth_lite.cli.main import main
+from diffsynth_lite.testing.captioners import save_tiny_qwen3_vl
+
+NUM_IMAGES = 4
+SCRIPT = Path(caption.__file__).with_name("main.py")
+
+
+@pytest.fixture(scope="session")
+def tiny_captioner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_qwen3_vl(tmp_path_factory.mktemp("captioner"))
+
+
+@pytest.fixture
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("my images")
+    folder.mkdir()
+    for number in range(NUM_IMAGES):
+        tiny_image(90, 60 + 8 * number, 40 * number + 10).save(folder / f"{number}.png")
+    return folder
+
+
+def captions_in(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.glob("*.txt"))}
+
+
+def test_it_writes_captions_and_names_the_page_and_what_comes_next(
+    images: Path, tiny_captioner: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (images / "3.png").write_bytes(b"damaged")
+    arguments = [
+        "caption",
+        str(images),
+        "--model",
+        str(tiny_captioner),
+        "--trigger",
+        "ohwx",
+        "--length",
+        "short",
+    ]
+    assert main(arguments) == 0
+    found = captions_in(images)
+    assert found.keys() == {"0.txt", "1.txt", "2.txt"}
+    assert all(text.startswith("ohwx, ") for text in found.values())
+    printed = capsys.readouterr().out
+    assert "> 3.png: not a PNG, JPEG" in printed
+    assert "\n3 written, 0 kept, 1 refused, " in printed
+    assert f"Page with all captions: {images}/.captions/captions.html\n" in printed
+    assert printed.endswith(f"Next: {command('init', str(images))}\n")
+    status = CaptionReport(images).status()
+    assert status is not None
+    assert (status.state, status.arguments) == ("finished", tuple(arguments[1:]))
+    assert main([*arguments, "--json", "--replace", "model"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {f"{Path(name).stem}.txt": f"{text}\n" for name, text in result["written"].items()} == found
+    assert (result["kept"], result["refused"].keys(), result["preview"]) == (0, {"3.png"}, {})
+    assert result["items_per_minute"] > 0
+
+
+def test_a_dry_run_prints_captions_and_writes_none(
+    images: Path, tiny_captioner: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["caption", str(images), "--model", str(tiny_captioner), "--dry-run", "2"]) == 0
+    printed = capsys.readouterr().out
+    status = CaptionReport(images).status()
+    assert status is not None
+    assert list(status.preview) == ["0.png", "3.png"]
+    assert printed.startswith("".join(f"{name}:\n  {text}\n" for name, text in status.preview.items()))
+    assert "2 shown and not written, 0 kept" in printed
+    assert "Next:" not in printed
+    assert captions_in(images) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--model: name a model, such as --model Qwen/Qwen3-VL-4B-Instruct"),
+        (["--model", "m", "--goal", "edit"], "--goal edit: name the folder of the images before the edit, "),
+        (
+            ["--model", "m", "--goal", "style", "--inputs", "x"],
+            "--goal style: is not for edits; leave it or ",
+        ),
+        (["--model", "m", "--inputs", "nowhere"], "nowhere: no such folder"),
+        (
+            ["--model", "m", "--instruction", "none.txt"],
+            "--instruction none.txt: cannot be read: No such file",
+        ),
+        (["--model", "m", "--instruction", "mine.txt"], "--instruction: {word} is not known"),
+        (
+            ["--model", "m", "--instruction", "mine.txt", "--goal", "style"],
+            "--goal style: is part of what --instruction replaces",
+        ),
+        (["--model", "m", "--trigger", " "], "--trigger: is empty; leave it out"),
+        (
+            ["--model", "m", "--keep", "opening"],
+            "--keep opening: is not a rule of cleaning; did you mean 'op",
+        ),
+        (["--model", "m", "--only", "5.png"], "--only 5.png: is not an item of my images; did you mean "),
+        (["--model", "m", "--family", "sdlx"], "sdlx"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line_before_anything_is_loaded(
+    images: Path, arguments: list[str], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("mine.txt").write_text("Describe {word}.")
+    assert main(["caption", str(images), *arguments]) == 2
+    assert message in caplog.messages[-1]
+    assert not (images / ".captions").exists()
+
+
+def test_a_folder_that_is_not_there_is_refused_without_torch(images: Path) -> None:
+    program = (
+        "import sys\nsys.modules['torch'] = None\nfrom diffsynth_lite.cli.main import main\nsys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "caption", "my image", "--model", "m"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "my image: no such folder; did you mean 'my images'?" in done.stderr
+
+
+def start(images: Path, arguments: Sequence[str], log: Path) -> Program:
+    # The program's working folder is the repository's.
+    return Program(SCRIPT, ["caption", str(images.resolve()), *arguments], log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_stopped_and_given_again_writes_the_same_as_one_that_is_not(
+    images: Path, tiny_captioner: Path, tmp_path: Path, number: int
+) -> None:
+    for copy in range(NUM_IMAGES, 20):
+        tiny_image(90, 60, 10 + copy).save(images / f"{copy}.png")
+    shutil.copytree(images, "others")
+    words = ["--model", str(tiny_captioner.resolve()), "--batch", "1", "--length", "short"]
+    (tmp_path / "log").touch()
+    stopped = start(images, words, tmp_path / "log")
+    wait_for(lambda: len(captions_in(images)) >= 2)
+    os.kill(stopped.pid, number)
+    code, before = stopped.wait(), captions_in(images)
+    assert len(before) < 20, "it was stopped before the end"
+    status = CaptionReport(images).status()
+    assert status is not None
+    assert not status.is_running
+    if number == signal.SIGKILL:
+        assert (code, status.state) == (-signal.SIGKILL, "running")
+    else:
+        assert (code, status.state) == (75, "stopped")
+        assert f"{signal.Signals(number).name}: stopped; the captions so far are written" in stopped.printed()
+    assert main(["caption", str(images.resolve()), *words]) == 0
+    assert main(["caption", "others", *words[:2], "--batch", "4", *words[4:]]) == 0
+    after = captions_in(images)
+    assert after == captions_in(Path("others"))
+    assert before.items() <= after.items()
+    assert len(after) == 20
+    assert CaptionReport(images).rows().keys() == {f"{Path(name).stem}.png" for name in after}
