@@ -15,6 +15,7 @@ from diffusers.training_utils import free_memory
 
 from diffsynth_lite.captioning.captioner import Answer, Captioner, Question
 from diffsynth_lite.captioning.processors import ImageProcessor
+from diffsynth_lite.captioning.tagger import Tagger, is_tagger
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights import SLOTS_TO_GENERATE
 from diffsynth_lite.errors import UserError
@@ -39,6 +40,7 @@ _MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MA
 _SHARE_OF_WEIGHTS = 0.8
 """Of the free memory of a device; the rest is for what is computed."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+_PROVIDERS = ("CUDAExecutionProvider", "ROCMExecutionProvider", "CPUExecutionProvider")
 _KEYS = {
     "model.text_encoder_quantize, memory.stream_text_encoder": "--quantize, or memory",
     "memory.stream_text_encoder": "memory",
@@ -72,6 +74,11 @@ def open_captioner(
         place = _device(device)
         folder = _find(model)
         size = batch_size or (1 if place.type == "cpu" else 8)
+        if is_tagger(folder.path, folder.hub):
+            if dtype is not None or quantize != "none":
+                raise UserError(f"--dtype, --quantize: no effect on {model}, a tagger; leave them out")
+            providers = ("CPUExecutionProvider",) if place.type == "cpu" else _PROVIDERS
+            return Tagger(model, folder.path, folder.hub, providers=providers, batch_size=size)
         return CaptionModel(
             model,
             folder,
@@ -120,8 +127,8 @@ class CaptionModel:
         self._folder, self._device, self._free_bytes = folder, device, free_bytes
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._format = None if quantize == "none" else require_format(quantize, key="--quantize")
-        folder.require_complete([""])
         self._class = _class_of(folder, name)
+        folder.require_complete([""])
         with building(self._class, folder.path):
             config = self._class.config_class.from_pretrained(folder.path)
         self._processor = ImageProcessor(folder.path, config)
@@ -232,6 +239,11 @@ class CaptionModel:
 
 def _class_of(folder: PipelineFolder, name: str) -> Any:
     """The class of transformers that sees images and writes text, for the model in a folder."""
+    if not (folder.path / "config.json").is_file():
+        raise UserError(
+            f"--model: {name} has no config.json, as models of transformers have, nor model.onnx and "
+            f"selected_tags.csv, as taggers; take another, {_EXAMPLE}"
+        )
     settings = folder.component_config("")
     model_type = settings.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:

@@ -67,6 +67,8 @@ class ImageProcessor:
                 "chats, such as Qwen/Qwen3-VL-4B-Instruct"
             )
         self._template: str = template or ""
+        if not self.task:
+            self._prompt("", num_images=1)
 
     def __call__(self, questions: Sequence[Question]) -> BatchFeature:
         """Inputs for ``generate``, on the CPU, padded on the left.
@@ -80,7 +82,9 @@ class ImageProcessor:
         ]
         if self.task and any(len(of_one) > 1 for of_one in images):
             raise UserError("the model sees one image at a time, and no clips or edits")
-        prompts = [self.task or self._prompt(one) for one in questions]
+        prompts = [
+            self.task or self._prompt(one.instruction, num_images=len(one.images)) for one in questions
+        ]
         settings: dict[str, Any] = {}
         if not self.task:
             bos_token = self.tokenizer.bos_token
@@ -103,13 +107,12 @@ class ImageProcessor:
         )
         return text
 
-    def _prompt(self, question: Question) -> str:
+    def _prompt(self, instruction: str, *, num_images: int) -> str:
         """The chat with a question, in which each image has its mark."""
         mark = getattr(self._processor, "image_token", None)
-        images, instruction = len(question.images), question.instruction
-        pieces = [{"type": "image"}] * images + [{"type": "text", "text": instruction}]
+        pieces = [{"type": "image"}] * num_images + [{"type": "text", "text": instruction}]
         # Some templates take texts only: they put the mark of an image in, or expect it in the text.
-        for content in (pieces, instruction, f"{mark or ''}\n" * images + instruction):
+        for content in (pieces, instruction, f"{mark or ''}\n" * num_images + instruction):
             try:
                 prompt: str = self.tokenizer.apply_chat_template(
                     [{"role": "user", "content": content}],
@@ -121,11 +124,9 @@ class ImageProcessor:
                 )
             except (TemplateError, TypeError):
                 continue
-            if "{'type':" not in prompt and (mark is None or prompt.count(mark) == images):
+            if "{'type':" not in prompt and (mark is None or prompt.count(mark) == num_images):
                 return prompt
-        raise UserError(
-            f"--model: its chat template does not take {images} images (with {mark} for each); take another"
-        )
+        raise UserError(f"the model's chat template takes no {num_images} images with an instruction")
 
 
 def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:

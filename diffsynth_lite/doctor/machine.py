@@ -16,7 +16,10 @@ from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.files import free_disk_bytes
 
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "datasets", "av", "pillow")
-_OPTIONAL = ("bitsandbytes", "gguf", "prodigyopt", "pylance", "schedulefree", "tensorboard", "torchvision")
+_OPTIONAL = (
+    *("bitsandbytes", "gguf", "onnxruntime", "prodigyopt", "pylance", "schedulefree"),
+    *("tensorboard", "torchvision"),
+)
 _DRIVER_TIMEOUT_S = 20
 
 
