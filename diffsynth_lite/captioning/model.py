@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from diffusers.training_utils import free_memory
+from transformers import GenerationConfig
 
 from diffsynth_lite.captioning.captioner import Answer, Captioner, Question
 from diffsynth_lite.captioning.processors import ImageProcessor
@@ -146,6 +147,8 @@ class CaptionModel:
             self._folder.download_weights([""])
             self._model = self._load()
         generation = self._model.generation_config
+        if generation.eos_token_id is None:
+            generation.eos_token_id = self._processor.tokenizer.eos_token_id
         # Greedy: what is only for sampling would raise warnings.
         generation.update(do_sample=False, **dict.fromkeys(_SAMPLING))
         generation.pad_token_id = self._processor.tokenizer.pad_token_id
@@ -213,11 +216,14 @@ class CaptionModel:
         memory = self._place_for(empty, TextEncoderMemory(quantizations=quantizations))
         host_blocks = memory.host_blocks(self._device)
         if host_blocks is None and not quantizations:
-            model = load_plain_component(self._class, self._folder, "", self._dtype)
+            model: Any = load_plain_component(self._class, self._folder, "", self._dtype)
         else:
             model = load_frozen_encoder(
                 self._class, self._folder, "", self._dtype, quantizations.get(""), host_blocks
             )
+        if (self._folder.path / "generation_config.json").is_file():
+            # A model that is loaded in formats has none.
+            model.generation_config = GenerationConfig.from_pretrained(self._folder.path)
         memory.place([model], self._device, host_blocks)
         return model
 

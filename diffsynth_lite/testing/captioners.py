@@ -193,7 +193,7 @@ def save_tiny_florence2(folder: Path, *, seed: int = 0) -> Path:
         image_processor,
         processor=processor,
         named_tokens={"image_token": "<image>"},
-        louder=2 * _LOUDER,
+        louder=4 * _LOUDER,
     )
     return folder
 
@@ -270,7 +270,7 @@ def _llama(tokenizer: Any) -> dict[str, Any]:
     layout: dict[str, Any] = LlamaConfig(
         vocab_size=len(tokenizer),
         num_key_value_heads=2,
-        **{**_VISION, "num_hidden_layers": 2},
+        **{**_VISION, "num_hidden_layers": 3},
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
