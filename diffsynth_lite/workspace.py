@@ -143,6 +143,11 @@ def open_workspace(path: Path) -> Workspace:
     return Workspace(path)
 
 
+def is_workspace(path: Path) -> bool:
+    """Whether :func:`open_workspace` has made a folder one."""
+    return all((path / name).is_dir() for name in ("configs", "runs", ".ui"))
+
+
 def _inner_folders(place: Path) -> list[Path]:
     return [entry for entry in sorted(place.glob("*")) if entry.is_dir() and not entry.name.startswith(".")]
 

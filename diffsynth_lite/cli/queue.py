@@ -1,0 +1,240 @@
+"""Queue runs of a workspace, one config or many variants of it, and have them trained one after the other."""
+
+import argparse
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from diffsynth_lite.cli.arguments import add_config_arguments, positive_count
+from diffsynth_lite.cli.console import print_lines
+from diffsynth_lite.cli.invocation import command
+from diffsynth_lite.cli.processes import refuse_group
+from diffsynth_lite.config import find_config_file
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.queue.entry import QueuedRun
+from diffsynth_lite.queue.folder import Place, Queue, Snapshot
+from diffsynth_lite.redaction import redacted
+from diffsynth_lite.workspace import Workspace, is_workspace, open_workspace
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS = ("state", "name", "config", "device", "time", "outcome")
+_LONGEST_OUTCOME = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A subcommand of ``diffsynth-lite queue`` for each thing that is done to one."""
+    tasks = parser.add_subparsers(title="tasks", required=True, metavar="TASK")
+    for name, task, example in (
+        ("add", _add, "--config my.yaml lora.rank=4,8,16 --go"),
+        ("list", _list, "--json"),
+        ("move", _move, "my-rank8 first"),
+        ("remove", _remove, "my-rank8"),
+        ("pause", _pause, "--workspace my_workspace"),
+        ("go", _go, "--workspace my_workspace"),
+        ("work", _work, "--workspace my_workspace"),
+    ):
+        summary = (task.__doc__ or "").splitlines()[0]
+        sub = tasks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        sub.epilog = f"Example: {sub.prog} {example}"
+        sub.set_defaults(task=task, name="")
+        sub.add_argument(
+            "--workspace",
+            type=Path,
+            metavar="DIR",
+            help="folder with configs/ and runs/; add makes it (default: the working folder, if it is one)",
+        )
+        sub.add_argument("--json", action="store_true", help="print one JSON object")
+        if task is _add:
+            _add_arguments_of_add(sub)
+        if task in (_move, _remove):
+            sub.add_argument("name", metavar="NAME", help="of the run, as list shows it")
+        if task is _move:
+            sub.add_argument("place", choices=get_args(Place), help="where to")
+
+
+def _add_arguments_of_add(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--device",
+        default="",
+        metavar="N",
+        help="as in CUDA_VISIBLE_DEVICES, such as 1 or 0,1 (default: any)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=positive_count,
+        default=1,
+        metavar="N",
+        help="that train together, a device each (default: 1)",
+    )
+    parser.add_argument("--go", action="store_true", help="have a worker start it, as queue go does")
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Do one thing to the queue of a workspace."""
+    workspace = _workspace(parsed)
+    parsed.here = Path.cwd()
+    if parsed.task is _add:
+        parsed.config = find_config_file(parsed.config).resolve()
+    os.chdir(workspace.path)  # Paths in its configs are relative to it.
+    parsed.task(parsed, Queue(workspace))
+
+
+def _workspace(parsed: argparse.Namespace) -> Workspace:
+    path: Path = Path.cwd() if parsed.workspace is None else parsed.workspace.expanduser()
+    if is_workspace(path) or (parsed.workspace is not None and parsed.task is _add):
+        return open_workspace(path)
+    makes = command("queue", "add", "--workspace", "my_workspace", "--config", "FILE")
+    hint = "" if parsed.workspace else "go to one, or name one with --workspace; "
+    raise UserError(f"{path}: is not a workspace; {hint}this makes one: {makes}")
+
+
+def _add(parsed: argparse.Namespace, queue: Queue) -> None:
+    """Add the run of a config, or one for each combination of values: key=1,2 key=[a],[b] key='"a, b",c'."""
+    from diffsynth_lite.queue.adding import entries_of
+
+    entries = entries_of(
+        queue.workspace,
+        parsed.config,
+        parsed.overrides,
+        presets=parsed.presets,
+        device=parsed.device,
+        num_processes=parsed.processes,
+    )
+    added = queue.add(entries)
+    folders = [entry.folder for entry in entries]
+    seen_from = parsed.workspace or Path()
+    page = Path(folders[0]).with_name(f"{parsed.config.stem}.html")
+    words = *(str(seen_from / folder) for folder in folders), "--out", str(seen_from / page)
+    side_by_side = command("report", *words, here=parsed.here) if len(folders) > 1 else ""
+    if parsed.go:
+        _start(queue)
+    snapshot = queue.snapshot()
+    if parsed.json:
+        ids = {run.id for run in added}
+        now = [run for run in snapshot.runs if run.id in ids]
+        _print_json(snapshot, added=[_as_json(run) for run in now], side_by_side=side_by_side)
+        return
+    print_lines(*(f"Added: {run.name}" for run in added), _worked(parsed, snapshot))
+    if side_by_side:
+        print_lines(f"Side by side: {side_by_side}")
+
+
+def _list(parsed: argparse.Namespace, queue: Queue) -> None:
+    """Show what runs, what waits, and how it went with what is done."""
+    _show(parsed, queue)
+
+
+def _move(parsed: argparse.Namespace, queue: Queue) -> None:
+    """Change the place of a run that waits."""
+    queue.move(parsed.name, parsed.place)
+    _show(parsed, queue)
+
+
+def _remove(parsed: argparse.Namespace, queue: Queue) -> None:
+    """Take a run that waits, or is done, out of the queue; its folder stays as it is."""
+    queue.remove(parsed.name)
+    _show(parsed, queue)
+
+
+def _pause(parsed: argparse.Namespace, queue: Queue) -> None:
+    """Start no more; what runs goes on."""
+    queue.pause()
+    _show(parsed, queue)
+
+
+def _go(parsed: argparse.Namespace, queue: Queue) -> None:
+    """Start what waits, in the background: the runs go on when this terminal is closed."""
+    _start(queue)
+    _show(parsed, queue)
+
+
+def _start(queue: Queue) -> None:
+    from diffsynth_lite.queue.worker import start_worker
+
+    refuse_group(os.environ, "queue go")
+    start_worker(queue)
+
+
+def _work(parsed: argparse.Namespace, queue: Queue) -> None:
+    """Start what waits, one run a device, until nothing does: what go does, in this terminal or job."""
+    from diffsynth_lite.queue.worker import Worker
+
+    refuse_group(os.environ, "queue work")
+    try:
+        Worker(queue).work()
+    except KeyboardInterrupt:
+        logger.info("Ended; a run that it started goes on.")
+    if parsed.json:
+        _show(parsed, queue)
+
+
+def _show(parsed: argparse.Namespace, queue: Queue) -> None:
+    snapshot = queue.snapshot()
+    if parsed.json:
+        _print_json(snapshot)
+        return
+    rows = [_row(run) for run in snapshot.runs]
+    if rows:
+        _print_table([dict(zip(_COLUMNS, _COLUMNS, strict=True)), *rows])
+    print_lines(_worked(parsed, snapshot) if rows else "Nothing is in the queue.")
+
+
+def _print_table(rows: Sequence[dict[str, str]]) -> None:
+    shown = [name for name in _COLUMNS if any(row[name] for row in rows[1:])]
+    widths = {name: max(len(row[name]) for row in rows) for name in shown}
+    print_lines(*("  ".join(row[name].ljust(widths[name]) for name in shown).rstrip() for row in rows))
+
+
+def _print_json(snapshot: Snapshot, **more: Any) -> None:
+    facts = {"paused": snapshot.paused, "is_worked": snapshot.is_worked}
+    runs = [_as_json(run) for run in snapshot.runs]
+    print_lines(json.dumps(redacted({**facts, "runs": runs, **more}), indent=2))
+
+
+def _as_json(run: QueuedRun) -> dict[str, Any]:
+    entry = run.entry.model_dump() if run.entry else {}
+    return {"id": run.id, "name": run.name or run.id, "state": _state(run), "refusal": run.refusal, **entry}
+
+
+def _state(run: QueuedRun) -> str:
+    return "refused" if run.refusal else run.state
+
+
+def _row(run: QueuedRun) -> dict[str, str]:
+    from diffsynth_lite.report.page import duration
+
+    entry = run.entry
+    begin, end = run.changed_at, time.time()
+    if entry and entry.started_at:
+        begin, end = entry.started_at, entry.ended_at or end
+    code = f" (exit code {entry.exit_code})" if entry and entry.exit_code else ""
+    outcome = run.refusal or (f"{entry.outcome}{code}: {entry.message}".rstrip(": ") if entry else "")
+    lines = redacted(outcome).splitlines() or [""]
+    is_cut = len(lines) > 1 or len(lines[0]) > _LONGEST_OUTCOME
+    return {
+        "state": _state(run),
+        "name": run.name or run.id,
+        "config": entry.config if entry else "",
+        "device": entry.device if entry else "",
+        "time": duration(max(0.0, end - begin)),
+        "outcome": lines[0][:_LONGEST_OUTCOME] + "..." * is_cut,
+    }
+
+
+def _worked(parsed: argparse.Namespace, snapshot: Snapshot) -> str:
+    """Whether what waits will be started, and what would do so."""
+    waiting = sum(not run.refusal for run in snapshot.in_state("waiting"))
+    there = ("--workspace", str(parsed.workspace)) if parsed.workspace else ()
+    go = command("queue", "go", *there, here=parsed.here)
+    if snapshot.paused is not None:
+        reason = f": {snapshot.paused}" if snapshot.paused else ""
+        return f"Paused, so that nothing more is started{reason}. This goes on: {go}"
+    if snapshot.is_worked:
+        return f"A worker starts what waits ({waiting}), one run a device."
+    return f"No worker starts what waits ({waiting}). This does: {go}" if waiting else "Nothing waits."

@@ -1,0 +1,187 @@
+"""This file has what an entry of the queue asks for, how its run went, and the command that is made of it.
+
+A file of the queue may be somebody else's: it names a config and settings and never a command.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from diffsynth_lite.config import LoadedConfig, load_config
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import read_bytes
+from diffsynth_lite.workspace import Workspace
+
+QueueState = Literal["waiting", "running", "done"]
+STATES: tuple[QueueState, ...] = ("waiting", "running", "done")
+
+_MOST_BYTES = 1 << 20
+_MOST_PROCESSES = 64
+_TRAIN = ("-m", "diffsynth_lite.cli.main", "train")
+_LAUNCHED_TRAIN = ("-m", "diffsynth_lite.cli.train")
+_LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+_Word = Annotated[str, StringConstraints(pattern=r"^[^-\x00][^\x00]*$", max_length=10_000)]
+"""An argument that is no flag."""
+_Setting = Annotated[str, StringConstraints(pattern=r"^[a-z_]+\.[a-z0-9_]+=[^\x00]*$", max_length=100_000)]
+_Devices = Annotated[str, StringConstraints(pattern=r"^([\w/-]+(,[\w/-]+)*)?$", max_length=500)]
+
+
+class Entry(BaseModel):
+    """The content of a file of the queue.
+
+    Attributes:
+        config: path of a config in the workspace, or the name of a recipe.
+        folder: of the run, its ``output.dir``.
+        settings: that win over those of the config, as ``section.key=value``.
+        device: for ``CUDA_VISIBLE_DEVICES``; empty for whichever the run takes by itself.
+        process: that was started, as :class:`~diffsynth_lite.run_folder.process.Process` writes it.
+        started_at: seconds since 1970, as ``ended_at``; 0 before.
+        exit_code: None before the end, and where neither a worker nor the run recorded it.
+        outcome: of a run that is done: the state in its folder, or "killed", "refused", "did not start".
+        message: the reason, where it did not finish.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    config: _Word
+    folder: _Word
+    settings: tuple[_Setting, ...] = ()
+    presets: tuple[_Word, ...] = ()
+    device: _Devices = ""
+    num_processes: int = Field(default=1, ge=1, le=_MOST_PROCESSES)
+    process: str = ""
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    exit_code: int | None = None
+    outcome: str = ""
+    message: str = ""
+
+    def command(self) -> list[str]:
+        """What trains it: ``train`` of this installation, in so many processes of this machine."""
+        launcher = (*_LAUNCHER, str(self.num_processes), *_LAUNCHED_TRAIN)
+        return [sys.executable, *(_TRAIN if self.num_processes == 1 else launcher), *self.arguments()]
+
+    def arguments(self) -> list[str]:
+        """The arguments of ``train``, to which the workspace is the working folder."""
+        presets = (word for name in self.presets for word in ("--preset", name))
+        return ["--config", self.config, *presets, *self.settings, f"output.dir={self.folder}"]
+
+    def load(self, workspace: Workspace) -> LoadedConfig:
+        """The config of the run.
+
+        Raises:
+            UserError: it is wrong, or names code of others, which only a person starts.
+        """
+        inside = workspace.path / self.config
+        settings = [*self.settings, f"output.dir={self.folder}"]
+        loaded = load_config(inside if inside.exists() else self.config, settings, presets=self.presets)
+        for key, name in loaded.config.code_of_others.items():
+            raise UserError(
+                f"{key}: {name} is code that comes with neither diffsynth_lite nor torch; the queue does not "
+                "run it; if you know it, start it in a terminal"
+            )
+        return loaded
+
+    def require_inside(self, workspace: Workspace) -> None:
+        """Check that the config is one of the workspace, and that the run will be seen there.
+
+        Raises:
+            UserError: a path leads elsewhere.
+        """
+        root = workspace.path.resolve()
+        if not (root / self.config).resolve().is_relative_to(root):
+            raise UserError(f"config: {self.config}: is outside of {root}; copy it to configs/ there")
+        folder = self.folder_in(workspace)
+        runs = workspace.runs_folder.resolve()
+        if folder.parent != runs and folder not in (place.resolve() for place in workspace.runs.values()):
+            raise UserError(
+                f"output.dir: {self.folder}: is not seen in {root}; give one in runs/, such as "
+                f"runs/{folder.name}"
+            )
+
+    def folder_in(self, workspace: Workspace) -> Path:
+        """The folder of the run."""
+        return (workspace.path / Path(self.folder).expanduser()).resolve()
+
+    def shares_device(self, other: "Entry") -> bool:
+        """Whether both would run on one device: a run without a device of its own may take any."""
+        mine, others = set(self.device.split(",")), set(other.device.split(","))
+        return "" in mine or "" in others or not mine.isdisjoint(others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedRun:
+    """A file of the queue.
+
+    Attributes:
+        id: name of its file without the ending: a number, which is its place, and ``name``.
+        state: the folder that it is in.
+        entry: its content; None where it is refused.
+        refusal: why it is never started; empty where it may be.
+        changed_at: of the file, seconds since 1970: while it waits, when it was added.
+    """
+
+    id: str
+    number: int
+    name: str
+    state: QueueState
+    file: Path
+    entry: Entry | None
+    refusal: str
+    changed_at: float
+
+    @classmethod
+    def read(cls, file: Path, state: QueueState, workspace: Workspace) -> "QueuedRun | None":
+        """The file of that path; None where it is gone."""
+        number, _, name = file.stem.partition("-")
+        entry, refusal = None, ""
+        try:
+            changed_at = file.stat().st_mtime
+            entry = Entry.model_validate_json(read_bytes(file, most_bytes=_MOST_BYTES))
+            if state == "waiting":
+                entry.require_inside(workspace)
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            refusal = f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
+        except (OSError, RuntimeError, UserError) as error:  # no name of a file, the home of nobody
+            refusal = str(error)
+        return cls(
+            id=file.stem,
+            number=int(number) if number.isdecimal() else 0,
+            name=name,
+            state=state,
+            file=file,
+            entry=None if refusal else entry,
+            refusal=refusal,
+            changed_at=changed_at,
+        )
+
+
+def read_state(folder: Path, state: QueueState, workspace: Workspace) -> list[QueuedRun]:
+    """The files in the folder of a state, in their order."""
+    with suppress(FileNotFoundError):
+        files = [file for file in folder.glob("*.json") if file.is_file()]
+        found = [run for file in files if (run := QueuedRun.read(file, state, workspace)) is not None]
+        return sorted(found, key=lambda run: (run.number, run.name))
+    return []
+
+
+def named(runs: Sequence[QueuedRun], name: str) -> QueuedRun:
+    """The run of that name or id: one that waits or runs, or else the latest that is done.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = [run for run in runs if name in (run.id, run.name)]
+    if not found:
+        known = ", ".join(dict.fromkeys(run.name for run in runs)) or "nothing"
+        raise UserError(f"{name}: is not in the queue, which has {known}")
+    return next((run for run in found if run.state != "done"), found[-1])

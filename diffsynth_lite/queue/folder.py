@@ -1,0 +1,303 @@
+"""This file is the queue of a workspace: which runs wait, run and are done, and how a person changes that.
+
+An entry is a file. Its state is the folder that the file is in, its place is the number in its name, and
+``PAUSED`` is a file, too, with the reason as its text. Nothing else is remembered.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from diffsynth_lite.errors import Problems, UserError
+from diffsynth_lite.files import DISK_FULL, write_text
+from diffsynth_lite.queue.entry import STATES, Entry, QueuedRun, QueueState, named, read_state
+from diffsynth_lite.queue.locks import is_locked, locked, take_lock
+from diffsynth_lite.queue.outcome import ended
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.process import Process
+from diffsynth_lite.workspace import Workspace
+
+Place = Literal["first", "up", "down", "last"]
+
+_STEP = 1000
+"""Between the numbers of entries that are added one after the other; one that moves gets one between them."""
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The queue at a moment.
+
+    Attributes:
+        runs: those that run, those that wait in their order, and those that are done, the latest last.
+        paused: why nothing more is started; None where it is not paused.
+        is_worked: whether a worker starts what waits.
+    """
+
+    runs: Sequence[QueuedRun]
+    paused: str | None
+    is_worked: bool
+
+    def in_state(self, state: QueueState) -> list[QueuedRun]:
+        """The runs in a state, in their order."""
+        return [run for run in self.runs if run.state == state]
+
+
+class Queue:
+    """The queue of a workspace; commands, screens and a worker may use it at the same time."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self.path = workspace.path / "queue"
+        self._paused_file = self.path / "PAUSED"
+        self._worker_file = self.path / ".worker"
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Scope in which nobody else changes the queue.
+
+        Raises:
+            UserError: its folder cannot be written to.
+        """
+        with ExitStack() as held:
+            try:
+                for name in (*STATES, "logs"):
+                    (self.path / name).mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(self.path / ".lock"))
+            except OSError as error:
+                raise UserError(f"{self.path}: cannot be written to: {error.strerror}") from None
+            yield
+
+    def snapshot(self) -> Snapshot:
+        """How it is now; runs that have ended without a worker are put to those that are done."""
+        if not self.path.is_dir():
+            return Snapshot(runs=[], paused=None, is_worked=False)
+        with self.changing():
+            is_worked = is_locked(self._worker_file)
+            if not is_worked:
+                self.settle()
+            order: tuple[QueueState, ...] = ("running", "waiting", "done")
+            runs = [run for state in order for run in self.in_state(state)]
+            return Snapshot(runs=runs, paused=self.paused(), is_worked=is_worked)
+
+    def add(self, entries: Sequence[Entry]) -> list[QueuedRun]:
+        """Put runs behind those that wait, all or none.
+
+        Raises:
+            UserError: one of them waits or runs already, or the folder cannot be written to.
+        """
+        with self.changing():
+            known = [run for state in STATES for run in self.in_state(state)]
+            self._require_new(entries, known)
+            taken = {run.name for run in known if run.state != "done"}
+            number = max((run.number for run in known), default=0)
+            added: list[Path] = []
+            try:
+                for entry in entries:
+                    number += _STEP
+                    name = _free_name(entry.folder_in(self.workspace).name, taken)
+                    taken.add(name)
+                    added.append(self.path / "waiting" / f"{number:08d}-{name}.json")
+                    write_entry(added[-1], entry)
+            except (OSError, UnicodeEncodeError) as error:
+                for file in added:
+                    file.unlink(missing_ok=True)
+                raise UserError(f"{self.path}: nothing was added: {error}") from None
+            return [run for run in self.in_state("waiting") if run.file in added]
+
+    def move(self, name: str, place: Place) -> None:
+        """Change the place of a run that waits.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        if place not in get_args(Place):
+            raise UserError(f"{place}: is not a place; there are {', '.join(get_args(Place))}")
+        with self.changing():
+            waiting = self.in_state("waiting")
+            run = named(waiting, name)
+            at = waiting.index(run)
+            others = [other for other in waiting if other.file != run.file]
+            to = {"first": 0, "up": max(at - 1, 0), "down": min(at + 1, len(others)), "last": len(others)}
+            self._put(run, others, to[place])
+
+    def remove(self, name: str) -> QueuedRun:
+        """Take a run that waits, or one that is done, out of the queue; its folder stays as it is.
+
+        Raises:
+            UserError: there is none of that name, or it runs.
+        """
+        with self.changing():
+            run = named([run for state in STATES for run in self.in_state(state)], name)
+            if run.state == "running" and self.is_alive(run):
+                folder = run.entry.folder if run.entry else run.name
+                raise UserError(f"{run.name}: runs; a file named STOP in {folder} stops it")
+            run.file.unlink(missing_ok=True)
+            self.log_file(run).unlink(missing_ok=True)
+            return run
+
+    def pause(self, reason: str = "") -> None:
+        """Start no more; what runs goes on."""
+        with self.changing():
+            self.write_pause(reason)
+
+    def unpause(self) -> None:
+        """Allow that runs are started, which a worker does."""
+        with self.changing():
+            self._paused_file.unlink(missing_ok=True)
+
+    def write_pause(self, reason: str) -> None:
+        """As :meth:`pause`, within :meth:`changing`; a full disk takes the file without its text."""
+        try:
+            write_text(self._paused_file, reason)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            self._paused_file.touch()
+
+    def paused(self) -> str | None:
+        """Why nothing more is started, which may be empty; None where it is not paused."""
+        with suppress(FileNotFoundError):
+            return self._paused_file.read_text(errors="replace").strip()
+        return None
+
+    def is_worked(self) -> bool:
+        """Whether a worker starts what waits."""
+        with self.changing():
+            return is_locked(self._worker_file)
+
+    @contextmanager
+    def work_lock(self) -> Iterator[ExitStack]:
+        """Scope of the only worker, which closes what it gets when it ends, within :meth:`changing`.
+
+        Raises:
+            UserError: there is another one.
+        """
+        with ExitStack() as held:
+            with self.changing():
+                file = held.enter_context(self._worker_file.open("ab"))
+                if not take_lock(file):
+                    raise UserError(f"{self.path}: another worker starts these runs")
+            yield held
+
+    def in_state(self, state: QueueState) -> list[QueuedRun]:
+        """The runs in a state, in their order."""
+        return read_state(self.path / state, state, self.workspace)
+
+    def log_file(self, run: QueuedRun) -> Path:
+        """What the process of a run prints, which has its lock for as long as it lives."""
+        return self.path / "logs" / f"{run.id}.log"
+
+    def is_alive(self, run: QueuedRun) -> bool:
+        """Whether the process of a run goes on, whoever started it; asked within :meth:`changing`."""
+        if os.name != "nt":
+            return is_locked(self.log_file(run))
+        process = Process.from_text(run.entry.process) if run.entry else None
+        return process is not None and process.is_here() and process.is_alive()
+
+    def settle(self) -> None:
+        """Put runs that have ended to those that are done; called within :meth:`changing`."""
+        for run in self.in_state("running"):
+            if not self.is_alive(run):
+                self.finish(run, self.result(run, None))
+
+    def result(self, run: QueuedRun, exit_code: int | None) -> Entry | None:
+        """The content of an entry whose run has ended; None where it cannot be read.
+
+        Args:
+            exit_code: of its process; None where nobody knows it.
+        """
+        if run.entry is None:
+            return None
+        return ended(run.entry, self.workspace, exit_code=exit_code, log=self.log_file(run), at=now())
+
+    def finish(self, run: QueuedRun, result: Entry | None) -> bool:
+        """Put a run to those that are done; False on a full disk, which takes no result."""
+        try:
+            self.put(run, "done", result)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            self.put(run, "done")
+            return False
+        return True
+
+    def put(self, run: QueuedRun, state: QueueState, entry: Entry | None = None) -> QueuedRun:
+        """Put a run into another state, with another content if given; called within :meth:`changing`.
+
+        Raises:
+            OSError: the content cannot be written; the run stays where it is.
+        """
+        if entry is not None:
+            write_entry(run.file, entry)
+        file = run.file.rename(self.path / state / run.file.name)
+        return QueuedRun.read(file, state, self.workspace) or run
+
+    def runs_elsewhere(self) -> str | None:
+        """The name of a run of the workspace that trains on this machine and was started in another way."""
+        running = [run.entry for run in self.in_state("running") if run.entry]
+        ours = {entry.folder_in(self.workspace) for entry in running}
+        return next(
+            (
+                name
+                for name, folder in self.workspace.runs.items()
+                if folder.resolve() not in ours and RunFolder(folder).trains_here()
+            ),
+            None,
+        )
+
+    def _require_new(self, entries: Sequence[Entry], known: Sequence[QueuedRun]) -> None:
+        problems = Problems()
+        taken = {
+            run.entry.folder_in(self.workspace): run.state
+            for run in known
+            if run.entry and run.state != "done"
+        }
+        for entry in entries:
+            folder = entry.folder_in(self.workspace)
+            if folder in taken:
+                problems.append(f"output.dir: {entry.folder}: is in the queue already ({taken[folder]})")
+            taken[folder] = "waiting"
+        problems.require_none()
+
+    def _put(self, run: QueuedRun, others: list[QueuedRun], place: int) -> None:
+        """Give a run a number between those of its new neighbours, by one rename."""
+        numbers = [other.number for other in others]
+        before = numbers[place - 1] if place else 0
+        after = numbers[place] if place < len(others) else before + 2 * _STEP
+        number = (before + after) // 2
+        is_free = not any((self.path / state / _file_name(number, run.name)).exists() for state in STATES)
+        if before < number < after and is_free:
+            run.file.rename(run.file.with_name(_file_name(number, run.name)))
+            return
+        known = [each.number for state in STATES for each in self.in_state(state)]
+        first = max(known, default=0) + _STEP
+        order = [*others[:place], run, *others[place:]]
+        for position, each in reversed(list(enumerate(order))):
+            each.file.rename(each.file.with_name(_file_name(first + position * _STEP, each.name)))
+
+
+def write_entry(file: Path, entry: Entry) -> None:
+    """Write a file of the queue, or replace it, durably."""
+    write_text(file, entry.model_dump_json(indent=2, exclude_defaults=True) + "\n")
+
+
+def now() -> float:
+    """Seconds since 1970, to the millisecond."""
+    return round(time.time(), 3)
+
+
+def _file_name(number: int, name: str) -> str:
+    return f"{number:08d}-{name}.json"
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    """A name for a run: that of its folder, with a number where that is taken."""
+    first, number = os.fsencode(name)[:_LONGEST_NAME].decode(errors="ignore"), 1
+    while (found := first if number == 1 else f"{first}~{number}") in taken:
+        number += 1
+    return found
