@@ -1,6 +1,7 @@
 """Look at a data set as a run would use it, before any model is loaded, and write a page about it."""
 
 import argparse
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,12 +17,14 @@ from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.redaction import redacted
 
 if TYPE_CHECKING:  # Wrong arguments are reported before torch is imported, which takes seconds.
     from diffsynth_lite.doctor.findings import BucketFindings, Findings, NoiseFindings, SourceFindings
 
 logger = logging.getLogger(__name__)
 
+_PAGE = Path("doctor.html")
 _MAX_NAMED = 10
 _CANNOT = " items cannot be used: "
 """What the items and their reasons follow in the message of a run, which has no tables above it."""
@@ -35,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--page",
         metavar="FILE",
         type=Path,
-        default=Path("doctor.html"),
-        help="HTML page to write (default: %(default)s)",
+        help=f"HTML page to write (default: {_PAGE}; with --json: none)",
     )
     parser.add_argument(
         "--sheet",
@@ -45,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=120,
         help="items on the page's contact sheet, and on that of held-out data (default: %(default)s)",
     )
+    parser.add_argument(
+        "--goal",
+        choices=("likeness", "style", "motion", "edit"),
+        help="what is trained: compares the number of items with what is usual for it",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -57,22 +65,28 @@ def run(parsed: argparse.Namespace) -> None:
 
     for warning in loaded.warnings:
         logger.warning("%s", warning)
-    examination = examine(loaded.config, sheet_size=parsed.sheet)
+    page = parsed.page or (None if parsed.json else _PAGE)
+    examination = examine(loaded.config, sheet_size=parsed.sheet if page else 0, goal=parsed.goal)
     findings = examination.findings
-    console = Console(emoji=False)
-    print_findings(console, findings)
-    lead = f"{counted(findings.num_items, 'item')} for {loaded.config.model.family}, by {loaded.path}"
-    try:
-        write_page(parsed.page, findings, title=loaded.path.stem, lead=lead)
-    except OSError as error:
-        raise UserError(f"--page {parsed.page}: cannot be written: {error.strerror}") from None
-    print_lines(f"Page with the items as the model sees them: {parsed.page}")
+    if parsed.json:
+        print_lines(json.dumps(redacted(findings.as_json()), indent=2))
+    else:
+        print_findings(Console(emoji=False), findings)
+    if page:
+        lead = f"{counted(findings.num_items, 'item')} for {loaded.config.model.family}, by {loaded.path}"
+        try:
+            write_page(page, findings, title=loaded.path.stem, lead=lead)
+        except OSError as error:
+            raise UserError(f"--page {page}: cannot be written: {error.strerror}") from None
+    if page and not parsed.json:
+        print_lines(f"Page with the items as the model sees them: {page}")
     try:
         examination.require_usable()
     except UserError as error:
         lines = (line.partition(_CANNOT) for line in str(error).splitlines())
         raise UserError("\n".join(f"{line}{said and _LISTED}" for line, said, _ in lines)) from None
-    print_lines(*(f"Next: {command(name, *config_words(parsed))}" for name in ("plan", "train")))
+    if not parsed.json:
+        print_lines(*(f"Next: {command(name, *config_words(parsed))}" for name in ("plan", "train")))
 
 
 def print_findings(console: Console, findings: "Findings") -> None:

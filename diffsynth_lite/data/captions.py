@@ -21,6 +21,8 @@ MAX_CAPTION_BYTES = 1 << 20
 """In UTF-8: far more than any text encoder reads; keeps files that are not captions out of memory."""
 _SAVE_AS_UTF_8 = "not UTF-8 text; save it as UTF-8"
 _UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+"""Characters of scripts without spaces between words, for the brackets of a pattern."""
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
 MAX_TAGS = 500
@@ -92,9 +94,15 @@ def captions_in(cells: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(captions)
 
 
+def trigger_pattern(trigger: str) -> str:
+    """The words of ``trigger``, whole; Chinese and Japanese have no spaces between words."""
+    letter = f"[^\\W{CJK}]"
+    return f"(?<!{letter}){re.escape(trigger)}(?!{letter})"
+
+
 def has_trigger(caption: str, trigger: str) -> bool:
     """Whether the caption has the words of ``trigger``, whole, in small or large letters."""
-    return re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption, re.IGNORECASE) is not None
+    return re.search(trigger_pattern(trigger), caption, re.IGNORECASE) is not None
 
 
 def with_trigger(caption: str, trigger: str) -> str:

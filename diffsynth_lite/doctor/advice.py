@@ -1,7 +1,8 @@
 """This file suggests changes to the model and data of a run, and to the data that are held out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from diffsynth_lite.captioning.instructions import Goal
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.doctor.examined import MUCH_CROPPED, CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, Findings, counted
@@ -10,12 +11,41 @@ from diffsynth_lite.training.distilled import warning_of_distilled
 _NAMED = 3
 
 
+USUAL_NUMBERS: Mapping[Goal, tuple[str, int, int]] = {
+    "likeness": ("item", 10, 60),
+    "style": ("item", 15, 100),
+    "motion": ("clip", 10, 60),
+    "edit": ("pair", 10, 100),
+}
+"""Least and most items that guides of 2025 and 2026 advise, about; many a good LoRA has others."""
+_CAPTION_REMEDIES = {
+    "too_long": "with a caption of more than {limit} tokens, the rest of which the model does not see",
+    "without_trigger": "without the trigger, which is put in front of the caption",
+    "misspelt_trigger": "with the trigger spelt in another way, which the model learns as other words; spell "
+    "it as in data.trigger",
+    "one_word": "with a caption of one word, so that all else they show binds to the trigger; describe what "
+    "may change, or let diffsynth-lite caption do it",
+    "other_script": "with a caption in another script than the others; write all in the language of prompts",
+    "refusal": "with a captioner's refusal as caption; write it, or let diffsynth-lite caption --replace all "
+    "--only FILE do it",
+    "boilerplate": "with a phrase of captioners, which prompts do not have; take it out",
+    "not_json": "with a caption that is not the JSON it should be; mend it, or write it again with "
+    "diffsynth-lite caption --format json --replace all --only FILE",
+}
+
+
 def advise(
-    data: ExaminedData, found: Findings, *, estimate: CacheEstimate | None, free_bytes: int
+    data: ExaminedData,
+    found: Findings,
+    *,
+    goal: Goal | None,
+    estimate: CacheEstimate | None,
+    free_bytes: int,
 ) -> list[str]:
     """What to change in the run's model and training data, the most important first.
 
     Args:
+        goal: what is trained, for the number of items that is usual for it.
         estimate: None where nothing is cached.
         free_bytes: free disk for the cache.
     """
@@ -30,8 +60,11 @@ def advise(
         *_about_bad_items(data),
         *filter(None, [warning_of_distilled(data.config, data.family)]),
         *about_disk,
+        *_about_number(data, goal),
+        *_about_phrases(data, found.captions, goal),
         *_about_captions(found.captions),
         *_about_copies(found),
+        *_about_flaws(found),
         *_about_sizes(data),
         *_about_audio(data),
         *_about_batches(found.buckets),
@@ -55,6 +88,7 @@ def advise_on_held_out(data: ExaminedData, found: Findings) -> list[str]:
         ),
         *_about_captions(found.captions),
         *_about_copies(found),
+        *_about_flaws(found),
         *_about_sizes(data),
     ]
 
@@ -65,17 +99,57 @@ def _about_bad_items(data: ExaminedData) -> list[str]:
     return _remark(left_out, "item", "cannot be used, and left out")
 
 
-def _about_captions(captions: CaptionFindings) -> list[str]:
-    remarks = [
+def _about_number(data: ExaminedData, goal: Goal | None) -> list[str]:
+    if goal is None:
+        return []
+    noun, least, most = USUAL_NUMBERS[goal]
+    learned = [item.record.name for item in data.items if not data.sources[item.record.source].preserve]
+    number = len(set(learned))
+    if least <= number <= most:
+        return []
+    few = "with few, what they have in common by chance is learned, too: add some that differ"
+    many = "more take longer, and help only where they are as good as the others"
+    usual = f"{least} to {most} are usual for --goal {goal}"
+    return [f"{counted(number, noun)}, and {usual}; {few if number < least else many}."]
+
+
+def _about_phrases(data: ExaminedData, captions: CaptionFindings, goal: Goal | None) -> list[str]:
+    if not captions.constant:
+        return []
+    named = [f"{one.text!r} ({one.num_captions} of {one.num_all})" for one in captions.constant[:_NAMED]]
+    more = len(captions.constant) - _NAMED
+    trigger = "the trigger" if any(source.trigger for source in data.sources) else "a trigger"
+    what = goal if goal in ("likeness", "style", "motion") else "likeness or style"
+    return [
+        f"Most captions have {', '.join(named)}{f' and {more} phrases more' if more > 0 else ''}: the "
+        f"{what} binds to these words and not to {trigger}. Leave them out of the captions, or make them data.trigger."
+    ]
+
+
+def _about_flaws(found: Findings) -> list[str]:
+    return [
         *_remark(
-            captions.too_long,
+            list(found.flaws.get("blurred", ())),
             "item",
-            f"with a caption of more than {captions.limit} tokens, the rest of which the model does not see",
+            "that are blurred (below 0.4, where 1 is sharp), which is learned, too; use sharper ones, or a "
+            "lower resolution",
         ),
         *_remark(
-            captions.without_trigger, "item", "without the trigger, which is put in front of the caption"
+            list(found.flaws.get("bars", ())),
+            "item",
+            "with black bars, which are learned, too; diffsynth-lite prepare FOLDER --strip-bars cuts them "
+            "off",
         ),
     ]
+
+
+def _about_captions(captions: CaptionFindings) -> list[str]:
+    remarks = []
+    for kind, words in _CAPTION_REMEDIES.items():
+        named = captions.remarks.get(kind, {})
+        details = {name: remark.partition(": ")[2] for name, remark in named.items()}
+        names = [f"{name} ({detail})" if detail else name for name, detail in details.items()]
+        remarks += _remark(names, "item", words.format(limit=captions.limit))
     if captions.same:
         caption, count = captions.same[0]
         others = len(captions.same) - 1

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from PIL.Image import Image
 
+from diffsynth_lite.captioning.instructions import Goal
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
     DatasetPlan,
@@ -27,7 +28,7 @@ from diffsynth_lite.data import (
 )
 from diffsynth_lite.data.records import is_image
 from diffsynth_lite.doctor.advice import advise, advise_on_held_out
-from diffsynth_lite.doctor.examined import ExaminedData, estimate_cache
+from diffsynth_lite.doctor.examined import ExaminedData, estimate_cache, item_findings, remarks_by_record
 from diffsynth_lite.doctor.findings import Findings, NoiseFindings, counted
 from diffsynth_lite.doctor.images import Decoded, decode, equal_files, near_duplicates
 from diffsynth_lite.doctor.machine import machine_table
@@ -61,6 +62,7 @@ from diffsynth_lite.training.data_settings import (
 from diffsynth_lite.training.encoding.dataset import require_audio
 
 _Value = TypeVar("_Value")
+_Groups = Sequence[Sequence[str]]
 
 _WITHOUT_MODEL = {
     "model": "not here, so that tokens of captions and entries of the cache are not counted; sizes and noise "
@@ -95,11 +97,12 @@ class Examination:
         problems.require_none()
 
 
-def examine(config: Config, *, sheet_size: int) -> Examination:
+def examine(config: Config, *, sheet_size: int, goal: Goal | None = None) -> Examination:
     """Read, plan and decode the data of a run. Of the disk only the index in the cache's folder changes.
 
     Args:
         sheet_size: items on the contact sheet, and on that of the held-out data.
+        goal: what is trained, for the number of items that is usual for it.
     """
     with _bound_family(config) as (family, lacking):
         rules = plan_rules(config, family)
@@ -116,7 +119,7 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
             data, decoded = examiner.examine(found, rules)
             examined = examiner.examine(held_out, held_out_rules(rules)) if held_out else None
         findings = dataclasses.replace(
-            _training_findings(data, decoded, problems, cache, lacking), model=model
+            _training_findings(data, decoded, problems, cache, lacking, goal), model=model
         )
     if examined is None:
         return Examination(findings=findings, problems=problems, data=[data])
@@ -224,13 +227,26 @@ class _Examiner:
         return found
 
 
-def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
+def _findings(
+    data: ExaminedData,
+    decoded: Decoded,
+    *,
+    goal: Goal | None = None,
+    trained: _Groups = (),
+    like_trained: _Groups = (),
+) -> Findings:
     """What training and held-out data are looked at for alike."""
-    captions = caption_table(data)
+    captions = caption_table(data, goal=goal)
     # Preserved items may be learned ones with another caption.
     learned = _contents(data, only_learned=True)
     equal = equal_files(learned)
     hashes = {name: value for name, value in decoded.hashes.items() if name in learned}
+    alike = _beyond(equal, near_duplicates(hashes))
+    about = remarks_by_record(
+        [*decoded.flaws.values(), *captions.remarks.values()],
+        {"the same file as": [*equal, *trained], "looks like": [*alike, *like_trained]},
+    )
+    record_of = {item.name: item.record.name for item in data.items}
     coverage = {}
     if decoded.num_seen < decoded.num_items:
         coverage["decoded"] = f"{decoded.num_seen} of {decoded.num_items} items, evenly spread"
@@ -243,9 +259,15 @@ def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
         remedy=data.remedy,
         small=_small_images(data) if data.remedy else {},
         equal=equal,
-        alike=_beyond(equal, near_duplicates(hashes)),
+        alike=alike,
+        flaws=decoded.flaws,
+        trained=trained,
+        like_trained=like_trained,
+        items=item_findings(data, about),
         sheet=[
-            dataclasses.replace(entry, remarks=[*data.remarks(entry.name), *entry.remarks])
+            dataclasses.replace(
+                entry, remarks=[*data.remarks(entry.name), *about[record_of[entry.name]], *entry.remarks]
+            )
             for entry in decoded.entries
         ],
         num_items=len(data.items),
@@ -267,10 +289,15 @@ def _small_images(data: ExaminedData) -> dict[str, Image]:
 
 
 def _training_findings(
-    data: ExaminedData, decoded: Decoded, problems: Problems, cache: TensorCache, lacking: str
+    data: ExaminedData,
+    decoded: Decoded,
+    problems: Problems,
+    cache: TensorCache,
+    lacking: str,
+    goal: Goal | None,
 ) -> Findings:
     """Of the data that are trained on; ``lacking`` is why the model is not at hand, or empty."""
-    config, found = data.config, _findings(data, decoded)
+    config, found = data.config, _findings(data, decoded, goal=goal)
     estimate = estimate_cache(data, cache) if config.data.cache and not lacking else None
     if data.family.with_audio:
         problems.attempt(lambda: require_audio(config, data.plan))
@@ -285,7 +312,7 @@ def _training_findings(
         | ({"cache": "not counted without the model"} if lacking else {}),
         noise=noise,
         noise_level=data.family.noise_path.noise_level,
-        advice=advise(data, found, estimate=estimate, free_bytes=free_disk_bytes(cache.folder)),
+        advice=advise(data, found, goal=goal, estimate=estimate, free_bytes=free_disk_bytes(cache.folder)),
     )
 
 
@@ -300,15 +327,12 @@ def _noise(data: ExaminedData) -> list[NoiseFindings]:
 def _held_out_findings(
     data: ExaminedData, decoded: Decoded, training: ExaminedData, training_decoded: Decoded
 ) -> Findings:
-    found = _findings(data, decoded)
     trained = equal_files(_contents(data) | _marked(_contents(training)))
     like_trained = _beyond(trained, near_duplicates(decoded.hashes | _marked(training_decoded.hashes)))
+    found = _findings(data, decoded, trained=_of_both(trained), like_trained=_of_both(like_trained))
     measured = min(data.config.validation.loss_items, len(data.items))
     facts = {"measured on": f"{measured} of {counted(len(data.items), 'item')}", **found.facts}
-    found = dataclasses.replace(
-        found, facts=facts, trained=_of_both(trained), like_trained=_of_both(like_trained)
-    )
-    return dataclasses.replace(found, advice=advise_on_held_out(data, found))
+    return dataclasses.replace(found, facts=facts, advice=advise_on_held_out(data, found))
 
 
 def _contents(data: ExaminedData, *, only_learned: bool = False) -> dict[str, str]:

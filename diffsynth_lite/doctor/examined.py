@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +24,7 @@ from diffsynth_lite.data import (
     remedy_of_bad,
     summary_of_bad,
 )
+from diffsynth_lite.doctor.findings import ItemCrop, ItemFindings
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import audio_shape
 from diffsynth_lite.training.distributed.agreement import FolderGroup
@@ -141,9 +143,70 @@ class ExaminedData:
         """Names of the records that the named items are taken of."""
         return list(dict.fromkeys(item.record.name for item in self.items if item.name in items))
 
+    def as_written(self, captions: Sequence[str]) -> list[str]:
+        """The captions of a record without the other orders of their tags."""
+        data = self.config.data
+        if not data.tag_shuffles:
+            return list(captions)
+        first = {
+            tuple(sorted(map(str.strip, text.split(data.tag_separator)))): text for text in captions[::-1]
+        }
+        return list(first.values())[::-1]
+
     def remarks(self, name: str) -> list[str]:
         """Remarks on an item."""
         return [found[name] for found in self.oddities.values() if name in found]
+
+
+def remarks_by_record(
+    named: Iterable[Mapping[str, str]], groups: Mapping[str, Iterable[Sequence[str]]]
+) -> dict[str, list[str]]:
+    """Remarks on each record.
+
+    Args:
+        named: remarks by the names of records.
+        groups: names that have something in common, by the words in front of another's name.
+    """
+    remarks: dict[str, list[str]] = defaultdict(list)
+    for name, remark in (entry for of_items in named for entry in of_items.items()):
+        remarks[name].append(remark)
+    for words, names in ((words, names) for words, found in groups.items() for names in found):
+        for name in names:
+            remarks[name].append(f"{words} {next(other for other in names if other != name)}")
+    return remarks
+
+
+def item_findings(data: ExaminedData, about: Mapping[str, Sequence[str]]) -> dict[str, ItemFindings]:
+    """Findings by the names of all records and of all items that cannot be used.
+
+    Args:
+        about: remarks on records, beside how they are cropped and resized.
+    """
+    crops: dict[str, list[ItemCrop]] = defaultdict(list)
+    odd: dict[str, list[str]] = {name: [f"cannot be used: {why}"] for name, why in data.dropped.items()}
+    for item in data.items:
+        facts, name = data.plan.facts[item.record.name], item.record.name
+        crops[name].append(ItemCrop(bucket=item.bucket.name, box=_crop_box(item, facts.width, facts.height)))
+        odd.setdefault(name, []).extend(data.remarks(item.name))
+    captions = {name: () for name in data.dropped} | {one.name: one.captions for one in data.records}
+    tokens = data.caption_tokens
+    return {
+        name: ItemFindings(
+            crops=crops[name],
+            tokens=[tokens[text] for text in texts if text in tokens],
+            limit=data.family.max_prompt_tokens,
+            remarks=list(dict.fromkeys([*odd.get(name, ()), *about.get(name, ())])),
+        )
+        for name, texts in captions.items()
+    }
+
+
+def _crop_box(item: TrainingItem, width: int, height: int) -> tuple[int, int, int, int]:
+    """What is kept of an image or frame when it covers the item's size."""
+    scale = min(width / item.bucket.width, height / item.bucket.height)
+    kept_width, kept_height = scale * item.bucket.width, scale * item.bucket.height
+    left, top = (width - kept_width) * item.crop_x, (height - kept_height) * item.crop_y
+    return round(left), round(top), round(left + kept_width), round(top + kept_height)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,13 @@
 """This file holds the doctor's findings, as values that both the console and the page show."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar
 
 from PIL.Image import Image
 
 from diffsynth_lite.core.noise import LevelShares
+from diffsynth_lite.doctor.phrases import ConstantPhrase
 
 _KINDS = {
     "image": "image",
@@ -153,16 +154,48 @@ class CaptionFindings:
     Attributes:
         tokens: of the captions, uncut; None where there are none.
         limit: tokens that the encoder takes; longer captions are cut.
-        too_long: names of items with a caption above the limit.
-        without_trigger: names of items whose captions lacked the trigger, which was put in front.
+        remarks: kind of an oddity, to name of an item, to what it is. The kinds are too_long,
+            without_trigger, which was put in front, same, misspelt_trigger, one_word, other_script, refusal,
+            boilerplate and not_json.
+        constant: phrases that most captions have in common, by the index of their source.
         same: captions that several items have, with their number; the most frequent first.
     """
 
     tokens: Spread | None
     limit: int
-    too_long: Sequence[str] = ()
-    without_trigger: Sequence[str] = ()
+    remarks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    constant: Sequence[ConstantPhrase] = ()
     same: Sequence[tuple[str, int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemCrop:
+    """What a run takes of an item.
+
+    Attributes:
+        bucket: the size that it is trained at, in words.
+        box: left, top, right and bottom of the crop, in pixels of the upright image or frame.
+    """
+
+    bucket: str
+    box: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemFindings:
+    """All that is found about one item.
+
+    Attributes:
+        crops: one for each resolution, crop and clip that it is trained at; none where it cannot be used.
+        tokens: of each of its captions, uncut; empty where there is no tokenizer.
+        limit: tokens that the model sees.
+        remarks: anything unusual about it.
+    """
+
+    crops: Sequence[ItemCrop]
+    tokens: Sequence[int]
+    limit: int
+    remarks: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +234,8 @@ class Findings:
         alike: groups of names that look alike, beyond the equal ones.
         trained: of held-out data, groups of their names with those of training items that are equal.
         like_trained: the same for items that look alike.
+        flaws: of the images themselves: blurred and bars, to name of an item, to what it is.
+        items: by name, which is the file below its folder; with several sources after the source's index.
         advice: what to change, the most important first.
         sheet: items as the model sees them.
         num_items: items planned; the sheet may show fewer.
@@ -223,7 +258,28 @@ class Findings:
     alike: Sequence[Sequence[str]] = ()
     trained: Sequence[Sequence[str]] = ()
     like_trained: Sequence[Sequence[str]] = ()
+    flaws: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    items: Mapping[str, ItemFindings] = field(default_factory=dict)
     advice: Sequence[str] = ()
     sheet: Sequence[SheetEntry] = ()
     num_items: int = 0
     held_out: "Findings | None" = None
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the images, for json."""
+        shown = {name: _plain(getattr(self, name)) for name in self.__slots__ if name not in _IMAGES}
+        return shown | {"held_out": self.held_out and self.held_out.as_json()}
+
+
+_IMAGES = ("small", "sheet", "held_out")
+"""Fields of findings that hold images."""
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(held) for key, held in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(held) for held in value]
+    return value

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from diffsynth_lite.captioning.instructions import Goal
 from diffsynth_lite.core.noise import LevelShares, mixed_shares
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.data import Bucket, VideoFacts, micro_batch_sizes
 from diffsynth_lite.data.records import is_video
+from diffsynth_lite.doctor.captions import CaptionLint, lint
 from diffsynth_lite.doctor.examined import CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import (
     BucketFindings,
@@ -146,24 +148,61 @@ def _audio(data: ExaminedData) -> str:
     return f"{has}: {files}{learned}" if forms else has
 
 
-def caption_table(data: ExaminedData) -> CaptionFindings:
-    """Findings about all captions of the records, with the tags in all their orders."""
+def caption_table(data: ExaminedData, *, goal: Goal | None) -> CaptionFindings:
+    """Findings about all captions of the records.
+
+    Args:
+        goal: of the captions of an edit a constant phrase is as it should be.
+    """
     limit, lengths = data.family.max_prompt_tokens, data.caption_tokens
     learned = [record for record in data.records if not data.sources[record.source].preserve]
     owners = Counter(caption for record in learned for caption in set(record.captions))
+    same = [(caption, count) for caption, count in owners.most_common(_MAX_SHARED) if count > 1]
+    lints = [_lint(data, index, goal) for index in range(len(data.sources))]
+    remarks: dict[str, dict[str, str]] = {
+        "too_long": {
+            record.name: f"a caption of {longest} tokens, of which the model sees {limit}"
+            for record in data.records
+            if (longest := max((lengths.get(text, 0) for text in record.captions), default=0)) > limit
+        },
+        "without_trigger": dict.fromkeys(data.without_trigger, "no trigger in the caption"),
+        "same": {
+            record.name: f"the same caption as {counted(others, 'other item')}"
+            for record in learned
+            if (others := max((owners[text] for text in record.captions), default=1) - 1)
+        },
+    }
+    for found in lints:
+        for kind, of_items in found.remarks.items():
+            remarks.setdefault(kind, {}).update(of_items)
+    for name in remarks.get("misspelt_trigger", ()):
+        remarks["without_trigger"].pop(name, None)
     return CaptionFindings(
         tokens=Spread.of(
             [lengths[text] for record in data.records for text in record.captions if text in lengths]
         ),
         limit=limit,
-        too_long=[
-            record.name
-            for record in data.records
-            if any(lengths.get(caption, 0) > limit for caption in record.captions)
-        ],
-        without_trigger=data.without_trigger,
-        same=[(caption, count) for caption, count in owners.most_common(_MAX_SHARED) if count > 1],
+        remarks=remarks,
+        constant=[phrase for found in lints for phrase in found.constant],
+        same=same,
     )
+
+
+def _lint(data: ExaminedData, index: int, goal: Goal | None) -> CaptionLint:
+    """That of one source, of its captions as they are written."""
+    source, added = data.sources[index], f"{data.sources[index].trigger}, "
+    if source.preserve or source.captions == "none":
+        return CaptionLint()
+    lacking = set(data.without_trigger)
+    records = [record for record in data.records if record.source == index]
+    are_edits = goal == "edit" or any(record.kind == "edit" for record in records)
+    texts = {}
+    for record in records:
+        written = data.as_written(record.captions)
+        texts[record.name] = (
+            [text.removeprefix(added) for text in written] if record.name in lacking else written
+        )
+    return lint(texts, trigger=source.trigger or "", may_repeat=are_edits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -163,8 +163,8 @@ def test_captions_too_long_shared_or_without_trigger_are_named(workplace: Workpl
     for number in range(3):
         workplace.add(f"data/same {number}.png", scene(20 + number), "an ohwx dog")
     found = findings(workplace.config(f"data.path={path}", "data.trigger=ohwx"))
-    assert found.captions.too_long == ["long.png"]
-    assert found.captions.without_trigger == ["0.png"]
+    assert list(found.captions.remarks["too_long"]) == ["long.png"]
+    assert list(found.captions.remarks["without_trigger"]) == ["0.png"]
     assert found.captions.same == [("an ohwx dog", 3)]
     assert found.captions.tokens.greatest > 600 > found.captions.limit == 512
     assert found.facts["caption tokens"].endswith("the model sees 512")

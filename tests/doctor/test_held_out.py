@@ -51,7 +51,7 @@ def test_they_are_read_planned_and_shown_as_the_training_data_are(workplace: Wor
     assert {entry.name: entry.remarks for entry in found.sheet}["flat.png"] == ["67% of 300x60 is cropped"]
     assert [line for line in found.advice if "flat.png" in line] == found.advice
     assert len(found.advice) == 2  # cropped, and a caption too long
-    assert examination.findings.captions.too_long == []
+    assert examination.findings.captions.remarks["too_long"] == {}
 
 
 def test_a_bad_one_stops_the_run_and_is_named(workplace: Workplace) -> None:

@@ -1,0 +1,217 @@
+"""This file finds what is wrong with captions, by their texts."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from diffsynth_lite.captioning.cleaning import boilerplate_in, refusal_in
+from diffsynth_lite.data.captions import CJK, trigger_pattern
+from diffsynth_lite.doctor.phrases import CONSTANT, MIN_CAPTIONS, ConstantPhrase, constant_phrases
+from diffsynth_lite.files import parse_json
+
+_WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
+_IS_CJK = re.compile(f"[{CJK}]")
+_SCRIPTS = {
+    "Latin": re.compile("[A-Za-z\u00c0-\u024f]+"),
+    "Cyrillic": re.compile("[\u0400-\u052f]+"),
+    "Greek": re.compile("[\u0370-\u03ff]+"),
+    "Chinese or Japanese": re.compile(f"[{CJK}]+"),
+    "Korean": re.compile("[\u1100-\u11ff\uac00-\ud7af]+"),
+    "Arabic": re.compile("[\u0600-\u06ff]+"),
+    "Hebrew": re.compile("[\u0590-\u05ff]+"),
+    "Thai": re.compile("[\u0e00-\u0e7f]+"),
+    "Devanagari": re.compile("[\u0900-\u097f]+"),
+}
+_FOREIGN = 0.1
+_MIN_EDITED = 4
+"""Letters of a trigger that is recognized with one of them wrong: a shorter one is like many words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionLint:
+    """What is odd about the captions of a source.
+
+    Attributes:
+        constant: the longest phrases first.
+        remarks: kind of the oddity, to name of an item, to what it is.
+    """
+
+    constant: Sequence[ConstantPhrase] = ()
+    remarks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def lint(
+    captions: Mapping[str, Sequence[str]], *, trigger: str = "", may_repeat: bool = False
+) -> CaptionLint:
+    """Read the captions of one source as they are written.
+
+    Args:
+        captions: of each item, by its name, with the trigger where they have it.
+        trigger: where it is not given, the only constant word is taken for it.
+        may_repeat: constant phrases are as they should be, as in instructions of one edit.
+    """
+    values = {text: json_object(text) for of_item in captions.values() for text in of_item}
+    are_json = len(values) >= MIN_CAPTIONS // 2 and sum(map(bool, values.values())) > len(values) / 2
+    start = re.compile(rf"\A\s*{re.escape(trigger)}[\s,.:-]+" if trigger else "", re.IGNORECASE)
+    said = {
+        text: start.sub("", _values_of(value) if value else text, count=1) for text, value in values.items()
+    }
+    phrases = [] if may_repeat else constant_phrases(list(said.values()), trigger=trigger)
+    misspelt = partial(_misspelt, trigger=trigger)
+    if not trigger and len(phrases) == 1 and " " not in phrases[0].text:
+        misspelt = partial(_like_the_constant_word, word=phrases[0].text)
+        phrases = []
+    usual = usual_script(list(said.values()))
+    kinds: dict[str, Callable[[str], str]] = {
+        "misspelt_trigger": misspelt,
+        "one_word": lambda text: "" if text.casefold() == trigger.casefold() else _one_word(text),
+        "other_script": lambda text: _other_script(said[text], usual=usual),
+        "refusal": lambda text: _quoted("a refusal in place of a caption", refusal_in(said[text])),
+        "boilerplate": lambda text: _quoted("a phrase of captioners", boilerplate_in(said[text])),
+        "not_json": lambda text: "" if values[text] else _no_json(text, others_are=are_json),
+    }
+    remarks: dict[str, dict[str, str]] = {kind: {} for kind in kinds}
+    for name, of_item in captions.items():
+        for kind, examine in kinds.items():
+            if remark := next(filter(None, map(examine, of_item)), ""):
+                remarks[kind][name] = remark
+    for name in remarks["refusal"]:
+        remarks["boilerplate"].pop(name, None)
+    return CaptionLint(constant=phrases, remarks=remarks)
+
+
+def usual_script(texts: Sequence[str]) -> str:
+    """The script that nearly all texts are in; empty where there is none, or they are few."""
+    counts = Counter(_script(text) for text in texts)
+    if len(texts) < MIN_CAPTIONS:
+        return ""
+    script, number = counts.most_common(1)[0]
+    return script if number > CONSTANT * len(texts) else ""
+
+
+def _script(text: str) -> str:
+    """The script of most letters; a character that is a word or syllable counts as three letters."""
+    if text.isascii():
+        return "Latin"
+    numbers = {name: sum(map(len, letters.findall(text))) for name, letters in _SCRIPTS.items()}
+    numbers["Chinese or Japanese"] *= 3
+    numbers["Korean"] *= 3
+    return max(numbers, key=numbers.__getitem__)
+
+
+def _other_script(text: str, *, usual: str) -> str:
+    if not usual or _script(text) == usual:
+        return ""
+    num_usual = sum(map(len, _SCRIPTS[usual].findall(text)))
+    num_letters = sum(character.isalpha() for character in text)
+    is_foreign = num_letters > 2 and num_usual < _FOREIGN * num_letters
+    return "a caption in another script than the others" if is_foreign else ""
+
+
+def _one_word(text: str) -> str:
+    words = _WORD.findall(text)
+    is_one = len(words) == 1 or (len(words) < 4 and all(map(_IS_CJK.match, words)))
+    return f"a caption of one word: {text.strip()!r}" if is_one else ""
+
+
+def _misspelt(text: str, *, trigger: str) -> str:
+    spelling = other_spelling(text, trigger) if trigger else ""
+    return _quoted("another spelling of the trigger", spelling)
+
+
+def _like_the_constant_word(text: str, *, word: str) -> str:
+    """As for a trigger, but that the word may be one with other endings."""
+    spelling = other_spelling(text.lower(), word)
+    is_inflected = spelling.startswith(word[:-1])
+    return (
+        f"{word!r}, which is in the other captions, is spelt {spelling!r}"
+        if spelling and not is_inflected
+        else ""
+    )
+
+
+def other_spelling(text: str, trigger: str) -> str:
+    """How a text spells the trigger where it does so only in another way; else empty.
+
+    That is with other capitals (but for the first letter of a sentence), a hyphen or space more or less, or
+    one letter wrong, missing, too many or swapped with the next where the trigger has at least four.
+    """
+    exact = [*re.finditer(trigger_pattern(trigger), text, re.IGNORECASE)]
+    if exact:
+        return "" if any(_is_as_usual(found, trigger) for found in exact) else exact[0].group()
+    wanted, words = _letters(trigger), [*_WORD.finditer(text)]
+    runs = [
+        (_letters(written), written)
+        for place, first in enumerate(words)
+        for last in words[place : place + len(trigger.split()) + 2]
+        if abs(len(written := text[first.start() : last.end()]) - len(trigger)) <= len(trigger.split()) + 1
+    ]
+    like = [written for letters, written in runs if letters == wanted]
+    if len(wanted) >= _MIN_EDITED:
+        like += [written for letters, written in runs if _is_edited(letters, wanted)]
+    return next(iter(like), "")
+
+
+def _is_as_usual(found: re.Match[str], trigger: str) -> bool:
+    before, written = found.string[: found.start()].rstrip(), found.group()
+    begins = not before or before[-1] in ".!?:\n"
+    return written == trigger or (begins and written[1:] == trigger[1:])
+
+
+def _letters(text: str) -> str:
+    return "".join(_WORD.findall(text)).casefold().replace("_", "")
+
+
+def _is_edited(one: str, other: str) -> bool:
+    """Whether two words differ by one letter, or by two that are swapped."""
+    if abs(len(one) - len(other)) > 1 or one == other:
+        return False
+    start = next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(min(one, other))
+    )
+    left, right = one[start:], other[start:]
+    return (
+        left[1:] == right[1:]
+        or left[1:] == right
+        or left == right[1:]
+        or (left[:2] == right[1::-1] and left[2:] == right[2:])
+    )
+
+
+def json_object(text: str) -> Mapping[str, Any] | None:
+    """The JSON object that a text is, or None."""
+    if not text.startswith("{"):
+        return None
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _no_json(text: str, *, others_are: bool) -> str:
+    """Why a text that is not a JSON object should be one; braces that weigh tags are as they should be."""
+    if re.match(r"\{\s*[\"'}]|\{[^}]*$", text):
+        return "JSON that cannot be parsed"
+    return "not JSON, as the others are" if others_are else ""
+
+
+def _values_of(value: Any) -> str:
+    """The texts in a JSON value, without its keys and what "type" an element is of."""
+    return "\n".join(_texts_in(value))
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        parts = {**value, "type": ""}.values() if isinstance(value, Mapping) else value
+        for part in parts:
+            yield from _texts_in(part)
+
+
+def _quoted(what: str, phrase: str) -> str:
+    return f"{what}: {phrase!r}" if phrase else ""
