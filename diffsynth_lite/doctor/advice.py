@@ -122,7 +122,8 @@ def _about_phrases(data: ExaminedData, captions: CaptionFindings, goal: Goal | N
     what = goal if goal in ("likeness", "style", "motion") else "likeness or style"
     return [
         f"Most captions have {', '.join(named)}{f' and {more} phrases more' if more > 0 else ''}: the "
-        f"{what} binds to these words and not to {trigger}. Leave them out of the captions, or make them data.trigger."
+        f"{what} binds to these words and not to {trigger}. Leave them out of the captions, or make them "
+        "data.trigger."
     ]
 
 

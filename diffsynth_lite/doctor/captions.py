@@ -55,22 +55,21 @@ def lint(
     """
     values = {text: json_object(text) for of_item in captions.values() for text in of_item}
     are_json = len(values) >= MIN_CAPTIONS // 2 and sum(map(bool, values.values())) > len(values) / 2
-    start = re.compile(rf"\A\s*{re.escape(trigger)}[\s,.:-]+" if trigger else "", re.IGNORECASE)
-    said = {
-        text: start.sub("", _values_of(value) if value else text, count=1) for text, value in values.items()
-    }
+    said = {text: _values_of(value) if value else text for text, value in values.items()}
+    start = re.compile(rf"\A\s*{re.escape(trigger)}[\s,.:-]+" if trigger else r"\A", re.IGNORECASE)
+    answers = {text: start.sub("", words) for text, words in said.items()}
     phrases = [] if may_repeat else constant_phrases(list(said.values()), trigger=trigger)
     misspelt = partial(_misspelt, trigger=trigger)
     if not trigger and len(phrases) == 1 and " " not in phrases[0].text:
         misspelt = partial(_like_the_constant_word, word=phrases[0].text)
         phrases = []
-    usual = usual_script(list(said.values()))
+    usual = usual_script(list(answers.values()))
     kinds: dict[str, Callable[[str], str]] = {
         "misspelt_trigger": misspelt,
         "one_word": lambda text: "" if text.casefold() == trigger.casefold() else _one_word(text),
-        "other_script": lambda text: _other_script(said[text], usual=usual),
-        "refusal": lambda text: _quoted("a refusal in place of a caption", refusal_in(said[text])),
-        "boilerplate": lambda text: _quoted("a phrase of captioners", boilerplate_in(said[text])),
+        "other_script": lambda text: _other_script(answers[text], usual=usual),
+        "refusal": lambda text: _quoted("a refusal in place of a caption", refusal_in(answers[text])),
+        "boilerplate": lambda text: _quoted("a phrase of captioners", boilerplate_in(answers[text])),
         "not_json": lambda text: "" if values[text] else _no_json(text, others_are=are_json),
     }
     remarks: dict[str, dict[str, str]] = {kind: {} for kind in kinds}

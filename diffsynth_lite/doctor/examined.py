@@ -180,7 +180,7 @@ def item_findings(data: ExaminedData, about: Mapping[str, Sequence[str]]) -> dic
     """Findings by the names of all records and of all items that cannot be used.
 
     Args:
-        about: remarks on records, beside how they are cropped and resized.
+        about: remarks on records, in addition to how they are cropped and resized.
     """
     crops: dict[str, list[ItemCrop]] = defaultdict(list)
     odd: dict[str, list[str]] = {name: [f"cannot be used: {why}"] for name, why in data.dropped.items()}

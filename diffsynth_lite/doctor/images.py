@@ -144,8 +144,9 @@ def _steepness(lines: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     places = lines[:, : lines.shape[1] // _EDGE_PX * _EDGE_PX].reshape(-1, _EDGE_PX)
     contrast = places.max(axis=1) - places.min(axis=1)
     edges = places[contrast >= _CONTRAST].astype(np.int16)
-    steps: npt.NDArray[Any] = np.abs(np.diff(edges, axis=1)).max(axis=1, initial=0)
-    return steps / contrast[contrast >= _CONTRAST]
+    steps = np.abs(np.diff(edges, axis=1)).max(axis=1, initial=0)
+    parts: npt.NDArray[Any] = steps / contrast[contrast >= _CONTRAST]
+    return parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

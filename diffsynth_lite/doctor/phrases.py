@@ -17,7 +17,7 @@ _FEW_WORDS = 30
 _LONGEST_PHRASE = 24
 _IS_CJK = re.compile(f"[{CJK}]")
 _TOKEN = re.compile(rf"[{CJK}]|[^\W{CJK}]+(?:['\u2019-][^\W{CJK}]+)*|[^\w\s]+|\n")
-_NAMES = re.compile(r"[^\s.()]+")
+_TAG_WORD = re.compile(r"[^\s.(){}\[\]:]+")
 _COMMA = re.compile("[,\u3001\uff0c]")
 _SUBJECT_WORDS = """
 woman man girl boy person people lady guy male female child kid baby human character dog cat object subject
@@ -26,7 +26,7 @@ woman man girl boy person people lady guy male female child kid baby human chara
 _SENTENCE_WORDS = """
 a an the this that these those it its it's there here he she his her hers him they their them who which
 whose is are was be been being has have having and or but with without of in on at to into onto from by for
-as over under above below behind beside between near next while against around across along through up down
+as over under above below behind between near next while against around across along through up down
 out off towards toward about very some one two no not also more most appears appear seen visible shown
 showing shows depicts depicting featuring features wearing wears standing stands sitting sits looking looks
 look viewer camera background foreground front back side left right middle center centre top bottom scene
@@ -125,7 +125,7 @@ def _is_tags(text: str) -> bool:
 def _tags(text: str, trigger: str) -> list[str]:
     """The tags, with a break after each."""
     parts = _COMMA.split(_without_trigger(text, trigger).lower().replace("_", " "))
-    return [word for part in parts for word in (" ".join(_NAMES.findall(part)), "")]
+    return [word for part in parts for word in (" ".join(_TAG_WORD.findall(part)), "")]
 
 
 def _without_trigger(text: str, trigger: str) -> str:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from diffsynth_lite.captioning.instructions import Goal
 from diffsynth_lite.core.noise import LevelShares, mixed_shares
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.data import Bucket, VideoFacts, micro_batch_sizes
+from diffsynth_lite.data import Bucket, Record, VideoFacts, micro_batch_sizes
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.doctor.captions import CaptionLint, lint
 from diffsynth_lite.doctor.examined import CacheEstimate, ExaminedData
@@ -156,7 +156,8 @@ def caption_table(data: ExaminedData, *, goal: Goal | None) -> CaptionFindings:
     """
     limit, lengths = data.family.max_prompt_tokens, data.caption_tokens
     learned = [record for record in data.records if not data.sources[record.source].preserve]
-    owners = Counter(caption for record in learned for caption in set(record.captions))
+    described = [record for record in learned if not _is_instructed(record, goal)]
+    owners = Counter(caption for record in described for caption in set(record.captions))
     same = [(caption, count) for caption, count in owners.most_common(_MAX_SHARED) if count > 1]
     lints = [_lint(data, index, goal) for index in range(len(data.sources))]
     remarks: dict[str, dict[str, str]] = {
@@ -168,7 +169,7 @@ def caption_table(data: ExaminedData, *, goal: Goal | None) -> CaptionFindings:
         "without_trigger": dict.fromkeys(data.without_trigger, "no trigger in the caption"),
         "same": {
             record.name: f"the same caption as {counted(others, 'other item')}"
-            for record in learned
+            for record in described
             if (others := max((owners[text] for text in record.captions), default=1) - 1)
         },
     }
@@ -188,6 +189,11 @@ def caption_table(data: ExaminedData, *, goal: Goal | None) -> CaptionFindings:
     )
 
 
+def _is_instructed(record: Record, goal: Goal | None) -> bool:
+    """Whether a caption is an instruction, which several items may share."""
+    return record.kind == "edit" or goal == "edit"
+
+
 def _lint(data: ExaminedData, index: int, goal: Goal | None) -> CaptionLint:
     """That of one source, of its captions as they are written."""
     source, added = data.sources[index], f"{data.sources[index].trigger}, "
@@ -195,7 +201,7 @@ def _lint(data: ExaminedData, index: int, goal: Goal | None) -> CaptionLint:
         return CaptionLint()
     lacking = set(data.without_trigger)
     records = [record for record in data.records if record.source == index]
-    are_edits = goal == "edit" or any(record.kind == "edit" for record in records)
+    are_edits = any(_is_instructed(record, goal) for record in records)
     texts = {}
     for record in records:
         written = data.as_written(record.captions)

@@ -3,8 +3,9 @@
 A bar is dark (luma up to 20 of 255) and uniform (it differs by at most 10 within itself), but for one pixel
 in a hundred, and at least a hundredth of the side deep. It ends in a straight hard border, where a line of
 the content is brighter by 24 at many places at once: at 3 of 10 places where the opposite bar is as deep
-(within 2 % of the side), at 8 of 10 where there is one bar only. So a night sky, a vignette or a dark scene
-is not a bar. An image of which less than 3 tenths of a side would remain has none.
+(within 2 % of the side), at 8 of 10 where there is one bar only. At 4 of 10 places along it something in the
+image is bright. So a night sky, lights in the dark, a vignette or a dark scene is not a bar. An image of
+which less than 3 tenths of a side would remain has none.
 """
 
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ _DARK, _UNIFORM, _BRIGHTER = 20, 10, 24
 _DARK_PERCENT = (1, 99)
 _MIN_DEPTH, _MIN_CONTENT, _EQUAL_DEPTH = 0.01, 0.3, 0.02
 _BORDER_OF_TWO, _BORDER_OF_ONE = 0.3, 0.8
+_MIN_LIT = 0.4  # of all places along the bar; a few lights in the dark have a hard border, too
 _RINGING_PX = 8  # next to a hard border, the block of a JPEG that it lies in is not uniform
 
 _Numbers = npt.NDArray[Any]
@@ -56,7 +58,7 @@ def _content(lines: _Numbers) -> tuple[int, int]:
     """
     length = len(lines)
     lit = np.percentile(lines, _DARK_PERCENT[1], axis=0) > _DARK
-    if not lit.any():
+    if lit.mean() < _MIN_LIT:
         return 0, length
     low, high = np.percentile(lines, _DARK_PERCENT, axis=1)
     bright_ratio = (lines[:, lit] > _DARK + _BRIGHTER).mean(axis=1)

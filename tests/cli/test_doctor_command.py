@@ -1,5 +1,7 @@
 """The doctor as a command: what it prints, its page, and its exit codes."""
 
+import json
+
 import pytest
 from tiny_run import TinyRun
 
@@ -122,3 +124,27 @@ def test_without_the_model_the_data_are_shown_all_the_same(
 def test_a_page_that_cannot_be_written_is_said(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     assert doctor(tiny_run, "--page", str(tiny_run.root)) == 2
     assert f"--page {tiny_run.root}: cannot be written" in caplog.text
+
+
+def test_json_is_all_that_is_printed_and_has_the_findings_of_each_item(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_run.root)
+    assert main(["doctor", "--config", str(tiny_run.config), "--json", "--goal", "style"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["items"].keys() == {f"{number}.png" for number in range(5)}
+    assert found["items"]["0.png"]["crops"][0]["bucket"] == "64x32"
+    assert found["num_items"] == 5
+    assert any("usual for --goal style" in line for line in found["advice"])
+    assert found["held_out"] is None
+    assert not (tiny_run.root / "doctor.html").exists()
+
+
+def test_json_of_bad_data_has_the_same_exit_code_and_a_page_where_it_is_asked_for(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tiny_run.root / "data" / "3.png").write_text("<html>")
+    assert doctor(tiny_run, "--json") == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["items"]["3.png"]["remarks"][0].startswith("cannot be used: ")
+    assert (tiny_run.root / "page.html").exists()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFilter
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.doctor.examination import examine
@@ -15,6 +15,24 @@ def scene(seed: int, size: tuple[int, int] = (96, 64)) -> Image.Image:
     """Soft random shades, as different from each other as photos are."""
     shades = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
     return Image.fromarray(shades).resize(size, Image.Resampling.BICUBIC)
+
+
+def photo(seed: int = 1, size: tuple[int, int] = (512, 384)) -> Image.Image:
+    """Soft light with grain, and hard shapes in front."""
+    rng = np.random.default_rng(seed)
+    shades = Image.fromarray(rng.integers(40, 220, (6, 8, 3), dtype=np.uint8))
+    shades = shades.resize(size, Image.Resampling.BICUBIC)
+    pen = ImageDraw.Draw(shades)
+    for _ in range(25):
+        (x, y), (width, height) = rng.integers(0, size), rng.integers(20, 120, 2)
+        pen.ellipse((x, y, x + width, y + height), fill=tuple(rng.integers(0, 256, 3)))
+    grain = rng.normal(0, 4, (size[1], size[0], 1))
+    return Image.fromarray((np.asarray(shades) + grain).clip(0, 255).astype(np.uint8))
+
+
+def blurred(image: Image.Image, pixels: float) -> Image.Image:
+    """Out of focus."""
+    return image.filter(ImageFilter.GaussianBlur(pixels))
 
 
 @dataclass(frozen=True)

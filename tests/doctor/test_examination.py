@@ -186,8 +186,8 @@ def test_copies_and_images_that_look_alike_are_grouped_once(workplace: Workplace
 
 def test_cropped_enlarged_and_small_items_are_remarked_where_they_are_shown(workplace: Workplace) -> None:
     path = add_images(workplace, "data", 1)
-    workplace.add("data/flat.png", scene(2, (300, 60)), "flat")
-    workplace.add("data/small.png", scene(3, (32, 32)), "small")
+    workplace.add("data/flat.png", scene(2, (300, 60)), "a flat one")
+    workplace.add("data/small.png", scene(3, (32, 32)), "a small one")
     found = findings(workplace.config(f"data.path={path}"))
     remarks = {entry.name: entry.remarks for entry in found.sheet}
     assert remarks == {

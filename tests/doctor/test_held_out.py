@@ -48,7 +48,10 @@ def test_they_are_read_planned_and_shown_as_the_training_data_are(workplace: Wor
     assert found.facts["width"] == "96 to 300, median 96"
     assert "one pass" not in found.facts
     assert sum(row.samples_per_pass for row in found.buckets) == 3
-    assert {entry.name: entry.remarks for entry in found.sheet}["flat.png"] == ["67% of 300x60 is cropped"]
+    assert {entry.name: entry.remarks for entry in found.sheet}["flat.png"] == [
+        "67% of 300x60 is cropped",
+        "a caption of 2405 tokens, of which the model sees 512",
+    ]
     assert [line for line in found.advice if "flat.png" in line] == found.advice
     assert len(found.advice) == 2  # cropped, and a caption too long
     assert examination.findings.captions.remarks["too_long"] == {}
