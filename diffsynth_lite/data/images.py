@@ -60,6 +60,11 @@ def load_image(path: Path, *, background: str) -> Image.Image:
     return _decoded(path, lambda image: _over(image, colour))
 
 
+def load_upright(path: Path) -> Image.Image:
+    """Decode an image strictly: as it is shown, with 8 bits a channel, with its transparency and profile."""
+    return _decoded(path, lambda image: image)
+
+
 def load_thumbnail(path: Path, *, side: int, background: str) -> Image.Image:
     """A small RGB image of a file, as it is shown, of at most ``side`` pixels a side.
 

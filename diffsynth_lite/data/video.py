@@ -6,11 +6,11 @@ next one, the last for its duration in the file: 25 frames at 25 fps cover the t
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import floor
 from os import SEEK_CUR
 from pathlib import Path
@@ -23,6 +23,7 @@ from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from av.codec import Codec
+from av.codec.codec import UnknownCodecError
 from av.container import OutputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
@@ -62,8 +63,12 @@ _USUAL_RATE = 48_000
 _LAYOUTS = {1: "mono", 2: "stereo"}
 """FFmpeg's name of the layout, by the number of channels."""
 
-# x264 spends bits differently from run to run under adaptive quantisation (seen with x264 165).
-_X264 = {"crf": "18", "preset": "veryfast", "aq-mode": "none", "mbtree": "0"}
+_ENCODERS = {
+    # x264 spends bits differently from run to run under adaptive quantisation (seen with x264 165).
+    "libx264": {"preset": "veryfast", "aq-mode": "none", "mbtree": "0"},
+    "libx265": {"preset": "veryfast", "x265-params": "log-level=error"},
+}
+"""Options by FFmpeg's name; the first that is there is taken. PyAV's wheels have both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,32 +344,77 @@ def write_video(
             f"{path}: frames of one size, width and height even, can be written; got {sorted(sizes)}"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        _encode(temporary, frames, Fraction(fps).limit_denominator(1001), audio, comment)
+    write_frames(
+        path,
+        enumerate(frames),
+        size=frames[0].size,
+        rate=Fraction(fps).limit_denominator(1001),
+        audio=[] if audio is None else [audio],
+        comment=comment,
+    )
 
 
-def _encode(
-    path: Path, frames: Sequence[Image.Image], rate: Fraction, audio: Audio | None, comment: str
+def write_frames(
+    path: Path,
+    frames: Iterable[tuple[int, Image.Image]],
+    *,
+    size: tuple[int, int],
+    rate: Fraction,
+    time_base: Fraction | None = None,
+    audio: Iterable[Audio] = (),
+    crf: int = 18,
+    comment: str = "",
 ) -> None:
+    """Write a video as :func:`write_video` does, of frames that come one after the other.
+
+    Args:
+        frames: time in units of ``time_base``, from 0 on, and image.
+        size: of the frames, width and height even.
+        rate: frames per second; the mean if it varies.
+        time_base: seconds; None is 1 / ``rate``.
+        audio: pieces of one form, one after the other.
+        crf: constant rate factor of x264: 18 is good, 14 cannot be told from the original.
+    """
+    codec, options = _encoder()
     # "bitexact" leaves out the time of writing and the encoder's version: equal frames give equal bytes.
-    with av.open(f"file:{path}", "w", format="mp4", options={"fflags": "+bitexact"}) as container:
+    options_of_file = {"fflags": "+bitexact"}
+    with (
+        replacing(path) as temporary,
+        av.open(f"file:{temporary}", "w", format="mp4", options=options_of_file) as container,
+    ):
         if comment:
             container.metadata["comment"] = comment
-        stream = container.add_stream("libx264", rate=rate, options=_X264)
-        stream.width, stream.height = frames[0].size
+        stream = container.add_stream(codec, rate=rate, options={**options, "crf": str(crf)})
+        assert isinstance(stream, VideoStream)
+        stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
+        stream.time_base = stream.codec_context.time_base = time_base or 1 / rate
         stream.codec_context.thread_count = 1
         stream.codec_context.colorspace = stream.codec_context.color_primaries = 1  # BT.709
         stream.codec_context.color_trc = stream.codec_context.color_range = 1  # BT.709, limited
-        audio_stream = None if audio is None else _audio_stream(container, audio)
-        for image in frames:
-            frame = VideoFrame.from_ndarray(np.asarray(image.convert("RGB")), format="rgb24")
-            container.mux(
-                stream.encode(frame.reformat(format="yuv420p", dst_colorspace=1, dst_color_range=1))
-            )
+        pieces = iter(audio)
+        if (first := next(pieces, None)) is not None:
+            audio_stream = _audio_stream(container, first)
+        for time, image in frames:
+            rgb = VideoFrame.from_ndarray(np.asarray(image.convert("RGB")), format="rgb24")
+            frame = rgb.reformat(format="yuv420p", dst_colorspace=1, dst_color_range=1)
+            frame.pts, frame.time_base = time, time_base or 1 / rate
+            container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-        if audio is not None and audio_stream is not None:
-            _encode_audio(container, audio_stream, audio)
+        if first is not None:
+            _encode_audio(container, audio_stream, chain([first], pieces))
+
+
+def _encoder() -> tuple[str, dict[str, str]]:
+    """FFmpeg's name of an encoder that takes a constant rate factor, and its options."""
+    for name, options in _ENCODERS.items():
+        with suppress(UnknownCodecError):
+            Codec(name, "w")
+            return name, options
+    raise UserError(
+        f"the FFmpeg of PyAV {av.__version__} writes no H.264 or H.265 ({', '.join(_ENCODERS)}); install "
+        "PyAV's wheel: pip install --force-reinstall --only-binary av av"
+    )
 
 
 def _audio_stream(container: OutputContainer, audio: Audio) -> AudioStream:
@@ -374,13 +424,23 @@ def _audio_stream(container: OutputContainer, audio: Audio) -> AudioStream:
     return container.add_stream("aac", rate=rate, layout=_LAYOUTS[len(audio.waveform)], options=_AAC)
 
 
-def _encode_audio(container: OutputContainer, stream: AudioStream, audio: Audio) -> None:
-    waveform = audio.waveform.float().clamp(-1, 1).contiguous().numpy()
-    layout = _LAYOUTS[len(waveform)]
-    frame = AudioFrame.from_ndarray(waveform, format="fltp", layout=layout)
-    frame.sample_rate, frame.pts, frame.time_base = audio.sample_rate, 0, Fraction(1, audio.sample_rate)
-    converter = AudioResampler(format="fltp", layout=layout, rate=stream.rate)
-    for converted in (*converter.resample(frame), *converter.resample(None)):
+def _encode_audio(container: OutputContainer, stream: AudioStream, pieces: Iterable[Audio]) -> None:
+    converter: AudioResampler | None = None
+    place = 0
+    for audio in pieces:
+        waveform = audio.waveform.float().clamp(-1, 1).contiguous().numpy()
+        layout = _LAYOUTS[len(waveform)]
+        frame = AudioFrame.from_ndarray(waveform, format="fltp", layout=layout)
+        frame.sample_rate, frame.pts, frame.time_base = (
+            audio.sample_rate,
+            place,
+            Fraction(1, audio.sample_rate),
+        )
+        place += waveform.shape[1]
+        converter = converter or AudioResampler(format="fltp", layout=layout, rate=stream.rate)
+        for converted in converter.resample(frame):
+            container.mux(stream.encode(converted))
+    for converted in converter.resample(None) if converter is not None else ():
         if converted is not None:
             container.mux(stream.encode(converted))
     container.mux(stream.encode(None))

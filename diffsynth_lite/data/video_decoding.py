@@ -267,6 +267,8 @@ def _decoded(packets: Iterable[VideoPacket]) -> Iterator[VideoFrame]:
             size = (frame.width, frame.height)
             yield frame
     for frame in stream.decode(None) if stream is not None else ():
+        assert stream is not None
+        frame.time_base = stream.time_base  # PyAV 18.1 sets it for the frames of packets only
         _check_frame(frame, due, size)
         yield frame
     if due:

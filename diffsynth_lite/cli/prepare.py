@@ -1,0 +1,124 @@
+"""Make training data of raw images and clips: scenes, frames, smaller sizes, without black bars."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diffsynth_lite.cli.arguments import positive_count
+from diffsynth_lite.cli.console import print_lines
+from diffsynth_lite.errors import RunInterrupted, UserError, join_lines, join_names
+
+if TYPE_CHECKING:
+    from diffsynth_lite.preparing.folder import Preparation, Prepared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diffsynth-lite prepare``."""
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="images and clips, with their captions; not changed"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        required=True,
+        help="folder for the results, new or empty; the same command goes on in it where it was stopped",
+    )
+    parser.add_argument(
+        "--split-scenes",
+        action="store_true",
+        help="cut clips at hard cuts into CLIP-0001.mp4 and so on, exact to the frame, with their audio",
+    )
+    parser.add_argument(
+        "--extract-frames",
+        metavar="N",
+        type=positive_count,
+        help="write N sharp images, evenly spread, in place of each clip, or of each of its scenes",
+    )
+    parser.add_argument(
+        "--max-side",
+        metavar="PX",
+        type=positive_count,
+        help="scale images and clips down to this longest side; smaller ones stay",
+    )
+    parser.add_argument(
+        "--strip-bars",
+        action="store_true",
+        help="cut off black bars; not for folders with masks or other files that lie over an image",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show what would become of each file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Prepare the folder, and print what became of it."""
+    if not (parsed.split_scenes or parsed.extract_frames or parsed.max_side or parsed.strip_bars):
+        raise UserError(
+            "nothing to do: give --split-scenes, --extract-frames N, --max-side PX or --strip-bars"
+        )
+    from diffsynth_lite.preparing.folder import prepare_folder
+    from diffsynth_lite.preparing.steps import Steps
+
+    steps = Steps(
+        split_scenes=parsed.split_scenes,
+        extract_frames=parsed.extract_frames,
+        max_side=parsed.max_side,
+        strip_bars=parsed.strip_bars,
+    )
+    try:
+        found = prepare_folder(parsed.folder, parsed.out, steps, is_dry_run=parsed.dry_run)
+    except KeyboardInterrupt:
+        raise RunInterrupted(
+            f"stopped; what is in {parsed.out} is whole, and the same command goes on"
+        ) from None
+    if parsed.json:
+        print_lines(json.dumps(asdict(found), indent=2))
+    else:
+        print_lines(*(_table(found.items) if parsed.dry_run else ()), *_summary(parsed, found))
+    if found.problems:
+        lines = [f"{name}: {reason}" for name, reason in found.problems.items()]
+        raise UserError(join_lines([*lines, f"{len(lines)} files could not be prepared"]))
+
+
+def _table(items: "list[Prepared]") -> list[str]:
+    """What each file is and becomes, in columns."""
+    rows = [("file", "before", "after"), *((item.file, _before(item), _after(item)) for item in items)]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"{file:<{widths[0]}}  {before:<{widths[1]}}  {after}" for file, before, after in rows]
+
+
+def _before(item: "Prepared") -> str:
+    duration = "" if item.duration_s is None else f", {item.duration_s:.1f} s"
+    return f"{item.width} x {item.height}{duration}"
+
+
+def _after(item: "Prepared") -> str:
+    if item.is_copy:
+        return "the same"
+    size = f"{item.new_width} x {item.new_height}"
+    if item.duration_s is None:
+        return size
+    kind = "clips" if item.results[0].endswith(".mp4") else "images"
+    scenes = f" of {item.num_scenes} scenes" if kind == "images" and item.num_scenes > 1 else ""
+    return f"{len(item.results)} {kind if len(item.results) > 1 else kind[:-1]}{scenes}, {size}"
+
+
+def _summary(parsed: argparse.Namespace, found: "Preparation") -> list[str]:
+    num_clips = sum(item.duration_s is not None for item in found.items)
+    num_same = sum(item.is_copy for item in found.items)
+    num_results = sum(len(item.results) for item in found.items)
+    lines = [
+        f"{parsed.folder}: {len(found.items) - num_clips} images and {num_clips} clips",
+        f"{parsed.out}: {num_results} images and clips{' would be' if parsed.dry_run else ''} made of them, "
+        f"{num_same} of which are the same bit for bit; {found.num_kept} files were prepared before",
+    ]
+    if found.spread_captions:
+        lines.append(
+            f"The captions of {len(found.spread_captions)} clips go to each of their scenes or images, which "
+            f"may show only a part of what they describe: {join_names(found.spread_captions)}"
+        )
+    if found.not_taken:
+        lines.append(f"Files that were not taken: {join_names(found.not_taken)}")
+    return lines

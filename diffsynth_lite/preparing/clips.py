@@ -1,0 +1,187 @@
+"""This file prepares a clip: its scenes become clips, or some of their frames images."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from av.video.frame import VideoFrame
+from PIL import Image
+
+from diffsynth_lite.data.audio import check_audio, read_audio
+from diffsynth_lite.data.video import VideoFacts, check_video, read_frames, write_frames
+from diffsynth_lite.data.video_decoding import all_frames, rgb_image
+from diffsynth_lite.media import Audio, AudioFormat
+from diffsynth_lite.preparing.bars import common_bars
+from diffsynth_lite.preparing.images import write_image
+from diffsynth_lite.preparing.scenes import Scene, find_scenes
+from diffsynth_lite.preparing.steps import Fit, Steps
+from diffsynth_lite.progress_log import ProgressLog
+
+_CRF = 14
+_NUM_LOOKED_AT = 16
+"""Frames in which black bars are looked for."""
+_AUDIO_PIECE_S = 60
+_SHARPNESS_SIDE = 512
+_MIDDLE = (0.25, 0.75)
+"""The part of its share of a scene from which a frame is taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipPlan:
+    """What becomes of a clip.
+
+    Attributes:
+        scenes: one if it is not cut.
+    """
+
+    facts: VideoFacts
+    scenes: Sequence[Scene]
+    fit: Fit
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the clip stays as it is."""
+        return len(self.scenes) == 1 and self.fit.is_whole((self.facts.width, self.facts.height))
+
+
+def plan_clip(path: Path, steps: Steps) -> ClipPlan:
+    """Look at a clip. To split it, all its frames are decoded."""
+    facts = check_video(path)
+    scenes = [Scene(0, facts.num_frames, 0.0, facts.duration_s)]
+    if steps.split_scenes:
+        frames = _logged(all_frames(path), f"{path.name}: looked at", facts.num_frames)
+        scenes = find_scenes(frames, facts.duration_s)
+    box = None
+    if steps.strip_bars:
+        times = [facts.duration_s * (place + 0.5) / _NUM_LOOKED_AT for place in range(_NUM_LOOKED_AT)]
+        box = common_bars(read_frames(path, [time])[0] for time in times)
+    size = (facts.width, facts.height)
+    within = steps.max_side is None or max(size) <= steps.max_side
+    is_kept = len(scenes) == 1 and box is None and within
+    fit = Fit.of(size, box, steps.max_side, step=1 if is_kept or steps.extract_frames else 2)
+    return ClipPlan(facts=facts, scenes=scenes, fit=fit)
+
+
+def num_images(scene: Scene, steps: Steps) -> int:
+    """Images that are made of a scene."""
+    return min(steps.extract_frames or 0, scene.num_frames)
+
+
+def split_clip(source: Path, plan: ClipPlan, results: Sequence[Path]) -> None:
+    """Encode each scene as a clip, except those whose file is there already.
+
+    A frame is shown at its own time, where the rate of the clip varies; else the rate stays. Audio is cut
+    with the frames.
+    """
+
+    def write(number: int, frames: Iterator[VideoFrame]) -> None:
+        _write_scene(source, plan, plan.scenes[number], frames, results[number])
+
+    _each_scene(source, plan, [[result] for result in results], write)
+
+
+def extract_frames(source: Path, plan: ClipPlan, results: Sequence[Sequence[Path]]) -> None:
+    """Write images of each scene, evenly spread: of each share of it the sharpest frame around the middle.
+
+    Args:
+        results: for each scene the images; a scene whose images are all there is left out.
+    """
+
+    def write(number: int, frames: Iterator[VideoFrame]) -> None:
+        paths = results[number]
+        for frame, path in zip(
+            _sharp(frames, plan.scenes[number].num_frames, len(paths)), paths, strict=True
+        ):
+            write_image(plan.fit.apply(rgb_image(frame)), path)
+
+    _each_scene(source, plan, results, write)
+
+
+def _each_scene(
+    source: Path,
+    plan: ClipPlan,
+    results: Sequence[Sequence[Path]],
+    write: Callable[[int, Iterator[VideoFrame]], None],
+) -> None:
+    """Decode a clip once; call ``write`` with the number and the frames of each scene that lacks a result."""
+    numbers = (number for number, scene in enumerate(plan.scenes) for _ in range(scene.num_frames))
+    frames = _logged(all_frames(source), f"{source.name}: written", plan.facts.num_frames)
+    for number, pairs in groupby(zip(numbers, frames, strict=True), key=lambda pair: pair[0]):
+        if not all(path.exists() for path in results[number]):
+            write(number, (frame for _, frame in pairs))
+
+
+def _write_scene(
+    source: Path, plan: ClipPlan, scene: Scene, frames: Iterator[VideoFrame], result: Path
+) -> None:
+    rate = Fraction(plan.facts.fps).limit_denominator(1001)
+    first = next(frames)
+    assert first.pts is not None
+    write_frames(
+        result,
+        _timed_images(first, frames, plan),
+        size=plan.fit.size,
+        rate=rate,
+        time_base=first.time_base if plan.facts.is_variable_rate else None,
+        audio=_audio(source, scene),
+        crf=_CRF,
+    )
+
+
+def _timed_images(
+    first: VideoFrame, rest: Iterable[VideoFrame], plan: ClipPlan
+) -> Iterator[tuple[int, Image.Image]]:
+    yield 0, plan.fit.apply(rgb_image(first))
+    for index, frame in enumerate(rest, start=1):
+        assert frame.pts is not None
+        assert first.pts is not None
+        time = frame.pts - first.pts if plan.facts.is_variable_rate else index
+        yield time, plan.fit.apply(rgb_image(frame))
+
+
+def _audio(source: Path, scene: Scene) -> Iterator[Audio]:
+    """The audio of a scene in pieces; nothing where the file has none."""
+    facts = check_audio(source)
+    if facts is None:
+        return
+    form = AudioFormat(sample_rate=facts.sample_rate, num_channels=min(2, facts.num_channels))
+    place_s = 0.0
+    while place_s < scene.duration_s:
+        piece_s = min(_AUDIO_PIECE_S, scene.duration_s - place_s)
+        piece = read_audio(source, scene.start_s + place_s, piece_s, form)
+        yield piece or Audio.silent(form, piece_s)
+        place_s += _AUDIO_PIECE_S
+
+
+def _sharp(frames: Iterable[VideoFrame], num_frames: int, count: int) -> Iterator[VideoFrame]:
+    """The sharpest frame around the middle of each of ``count`` equal parts of some frames."""
+
+    def quality(pair: tuple[int, VideoFrame]) -> tuple[bool, float]:
+        place = (pair[0] + 0.5) * count / num_frames % 1
+        is_near = _MIDDLE[0] <= place < _MIDDLE[1]
+        return is_near, _sharpness(pair[1]) if is_near else -abs(place - 0.5)
+
+    for _, pairs in groupby(enumerate(frames), key=lambda pair: pair[0] * count // num_frames):
+        yield max(pairs, key=quality)[1]
+
+
+def _sharpness(frame: VideoFrame) -> float:
+    """Variance of the Laplacian of the luma of a frame that is at most 512 pixels wide and high."""
+    scale = min(1.0, _SHARPNESS_SIDE / max(frame.width, frame.height))
+    size = {
+        name: max(3, round(side * scale)) for name, side in (("width", frame.width), ("height", frame.height))
+    }
+    luma = frame.reformat(**size, format="gray", threads=1).to_ndarray().astype(np.float32)
+    across, down = luma[:, 2:] + luma[:, :-2], luma[2:] + luma[:-2]
+    return float(np.var(across[1:-1] + down[:, 1:-1] - 4 * luma[1:-1, 1:-1]))
+
+
+def _logged(frames: Iterable[VideoFrame], text: str, num_frames: int) -> Iterator[VideoFrame]:
+    """Log how far the decoding of a clip is."""
+    log = ProgressLog(f"{text} %d of %d frames", num_frames, phase="reading")
+    for frame in frames:
+        yield frame
+        log.advance()

@@ -1,0 +1,319 @@
+"""This file prepares the images and clips of a folder into another one, and goes on where it was stopped.
+
+The other folder has a hidden file, ``.prepared.jsonl``: the command, and a line for each image or clip with
+what becomes of it, written before its results are. Results appear whole or not at all, and those that are
+there stay as they are. Results of a file that has changed since are made again.
+"""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffsynth_lite.data.captions import CaptionFiles
+from diffsynth_lite.data.folder import list_folder, usable_file
+from diffsynth_lite.data.records import is_image, is_video, stem
+from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, replacing
+from diffsynth_lite.preparing.clips import ClipPlan, extract_frames, num_images, plan_clip, split_clip
+from diffsynth_lite.preparing.images import plan_image, prepare_image, result_suffix
+from diffsynth_lite.preparing.steps import Fit, Steps
+from diffsynth_lite.progress_log import ProgressLog
+
+logger = logging.getLogger(__name__)
+
+RECORDS = ".prepared.jsonl"
+_VERSION = 1
+"""Of the rules by which results are made and named; a folder of another version is not continued."""
+_DERIVED = re.compile(r"(.+?)(?:-\d{4,}){1,2}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What becomes of an image or clip.
+
+    Attributes:
+        file: name below the folder, with forward slashes.
+        width: as it is shown, in pixels, before; ``new_width`` is that of the results.
+        duration_s: of a clip.
+        num_scenes: of a clip that is looked through for cuts; else 1.
+        results: names below the other folder.
+        is_copy: whether the result is the file, bit for bit.
+    """
+
+    file: str
+    width: int
+    height: int
+    duration_s: float | None = None
+    num_scenes: int = 1
+    new_width: int
+    new_height: int
+    results: Sequence[str]
+    is_copy: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class Preparation:
+    """What became of a folder, or would.
+
+    Attributes:
+        num_kept: items all of whose results were there.
+        spread_captions: items with a caption that went to several results.
+        problems: name of a file that could not be prepared to the reason.
+        not_taken: files that are neither image, clip nor the caption of one.
+    """
+
+    items: list[Prepared] = field(default_factory=list)
+    num_kept: int = 0
+    spread_captions: list[str] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+    not_taken: Sequence[str] = ()
+
+
+def prepare_folder(folder: Path, out: Path, steps: Steps, *, is_dry_run: bool = False) -> Preparation:
+    """Prepare each image and clip below a folder; a bad one is named in the result, and the rest goes on.
+
+    Args:
+        out: new, empty, or with results of the same command.
+        is_dry_run: everything is looked at, and nothing written.
+
+    Raises:
+        UserError: a folder cannot be used.
+        RunStoppedError: the disk is full.
+    """
+    listing = list_folder(folder, allow_outside=False)
+    media = [name for name in listing.files if is_image(name) or is_video(name)]
+    if not media:
+        raise UserError(f"{folder}: holds no image or clip")
+    if not any(map(is_video, media)) and (steps.split_scenes or steps.extract_frames):
+        logger.warning("%s: holds no clips, so that --split-scenes and --extract-frames do nothing", folder)
+    rows = _Rows(folder, out, steps)
+    if not is_dry_run:
+        rows.begin()
+    texts = CaptionFiles(listing, media)
+    used = {*media, *(text for name in media for text in texts.names_of(name))}
+    found = Preparation(
+        problems=_clashes(media, steps), not_taken=[name for name in listing.files if name not in used]
+    )
+    progress = ProgressLog("prepared %d of %d files", len(media), phase="reading")
+    for name in media:
+        if name not in found.problems:
+            try:
+                source = listing.use(name)
+                captions = {text[len(stem(name)) :]: listing.use(text) for text in texts.names_of(name)}
+                _prepare(name, source, captions, rows, found, is_dry_run=is_dry_run)
+            except UserError as error:
+                found.problems[name] = str(error).removeprefix(f"{folder / name}: ")
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                raise RunStoppedError(
+                    f"{out}: the disk is full; make room, and the same command goes on"
+                ) from error
+        progress.advance()
+    return found
+
+
+def _prepare(
+    name: str,
+    source: Path,
+    captions: Mapping[str, Path],
+    rows: "_Rows",
+    found: Preparation,
+    *,
+    is_dry_run: bool,
+) -> None:
+    """Prepare an image or clip, unless that is done; ``captions`` are the files by what follows the name."""
+    known = rows.known(name, source)
+    is_done = known is not None and all((rows.out / result).exists() for result in known.results)
+    if known is not None and is_done:
+        item, plan = known, None
+    else:
+        item, plan = _looked_at(name, source, rows.steps)
+    found.items.append(item)
+    found.num_kept += is_done
+    if captions and len(item.results) > 1:
+        found.spread_captions.append(name)
+    if is_dry_run:
+        return
+    if plan is not None:
+        rows.add(item, source)
+        _write(source, plan, item, rows)
+    for ending, text in captions.items():
+        for result in item.results:
+            _copy(text, rows.out / f"{stem(result)}{ending}")
+
+
+def _looked_at(name: str, source: Path, steps: Steps) -> tuple[Prepared, ClipPlan | Fit]:
+    """What becomes of an image or clip."""
+    if is_image(name):
+        size, fit = plan_image(source, steps)
+        is_copy = fit.is_whole(size)
+        result = name if is_copy else f"{stem(name)}{result_suffix(source)}"
+        item = Prepared(
+            file=name,
+            width=size[0],
+            height=size[1],
+            new_width=fit.size[0],
+            new_height=fit.size[1],
+            results=(result,),
+            is_copy=is_copy,
+        )
+        return item, fit
+    plan = plan_clip(source, steps)
+    is_copy = plan.is_whole and not steps.extract_frames
+    item = Prepared(
+        file=name,
+        width=plan.facts.width,
+        height=plan.facts.height,
+        duration_s=plan.facts.duration_s,
+        num_scenes=len(plan.scenes),
+        new_width=plan.fit.size[0],
+        new_height=plan.fit.size[1],
+        results=(name,) if is_copy else tuple(_flat(_results_of_clip(name, plan, steps))),
+        is_copy=is_copy,
+    )
+    return item, plan
+
+
+def _results_of_clip(name: str, plan: ClipPlan, steps: Steps) -> list[list[str]]:
+    """Names of the results of each scene."""
+    several = len(plan.scenes) > 1
+    starts = [
+        f"{stem(name)}{f'-{number:04d}' if several else ''}" for number in range(1, len(plan.scenes) + 1)
+    ]
+    if not steps.extract_frames:
+        return [[f"{start}.mp4"] for start in starts]
+    return [
+        [f"{start}-{number:04d}.png" for number in range(1, num_images(scene, steps) + 1)]
+        for start, scene in zip(starts, plan.scenes, strict=True)
+    ]
+
+
+def _write(source: Path, plan: ClipPlan | Fit, item: Prepared, rows: "_Rows") -> None:
+    """Write the results of an item that are not there."""
+    (rows.out / item.file).parent.mkdir(parents=True, exist_ok=True)
+    if item.is_copy:
+        _copy(source, rows.out / item.file)
+    elif isinstance(plan, Fit):
+        prepare_image(source, rows.out / item.results[0], plan)
+    else:
+        scenes = [
+            [rows.out / name for name in names] for names in _results_of_clip(item.file, plan, rows.steps)
+        ]
+        if rows.steps.extract_frames:
+            extract_frames(source, plan, scenes)
+        else:
+            split_clip(source, plan, list(_flat(scenes)))
+
+
+def _copy(source: Path, result: Path) -> None:
+    """Copy a file, unless it is there."""
+    if not result.exists():
+        with replacing(result) as temporary:
+            shutil.copyfile(source, temporary)
+
+
+def _flat(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
+    return (value for values in lists for value in values)
+
+
+def _clashes(media: Sequence[str], steps: Steps) -> dict[str, str]:
+    """Files whose results may get the name of another one's, with the reason."""
+    owners: dict[str, str] = {}
+    problems = {}
+    clips = {stem(name): name for name in media if is_video(name)}
+    for name in media:
+        result = stem(name) + (".mp4" if is_video(name) else result_suffix(Path(name)))
+        owner = owners.setdefault(result, name)
+        derived = _DERIVED.fullmatch(stem(name))
+        if owner != name:
+            problems[name] = f"would become {result}, as {owner} may; rename one of them"
+        elif derived and derived[1] in clips and (steps.split_scenes or steps.extract_frames):
+            problems[name] = f"has a name as results of {clips[derived[1]]} get; rename one of them"
+    return problems
+
+
+class _Rows:
+    """The file of records in the folder of the results.
+
+    Attributes:
+        out: the folder.
+    """
+
+    def __init__(self, folder: Path, out: Path, steps: Steps) -> None:
+        self.out, self.steps = out, steps
+        self._command = {"version": _VERSION, "folder": str(folder.resolve()), **asdict(steps)}
+        self._path = out / RECORDS
+        self._known: dict[str, dict[str, Any]] = {}
+        if out.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"--out {out}: is in {folder}, where it would become data; choose a folder elsewhere"
+            )
+        if out.exists() and not out.is_dir():
+            raise UserError(f"--out {out}: is a file; give a folder that is new or empty")
+        if self._path.exists():
+            self._read()
+        elif out.exists() and any(not path.name.startswith(".") for path in out.iterdir()):
+            raise UserError(f"--out {out}: holds other files; give a folder that is new or empty")
+
+    def _read(self) -> None:
+        """Read the rows; one that a kill has torn does not count."""
+        first, *rows = self._path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+        if _parsed(first) not in (self._command, {}):
+            raise UserError(
+                f"--out {self.out}: holds results of another folder or other flags ({first}); choose another "
+                "folder, or delete it"
+            )
+        self._known = {str(row["file"]): row for row in map(_parsed, rows) if "file" in row}
+
+    def begin(self) -> None:
+        """Make the folder and the file, or make them ready to go on."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        for path in self.out.rglob(".tmp-*"):
+            if is_unfinished(path.name):
+                path.unlink()
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        if not _parsed(text.partition("\n")[0]):
+            self._path.write_text(f"{json.dumps(self._command)}\n", encoding="utf-8")
+        elif not text.endswith("\n"):
+            self._append("")
+
+    def known(self, name: str, source: Path) -> Prepared | None:
+        """What was to become of a file, if that is the one that there was."""
+        row = self._known.get(name)
+        if row is None or row.get("source") != _identity(source):
+            return None
+        return Prepared(**{key: value for key, value in row.items() if key != "source"})
+
+    def add(self, item: Prepared, source: Path) -> None:
+        """Record what is to become of a file; results of what it was before are deleted."""
+        before = self._known.get(item.file, {})
+        if before.get("source") != _identity(source):
+            for name in before.get("results", ()):
+                if (path := usable_file(self.out, name)) is not None:
+                    path.unlink()
+        if before.get("source") != _identity(source) or before["results"] != list(item.results):
+            self._append(json.dumps({**asdict(item), "source": _identity(source)}, ensure_ascii=False))
+
+    def _append(self, line: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+def _identity(source: Path) -> list[int]:
+    status = source.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """The object in a line; empty where it holds none."""
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
