@@ -33,7 +33,7 @@ from diffsynth_lite.config.files import did_you_mean
 _EXAMPLES = {
     init: "my_pictures --preset likeness",
     caption: "my_pictures --model Qwen/Qwen3-VL-4B-Instruct",
-    prepare: "raw --out prepared --max-side 1536 --strip-bars",
+    prepare: "raw --out ready --split-scenes",
     doctor: "--config my.yaml",
     plan: "--config my.yaml --gpu 'RTX 4090' --host-gib 32",
     cache: "fill --config my.yaml",

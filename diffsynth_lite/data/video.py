@@ -373,7 +373,7 @@ def write_frames(
         rate: frames per second; the mean if it varies.
         time_base: seconds; None is 1 / ``rate``.
         audio: pieces of one form, one after the other.
-        crf: constant rate factor of x264: 18 is good, 14 cannot be told from the original.
+        crf: constant rate factor of x264: 18 is good, 14 looks like the original.
     """
     codec, options = _encoder()
     # "bitexact" leaves out the time of writing and the encoder's version: equal frames give equal bytes.

@@ -24,6 +24,7 @@ _CRF = 14
 _NUM_LOOKED_AT = 16
 """Frames in which black bars are looked for."""
 _AUDIO_PIECE_S = 60
+_LONG_FRAMES = 3000
 _SHARPNESS_SIDE = 512
 _MIDDLE = (0.25, 0.75)
 """The part of its share of a scene from which a frame is taken."""
@@ -180,7 +181,10 @@ def _sharpness(frame: VideoFrame) -> float:
 
 
 def _logged(frames: Iterable[VideoFrame], text: str, num_frames: int) -> Iterator[VideoFrame]:
-    """Log how far the decoding of a clip is."""
+    """Log how far the decoding of a long clip is."""
+    if num_frames < _LONG_FRAMES:
+        yield from frames
+        return
     log = ProgressLog(f"{text} %d of %d frames", num_frames, phase="reading")
     for frame in frames:
         yield frame

@@ -9,13 +9,13 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.data.captions import CaptionFiles
-from diffsynth_lite.data.folder import list_folder, usable_file
+from diffsynth_lite.data.folder import Folder, list_folder, usable_file
 from diffsynth_lite.data.records import is_image, is_video, stem
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, replacing
@@ -99,35 +99,28 @@ def prepare_folder(folder: Path, out: Path, steps: Steps, *, is_dry_run: bool = 
     found = Preparation(
         problems=_clashes(media, steps), not_taken=[name for name in listing.files if name not in used]
     )
-    progress = ProgressLog("prepared %d of %d files", len(media), phase="reading")
-    for name in media:
-        if name not in found.problems:
-            try:
-                source = listing.use(name)
-                captions = {text[len(stem(name)) :]: listing.use(text) for text in texts.names_of(name)}
-                _prepare(name, source, captions, rows, found, is_dry_run=is_dry_run)
-            except UserError as error:
-                found.problems[name] = str(error).removeprefix(f"{folder / name}: ")
-            except OSError as error:
-                if error.errno not in DISK_FULL:
-                    raise
-                raise RunStoppedError(
-                    f"{out}: the disk is full; make room, and the same command goes on"
-                ) from error
+    names = [name for name in media if name not in found.problems]
+    progress = ProgressLog("prepared %d of %d files", len(names), phase="reading")
+    for name in names:
+        try:
+            _prepare(name, listing, texts, rows, found, is_dry_run=is_dry_run)
+        except UserError as error:
+            found.problems[name] = str(error).removeprefix(f"{folder / name}: ")
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                reason = "the disk is full; make room, and the same command goes on"
+                raise RunStoppedError(f"{out}: {reason}") from error
+            raise
         progress.advance()
     return found
 
 
 def _prepare(
-    name: str,
-    source: Path,
-    captions: Mapping[str, Path],
-    rows: "_Rows",
-    found: Preparation,
-    *,
-    is_dry_run: bool,
+    name: str, listing: Folder, texts: CaptionFiles, rows: "_Rows", found: Preparation, *, is_dry_run: bool
 ) -> None:
-    """Prepare an image or clip, unless that is done; ``captions`` are the files by what follows the name."""
+    """Prepare an image or clip, unless that is done, and copy its captions."""
+    source = listing.use(name)
+    captions = {text.removeprefix(stem(name)): listing.use(text) for text in texts.names_of(name)}
     known = rows.known(name, source)
     is_done = known is not None and all((rows.out / result).exists() for result in known.results)
     if known is not None and is_done:
