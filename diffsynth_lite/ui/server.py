@@ -56,7 +56,7 @@ def build(
 def _reason(request: Request, error: Exception) -> Response:
     """The answer where a file or folder of the person cannot be read or written."""
     if isinstance(error, OSError) and error.strerror:
-        return refused(f"{error.filename}: {error.strerror}")
+        return refused(f"{error.filename or 'The disk'}: {error.strerror}")
     return refused(str(error))
 
 

@@ -4,17 +4,18 @@ A change is written down before it is made, so that one that a crash cut short c
 back goes by content: only what is still as the change left it becomes what it was.
 """
 
-import json
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from diffsynth_lite.captioning.contents import Item, read_caption, table_of
 from diffsynth_lite.captioning.report import CaptionReport, is_by_model
@@ -22,15 +23,15 @@ from diffsynth_lite.data.captions import CaptionFiles, clean_caption
 from diffsynth_lite.data.folder import Folder, list_folder
 from diffsynth_lite.data.records import is_image, is_video, stem
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import parse_json, write_text
+from diffsynth_lite.files import write_text
 from diffsynth_lite.ui.data_sets.items import home_of
+from diffsynth_lite.workspace import Workspace
 
 _MOST_KEPT = 100
 """Changes of a data set that can be taken back."""
 _WRITERS = 8
-_TRASH_NAME = re.compile(r"\d{8}-\d{6}(-\d+)?")
-_LONGEST_PAUSE_S = 60.0
-"""Between two edits of a caption that are taken back as one."""
+_PAUSE_S = 60.0
+"""The longest between two edits of a caption that are taken back as one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,31 +40,40 @@ class CaptionChange:
 
     Attributes:
         file: name of the item.
-        was: its caption as it was shown; where it is another one by now, nothing is written.
-        caption: the new one; an empty one removes the file.
+        before: its caption as it was shown; where it is another one by now, nothing is written.
+        after: the new one; an empty one removes the file. None is what a model writes.
     """
 
     file: str
-    was: str
-    caption: str
+    before: str
+    after: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """A change that can be taken back: captions, or ``count`` items in ``trash/NAME/TIME/``."""
+
+    captions: Sequence[CaptionChange] = ()
+    trash: Annotated[str, Field(pattern=r"^(\d{8}-\d{6}(-\d+)?)?$")] = ""
+    count: int = 0
+
+
+_AS_JSON = TypeAdapter(_Kept)
 
 
 class DataSetEditor:
     """Changes one data set.
 
-    Args:
-        name: of the data set.
-        folders: folders of all data sets, by name.
-        trash: folder that gets ``NAME/TIME/`` for what is removed from a data set.
-        history: folder in which the changes are kept, a file each, the newest with the highest number.
+    What is removed goes to ``trash/NAME/TIME/`` of the workspace; each change is kept in a file, the newest
+    with the highest number.
     """
 
-    def __init__(self, name: str, folders: Mapping[str, Path], *, trash: Path, history: Path) -> None:
-        self._folders = {each: path.resolve() for each, path in folders.items()}
+    def __init__(self, name: str, workspace: Workspace) -> None:
+        self._folders = {each: path.resolve() for each, path in workspace.data_sets.items()}
         self._name = name
         self._folder = self._folders[name]
-        self._trash = trash
-        self._history = history
+        self._trash = workspace.trash_folder
+        self._history = workspace.settings_file.parent / "undo" / name
 
     def write(self, changes: Sequence[CaptionChange]) -> dict[str, str]:
         """Write captions.
@@ -78,15 +88,15 @@ class DataSetEditor:
         stale: dict[str, str] = {}
         wanted: dict[str, CaptionChange] = {}
         for change in changes:
-            name = _caption_file(folder, texts, change.file)
-            caption = clean_caption(change.caption) if change.caption.strip() else ""
-            if (now := read_caption(folder, name)) != change.was.strip():
+            name, given = _caption_file(folder, texts, change.file), change.after or ""
+            caption = clean_caption(given) if given.strip() else ""
+            if (now := read_caption(folder, name)) != change.before.strip():
                 stale[change.file] = now
             elif caption != now:
-                wanted[name] = CaptionChange(file=change.file, was=now, caption=caption)
+                wanted[name] = CaptionChange(file=change.file, before=now, after=caption)
         if wanted:
             self._remember_captions(list(wanted.values()))
-        _put({folder.path / name: change.caption for name, change in wanted.items()})
+        _put({folder.path / name: change.after or "" for name, change in wanted.items()})
         return stale
 
     def move_to_trash(self, items: Sequence[Item]) -> str:
@@ -108,7 +118,7 @@ class DataSetEditor:
                 paths += [self._folder / name for name in texts.names_of(item.file)]
                 paths += [path for _, path in item.companions]
         place = self._new_place()
-        self._remember({"trash": place, "count": len(names)})
+        self._remember(_Kept(trash=place, count=len(names)))
         for path in dict.fromkeys(paths):
             home = home_of(path, self._folders)
             if home is not None and (path.exists() or path.is_symlink()):
@@ -124,8 +134,8 @@ class DataSetEditor:
         Args:
             captions: by item.
         """
-        kept = [{"file": file, "before": caption, "after": None} for file, caption in captions.items()]
-        path = self._remember({"captions": kept}) if kept else None
+        kept = [CaptionChange(file=file, before=caption, after=None) for file, caption in captions.items()]
+        path = self._remember(_Kept(captions=kept)) if kept else None
         try:
             yield
         except (UserError, OSError):
@@ -136,35 +146,34 @@ class DataSetEditor:
     def undo(self) -> str:
         """Take the last change back, as far as nobody has changed the same since; returns what was done."""
         readable = ((path, entry) for path in self._kept() if (entry := _entry(path)) is not None)
-        if (newest := next(readable, None)) is None:
+        path, entry = next(readable, (None, None))
+        if path is None or entry is None:
             return "Nothing to undo."
-        path, entry = newest
-        said = self._restore(entry) if "trash" in entry else self._rewrite(entry["captions"])
+        said = self._restore(entry) if entry.trash else self._rewrite(entry.captions)
         path.unlink(missing_ok=True)
         return said
 
-    def _rewrite(self, changes: Sequence[Mapping[str, Any]]) -> str:
+    def _rewrite(self, changes: Sequence[CaptionChange]) -> str:
         folder, texts = self._listed()
         rows = CaptionReport(self._folder).rows()
         old: dict[Path, str] = {}
         for change in changes:
             # One that was removed meanwhile has no caption to take back.
-            if change["file"] not in folder.files or len(texts.names_of(change["file"])) > 1:
+            if change.file not in folder.files or len(texts.names_of(change.file)) > 1:
                 continue
-            name = _caption_file(folder, texts, change["file"])
-            now, after = read_caption(folder, name), change["after"]
-            if now == after or (after is None and is_by_model(rows.get(change["file"]), now)):
-                old[folder.path / name] = change["before"]
+            name = _caption_file(folder, texts, change.file)
+            now = read_caption(folder, name)
+            if now == change.after or (change.after is None and is_by_model(rows.get(change.file), now)):
+                old[folder.path / name] = change.before
         _put(old)
         later = len(changes) - len(old)
         kept = f" {_count(later, 'caption')} changed since and left alone." if later else ""
         return f"{_count(len(old), 'caption')} as before.{kept}"
 
-    def _restore(self, entry: Mapping[str, Any]) -> str:
-        place = entry["trash"]
+    def _restore(self, entry: _Kept) -> str:
         in_the_way = 0
         for name, home in self._folders.items():
-            root = self._trash / name / place
+            root = self._trash / name / entry.trash
             for path in sorted(each for each in root.rglob("*") if each.is_symlink() or each.is_file()):
                 target = home / path.relative_to(root)
                 if target.exists():
@@ -175,7 +184,7 @@ class DataSetEditor:
             if not in_the_way:
                 shutil.rmtree(root, ignore_errors=True)
         kept = f" {_count(in_the_way, 'file')} left in the trash: there are new ones of these names."
-        return f"{_count(entry['count'], 'item')} back from the trash.{kept if in_the_way else ''}"
+        return f"{_count(entry.count, 'item')} back from the trash.{kept if in_the_way else ''}"
 
     def _listed(self) -> tuple[Folder, CaptionFiles]:
         folder = list_folder(self._folder, allow_outside=False)
@@ -190,17 +199,16 @@ class DataSetEditor:
 
     def _remember_captions(self, changes: Sequence[CaptionChange]) -> None:
         """Keep a change; typing on in one caption makes one change of all its pauses."""
-        kept = [{"file": each.file, "before": each.was, "after": each.caption} for each in changes]
         newest = next(self._kept(), None)
-        if newest is not None and len(kept) == 1 and _age(newest) < _LONGEST_PAUSE_S:
-            last = (_entry(newest) or {}).get("captions", ())
-            if len(last) == 1 and (last[0]["file"], last[0]["after"]) == (kept[0]["file"], kept[0]["before"]):
-                kept[0]["before"] = last[0]["before"]
-                _write_entry(newest, {"captions": kept})
+        # A clock may have been set back.
+        if newest is not None and len(changes) == 1 and abs(time.time() - newest.stat().st_mtime) < _PAUSE_S:
+            last, (change,) = (_entry(newest) or _Kept()).captions, changes
+            if [(each.file, each.after) for each in last] == [(change.file, change.before)]:
+                _write_entry(newest, _Kept(captions=[replace(change, before=last[0].before)]))
                 return
-        self._remember({"captions": kept})
+        self._remember(_Kept(captions=changes))
 
-    def _remember(self, entry: Mapping[str, Any]) -> Path:
+    def _remember(self, entry: _Kept) -> Path:
         self._history.mkdir(parents=True, exist_ok=True)
         kept = list(self._kept())
         number = int(kept[0].stem) + 1 if kept else 1
@@ -226,30 +234,18 @@ def _caption_file(folder: Folder, texts: CaptionFiles, item: str) -> str:
     return names[0] if names else f"{stem(item)}.txt"
 
 
-def _entry(path: Path) -> dict[str, Any] | None:
+def _entry(path: Path) -> _Kept | None:
     """A change that was kept; None where its file is damaged, which must not be in the way of the others."""
     try:
-        entry = parse_json(path.read_bytes())
-        if "trash" in entry:
-            is_whole = bool(_TRASH_NAME.fullmatch(entry["trash"])) and isinstance(entry["count"], int)
-        else:
-            changes = entry["captions"]
-            texts = [change[key] for change in changes for key in ("file", "before")]
-            texts += [change["after"] for change in changes if change["after"] is not None]
-            is_whole = isinstance(changes, list) and all(isinstance(text, str) for text in texts)
-    except (OSError, ValueError, TypeError, LookupError):
+        entry = _AS_JSON.validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
-    return entry if is_whole and isinstance(entry, dict) else None
+    return entry if entry.captions or (entry.trash and entry.count) else None
 
 
-def _age(path: Path) -> float:
-    """Seconds since a file was written, or until then where the clock was set back."""
-    return abs(time.time() - path.stat().st_mtime)
-
-
-def _write_entry(path: Path, entry: Mapping[str, Any]) -> None:
+def _write_entry(path: Path, entry: _Kept) -> None:
     # Not `write_json`: it masks what looks like a secret, and a caption must come back as it was.
-    write_text(path, json.dumps(entry, ensure_ascii=False))
+    write_text(path, _AS_JSON.dump_json(entry).decode())
 
 
 def _put(captions: Mapping[Path, str]) -> None:

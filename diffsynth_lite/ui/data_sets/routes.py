@@ -144,8 +144,6 @@ class _DataSetScreen:
             num_bytes = int(request.headers.get("content-length", 0))
             added = await receive(request.stream(), _folder(request), name, num_bytes=num_bytes)
             return JSONResponse(added)
-        except (UserError, OSError) as error:
-            return _refused(error)
         except ClientDisconnect:
             return Response(status_code=400)
 
@@ -153,15 +151,19 @@ class _DataSetScreen:
         """Write captions: {"changes": [{"file", "was", "caption"}]}; returns those that changed meanwhile."""
         given = await read_json(request)
         wanted = [
-            CaptionChange(**{key: str(change.get(key, "")) for key in ("file", "was", "caption")})
-            for change in _list(given, "changes")
-            if isinstance(change, dict)
+            CaptionChange(
+                file=str(each.get("file")),
+                before=str(each.get("was", "")),
+                after=str(each.get("caption", "")),
+            )
+            for each in _list(given, "changes")
+            if isinstance(each, dict)
         ]
 
         def write() -> dict[str, Any]:
             stale = _editor(request).write(wanted)
             rows = CaptionReport(_folder(request)).rows()
-            now = {change.file: stale.get(change.file, change.caption) for change in wanted}
+            now = {change.file: stale.get(change.file, change.after or "") for change in wanted}
             by = {file: row.model for file in now if is_by_model(row := rows.get(file), now[file]) and row}
             return {"stale": stale, "by": by}
 
@@ -194,10 +196,7 @@ class _DataSetScreen:
         return await self._change(lambda: {"said": _editor(request).undo()})
 
     async def _change(self, work: Callable[[], dict[str, Any]]) -> Response:
-        try:
-            return JSONResponse(await to_thread.run_sync(work, limiter=self._changes))
-        except (UserError, OSError) as error:
-            return _refused(error)
+        return JSONResponse(await to_thread.run_sync(work, limiter=self._changes))
 
 
 class _Shown:
@@ -290,12 +289,6 @@ def _captioned(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _refused(error: UserError | OSError) -> Response:
-    if isinstance(error, UserError):
-        return refused(str(error))
-    return refused(f"{error.filename or 'The disk'}: {error.strerror}")
-
-
 def _folder(request: Request) -> Path:
     """Folder of the data set in the address."""
     folders: dict[str, Path] = request.app.state.workspace.data_sets
@@ -305,15 +298,8 @@ def _folder(request: Request) -> Path:
 
 
 def _editor(request: Request) -> DataSetEditor:
-    workspace: Workspace = request.app.state.workspace
-    name = request.path_params["name"]
     _folder(request)
-    return DataSetEditor(
-        name,
-        workspace.data_sets,
-        trash=workspace.trash_folder,
-        history=workspace.settings_file.parent / "undo" / name,
-    )
+    return DataSetEditor(request.path_params["name"], request.app.state.workspace)
 
 
 def _media_file(request: Request) -> Path:
