@@ -80,11 +80,6 @@ class Job:
         is_run = self.command == "train"
         return RunFolder(folder).status_file if is_run else CaptionReport(folder).status_file
 
-    def is_at_work(self) -> bool:
-        """Whether its folder has it that the command runs."""
-        folder = Path(self.folder)
-        return is_running(folder) if self.command == "train" else captions_in(folder) is not None
-
 
 class Jobs:
     """The processes that this screen, or one before it, started in a workspace."""
@@ -163,11 +158,7 @@ class Jobs:
                 f"output.dir: {folder}: is not seen here; give one in runs/, such as runs/{folder.name}"
             )
         with self._lock:
-            earlier = self.of(folder, command)
-            is_captioned = captions_in(folder) is not None or (
-                earlier is not None and self._is_alive(earlier)
-            )
-            if command == "caption" and is_captioned:
+            if command == "caption" and self._captions(folder):
                 raise UserError(f"captions of {folder.name} are being written already; stop that first")
             if _uses_device(arguments):
                 self._require_device()
@@ -189,7 +180,7 @@ class Jobs:
                 child = _spawn(job, log.fileno())
             self._children[job.name] = child
             job = replace(job, process=Process.of(child.pid).as_text())
-            self._write(job)
+            write_json(self._file(job.name), asdict(job))
         return job
 
     def ask(self, folder: Path, what: str) -> None:
@@ -244,18 +235,30 @@ class Jobs:
 
     def _require_device(self) -> None:
         """Raise a ``UserError`` where something has the device of this machine, also one of a terminal."""
-        end = time.monotonic() + _LAST_SECONDS
         for name, job in self.all().items():
-            while _uses_device(job.arguments) and self._is_alive(job):
-                if self.state(job) == "starting" or job.is_at_work() or time.monotonic() > end:
-                    raise _busy(name if job.command == "train" else Path(job.folder).name, job.command)
-                time.sleep(_PAUSE_S)  # Its work has ended; a process takes a moment to do so.
+            if _uses_device(job.arguments) and self._works(job):
+                raise _busy(name if job.command == "train" else Path(job.folder).name, job.command)
         for name, folder in self._workspace.runs.items():
             if RunFolder(folder).trains_here():
                 raise _busy(name, "train")
         for name, folder in self._workspace.data_sets.items():
             if (status := captions_in(folder)) is not None and _uses_device(status.arguments):
                 raise _busy(name, "caption")
+
+    def _captions(self, folder: Path) -> bool:
+        job = self.of(folder, "caption")
+        return captions_in(folder) is not None or (job is not None and self._works(job))
+
+    def _works(self, job: Job) -> bool:
+        """Whether a process works. Where its work has ended, its end is waited for, which takes a moment."""
+        end = time.monotonic() + _LAST_SECONDS
+        folder, is_run = Path(job.folder), job.command == "train"
+        while self._is_alive(job):
+            is_at_work = is_running(folder) if is_run else captions_in(folder) is not None
+            if self.state(job) == "starting" or is_at_work or time.monotonic() > end:
+                return True
+            time.sleep(_PAUSE_S)
+        return False
 
     def _name_for(self, folder: Path, command: Command = "train") -> str:
         """The name of the files of processes for a folder: its own, with a number if another has it."""
@@ -277,9 +280,8 @@ class Jobs:
         if job.exit_code is None and process is not None and process.is_here() and process.is_alive():
             return True
         with self._lock:
-            child = self._children.pop(job.name, None)
-        if child is not None:
-            self._note(job, exit_code=child.wait())
+            if (child := self._children.pop(job.name, None)) is not None:
+                self._note(job, exit_code=child.wait())
         return False
 
     def _file(self, name: str) -> Path:
@@ -293,10 +295,7 @@ class Jobs:
         with self._lock:
             latest = self._read(self._file(job.name))
             if latest is not None and latest.process == job.process:
-                self._write(replace(latest, **values))
-
-    def _write(self, job: Job) -> None:
-        write_json(self._file(job.name), asdict(job))
+                write_json(self._file(job.name), asdict(replace(latest, **values)))
 
     def _read(self, file: Path) -> Job | None:
         try:

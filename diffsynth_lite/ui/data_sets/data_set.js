@@ -20,6 +20,7 @@ const dataSet = (() => {
     equal: (item) => found?.[item.file]?.equal,
     small: (item) => found?.[item.file]?.is_small,
   };
+  const shownKind = () => document.querySelector("[name=show]:checked").value;
   const digits = (number) => number.toLocaleString("en");
   const plural = (number, word) => `${digits(number)} ${word}${number === 1 ? "" : "s"}`;
   const few = (names) => names.slice(0, 3).join("; ") + (names.length > 3 ? `; and ${names.length - 3} more` : "");
@@ -34,26 +35,23 @@ const dataSet = (() => {
 
   function make(item) {
     const cell = byId("item").content.firstElementChild.cloneNode(true);
-    const [tick, text] = [cell.querySelector("input"), cell.querySelector("textarea")];
+    const part = (selector) => cell.querySelector(selector);
+    for (const [one, name] of [[part("input"), "Choose"], [part("textarea"), "Caption of"], [part(".play"), "Play"]]) {
+      one.setAttribute("aria-label", `${name} ${item.file}`);
+    }
     cell.setAttribute("aria-label", item.file);
     cell.dataset.file = item.file;
-    if (item.version) cell.querySelector("img").src = thumbnail(item);
-    cell.querySelector(".foot .clip").textContent = item.file;
-    cell.querySelector(".foot .clip").title = item.file;
-    tick.setAttribute("aria-label", `Choose ${item.file}`);
-    text.setAttribute("aria-label", `Caption of ${item.file}`);
-    text.readOnly = Boolean(item.locked);
-    const play = cell.querySelector(".play");
-    play.hidden = !item.is_clip;
-    play.setAttribute("aria-label", `Play ${item.file}`);
-    const list = cell.querySelector(".companions");
-    list.hidden = !item.companions;
-    for (const each of item.companions ?? []) {
-      const line = document.createElement("li");
+    if (item.version) part("img").src = thumbnail(item);
+    part(".play").hidden = !item.is_clip;
+    part("textarea").readOnly = Boolean(item.locked);
+    Object.assign(part(".foot .clip"), { textContent: item.file, title: item.file });
+    part(".companions").hidden = !item.companions;
+    part(".companions").append(...(item.companions ?? []).map((each) => {
+      const line = element("li");
       if (each.set) line.append(element("img", { loading: "lazy", alt: "", src: thumbnail(each, each.set) }));
       line.append(element("span", { textContent: `${each.what}: ${each.where}` }));
-      list.append(line);
-    }
+      return line;
+    }));
     cells.set(item.file, cell);
     refresh(item);
     return cell;
@@ -86,6 +84,11 @@ const dataSet = (() => {
     cell.querySelector("input").checked = chosen.has(item.file);
   }
 
+  function refreshAll() {
+    items.forEach(refresh);
+    summarize();
+  }
+
   // The page.
 
   function render() {
@@ -103,8 +106,7 @@ const dataSet = (() => {
   }
 
   function filter() {
-    const kind = document.querySelector("[name=show]:checked").value;
-    shown = items.filter(kinds[kind]);
+    shown = items.filter(kinds[shownKind()]);
     first = 0;
     render();
   }
@@ -116,8 +118,8 @@ const dataSet = (() => {
   }
 
   function summarize() {
-    const clips = items.filter((item) => item.is_clip).length;
-    const images = items.length - clips;
+    const counts = Object.fromEntries(Object.entries(kinds).map(([kind, has]) => [kind, items.filter(has).length]));
+    const clips = items.filter((item) => item.is_clip).length, images = items.length - clips;
     const parts = [images && plural(images, "image"), clips && plural(clips, "clip")].filter(Boolean).join(" and ");
     const isEditable = items.some((item) => !item.locked);
     const captioned = digits(items.filter((item) => item.caption).length);
@@ -125,12 +127,10 @@ const dataSet = (() => {
     byId("count").textContent = parts ? `${parts}, ${captioned} with a caption.${saved}` : "Nothing here yet.";
     byId("change").hidden = !isEditable;
     for (const count of document.querySelectorAll("[data-count]")) {
-      const kind = count.dataset.count;
-      const isKnown = found || !["equal", "small"].includes(kind);
-      count.textContent = isKnown ? digits(items.filter(kinds[kind]).length) : "...";
+      const kind = count.dataset.count, isKnown = found || !["equal", "small"].includes(kind);
+      count.textContent = isKnown ? digits(counts[kind]) : "...";
+      count.parentElement.hidden = kind === "model" && !counts.model && shownKind() !== kind;
     }
-    const byModel = document.querySelector("[name=show][value=model]");
-    byModel.parentElement.hidden = !kinds.model.any && !byModel.checked;
     byId("selection").hidden = chosen.size === 0;
     byId("num-chosen").textContent = `${digits(chosen.size)} chosen`;
     byId("problems").hidden = problems.length === 0;
@@ -185,9 +185,7 @@ const dataSet = (() => {
       filter();
       examine();
     } else {
-      items.forEach(refresh);
-      select(current);
-      summarize();
+      refreshAll();
     }
     document.dispatchEvent(new CustomEvent("items", { detail: given.captioning }));
   }
@@ -201,9 +199,8 @@ const dataSet = (() => {
     const answer = items.length ? await fetch(`${base}findings${asSeenBy}`).catch(() => null) : null;
     if (!answer?.ok) return;
     found = await answer.json();
-    items.forEach(refresh);
     select(current);
-    summarize();
+    refreshAll();
   }
 
   // Captions.
@@ -229,8 +226,8 @@ const dataSet = (() => {
 
   async function apply(changes) {
     const late = await send(changes).catch(() => null);
-    if (late) for (const { item } of changes) { item.typed = undefined; refresh(item); }
-    summarize();
+    if (late) for (const { item } of changes) item.typed = undefined;
+    refreshAll();
     return late && changes.length - late.length;
   }
 
@@ -306,23 +303,20 @@ const dataSet = (() => {
 
   // The new caption as pieces [tag, text], where tag is "del", "ins" or ""; null where nothing changes.
   function changed(caption) {
-    const kind = operation(), text = byId(kind === "replace" ? "find" : kind).value;
+    const kind = operation(), text = byId(kind === "replace" ? "find" : kind).value, trigger = text.trim();
     if (kind === "replace") {
-      if (!text || !caption.includes(text)) return null;
       const pair = [["del", text], ["ins", byId("with").value]];
-      return caption.split(text).flatMap((part, place) => [...(place ? pair : []), ["", part]]);
+      const parts = text ? caption.split(text) : [caption];
+      return parts.length > 1 ? parts.flatMap((part, place) => [...(place ? pair : []), ["", part]]) : null;
     }
-    const has = kind === "trigger"
-      ? new RegExp(`(?<![\\p{L}\\p{N}_])${escaped(text.trim())}(?![\\p{L}\\p{N}_])`, "iu").test(caption)
-      : caption.startsWith(text);
-    if (!text.trim() || has) return null;
-    const front = kind === "prefix" ? text : caption ? `${text.trim()}, ` : text.trim();
-    return [["ins", front], ["", caption]];
+    const word = new RegExp(`(?<![\\p{L}\\p{N}_])${escaped(trigger)}(?![\\p{L}\\p{N}_])`, "iu");
+    if (!trigger || (kind === "trigger" ? word.test(caption) : caption.startsWith(text))) return null;
+    return [["ins", kind === "prefix" ? text : caption ? `${trigger}, ` : trigger], ["", caption]];
   }
 
-  const wanted = () => shown.flatMap((item) => {
-    const pieces = item.locked ? null : changed(item.caption);
-    const caption = pieces?.map(([tag, text]) => (tag === "del" ? "" : text)).join("");
+  const wanted = () => shown.filter((item) => !item.locked).flatMap((item) => {
+    const pieces = changed(item.caption);
+    const caption = pieces?.filter(([tag]) => tag !== "del").map(([, text]) => text).join("");
     return pieces ? [{ item, pieces, caption }] : [];
   });
 
@@ -363,8 +357,7 @@ const dataSet = (() => {
     byId(id).addEventListener("click", () => {
       chosen.clear();
       for (const item of picked()) chosen.add(item.file);
-      items.forEach(refresh);
-      summarize();
+      refreshAll();
     });
   }
   byId("trash").addEventListener("click", async () => {
