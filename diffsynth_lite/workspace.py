@@ -6,7 +6,6 @@ A name that a browser sends is looked up among the names that are there; no path
 import os
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from diffsynth_lite.errors import UserError
@@ -17,41 +16,26 @@ _FOLDERS = ("data", "configs", "runs", ".ui")
 _PRIVATE = 0o700
 
 
-@dataclass(frozen=True)
 class Workspace:
-    """A folder with ``data``, ``configs`` and ``runs``; what it holds is read at each access."""
+    """A folder with ``data``, ``configs`` and ``runs``; what it holds is read at each access.
 
-    path: Path
+    Attributes:
+        data_folder: where new data sets are made.
+        configs_folder: where configs are written.
+        runs_folder: where runs that the screen starts have their folders.
+        trash_folder: where files go that were removed from a data set.
+        logs_folder: of the processes that the screen started.
+        settings_file: has the folders elsewhere that were added to this workspace.
+    """
 
-    @property
-    def data_folder(self) -> Path:
-        """Where new data sets are made."""
-        return self.path / "data"
-
-    @property
-    def configs_folder(self) -> Path:
-        """Where configs are written."""
-        return self.path / "configs"
-
-    @property
-    def runs_folder(self) -> Path:
-        """Where runs that the screen starts have their folders."""
-        return self.path / "runs"
-
-    @property
-    def trash_folder(self) -> Path:
-        """Where files go that were removed from a data set."""
-        return self.path / "trash"
-
-    @property
-    def logs_folder(self) -> Path:
-        """Logs of the processes that the screen started."""
-        return self.path / ".ui" / "logs"
-
-    @property
-    def settings_file(self) -> Path:
-        """Folders elsewhere that were added to this workspace."""
-        return self.path / ".ui" / "settings.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data_folder = path / "data"
+        self.configs_folder = path / "configs"
+        self.runs_folder = path / "runs"
+        self.trash_folder = path / "trash"
+        self.logs_folder = path / ".ui" / "logs"
+        self.settings_file = path / ".ui" / "settings.json"
 
     @property
     def data_sets(self) -> dict[str, Path]:
@@ -77,16 +61,15 @@ class Workspace:
             kind: "data" for a folder of images and clips; "runs" for a run folder, or one that holds some.
 
         Raises:
-            UserError: there is no such folder, or it is none of this kind.
+            UserError: there is no such kind or folder, or it is none of this kind.
         """
+        if kind not in ("data", "runs"):
+            raise UserError(f"kind: {kind}: give data or runs")
         try:
             folder = folder.expanduser()
             is_there = folder.is_absolute() and folder.is_dir()
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ):  # a name that is too long, a user who is not there, a zero
+        # A name that is too long, a user who is not there, a zero.
+        except (OSError, RuntimeError, ValueError):
             is_there = False
         if not is_there:
             raise UserError(f"{str(folder)[:200]}: is not a folder on this machine; give its whole path")

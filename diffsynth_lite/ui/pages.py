@@ -3,27 +3,55 @@
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any
+from typing import Any, TypeAlias
 
+from anyio import CapacityLimiter, to_thread
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from diffsynth_lite.doctor.machine import ask_driver
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.report.page import FILTERS
+from diffsynth_lite.report.server import Answer
 from diffsynth_lite.workspace import Workspace
 
-_STATIC_FOLDERS = ("ui/static", "ui/home", "ui/runs", "ui/data_sets", "ui/configs", "report", "report/vendor")
+_STATIC_FOLDERS = ("ui/static", "ui/runs", "ui/data_sets", "ui/configs", "report", "report/vendor")
 _STATIC_KINDS = {".css": "text/css", ".js": "text/javascript"}
 _MAX_JSON_BYTES = 32 << 20
 _DRIVER_EVERY_S = 5.0
 _GIB_IN_MIB = 1024
+
+Work: TypeAlias = Callable[[Request, dict[str, Any]], dict[str, Any]]
+"""Takes a request and the JSON object in it, and returns that of the answer."""
+
+
+def change_route(path: str, work: Work, *, limiter: CapacityLimiter | None = None) -> Route:
+    """The route of a change that is asked for in JSON.
+
+    Args:
+        work: done in a thread.
+        limiter: of such threads.
+    """
+
+    async def change(request: Request) -> Response:
+        given = await read_json(request)
+        return JSONResponse(await to_thread.run_sync(work, request, given, limiter=limiter))
+
+    return Route(path, change, methods=["POST"])
+
+
+def workspace_of(request: Request) -> Workspace:
+    """The workspace that the server shows."""
+    workspace: Workspace = request.app.state.workspace
+    return workspace
 
 
 def page(request: Request, template: str, *, is_edited: bool = False, **values: Any) -> Response:
@@ -48,7 +76,7 @@ def navigation(request: Request) -> Markup:
 
 def _shell(request: Request) -> dict[str, Any]:
     """The values of the navigation."""
-    workspace: Workspace = request.app.state.workspace
+    workspace = workspace_of(request)
     counts = {"data_sets": workspace.data_sets, "configs": workspace.configs, "runs": workspace.runs}
     return {
         "workspace": workspace,
@@ -60,10 +88,22 @@ def _shell(request: Request) -> dict[str, Any]:
 
 def answer(request: Request, content: bytes, media_type: str) -> Response:
     """A content with its tag; without content where the browser has it already."""
-    tag = f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"'
+    tag = f'"{digest(content)}"'
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers={"etag": tag})
     return Response(content, media_type=media_type, headers={"etag": tag})
+
+
+def digest(content: bytes) -> str:
+    """What changes with a content."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def report_answer(request: Request, found: Answer | None) -> Response:
+    """An answer of the pages of runs; 404 for none."""
+    if found is None:
+        raise HTTPException(404)
+    return answer(request, found.content, found.kind)
 
 
 def static_file(request: Request) -> Response:
@@ -96,10 +136,10 @@ async def read_json(request: Request) -> dict[str, Any]:
     return given
 
 
-def refused(text: str, **more: Any) -> JSONResponse:
+def refused(text: str) -> JSONResponse:
     """The answer to a change that was not made, with the reason for the person."""
     # Half a character, as JSON may hold it, cannot be sent.
-    return JSONResponse({"error": redacted(text).encode(errors="replace").decode(), **more}, 422)
+    return JSONResponse({"error": redacted(text).encode(errors="replace").decode()}, 422)
 
 
 def device() -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,7 +18,7 @@ from diffsynth_lite.ui.data_sets import routes as data_sets
 from diffsynth_lite.ui.guard import LOOPBACK, Guard
 from diffsynth_lite.ui.home import routes as home
 from diffsynth_lite.ui.jobs import Jobs
-from diffsynth_lite.ui.pages import answer, refused, static_file
+from diffsynth_lite.ui.pages import refused, report_answer, static_file
 from diffsynth_lite.ui.runs import routes as runs
 from diffsynth_lite.workspace import Workspace
 
@@ -65,10 +64,7 @@ def build_report(pages: RunPages) -> Guard:
 
     def show(request: Request) -> Response:
         # As it was sent: a name may hold a slash, or bytes that are no text.
-        found = pages.answer(request.scope["raw_path"].decode("latin-1"))
-        if found is None:
-            raise HTTPException(404)
-        return answer(request, found.content, found.kind)
+        return report_answer(request, pages.answer(request.scope["raw_path"].decode("latin-1")))
 
     routes = [Route("/static/{name}", static_file), Route("/{path:path}", show)]
     return Guard(Starlette(routes=routes), token=None)

@@ -1,7 +1,7 @@
 """New run and the config screen: the form is a view of a file's text, and changes nothing else in it."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,8 @@ def test_the_table_has_every_recipe_but_those_of_the_mini_models() -> None:
 
 def test_new_run_writes_a_config_on_top_of_the_recipe_for_the_card(screen: Screen, data: Path) -> None:
     assert 'aria-label="qwen_lora.yaml Qwen-Image"' in screen.get("/new").text
-    assert screen.get("/configs/fits?gpu=RTX 4090").json()["qwen_lora.yaml"]["symbol"] == "quarter"
+    rows = screen.get("/new?gpu=RTX 4090").text.split("<tr ")[1:]
+    assert 'href="#i-quarter"' in next(row for row in rows if 'value="qwen_lora.yaml"' in row)
     assert screen.post("/configs", CHOICES).json() == {"go": "/configs/mug_1/"}
     path = screen.workspace.configs["mug_1"]
     assert [file.path.name for file in read_config_files(path)] == [
@@ -150,32 +151,34 @@ def test_a_copy_takes_no_name_of_a_run_and_follows_no_link(
 
 
 def test_a_field_is_a_view_of_the_text_and_changes_its_setting_only(screen: Screen, draft: Path) -> None:
-    def change(**given: Any) -> dict[str, Any]:
-        return screen.post("/configs/mine/change", {"hash": state["hash"]} | given).json()
+    def change(**given: Any) -> Any:
+        known = re.search(r'data-hash="(\w+)"', screen.get("/configs/mine/").text)
+        assert known is not None
+        return screen.post("/configs/mine/change", {"hash": known[1]} | given).json()
 
-    state = screen.get("/configs/mine/state").json()
-    assert (state["extends"], state["own"], state["problems"]) == ("qwen_24gb.yaml", 2, [])
-    state = change(key="train.steps", value="many")
-    assert draft.read_text() == TEXT.replace("1500", "many")
-    field, [problem] = state["values"]["train.steps"], state["problems"]
-    assert field["wrong"].startswith("got 'many'; must be a whole number")
-    assert field["line"] == problem["line"] == 6
-    # Another tab knows an older text: it overwrites nothing, and is shown the newer one.
+    view = view_of(draft, TEXT)
+    assert (view.extends, view.num_own, view.problems) == ("qwen_24gb.yaml", 2, ())
+    assert change(key="train.steps", value="many") == {}
+    assert draft.read_text() == (mistyped := TEXT.replace("1500", "many"))
+    page = screen.get("/configs/mine/").text
+    assert "<span>got &#39;many&#39;; must be a whole number" in page
+    assert "(line 6)</span>" in page
+    assert 'data-line="6">Line 6</button>' in page
+    # Another tab knows an older text: it overwrites nothing.
     stale = screen.post("/configs/mine/change", {"hash": "x", "key": "train.steps", "value": "3"})
     assert stale.status_code == 422
     assert "was changed elsewhere" in stale.json()["error"]
-    assert stale.json()["state"] == state
-    assert draft.read_text() == TEXT.replace("1500", "many")
-    state = change(key="train.steps", value=None)
+    assert draft.read_text() == mistyped
+    assert change(key="train.steps", value=None) == {}
     assert draft.read_text() == TEXT[: TEXT.index("train:")]
-    assert state["values"]["train.steps"] == asdict(Value(value="2000", inherited="2000", is_own=False))
+    steps = view_of(draft, draft.read_text()).values["train.steps"]
+    assert steps == Value(value="2000", inherited="2000", is_own=False)
     assert "is not a setting" in change(key="train.sed", value="1")["error"]
     # As typed, but with the line breaks that the file has.
     draft.write_bytes(TEXT.replace("\n", "\r\n").encode())
-    state = screen.get("/configs/mine/state").json()
-    state = change(text=f"{TEXT}lora: [\n")
-    assert draft.read_bytes() == f"{TEXT}lora: [\n".replace("\n", "\r\n").encode()
-    assert (state["values"], state["problems"][0]["key"]) == ({}, "")
+    assert change(text=(damaged := f"{TEXT}lora: [\n")) == {}
+    assert draft.read_bytes() == damaged.replace("\n", "\r\n").encode()
+    assert view_of(draft, damaged).values == {}
     assert "must be put right first" in change(key="lora.rank", value="4")["error"]
 
 
@@ -196,7 +199,8 @@ def test_the_page_names_each_field_and_shows_a_text_as_it_is(screen: Screen, dra
     # What is wrong in a file that it extends is at its field, without a line of this one.
     (draft.parent / "base.yaml").write_text("extends: qwen_lora.yaml\nlora:\n  rank: 0\n")
     rank = view_of(draft, "extends: base.yaml\nlora:\n  alpha: 1\n").values["lora.rank"]
-    assert (rank.wrong[:7], rank.line, rank.is_own) == ("got '0'", 0, False)
+    assert rank.problem is not None
+    assert (rank.problem.text[:7], rank.problem.line, rank.is_own) == ("got '0'", 0, False)
     for content in (b"\xff", bytes(2**20 + 1)):
         draft.write_bytes(content)
         assert screen.get("/configs/mine/").status_code == 422
@@ -265,10 +269,8 @@ def test_two_tabs_on_one_config_in_a_browser(browser: Browser, tmp_path: Path) -
             path.write_text(TEXT.replace("1500", "7"))  # as another tab, or an editor
             page.fill("textbox", "Rank lora.rank", "4")
             page.wait_for("document.getElementById('said').innerText.includes('changed elsewhere')")
-            assert (page.value("textbox", "Rank lora.rank"), path.read_text()) == (
-                "32",
-                TEXT.replace("1500", "7"),
-            )
+            page.wait_for("document.getElementById('lora.rank').value === '32'")
+            assert path.read_text() == TEXT.replace("1500", "7")
             assert page.value("textbox", "Steps train.steps") == "7"
             page.press("button", "Steps: as in the recipe")
             page.await_control("tab", "What differs 1")

@@ -2,80 +2,49 @@
 "use strict";
 (() => {
   const PAUSE_MS = 300;
+  const INPUTS = ".field > :is(input, select, textarea), #text";
+  const PARTS = ".field > :not(input, select, textarea), #own, #extends, #problems, #needs";
   const byId = (id) => document.getElementById(id);
-  const text = byId("text");
   const waiting = new Map(); // what is typed and not yet sent, by its element
-  let state = JSON.parse(byId("data").textContent);
+  let sent = document; // the page as the server sent it last
   let sending = Promise.resolve();
 
-  // Fills the page; an element that is typed in keeps what is typed.
-  function show(given, { over = false } = {}) {
-    const hadForm = Object.keys(state.values).length > 0;
-    state = given;
-    const hasForm = Object.keys(state.values).length > 0;
-    if (hasForm && !hadForm && !document.querySelector("[data-key]")) return location.reload();
-    byId("no-form").hidden = hasForm;
-    for (const part of document.querySelectorAll(".group, #more")) part.hidden = !hasForm;
-    put(text, state.text, over);
-    for (const [key, value] of Object.entries(state.values)) {
-      const input = byId(key);
-      const field = input.closest(".field");
-      if (input.matches("select")) fill(input, value.value);
-      else put(input, value.value, over);
-      field.classList.toggle("changed", value.is_own);
-      const reset = field.querySelector(".reset");
-      reset.hidden = !value.is_own;
-      reset.title = `As in the recipe: ${value.inherited || "nothing"}`;
-      const line = value.line ? ` (line ${value.line})` : "";
-      tell(field.querySelector(".error"), value.wrong && value.wrong + line);
-      tell(field.querySelector(".remark"), value.remark);
-      byId(`${key}-help`).hidden = Boolean(value.wrong);
-      if (value.wrong) input.setAttribute("aria-invalid", "true");
-      else input.removeAttribute("aria-invalid");
+  // Fills the page from the one that was sent; an element that is typed in keeps what is typed.
+  function show({ over = false } = {}) {
+    const both = (selector) => {
+      const now = sent.querySelectorAll(selector);
+      return [...document.querySelectorAll(selector)].map((part, place) => [part, now[place]]);
+    };
+    const copied = (part) => document.importNode(part, true).childNodes;
+    if (document.querySelectorAll(".field").length !== sent.querySelectorAll(".field").length) {
+      byId("settings-panel").replaceChildren(...copied(sent.getElementById("settings-panel")));
+      choose(document.querySelector('[role="tab"][aria-selected="true"]'));
     }
-    byId("own").textContent = state.own;
-    byId("extends").hidden = !state.extends;
-    byId("extends").querySelector("b").textContent = state.extends;
-    byId("needs").hidden = !state.needs;
-    byId("needs-words").textContent = state.needs;
-    showProblems();
+    for (const [field, now] of both(".field")) field.className = now.className;
+    for (const [part, now] of both(PARTS)) {
+      if (part.isEqualNode(now)) continue;
+      part.replaceChildren(...copied(now));
+      part.hidden = now.hidden;
+    }
+    for (const [input, now] of both(INPUTS)) {
+      input.ariaInvalid = now.ariaInvalid;
+      const isTyped = waiting.has(input) || input === document.activeElement;
+      if (input.value === now.value || (isTyped && !over)) continue;
+      if (input.matches("select")) input.replaceChildren(...copied(now));
+      input.value = now.value;
+    }
   }
 
-  const put = (input, value, over) => {
-    const isTyped = waiting.has(input) || input === document.activeElement;
-    if ((over || !isTyped) && input.value !== value) input.value = value;
-  };
-  const tell = (line, words) => {
-    if (line.lastElementChild.textContent !== words) line.lastElementChild.textContent = words;
-    line.hidden = !words;
-  };
-  const fill = (select, value) => {
-    if (![...select.options].some((option) => option.value === value)) select.add(new Option(value, value));
-    select.value = value;
-  };
-
-  // All that is wrong, each with a button that leads to its line of the text.
-  function showProblems() {
-    const items = state.problems.map((one) => {
-      const item = document.createElement("li");
-      item.append(`${one.key ? `${one.key}: ` : ""}${one.text} `);
-      if (one.file) {
-        item.append(`Line ${one.line} of ${one.file}`);
-        return item;
-      }
-      const line = Object.assign(document.createElement("button"), { type: "button", className: "plain small" });
-      line.textContent = `Line ${one.line}`;
-      line.addEventListener("click", () => goTo(one.line));
-      item.append(line);
-      return item;
-    });
-    const list = Object.assign(document.createElement("ul"), { className: "note stop" });
-    list.append(...items);
-    byId("problems").replaceChildren(...(items.length ? [list] : []));
+  async function renew(options) {
+    const answer = await fetch(location.pathname).catch(() => null);
+    if (!answer?.ok) return;
+    sent = new DOMParser().parseFromString(await answer.text(), "text/html");
+    show(options);
   }
 
   function goTo(line) {
     choose(byId("tab-text"));
+    const text = byId("text");
     const lines = text.value.split("\n");
     const start = lines.slice(0, line - 1).join("\n").length + (line > 1 ? 1 : 0);
     text.focus();
@@ -85,11 +54,10 @@
   // Sends one change after the other: each knows the text that the one before it made.
   function change(given) {
     sending = sending.then(async () => {
-      try {
-        show(await ui.post("change", { hash: state.hash, ...given }));
-      } catch (error) {
-        if (error.answer?.state) show(error.answer.state, { over: true });
-      }
+      const { hash } = sent.getElementById("text").dataset;
+      const refusal = await ui.post("change", { hash, ...given }).then(() => null, (error) => error);
+      // Where the server is gone, or the tab may only look, what is typed stays to be copied.
+      if (!refusal || refusal.answer?.error) await renew({ over: Boolean(refusal) });
     });
     return sending;
   }
@@ -98,7 +66,7 @@
     if (!waiting.has(input)) return;
     clearTimeout(waiting.get(input));
     waiting.delete(input);
-    change(input === text ? { text: text.value } : { key: input.id, value: input.value });
+    change(input.id === "text" ? { text: input.value } : { key: input.id, value: input.value });
   }
 
   byId("form").addEventListener("input", ({ target }) => {
@@ -107,9 +75,11 @@
   });
   byId("form").addEventListener("change", ({ target }) => send(target));
   byId("form").addEventListener("focusout", ({ target }) => {
-    if (!waiting.has(target)) sending.then(() => show(state));
+    if (!waiting.has(target)) sending.then(() => show());
   });
-  byId("form").addEventListener("click", ({ target }) => {
+  document.addEventListener("click", ({ target }) => {
+    const { line } = target.closest("[data-line]")?.dataset ?? {};
+    if (line) goTo(Number(line));
     const field = target.closest(".reset")?.closest(".field");
     if (field) change({ key: field.dataset.key, value: null });
   });
@@ -121,21 +91,16 @@
 
   byId("start").addEventListener("click", async ({ currentTarget }) => {
     currentTarget.disabled = true;
-    try {
-      await flush();
-      location.assign((await ui.post("start")).go);
-    } catch {
-      // The reason was shown.
-    } finally {
-      byId("start").disabled = false;
-    }
+    await flush();
+    const { go } = await ui.post("start").catch(() => ({})); // The reason was shown.
+    byId("start").disabled = false;
+    if (go) location.assign(go);
   });
 
   // Another tab or an editor may have changed the file while this tab was hidden.
-  document.addEventListener("visibilitychange", async () => {
-    if (document.hidden) return flush();
-    const answer = await fetch("state").catch(() => null);
-    if (answer?.ok && !waiting.size) show(await answer.json());
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) flush();
+    else if (!waiting.size) sending = sending.then(() => renew());
   });
 
   const tabs = [...document.querySelectorAll('[role="tab"]')];
@@ -160,6 +125,5 @@
       next.focus();
     });
   }
-  showProblems();
-  if (!Object.keys(state.values).length) choose(byId("tab-text"));
+  if (!byId("no-form").hidden) choose(byId("tab-text"));
 })();

@@ -1,9 +1,9 @@
 """This file shows the text of a config as fields, and puts what is typed into a field into the text."""
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,14 +15,7 @@ from diffsynth_lite.config import ConfigError, ConfigProblem, load_config, secti
 from diffsynth_lite.config.document import NULLS, has_reference, read_value, read_yaml, write_yaml
 from diffsynth_lite.config.editing import settings_of, with_value
 from diffsynth_lite.config.files import read_config_files
-from diffsynth_lite.config.schema import (
-    Schema,
-    section_of_entries,
-    setting_schemas,
-    takes_null,
-    without_null,
-    words_instead,
-)
+from diffsynth_lite.config.schema import Schema, setting_schemas, takes_null, without_null, words_instead
 from diffsynth_lite.errors import UserError
 
 Kind: TypeAlias = Literal["choice", "text", "plain", "lines", "words", "yaml"]
@@ -65,8 +58,14 @@ class Field:
     label: str
     help: str
     kind: Kind
-    choices: Sequence[str]
     schema: Schema
+
+    @property
+    def choices(self) -> Sequence[str]:
+        """Of a field with a few words."""
+        value = without_null(self.schema)
+        words = value.get("enum", ("true", "false"))
+        return [*([""] if takes_null(self.schema) else []), *map(str, words)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +76,14 @@ class Value:
         value: as it is typed into the field.
         inherited: the same without the setting in this file: what its recipe says, or the default.
         is_own: whether this file has it.
-        wrong: why the loader refuses it; empty where it does not.
-        line: of this file, where it is wrong there.
+        problem: why the loader refuses it, with the line where it is wrong in this file, else 0.
         remark: why it has no effect.
     """
 
     value: str
     inherited: str
     is_own: bool
-    wrong: str = ""
-    line: int = 0
+    problem: ConfigProblem | None = None
     remark: str = ""
 
 
@@ -112,11 +109,6 @@ class View:
         return sum(value.is_own for value in self.values.values())
 
 
-def hash_of(text: str) -> str:
-    """What a page sends with a change, so that nothing is changed that it does not know."""
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-
-
 def view_of(path: Path, text: str) -> View:
     """What the loader and the form say of a text.
 
@@ -134,11 +126,18 @@ def view_of(path: Path, text: str) -> View:
         remarks = {problem.keys[0]: problem.message for problem in config.without_effect()}
     except ConfigError as error:
         problems = error.problems
-    own, inherited = settings_of(files[-1:]), settings_of(files[:-1])
+    own, inherited = settings_of(files[-1:]), {**_defaults(), **settings_of(files[:-1])}
     here = (one if one.file == path else replace(one, line=0) for one in reversed(problems))
-    wrong = {_setting(problem.key): problem for problem in here}
+    # A problem may be with a part of a setting, such as ``data.sources[0].path``.
+    wrong = {".".join(re.split(r"[.\[]", problem.key)[:2]): problem for problem in here}
     values = {
-        key: _value(field, own.get(key), inherited.get(key), wrong.get(key), remarks.get(key, ""))
+        key: Value(
+            value=shown(field, own.get(key, inherited.get(key))),
+            inherited=shown(field, inherited.get(key)),
+            is_own=key in own,
+            problem=wrong.get(key),
+            remark=remarks.get(key, ""),
+        )
         for key, field in fields().items()
     }
     extends = files[-2].path.name if len(files) > 1 else ""
@@ -159,24 +158,24 @@ def changed(text: str, key: str, typed: str | None) -> str:
 
 def as_yaml(field: Field, typed: str) -> str:
     """What was typed into a field, as yaml on one line."""
-    nothing = "null" if takes_null(field.schema) else None
+    entries: Sequence[str] = ()
     match field.kind:
+        case "text" if typed:
+            return _as_text(typed)
+        case "choice" | "plain" if typed.strip():
+            return _as_plain(typed.strip())
+        case "yaml" if typed.strip():
+            return " ".join(typed.split())
         case "lines":
-            lines = [line.strip() for line in typed.splitlines() if line.strip()]
-            if len(lines) == 1 and lines[0] in words_instead(field.schema):
-                return lines[0]
-            return f"[{', '.join(map(_as_text, lines))}]" if lines or nothing is None else nothing
+            entries = [_as_text(line.strip()) for line in typed.splitlines() if line.strip()]
         case "words":
-            words = [_as_plain(word) for word in typed.replace(",", " ").split()]
-            if len(words) == 1 and words[0] in words_instead(field.schema):
-                return words[0]
-            return f"[{', '.join(words)}]" if words or nothing is None else nothing
-        case "text":
-            return _as_text(typed) if typed or nothing is None else nothing
-        case "yaml":
-            return " ".join(typed.split()) or nothing or "[]"
-        case "choice" | "plain":
-            return _as_plain(typed.strip()) if typed.strip() else "null"
+            entries = [_as_plain(word) for word in typed.replace(",", " ").split()]
+    if entries:
+        is_word = len(entries) == 1 and entries[0] in words_instead(field.schema)
+        return entries[0] if is_word else f"[{', '.join(entries)}]"
+    if takes_null(field.schema) or field.kind in ("choice", "plain"):
+        return "null"
+    return '""' if field.kind == "text" else "[]"
 
 
 @cache
@@ -189,44 +188,20 @@ def fields() -> Mapping[str, Field]:
             key = f"{section}.{name}"
             described = _LINK.sub(r"\1", schema.get("description", "")).replace("`", "")
             label, text = main.get(key, (name.replace("_", " ").capitalize(), described))
-            kind, choices = _kind(schema)
-            found[key] = Field(key=key, label=label, help=text, kind=kind, choices=choices, schema=schema)
+            found[key] = Field(key=key, label=label, help=text, kind=_kind(schema), schema=schema)
     return {key: found[key] for key in (*main, *found)}
 
 
-def _kind(schema: Schema) -> tuple[Kind, Sequence[str]]:
-    value, words = without_null(schema), words_instead(schema)
-    none = [""] if takes_null(schema) else []
-    if value.get("type") == "boolean":
-        return "choice", [*none, "true", "false"]
-    if "enum" in value:
-        return "choice", [*none, *map(str, value["enum"])]
-    if section_of_entries(schema) or value.get("type") == "object":
-        return "yaml", ()
-    if value.get("type") == "array":
-        has_words = "enum" in value["items"] or value["items"].get("type") != "string"
-        is_nested = value["items"].get("type") == "array"
-        return "yaml" if is_nested else "words" if has_words else "lines", ()
-    return ("plain" if words or value.get("type") in ("integer", "number") else "text"), ()
-
-
-def _value(
-    field: Field,
-    own: yaml.Node | None,
-    inherited: yaml.Node | None,
-    wrong: ConfigProblem | None,
-    remark: str,
-) -> Value:
-    without = inherited if inherited is not None else _defaults().get(field.key)
-    node = own if own is not None else without
-    return Value(
-        value=shown(field, node),
-        inherited=shown(field, without),
-        is_own=own is not None,
-        wrong=wrong.text if wrong else "",
-        line=wrong.line if wrong else 0,
-        remark=remark,
-    )
+def _kind(schema: Schema) -> Kind:
+    value = without_null(schema)
+    kind, entries = value.get("type"), value.get("items", {})
+    if kind == "boolean" or "enum" in value:
+        return "choice"
+    if kind == "object" or "$ref" in entries or entries.get("type") == "array":
+        return "yaml"
+    if kind == "array":
+        return "lines" if entries.get("type") == "string" and "enum" not in entries else "words"
+    return "plain" if words_instead(schema) or kind in ("integer", "number") else "text"
 
 
 @cache
@@ -239,27 +214,19 @@ def _defaults() -> Mapping[str, yaml.Node]:
     }
 
 
-def _setting(key: str) -> str:
-    """The setting that a problem is about, such as ``data.sources`` of ``data.sources[0].path``."""
-    return ".".join(re.split(r"[.\[]", key)[:2])
-
-
 def shown(field: Field, node: yaml.Node | None) -> str:
     """What a field has for a value."""
     if node is None or (isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULLS):
         return ""
-    is_list = isinstance(node, yaml.SequenceNode) and field.kind in ("lines", "words")
-    if is_list and all(isinstance(entry, yaml.ScalarNode) for entry in node.value):
+    if isinstance(node, yaml.ScalarNode):
+        if field.kind == "choice" and not has_reference(node.value):
+            with suppress(UserError):
+                read = read_value(node, field.schema)
+                return read if isinstance(read, str) else json.dumps(read)
+        return str(node.value)
+    if field.kind in ("lines", "words") and all(isinstance(entry, yaml.ScalarNode) for entry in node.value):
         return ("\n" if field.kind == "lines" else ", ").join(entry.value for entry in node.value)
-    if not isinstance(node, yaml.ScalarNode):
-        return "" if not node.value else on_one_line(node)
-    if field.kind == "choice" and not has_reference(node.value):
-        try:
-            read = read_value(node, field.schema)
-        except UserError:
-            read = node.value
-        return json.dumps(read) if isinstance(read, bool) else str(read)
-    return str(node.value)
+    return on_one_line(node) if node.value else ""
 
 
 def on_one_line(node: yaml.Node) -> str:

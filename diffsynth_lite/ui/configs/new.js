@@ -1,12 +1,9 @@
 // New run: which recipes fit the chosen card, and the choices that make a config.
 "use strict";
 (() => {
-  const ORDER = ["full", "half", "quarter", "none", "info"]; // what fits the card comes first
   const byId = (id) => document.getElementById(id);
-  const { source } = JSON.parse(byId("data").textContent);
   const chosen = (name) => document.querySelector(`[name="${name}"]:checked`)?.value ?? "";
-  const isCopy = Object.keys(source).length > 0;
-  let isNamed = isCopy;
+  let isNamed = byId("name").value !== ""; // as that of a copy
 
   function showName() {
     const stem = chosen("recipe").replace(/(_lora)?\.yaml$/, "");
@@ -22,20 +19,17 @@
     }
   }
 
+  // The recipes for another card, those that fit it first.
   async function fit() {
-    const answer = await fetch(`/configs/fits?gpu=${encodeURIComponent(byId("gpu").value)}`);
-    if (!answer.ok) return;
-    for (const [recipe, { words, symbol, state, needs }] of Object.entries(await answer.json())) {
-      const cell = document.querySelector(`[name="recipe"][value="${recipe}"]`).closest("tr").querySelector(".fit");
-      const pill = cell.querySelector(".pill");
-      pill.className = `pill ${state}`;
-      pill.lastElementChild.textContent = words;
-      pill.querySelector("use").setAttribute("href", `#i-${symbol}`);
-      cell.querySelector(".needs").textContent = needs;
-      cell.parentElement.dataset.order = ORDER.indexOf(symbol);
-    }
-    const table = document.querySelector("tbody");
-    table.append(...[...table.rows].sort((one, other) => one.dataset.order - other.dataset.order));
+    const address = new URL(location);
+    address.searchParams.set("gpu", byId("gpu").value);
+    const answer = await fetch(address).catch(() => null);
+    if (!answer?.ok) return;
+    const kept = chosen("recipe");
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    document.querySelector("tbody").replaceWith(page.querySelector("tbody"));
+    byId(kept).checked = true;
+    filter();
   }
 
   document.addEventListener("change", ({ target }) => {
@@ -47,16 +41,6 @@
   byId("name").addEventListener("input", () => {
     isNamed = byId("name").value !== "";
     byId("file").textContent = byId("name").value || "NAME";
-  });
-  byId("make").addEventListener("submit", async (event) => {
-    event.preventDefault();
-    const name = byId("name").value;
-    const choices = { data: chosen("data"), recipe: chosen("recipe"), goal: chosen("goal"), gpu: byId("gpu")?.value };
-    try {
-      location.assign((await ui.post("/configs", { name, ...(isCopy ? source : choices) })).go);
-    } catch {
-      // The reason was shown.
-    }
   });
   showName();
 })();

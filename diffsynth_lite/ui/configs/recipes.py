@@ -1,21 +1,34 @@
-"""This file knows the recipes that a new run can begin from, and which of them a card can train.
+"""This file knows the recipes that a new run can begin from, the cards they fit, and writes a config on one.
 
 What they need was counted when the package was made: ``scripts/recipe_table.py`` writes the table.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from diffsynth_lite.config.files import recipe_table_file
+from diffsynth_lite.config import load_config
+from diffsynth_lite.config.editing import settings_of, with_value
+from diffsynth_lite.config.files import read_preset, recipe_table_file, schema_line
+from diffsynth_lite.data.records import Source
+from diffsynth_lite.data.sources import find_records
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.planning.gpus import ASSUMED_GPU, GPUS, Gpu, gpu_of_device
-from diffsynth_lite.ui.configs.draft import View
+from diffsynth_lite.ui.configs.draft import View, changed, on_one_line
 from diffsynth_lite.ui.pages import device
 
+GOALS: Mapping[str, tuple[str, str, str]] = {
+    "": ("As in the recipe", "sliders", "Nothing on top of it"),
+    "likeness": ("Likeness", "face", "One person, animal or thing, to be known again anywhere"),
+    "style": ("Style", "style", "The look of many images, whatever they show"),
+    "motion": ("Motion", "video", "A movement or a camera move, from clips"),
+    "few_pictures": ("Few images", "images", "Some ten images or clips, or fewer"),
+}
+"""Label, symbol and help of each preset, by its name; of none first."""
 _OF_MEMORY = re.compile(
     r"(model|memory)\..*|data\.(resolutions|frame_counts|width|height|sizes)"
     r"|train\.(micro_batch_size|use_gradient_checkpointing(_offload)?)"
@@ -51,7 +64,8 @@ class Way:
     def typed(self) -> dict[str, str]:
         """The settings as they are typed into fields."""
         return {
-            key: str(value).lower() if value is True else str(value) for key, value in self.settings.items()
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in self.settings.items()
         }
 
 
@@ -152,3 +166,41 @@ def needs_of(view: View) -> str:
     limit = f" of {gpu.training_gib:.1f}" if gpu else ""
     card = f" of your {gpu.name}" if gpu else " of the card"
     return f"{way.device_gib:.1f}{limit} GiB{card}, and {way.host_gib:.1f} GiB of host memory"
+
+
+def text_on_recipe(recipe: Recipe, way: Way | None, *, name: str, data: Path, goal: str) -> str:
+    """A config on top of a recipe.
+
+    Args:
+        way: to train it on a card; None for the recipe as it is.
+        data: folder of the data set, as the config is to have it.
+        goal: name of a preset; empty for none.
+
+    Raises:
+        UserError: the goal is none, or not one for this model.
+    """
+    if goal not in GOALS:
+        raise UserError(f"goal: {goal}: choose one of {', '.join(filter(None, GOALS))}, or none")
+    extended = way.recipe if way else recipe.recipe
+    config = load_config(extended).config
+    preset = read_preset(goal) if goal else None
+    if preset:
+        preset.require_fit(config.model.family)
+    about = f"{name}: {recipe.name}, from {data}"
+    about += f", with the settings of the preset {goal}" if goal else ""
+    text = f"{schema_line()}\n# {about}.\n\nextends: {extended}\n"
+    typed = {"data.path": str(data), "output.dir": f"runs/{name}", **(way.typed if way else {})}
+    if not config.validation.inputs and not config.validation.control:  # these belong to the recipe's prompts
+        typed["validation.prompts"] = "\n".join([*_first_caption(data), *config.validation.prompts[-1:]])
+    for key, value in typed.items():
+        text = changed(text, key, value)
+    for key, node in settings_of([preset] if preset else []).items():
+        text = with_value(text, key, on_one_line(node))
+    return text
+
+
+def _first_caption(data: Path) -> Iterator[str]:
+    """A caption of the data set, which previews then begin with."""
+    found = find_records([Source(path=str(data))], media_store=data, on_bad_item="skip", logs_skipped=False)
+    captions = (text for record in found.records for text in record.captions[:1])
+    yield from [text for text in captions if text.isprintable() and "${" not in text][:1]

@@ -69,14 +69,11 @@ def zipped(folder: Path) -> Iterator[bytes]:
     yield parts.taken()
 
 
-class _Parts:
+class _Parts(bytearray):
     """A file that gives away what is written into it."""
 
-    def __init__(self) -> None:
-        self._written = bytearray()
-
     def write(self, content: bytes) -> int:
-        self._written += content
+        self += content
         return len(content)
 
     def flush(self) -> None:
@@ -86,8 +83,8 @@ class _Parts:
 
     def taken(self) -> bytes:
         """What was written since."""
-        content = bytes(self._written)
-        self._written.clear()
+        content = bytes(self)
+        self.clear()
         return content
 
 

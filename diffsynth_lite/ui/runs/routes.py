@@ -1,16 +1,15 @@
 """This file shows a run with what can be done about it, and does that."""
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from markupsafe import Markup
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from diffsynth_lite.errors import UserError
@@ -21,9 +20,8 @@ from diffsynth_lite.report.server import RunPages
 from diffsynth_lite.run_folder.command import Continuation
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.ui.jobs import REQUESTS, Job, Jobs
-from diffsynth_lite.ui.pages import answer, environment, navigation, read_json, refused
+from diffsynth_lite.ui.pages import answer, change_route, environment, navigation, report_answer, workspace_of
 from diffsynth_lite.ui.runs.downloads import downloads, zipped
-from diffsynth_lite.workspace import Workspace
 
 _LOG_LINES = 200
 _STYLES = ("style.css", "ui.css", "uPlot.min.css", "report.css", "runs.css")
@@ -40,124 +38,79 @@ def routes() -> list[Route]:
         Route("/runs/{name}/log", _log),
         Route("/runs/{name}/previews/{file}", _preview),
         Route("/runs/{name}/download/{file}", _download),
-        Route("/runs/{name}/{action}", _act, methods=["POST"]),
+        change_route("/runs/{name}/{action}", _act),
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A run that a request names.
+    """The run that a request names, and the process that the screen started for it last.
 
     Attributes:
-        job: the process that the screen started for it last.
-        job_state: how far that has come.
+        job_state: how far the process has come.
         state: of the run in a word.
+
+    Raises:
+        HTTPException: there is no such run (404).
     """
 
-    name: str
-    card: RunCard
-    job: Job | None
-    job_state: str
-    state: str
-
-    @classmethod
-    def of(cls, request: Request) -> "_Run":
-        """The run of the name in the request.
-
-        Raises:
-            HTTPException: there is none (404).
-        """
-        name = request.path_params["name"]
-        card = _pages(request).card(name)
+    def __init__(self, request: Request) -> None:
+        self.workspace = workspace_of(request)
+        self.pages: RunPages = request.app.state.run_pages
+        self.jobs: Jobs = request.app.state.jobs
+        self.continuation: Callable[[Path], Continuation] = request.app.state.continuation
+        self.name: str = request.path_params["name"]
+        card = self.pages.card(self.name)
         if card is None:
             raise HTTPException(404)
-        jobs = _jobs(request)
-        job = jobs.of(card.folder)
-        return cls(
-            name=name,
-            card=card,
-            job=job,
-            job_state="ended" if job is None else jobs.state(job),
-            state=jobs.word(card.folder, card.state.name),
-        )
+        self.card: RunCard = card
+        self.folder: Path = card.folder
+        self.job = self.jobs.of(self.folder)
+        self.job_state = "ended" if self.job is None else self.jobs.state(self.job)
+        self.state = self.jobs.word(self.folder, card.state.name)
 
     @property
     def is_stopping(self) -> bool:
         """Whether it was asked to stop and has not done so."""
         if self.state == "starting":
             return self.job is not None and self.job.was_signalled
-        return self.state == "running" and (self.card.folder / REQUESTS["stop"]).exists()
+        return self.state == "running" and (self.folder / REQUESTS["stop"]).exists()
 
-    def command(self, request: Request) -> Continuation | str | None:
-        """How it is continued, or why it cannot be from here; None where there is nothing to continue."""
-        if self.state not in _CONTINUED:
-            return None
+    def lines(self, num_lines: int) -> list[str]:
+        """The last lines of its log."""
+        return self.jobs.log(self.job, num_lines=num_lines) if self.job else []
+
+    def start(self, command: Continuation | Job) -> None:
+        """Start it again, or continue it."""
+        place, num_processes = Path(command.working_folder), command.num_processes
+        self.jobs.start(command.arguments, self.folder, working_folder=place, num_processes=num_processes)
+
+    def values(self) -> dict[str, Any]:
+        """What the templates show of it."""
+        card, folder, path, place = self.card, RunFolder(self.folder), self.folder, self.workspace.path
+        failed_start = self.job_state == "did not start" and self.state != "running"
+        command = refusal = ""
         try:
-            found: Continuation = request.app.state.continuation(self.card.folder)
+            if self.state in _CONTINUED:
+                found = self.continuation(path)
+                goes_there = f"cd {shlex.quote(str(place))} && " if found.working_folder == place else ""
+                command = f"{goes_there}{found.shown}"
         except UserError as error:
-            return str(error)
-        return found
-
-
-def _jobs(request: Request) -> Jobs:
-    jobs: Jobs = request.app.state.jobs
-    return jobs
-
-
-def _pages(request: Request) -> RunPages:
-    pages: RunPages = request.app.state.run_pages
-    return pages
-
-
-def _show(request: Request) -> Response:
-    run = _Run.of(request)
-    module = environment().get_template("runs/run.html").make_module(_values(run, request))
-    parts = {name: Markup(redacted(str(getattr(module, name)())).strip()) for name in _PARTS}
-    shown = _pages(request).page(
-        run.name,
-        Served(
-            navigation=navigation(request),
-            state=run.state,
-            styles=_STYLES,
-            scripts=_SCRIPTS,
-            early_scripts=("theme.js",),
-            **parts,
-        ),
-    )
-    if shown is None:
-        raise HTTPException(404)
-    return answer(request, shown.content, "text/html")
-
-
-def _values(run: _Run, request: Request) -> dict[str, Any]:
-    """What the templates show of a run."""
-    workspace: Workspace = request.app.state.workspace
-    card, folder, command = run.card, RunFolder(run.card.folder), run.command(request)
-    failed_start = run.job_state == "did not start" and run.state != "running"
-    shown = command.shown if isinstance(command, Continuation) else None
-    if isinstance(command, Continuation) and command.working_folder == workspace.path:
-        shown = f"cd {shlex.quote(str(workspace.path))} && {shown}"
-    path, place = card.folder, workspace.path
-    return {
-        "name": run.name,
-        "state": run.state,
-        "folder": str(path.relative_to(place) if path.is_relative_to(place) else path),
-        "words": ", ".join(filter(None, [card.model, *card.details])),
-        "data_set": card.data if card.data in workspace.data_sets else None,
-        "config": run.name if run.name in workspace.configs else None,
-        "has_settings": folder.resolved_file.is_file(),
-        "is_stopping": run.is_stopping,
-        "failed_start": failed_start,
-        "was_signalled": run.job is not None and run.job.was_signalled,
-        "exit_code": run.job.exit_code if run.job else None,
-        "last_line": _lines(run, request, 1) if failed_start else [],
-        "has_log": run.job is not None,
-        "step": card.state.step,
-        "checkpoint": max(map(_step, folder.checkpoints_folder.glob("step-*/COMPLETE")), default=None),
-        "downloads": downloads(folder).values(),
-        "command": shown,
-        "refusal": command if isinstance(command, str) else None,
-    }
+            refusal = str(error)
+        return vars(self) | {
+            "folder": str(path.relative_to(place) if path.is_relative_to(place) else path),
+            "words": ", ".join(filter(None, [card.model, *card.details])),
+            "data_set": card.data if card.data in self.workspace.data_sets else None,
+            "config": self.name if self.name in self.workspace.configs else None,
+            "has_settings": folder.resolved_file.is_file(),
+            "is_stopping": self.is_stopping,
+            "failed_start": failed_start,
+            "last_line": self.lines(1) if failed_start else [],
+            "step": card.state.step,
+            "checkpoint": max(map(_step, folder.checkpoints_folder.glob("step-*/COMPLETE")), default=None),
+            "downloads": downloads(folder).values(),
+            "command": command,
+            "refusal": refusal,
+        }
 
 
 def _step(manifest: Path) -> int:
@@ -165,26 +118,34 @@ def _step(manifest: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _lines(run: _Run, request: Request, num_lines: int) -> list[str]:
-    return _jobs(request).log(run.job, num_lines=num_lines) if run.job else []
-
-
-def _log(request: Request) -> Response:
-    text = "\n".join(_lines(_Run.of(request), request, _LOG_LINES))
-    return answer(request, text.encode(errors="replace"), "text/plain")
+def _show(request: Request) -> Response:
+    run = _Run(request)
+    module = environment().get_template("runs/run.html").make_module(run.values())
+    parts = {name: Markup(redacted(str(getattr(module, name)())).strip()) for name in _PARTS}
+    served = Served(
+        navigation=navigation(request),
+        state=run.state,
+        styles=_STYLES,
+        scripts=_SCRIPTS,
+        early_scripts=("theme.js",),
+        **parts,
+    )
+    return report_answer(request, run.pages.page(run.name, served))
 
 
 def _preview(request: Request) -> Response:
     name, file = request.path_params["name"], request.path_params["file"]
-    found = _pages(request).file(name, f"previews/{file}")
-    if found is None:
-        raise HTTPException(404)
-    return answer(request, found.content, found.kind)
+    return report_answer(request, request.app.state.run_pages.file(name, f"previews/{file}"))
+
+
+def _log(request: Request) -> Response:
+    text = "\n".join(_Run(request).lines(_LOG_LINES))
+    return answer(request, text.encode(errors="replace"), "text/plain")
 
 
 def _download(request: Request) -> Response:
-    run = _Run.of(request)
-    found = downloads(RunFolder(run.card.folder)).get(request.path_params["file"])
+    run = _Run(request)
+    found = downloads(RunFolder(run.folder)).get(request.path_params["file"])
     if found is None:
         raise HTTPException(404)
     name = f"{run.name}-{found.name}"
@@ -196,28 +157,15 @@ def _download(request: Request) -> Response:
     )
 
 
-async def _act(request: Request) -> Response:
+def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Do what a button says; what is sent with it is an empty object."""
-    await read_json(request)
-    try:
-        return await run_in_threadpool(_acted, request)
-    except UserError as error:
-        return refused(str(error))
-
-
-def _start(request: Request, folder: Path, command: Continuation | Job) -> None:
-    place, num_processes = Path(command.working_folder), command.num_processes
-    _jobs(request).start(command.arguments, folder, working_folder=place, num_processes=num_processes)
-
-
-def _acted(request: Request) -> Response:
-    run, action = _Run.of(request), request.path_params["action"]
+    run, action = _Run(request), request.path_params["action"]
     if action in REQUESTS:
-        _jobs(request).ask(run.card.folder, action)
+        run.jobs.ask(run.folder, action)
     elif action == "continue":
-        _start(request, run.card.folder, request.app.state.continuation(run.card.folder))
+        run.start(run.continuation(run.folder))
     elif action == "again" and run.job is not None:
-        _start(request, run.card.folder, run.job)
+        run.start(run.job)
     else:
         raise HTTPException(404)
-    return JSONResponse({})
+    return {}

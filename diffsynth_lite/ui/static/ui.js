@@ -65,6 +65,14 @@ const ui = (() => {
     }
   }
 
+  // Sends what is in a form, then goes to what it made.
+  document.addEventListener("submit", async (event) => {
+    const path = event.target.dataset.form;
+    if (!path) return;
+    event.preventDefault();
+    const made = await post(path, Object.fromEntries(new FormData(event.target))).catch(() => null); // It was shown.
+    if (made) location.assign(made.go ?? "/");
+  });
   document.addEventListener("click", (event) => {
     const button = event.target.closest("[data-post], [data-copy]");
     if (button?.dataset.post) press(button);
