@@ -158,7 +158,10 @@ _END_TOKEN = re.compile(
 )
 
 _IMAGE = r"(?:image|picture|photo|photograph|video clip|video|clip|footage|scene|frame|shot|screenshot)"
-_GIVEN = r"(?:(?:provided|given|attached|uploaded|entire|overall) )?"
+_GIVEN = (
+    r"(?:(?:provided|given|attached|uploaded|entire|overall|beautiful|captivating|charming|dramatic|dynamic"
+    r"|evocative|intimate|serene|striking|stunning|vibrant|whimsical) )?"
+)
 _SHOWS = (
     r"(?:clearly |also |prominently |primarily )?(?:shows|depicts|displays|features|captures|portrays"
     r"|presents|illustrates|showcases|is (?:of|showing|depicting)|is(?= an? ))(?! that | how | what )"
@@ -180,13 +183,17 @@ _OPENING = _pattern(
     r"(?:a|esta) imagem mostra ",
     r"(?:这|這)(?:张|張|幅)(?:图片|圖片|照片|图像|图)(?:展示了|显示了|描绘了)",
 )
+_ARTICLE = re.compile(
+    r"(?:an?|the|one|two|three|four|five|several|some|many|people|there"
+    r"|eine?|eine[mnr]|der|die|das|den|une?|une|des|les?|la|una|uno|el|los|las|um|uma|il|lo) "
+)
 _KIND = r"(?:caption|description|tags?|prompt|instruction|answer|output|response|summary|json)"
 _QUALITY = r"(?:(?:image|video|detailed|short|brief|final|training|motion|edit|suggested|concise) ){0,2}"
 _LABELS = _pattern(
     r"(?:sure(?: thing)?|certainly|of course|absolutely|okay|ok|got it)[!.,]+\s*",
     rf"(?:here(?:'s| is| are)|below is|this is)\b[^\n:.]{{0,60}}\b{_KIND}\b[^\n:.]{{0,60}}:\s*",
     rf"(?:the )?{_QUALITY}{_KIND}(?: \d)?\s{{0,3}}[:\uff1a]\s*",
-    r"(?:assistant|model)\s{0,3}[:\n]\s*",
+    r"(?:assistant\s{0,3}[:\n]|model\n)\s*",
     r"(?:描述|标题|標題|说明|キャプション|beschreibung|bildbeschreibung|descripción|descrizione)\s{0,3}[:\uff1a]\s*",
     after="+",
 )
@@ -197,11 +204,13 @@ _CLOSING = _pattern(
     r"(?:i hope (?:this|that|it) (?:helps|is|meets|works)|hope (?:this|that|it) helps)\b",
     r"(?:would you like|do you want|is there anything)\b",
     r"(?:overall|in summary|in conclusion|in essence|all in all|altogether),? (?:the|this|it)\b",
+    r"overall [a-z]{4,12}:",
     rf"(?:the|its) overall {_MOOD}\b",
     rf"(?:the|this) (?:{_IMAGE}|{_MOOD})[^\n]{{0,60}}? (?:evok|convey|exud|creat|suggest)\w{{1,3}} "
     rf"[^\n]{{0,40}}?\b(?:sense|{_MOOD})\b",
     r"(?:i(?:'m| am) (?:sorry|unable)|i (?:cannot|can't|can not)|(?:please )?note that i)\b",
 )
+_REMARK = re.compile(r"\n\(?(?:note|explanation|reasoning|disclaimer)s? ?:", re.IGNORECASE)
 _REFUSAL = _pattern(
     r"(?:i(?:'m| am) (?:(?:very|really|so|truly|terribly) )?sorry|sorry)(?=[,.!:;]| but| i)[^\n]{0,40}",
     r"(?:my apologies|i apologi[sz]e)\b[^\n]{0,40}",
@@ -308,8 +317,9 @@ def _without_opening(text: str, *, format: CaptionFormat) -> str:
     rest = text[found.end() :] if found else ""
     if not rest.strip():
         return text
-    first = rest[0] if format == "tags" or len(rest[0].upper()) > 1 else rest[0].upper()
-    return first + rest[1:]
+    # Nothing else gets a capital letter: it may be the trigger.
+    begins_sentence = format != "tags" and _ARTICLE.match(rest)
+    return (rest[0].upper() if begins_sentence else rest[0]) + rest[1:]
 
 
 def _sentence_starts(text: str) -> list[int]:
@@ -322,6 +332,8 @@ def _sentence_starts(text: str) -> list[int]:
 
 
 def _without_closings(text: str) -> str:
+    if (remark := _REMARK.search(text)) is not None:
+        text = text[: remark.start()].rstrip()
     starts = _sentence_starts(text)
     while len(starts) > 1 and _CLOSING.match(text, starts[-1]):
         text = text[: starts.pop()].rstrip()

@@ -123,6 +123,10 @@ class ChatServer:
                 found[place] = Answer(problem=str(error))
             except UserError as error:
                 errors.append(error)
+            except RuntimeError:
+                if not self._client.is_closed:
+                    raise
+                found[place] = Answer(problem="the command ended before the answer came")
 
         # Daemons: at Ctrl+C nothing waits for a slow server. Each has the redactor that is in force here.
         threads = [

@@ -32,6 +32,7 @@ DIRTY = [
     ("Sure! A cat sleeps.", "A cat sleeps.", "labels"),
     ("Certainly! Below is the description you asked for: A cat sleeps.", "A cat sleeps.", "labels"),
     ("assistant\nA cat sleeps.", "A cat sleeps.", "labels"),
+    ("<start_of_turn>model\nA cat sleeps.", "A cat sleeps.", "labels"),
     ("Beschreibung: Eine Katze schläft.", "Eine Katze schläft.", "labels"),
     ("描述\uff1a一只猫在睡觉。", "一只猫在睡觉。", "labels"),
     # openings
@@ -47,6 +48,8 @@ DIRTY = [
     ("This is a photo of a cat.", "A cat.", "openings"),
     ("This is a black and white photo of a cat.", "A black and white photo of a cat.", "openings"),
     ("This is an oil painting of a cat.", "An oil painting of a cat.", "openings"),
+    ("In this captivating image, a cat sleeps.", "A cat sleeps.", "openings"),
+    ("This photo shows ohwx cat on a sofa.", "ohwx cat on a sofa.", "openings"),
     ("We can see a cat.", "A cat.", "openings"),
     ("The video shows a cat that jumps.", "A cat that jumps.", "openings"),
     ("Das Bild zeigt eine Katze.", "Eine Katze.", "openings"),
@@ -76,6 +79,9 @@ DIRTY = [
     ("A cat sleeps. Overall, the image feels calm and cosy.", "A cat sleeps.", "closings"),
     ("A cat sleeps. The overall mood is one of peace.", "A cat sleeps.", "closings"),
     ("A cat sleeps. The scene evokes a sense of peace.", "A cat sleeps.", "closings"),
+    ("A cat sleeps. **Overall Impression:** Calm.", "A cat sleeps.", "closings"),
+    ("A cat sleeps\n\n(Note: I left out its fur.)", "A cat sleeps", "closings"),
+    ("Move the cat.\nExplanation: It moved.", "Move the cat.", "closings"),
     ("A woman reads. I'm sorry, but I can't identify her.", "A woman reads.", "closings"),
     # repetition
     (
@@ -122,6 +128,7 @@ CLEAN = [
     "一只猫在红色沙发上睡觉。",
     "ผู้หญิงยิ้ม 👩‍👩‍👧 नमस्ते",
     "The image of a saint hangs over a bed.",
+    "Model: a woman poses for a painter.",
     "Overall-clad workers carry a beam.",
 ]
 TAGS = [

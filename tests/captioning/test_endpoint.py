@@ -73,6 +73,12 @@ def test_an_answer_is_text_with_its_tokens(captioner, server):
     assert captioner.name == f"some-model at 127.0.0.1:{server.port}"
 
 
+def test_a_question_that_is_still_asked_when_the_command_ends_is_given_up(server):
+    server.always = hang_up
+    with ChatServer(server.endpoint, model="some-model", sleep=lambda _s: captioner.__exit__()) as captioner:
+        assert "the command ended" in ask(captioner)[0].problem
+
+
 def test_without_a_key_none_is_sent(server):
     with ChatServer(server.endpoint, model="some-model") as captioner:
         ask(captioner)
