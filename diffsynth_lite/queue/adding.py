@@ -10,7 +10,7 @@ from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.config.files import schema_file
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import parse_json
-from diffsynth_lite.queue.entry import Entry
+from diffsynth_lite.queue.entry import MOST_PROCESSES, Entry
 from diffsynth_lite.queue.variants import names, variants
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -20,6 +20,10 @@ from diffsynth_lite.workspace import Workspace
 _COMPARED = ("lora", "train")
 _NOT_COMPARED = ("lora.groups", "train.warmup_steps", "train.micro_batch_size")
 """Settings that the fingerprint of a run does not hold as they are in its config."""
+_EXPECTED = {
+    "device": "write it as in CUDA_VISIBLE_DEVICES, such as 1 or 0,1",
+    "num_processes": f"must be from 1 to {MOST_PROCESSES}",
+}
 _MOST_NAMED = 3
 
 
@@ -61,7 +65,8 @@ def entries_of(
             )
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise UserError(f"{first['loc'][0]}: {first['input']!r}: {first['msg']}") from None
+            key = str(first["loc"][0])
+            raise UserError(f"{key}: {first['input']!r}: {_EXPECTED.get(key, first['msg'])}") from None
         problems.attempt(_check, entry, workspace)
         found.append(entry)
     problems.require_none()

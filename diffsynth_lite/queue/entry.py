@@ -19,9 +19,10 @@ from diffsynth_lite.workspace import Workspace
 
 QueueState = Literal["waiting", "running", "done"]
 STATES: tuple[QueueState, ...] = ("waiting", "running", "done")
+MOST_PROCESSES = 64
+"""Of a run on one machine."""
 
 _MOST_BYTES = 1 << 20
-_MOST_PROCESSES = 64
 _TRAIN = ("-m", "diffsynth_lite.cli.main", "train")
 _LAUNCHED_TRAIN = ("-m", "diffsynth_lite.cli.train")
 _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
@@ -54,7 +55,7 @@ class Entry(BaseModel):
     settings: tuple[_Setting, ...] = ()
     presets: tuple[_Word, ...] = ()
     device: _Devices = ""
-    num_processes: int = Field(default=1, ge=1, le=_MOST_PROCESSES)
+    num_processes: int = Field(default=1, ge=1, le=MOST_PROCESSES)
     process: str = ""
     started_at: float = 0.0
     ended_at: float = 0.0
@@ -144,8 +145,8 @@ class QueuedRun:
         try:
             changed_at = file.stat().st_mtime
             entry = Entry.model_validate_json(read_bytes(file, most_bytes=_MOST_BYTES))
-            if state == "waiting":
-                entry.require_inside(workspace)
+            # Whatever ran, its folder is only looked at.
+            entry.require_inside(workspace) if state == "waiting" else entry.folder_in(workspace)
         except FileNotFoundError:
             return None
         except ValidationError as error:

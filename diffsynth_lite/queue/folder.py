@@ -234,7 +234,7 @@ class Queue:
         """
         if entry is not None:
             write_entry(run.file, entry)
-        file = run.file.rename(self.path / state / run.file.name)
+        file = run.file.replace(self.path / state / run.file.name)
         return QueuedRun.read(file, state, self.workspace) or run
 
     def runs_elsewhere(self) -> str | None:

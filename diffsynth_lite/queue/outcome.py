@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ _EXIT_REFUSED = 2
 _TAIL_BYTES = 64 * 1024
 _LONGEST_MESSAGE = 2000
 _LEAST_FREE_BYTES = 1 << 20
+_TIME = re.compile(r"^\d\d:\d\d:\d\d ")
+"""Begins a line of the log."""
 _FULL_WORDS = ("no space left", *(os.strerror(number).lower() for number in (errno.ENOSPC, *DISK_FULL[1:])))
 
 
@@ -35,6 +38,7 @@ def ended(entry: Entry, workspace: Workspace, *, exit_code: int | None, log: Pat
     outcome = _outcome(status, exit_code)
     lines = log_lines(log, num_lines=1) if outcome in ("refused", "did not start") else []
     message = "" if outcome == "finished" else (lines or [str(status.get("message", ""))])[0]
+    message = _TIME.sub("", message)
     return entry.model_copy(
         update={
             "ended_at": at,

@@ -203,6 +203,6 @@ class Worker:
             self._pause(run)
 
     def _pause(self, run: QueuedRun) -> None:
-        reason = f"the disk is full, as {run.name} found; make room, then `queue go`"
+        reason = f"the disk is full, as {run.name} found; make room, then add it again"
         logger.warning("Paused: %s", reason)
         self._queue.write_pause(reason)

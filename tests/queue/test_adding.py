@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting_runs import Waiting
 
+from diffsynth_lite.config import find_config_file
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.queue.adding import entries_of
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -26,8 +28,6 @@ def test_a_config_gives_an_entry_with_its_folder_and_variants_those_of_their_own
 def test_a_recipe_is_named_as_it_is_and_other_files_elsewhere_are_refused(
     waiting: Waiting, tmp_path: Path
 ) -> None:
-    from diffsynth_lite.config import find_config_file
-
     recipe = find_config_file("qwen_lora.yaml").resolve()
     settings = ["data.path=data", "output.dir=runs/a"]
     (entry,) = entries_of(waiting.queue.workspace, recipe, settings, presets=["style"])
@@ -61,9 +61,17 @@ def test_what_would_not_run_is_refused_with_all_its_reasons(
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_a_device_that_is_none_is_refused(waiting: Waiting) -> None:
-    with pytest.raises(UserError, match="device: 'a b': String should match"):
-        entries_of(waiting.queue.workspace, waiting.path / "configs" / "mine.yaml", device="a b")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"device": "cuda:1"}, "device: 'cuda:1': write it as in CUDA_VISIBLE_DEVICES, such as 1 or 0,1"),
+        ({"num_processes": 65}, "num_processes: 65: must be from 1 to 64"),
+    ],
+)
+def test_devices_that_are_none_are_refused(waiting: Waiting, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        entries_of(waiting.queue.workspace, waiting.path / "configs" / "mine.yaml", **given)
+    assert str(caught.value) == words
 
 
 def test_the_folder_of_another_config_is_refused_and_of_the_same_taken(waiting: Waiting) -> None:

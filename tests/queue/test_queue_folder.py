@@ -145,6 +145,18 @@ def test_a_file_of_somebody_else_is_refused_by_name_and_never_started(
     assert waiting.names("waiting") == []
 
 
+@pytest.mark.parametrize("content", ["{", json.dumps(ASKED | {"folder": "~nobody-of-that-name/a"})])
+def test_a_file_of_somebody_else_among_those_that_run_or_are_done_is_shown_as_refused(
+    waiting: Waiting, content: str
+) -> None:
+    waiting.add("quick-b")
+    for state in ("running", "done"):
+        (waiting.queue.path / state / f"0001-{state}.json").write_text(content)
+    waiting.work()
+    found = {run.name: bool(run.refusal) for run in waiting.queue.snapshot().in_state("done")}
+    assert found == {"running": True, "done": True, "quick-b": False}
+
+
 def test_a_file_that_is_none_of_the_queue_stops_nothing(waiting: Waiting) -> None:
     waiting.add("quick-b")
     for state in ("waiting", "running", "done"):

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import wait_for
@@ -12,8 +13,9 @@ from waiting_runs import Waiting, fake_command
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.queue import folder as queue_folder
+from diffsynth_lite.queue import worker as queue_worker
 from diffsynth_lite.queue.folder import Queue
-from diffsynth_lite.queue.worker import Worker
+from diffsynth_lite.queue.worker import Worker, start_worker
 from diffsynth_lite.run_folder.folder import RunFolder
 
 
@@ -135,7 +137,7 @@ def test_a_full_disk_pauses_the_queue_in_place_of_burning_through_it(
     waiting.add("full", "quick-b")
     waiting.work()
     assert waiting.names("waiting") == ["quick-b"]
-    reason = "the disk is full, as full found; make room, then `queue go`"
+    reason = "the disk is full, as full found; make room, then add it again"
     assert (waiting.queue.snapshot().paused, waiting.outcomes()) == (reason, {"full": ("stopped", 3)})
     assert reason in caplog.text
 
@@ -256,3 +258,23 @@ def test_a_run_is_started_from_a_queue_that_the_working_folder_is_not_in(
     waiting.add("quick-a")
     Worker(Queue(waiting.queue.workspace), command=fake_command, poll_s=0.01).work()
     assert waiting.outcomes() == {"quick-a": ("finished", 0)}
+
+
+def test_going_on_starts_a_worker_unless_there_is_one_and_says_why_it_ended(
+    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = waiting.path / "program"
+    program.write_text("#!/bin/sh\necho $6 is not a workspace\nexit 2\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(queue_worker, "sys", SimpleNamespace(executable=str(program)))
+    waiting.add("long-a")
+    with waiting.working():
+        waiting.await_start("long-a")
+        waiting.queue.pause()
+        start_worker(waiting.queue)
+        assert waiting.queue.paused() is None
+        waiting.end("long-a")
+    with pytest.raises(
+        UserError, match=f"ended at once: {waiting.path} is not a workspace; see .*worker.log"
+    ):
+        start_worker(waiting.queue)

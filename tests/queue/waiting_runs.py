@@ -22,7 +22,7 @@ STARTED = "mkdir -p $RUN; echo $NAME $CUDA_VISIBLE_DEVICES >>started; "
 FINISHED = f"{STATUS % ('finished', 0, '')} exit 0"
 PROGRAMS = {
     "quick": FINISHED,
-    "refused": "echo lora.rank: is wrong; exit 2",
+    "refused": "echo 12:34:56 lora.rank: is wrong; exit 2",
     "broken": "echo Traceback; echo it broke; exit 1",
     "failed": f"{STATUS % ('failed', 1, 'a bug')} exit 1",
     "stopped": f"{STATUS % ('interrupted', 75, 'stopped by STOP')} exit 75",
