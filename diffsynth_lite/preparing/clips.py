@@ -47,6 +47,12 @@ class ClipPlan:
         """Whether the clip stays as it is."""
         return len(self.scenes) == 1 and self.fit.is_whole((self.facts.width, self.facts.height))
 
+    @property
+    def is_even(self) -> bool:
+        """Whether each frame is shown equally long: an AVI may repeat one without a rate that varies."""
+        facts = self.facts
+        return not facts.is_variable_rate and abs(facts.duration_s * facts.fps - facts.num_frames) < 0.5
+
 
 def plan_clip(path: Path, steps: Steps) -> ClipPlan:
     """Look at a clip. To split it, all its frames are decoded."""
@@ -74,8 +80,7 @@ def num_images(scene: Scene, steps: Steps) -> int:
 def split_clip(source: Path, plan: ClipPlan, results: Sequence[Path]) -> None:
     """Encode each scene as a clip, except those whose file is there already.
 
-    A frame is shown at its own time, where the rate of the clip varies; else the rate stays. Audio is cut
-    with the frames.
+    Its rate stays; where it varies, the time of each frame does. Audio is cut with the frames.
     """
 
     def write(number: int, frames: Iterator[VideoFrame]) -> None:
@@ -126,7 +131,7 @@ def _write_scene(
         _timed_images(first, frames, plan),
         size=plan.fit.size,
         rate=rate,
-        time_base=first.time_base if plan.facts.is_variable_rate else None,
+        time_base=None if plan.is_even else first.time_base,
         audio=_audio(source, scene),
         crf=_CRF,
     )
@@ -139,7 +144,7 @@ def _timed_images(
     for index, frame in enumerate(rest, start=1):
         assert frame.pts is not None
         assert first.pts is not None
-        time = frame.pts - first.pts if plan.facts.is_variable_rate else index
+        time = index if plan.is_even else frame.pts - first.pts
         yield time, plan.fit.apply(rgb_image(frame))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from clip_makers import index_shown, write_clip
+from clip_makers import index_shown, write_avi, write_clip
 from PIL import Image, ImageCms
 
 from diffsynth_lite.cli.main import main
@@ -121,6 +121,14 @@ def test_times_of_a_variable_rate_stay(raw: Path, out: Path) -> None:
         frames = list(all_frames(out / f"phone-000{number}.mp4"))
         assert [frame.time for frame in frames] == pytest.approx([time - expected[0] for time in expected])
     assert check_video(out / "phone-0001.mp4").is_variable_rate
+
+
+def test_a_frame_that_an_avi_repeats_still_lasts_longer(raw: Path, out: Path) -> None:
+    source = write_avi(raw / "a.avi", slots=[*range(10), *range(11, 26)])
+    assert prepare(raw, out, "--max-side", "32") == 0
+    times = [frame.time for frame in all_frames(out / "a.mp4")]
+    assert times == pytest.approx([frame.time for frame in all_frames(source)])
+    assert times[10] == pytest.approx(0.44)
 
 
 @pytest.mark.parametrize("suffix", [".mkv", ".mov"])

@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from media_verdicts import assert_clip, mutated
 from PIL import Image
 
+from diffsynth_lite.data import video
 from diffsynth_lite.data.video import (
     check_video,
     clip_starts,
@@ -435,3 +436,15 @@ def test_a_failure_half_way_leaves_the_old_file(tmp_path):
     with pytest.raises(TypeError):
         write_video(path, broken, fps=25)
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("clip.mp4", b"old")]
+
+
+def test_without_x264_another_encoder_is_taken_or_the_remedy_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "clip.mp4"
+    monkeypatch.setattr(video, "_ENCODERS", {"libnone": {}, "libx265": video._ENCODERS["libx265"]})
+    write_video(path, frames(), fps=25)
+    assert [index_shown(image) for image in read_frames(path, clip_times(0, num_frames=9, fps=25))] == list(
+        range(9)
+    )
+    monkeypatch.setattr(video, "_ENCODERS", {"libnone": {}})
+    with pytest.raises(UserError, match=r"writes no H\.264 or H\.265 \(libnone\); install PyAV's wheel"):
+        write_video(path, frames(), fps=25)
