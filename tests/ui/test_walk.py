@@ -1,5 +1,6 @@
 """One walk through all screens in a browser, as a person takes it: from images to a downloaded LoRA."""
 
+import json
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from browser import LIMIT_S, PHONE_PX, Browser, Page
 from screens import Server, server_process
 
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.testing.captioners import save_tiny_qwen3_vl
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart"
 CONFIG = """extends: quickstart.yaml
@@ -70,6 +72,7 @@ def test_a_person_goes_from_images_to_a_lora_in_the_browser(browser: Browser, tm
     images = sorted((tmp_path / "images").glob("teal*.png"))
     with server_process(workspace) as server:
         make_data_set(browser, server, workspace, images)
+        write_captions(browser, server, workspace, images[1:4], save_tiny_qwen3_vl(tmp_path / "captioner"))
         make_config(browser, server, workspace)
         port = int(server.root.rpartition(":")[2])
         train_and_stop(browser, server, workspace / "runs" / "shapes")
@@ -87,6 +90,7 @@ def test_a_person_goes_from_images_to_a_lora_in_the_browser(browser: Browser, tm
 
 def make_data_set(browser: Browser, server: Server, workspace: Path, images: list[Path]) -> None:
     first, *others = images
+    captions = [each.with_suffix(".txt") for each in images[4:]]
     with opened(browser, server, "/", width=PHONE_PX) as page:
         assert page.overflow_px() == 0
         page.press("DisclosureTriangle", "New data set")
@@ -94,18 +98,55 @@ def make_data_set(browser: Browser, server: Server, workspace: Path, images: lis
         page.press("button", "Make the data set")
         arrive(page, "/data/shapes/")
     with opened(browser, server, "/data/shapes/") as page:
-        page.upload("button", "Add files", [first, *others, *(each.with_suffix(".txt") for each in others)])
+        page.upload("button", "Add files", [first, *others, *captions])
         caption = workspace / "data" / "shapes" / first.with_suffix(".txt").name
-        page.await_control("radio", "No caption 1")
+        page.await_control("radio", "No caption 4")
         page.fill("textbox", f"Caption of {first.name}", "a teal shape, écrit à la main")
         wait_for(caption.exists)
         assert caption.read_text(encoding="utf-8").strip() == "a teal shape, écrit à la main"
-        page.await_control("radio", "No caption 0")
+        page.await_control("radio", "No caption 3")
         page.press("checkbox", f"Choose {first.name}")
         page.press("button", "Move to trash")
         wait_for(lambda: not caption.exists())
         page.press("button", "Undo")
         wait_for(caption.exists)
+
+
+def write_captions(
+    browser: Browser, server: Server, workspace: Path, images: list[Path], model: Path
+) -> None:
+    """A model writes those that are missing; one is edited, and written again, which asks first."""
+    folder = workspace / "data" / "shapes"
+    file, name = folder / images[0].with_suffix(".txt").name, images[0].name
+    with opened(browser, server, "/data/shapes/", width=PHONE_PX) as page:
+        page.press("button", "Write captions")
+        page.fill("combobox", "Model", str(model))
+        page.fill("combobox", "Goal", "Style")
+        page.fill("textbox", "Trigger", "shp")
+        page.wait_for(f"document.getElementById('c-command').textContent.includes({json.dumps(str(model))})")
+        assert page.text("#c-command").endswith("--goal style --trigger shp")
+        assert page.overflow_px() == 0
+        page.press("button", "Write 3 captions")
+        page.await_control("button", "Stop")
+    with opened(browser, server, "/data/shapes/") as page:
+        page.await_control("radio", "Written by a model 3")
+        page.await_control("radio", "No caption 0")
+        written = file.read_text()
+        assert "shp" in written
+        assert "écrit à la main" in "".join(each.read_text() for each in folder.glob("*.txt"))
+        page.fill("textbox", f"Caption of {name}", "my words")
+        wait_for(lambda: file.read_text() == "my words\n")
+        page.await_control("radio", "Written by a model 2")
+        page.await_control("button", "Write this one again")
+        page.press("button", "Write this one again")
+        page.press("button", "Keep mine")
+        page.press("button", "Write this one again")
+        page.press("button", "Write over it")
+        page.await_control("radio", "Written by a model 3")
+        assert file.read_text() == written
+        page.press("button", "Undo")
+        page.await_control("radio", "Written by a model 2")
+        assert file.read_text() == "my words\n"
 
 
 def make_config(browser: Browser, server: Server, workspace: Path) -> None:

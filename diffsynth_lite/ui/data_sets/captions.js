@@ -54,8 +54,7 @@
     const parts = [job.model || options.model, goal, trigger, isDry() ? "nothing is written" : `writes over ${over}`];
     byId("job-facts").textContent = parts.filter(Boolean).join(", ");
     setCommand("job-command", job.command);
-    const ended = [...log, state !== "killed" && job.message, endings[state]].filter(Boolean).join("\n");
-    show("job-log", isActive() ? "" : ended);
+    show("job-log", isActive() ? "" : log.join("\n") || endings[state] || job.message || "");
     showRefused(Object.entries(refused));
     showPreview(Object.entries(preview));
     byId("job-stop").hidden = !isActive();
