@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from diffsynth_lite.captioning.captioner import Answer, Captioner, Question
 from diffsynth_lite.captioning.processors import ImageProcessor
 from diffsynth_lite.captioning.tagger import Tagger, is_tagger
+from diffsynth_lite.core.transfer.host_pool import available_host_bytes
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights import SLOTS_TO_GENERATE
 from diffsynth_lite.errors import UserError
@@ -40,11 +41,17 @@ _MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MA
 """Of transformers, by the age of their names: the classes that see images and write text."""
 _SHARE_OF_WEIGHTS = 0.8
 """Of the free memory of a device; the rest is for what is computed."""
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+_CLEARED = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"),
+    *("max_length", "forced_eos_token_id"),
+)
+"""Of a generation config: what is only for sampling warns, and the others hide how an answer ended."""
 _PROVIDERS = ("CUDAExecutionProvider", "ROCMExecutionProvider", "CPUExecutionProvider")
 _KEYS = {
-    "model.text_encoder_quantize, memory.stream_text_encoder": "--quantize, or memory",
+    "model.text_encoder_quantize, memory.stream_text_encoder": "--quantize, or too little memory",
+    "leave both out": "leave --quantize out, and take a larger device or a smaller model",
     "memory.stream_text_encoder": "memory",
+    " and model.variant": "",
     "model.path": "--model",
 }
 """Settings of a run in the messages about its text encoder, and what they are here."""
@@ -107,7 +114,7 @@ class CaptionModel:
     Args:
         name: of the model.
         folder: of it; its weights may still be on the hub.
-        free_bytes: of the device, for the weights and all else; None is what it has when they are loaded.
+        free_bytes: of the device; None is what it has when the weights are loaded.
 
     Raises:
         UserError: this version of transformers does not have the model, or it does not caption.
@@ -149,8 +156,7 @@ class CaptionModel:
         generation = self._model.generation_config
         if generation.eos_token_id is None:
             generation.eos_token_id = self._processor.tokenizer.eos_token_id
-        # Greedy: what is only for sampling would raise warnings.
-        generation.update(do_sample=False, **dict.fromkeys(_SAMPLING))
+        generation.update(do_sample=False, **dict.fromkeys(_CLEARED))
         generation.pad_token_id = self._processor.tokenizer.pad_token_id
         return self
 
@@ -188,8 +194,7 @@ class CaptionModel:
     @torch.inference_mode()
     def _generate(self, questions: Sequence[Question], max_tokens: int) -> list[Answer]:
         inputs = self._processor(questions).to(self._device, dtype=self._dtype)
-        # Some have a length of their own in the generation config, of prompt and answer.
-        generated = self._model.generate(**inputs, max_new_tokens=max_tokens, max_length=None)
+        generated = self._model.generate(**inputs, max_new_tokens=max_tokens)
         before = 1 if self._model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
         return [self._answer_of(tokens, max_tokens) for tokens in generated[:, before:].cpu()]
 
@@ -228,19 +233,34 @@ class CaptionModel:
         return model
 
     def _place_for(self, empty: torch.nn.Module, plain: TextEncoderMemory) -> TextEncoderMemory:
-        """All of the model on the device, or its layers streamed where that has no room for them."""
-        free = _free_bytes(self._device) if self._free_bytes is None else self._free_bytes
+        """All of the model on the device, or its layers streamed where that has no room for them.
+
+        Raises:
+            UserError: there is too little memory for either.
+        """
         needed, _ = plain.num_bytes([empty], self._device)
+        host = available_host_bytes() if self._device.type == "cpu" else None
+        if host is not None:
+            self._require_room(needed, host)
+        free = _free_bytes(self._device) if self._free_bytes is None else self._free_bytes
         if needed <= _SHARE_OF_WEIGHTS * free or self._folder.is_quantised(""):
             return plain
         streamed = TextEncoderMemory(quantizations=plain.quantizations, num_slots=SLOTS_TO_GENERATE)
         on_device, in_host = streamed.num_bytes([empty], self._device)
+        self._require_room(on_device, free)
         logger.info(
-            "The model takes %s, and the device has %s free: its layers stay in host memory (%s) and visit "
-            "the device (%s), which is slow; --quantize makes it smaller.",
-            *map(format_bytes, (needed, free, in_host, on_device)),
+            "The model takes %s, and the device has %s free: %s of its layers stay in host memory and "
+            "visit the device, which is slow; --quantize makes it smaller.",
+            *map(format_bytes, (needed, free, in_host)),
         )
         return streamed
+
+    def _require_room(self, needed: int, free: float) -> None:
+        if needed > free:
+            raise UserError(
+                f"--model: the weights take {format_bytes(needed)} at least, and {self._device} has "
+                f"{format_bytes(free)} free; take --quantize int8 or nf4, --dtype bfloat16 or a smaller model"
+            )
 
 
 def _class_of(folder: PipelineFolder, name: str) -> Any:
@@ -251,7 +271,7 @@ def _class_of(folder: PipelineFolder, name: str) -> Any:
             f"selected_tags.csv, as taggers; take another, {_EXAMPLE}"
         )
     settings = folder.component_config("")
-    model_type = settings.get("model_type")
+    model_type = str(settings.get("model_type"))
     if model_type not in transformers.CONFIG_MAPPING:
         if "auto_map" in settings:
             raise UserError(
@@ -259,7 +279,7 @@ def _class_of(folder: PipelineFolder, name: str) -> Any:
                 f"run: take a model that transformers has a class for, {_EXAMPLE}, or serve it (--endpoint)"
             )
         raise UserError(
-            f"--model: {name} has the model_type {model_type!r}, which transformers "
+            f"--model: {name} has the model_type {model_type}, which transformers "
             f"{transformers.__version__} does not have: pip install --upgrade transformers, or take another"
         )
     config_class = transformers.CONFIG_MAPPING[model_type]
@@ -293,8 +313,11 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"--device: {name} is not a device; give cpu, cuda or cuda:1") from None
-    if device.type != "cpu" and (found is None or device.type != found.type):
-        raise UserError(f"--device: torch has no {device.type} on this machine; give {found or 'cpu'}")
+    num = 1 if device.type == "cpu" else 0
+    if found is not None and device.type == found.type:
+        num = torch.accelerator.device_count()
+    if (device.index or 0) >= num:
+        raise UserError(f"--device: torch has no {name} on this machine; give {found or 'cpu'}")
     return device
 
 

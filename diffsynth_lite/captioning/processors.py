@@ -1,11 +1,10 @@
 """This file makes the inputs of a captioning model from images and an instruction, without torchvision.
 
 The processors of transformers that also take videos are made with it only. Clips are given as frames here, so
-such a processor is put together without its part for videos.
+such a processor is put together without its part for videos, nor for audio.
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 import torch
 import transformers
 from jinja2 import TemplateError
-from PIL.Image import Image, Resampling
 from transformers import (
     PROCESSOR_MAPPING,
-    AutoFeatureExtractor,
     AutoImageProcessor,
     AutoProcessor,
     AutoTokenizer,
@@ -36,8 +33,6 @@ TASKS = {"florence2": "<MORE_DETAILED_CAPTION>"}
 _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _WITHOUT_VIDEOS = {"SmolVLMProcessor": "Idefics3Processor"}
 """Classes that do the same with images, and need no further package for videos."""
-_MOST_PIXELS = 1 << 20
-"""Of an image. Trainers show a model about as many; some models would make 16,000 tokens of a photo."""
 
 
 class ImageProcessor:
@@ -76,27 +71,20 @@ class ImageProcessor:
         Raises:
             UserError: the model does not take the images of one of the questions.
         """
-        images = [
-            [_shrunk(image, _MOST_PIXELS // math.ceil(len(one.images) / 2)) for image in one.images]
-            for one in questions
-        ]
-        if self.task and any(len(of_one) > 1 for of_one in images):
-            raise UserError("the model sees one image at a time, and no clips or edits")
-        prompts = [
-            self.task or self._prompt(one.instruction, num_images=len(one.images)) for one in questions
-        ]
-        settings: dict[str, Any] = {}
-        if not self.task:
-            bos_token = self.tokenizer.bos_token
-            settings["add_special_tokens"] = bos_token is None or not prompts[0].startswith(bos_token)
+        settings: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+        if self.task:
+            if any(len(one.images) > 1 for one in questions):
+                raise UserError("the model sees one image at a time, and no clips or edits")
+            texts = [self.task] * len(questions)
+            images: list[Any] = [one.images[0] for one in questions]
+        else:
+            texts = [self._prompt(one.instruction, num_images=len(one.images)) for one in questions]
+            images = [list(one.images) for one in questions]
+            # Many templates begin with the token that tokenizers begin texts with.
+            begins = self.tokenizer.bos_token is not None and texts[0].startswith(self.tokenizer.bos_token)
+            settings["add_special_tokens"] = not begins
         try:
-            return self._processor(
-                text=prompts,
-                images=[of_one[0] for of_one in images] if self.task else images,
-                padding=True,
-                return_tensors="pt",
-                **settings,
-            )
+            return self._processor(text=texts, images=images, **settings)
         except ValueError as error:
             raise UserError(f"the model's processor refuses it: {shortened(error)}") from error
 
@@ -131,7 +119,8 @@ class ImageProcessor:
 
 def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
     """The processor of a model as ``AutoProcessor`` makes it, for texts and images."""
-    name = _name_of_processor(folder) or _mapped(config)
+    mapped = getattr(PROCESSOR_MAPPING.get(type(config), None), "__name__", "")
+    name = _name_of_processor(folder) or mapped
     processor_class = getattr(transformers, _WITHOUT_VIDEOS.get(name, name), None)
     try:
         if processor_class is not None and not getattr(processor_class, "is_dummy", False):
@@ -145,16 +134,11 @@ def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
             f"--model: {name} of {folder} needs a package that is not installed ({shortened(error)}); most "
             "often it is torchvision: pip install torchvision"
         ) from error
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the libraries, about files
         raise UserError(
             f"--model: {folder} makes no {name or 'processor'} for texts and images: {shortened(error)}; get "
             "the folder again, or take another model"
         ) from error
-
-
-def _mapped(config: PreTrainedConfig) -> str:
-    found: str = getattr(PROCESSOR_MAPPING.get(type(config), None), "__name__", "")
-    return found
 
 
 def _name_of_processor(folder: Path) -> str | None:
@@ -169,33 +153,20 @@ def _name_of_processor(folder: Path) -> str | None:
 
 
 def _assembled(processor_class: type[ProcessorMixin], folder: Path) -> Any:
-    """A processor from its parts, but for that of videos."""
+    """A processor from its parts for texts and images."""
     # Pillow's also where torchvision is installed: the same images on all machines.
     parts = {
         "tokenizer": AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
         "image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False),
     }
     needed = processor_class.get_attributes()
-    if "feature_extractor" in needed:
-        parts["feature_extractor"] = AutoFeatureExtractor.from_pretrained(folder, trust_remote_code=False)
 
-    def check(processor: Any, name: str, part: Any) -> Any:
-        return (
-            None if part is None else processor_class.check_argument_for_proper_class(processor, name, part)
-        )
+    def check(processor: Any, name: str, part: Any) -> None:
+        if part is not None:
+            processor_class.check_argument_for_proper_class(processor, name, part)
 
     # Of the same name, by which transformers knows some of them.
-    lenient: Any = type(
-        processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check}
-    )
+    methods = {"check_argument_for_proper_class": check}
+    lenient: Any = type(processor_class.__name__, (processor_class,), methods)
     settings, unused = lenient.get_processor_dict(folder)
     return lenient.from_args_and_dict([parts.get(name) for name in needed], settings, **unused)
-
-
-def _shrunk(image: Image, most_pixels: int) -> Image:
-    """An image with its proportions, and no more pixels than that."""
-    factor = math.sqrt(most_pixels / (image.width * image.height))
-    if factor >= 1:
-        return image
-    size = max(1, round(image.width * factor)), max(1, round(image.height * factor))
-    return image.resize(size, Resampling.LANCZOS)

@@ -166,7 +166,6 @@ def save_tiny_florence2(folder: Path, *, seed: int = 0) -> Path:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         decoder_start_token_id=tokenizer.eos_token_id,
-        forced_eos_token_id=None,
     )
     config = Florence2Config(
         text_config=text_config.to_dict(),
@@ -322,6 +321,8 @@ def _save(
     # As releases have them: by default they sample, which is not the same twice.
     generation.update(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.2)
     generation.eos_token_id = tokenizer.eos_token_id
+    if model.config.is_encoder_decoder:
+        generation.forced_eos_token_id = tokenizer.eos_token_id
     generation.suppress_tokens = sorted({*range(len(tokenizer))} - spoken - {tokenizer.eos_token_id})
     for weight in model.parameters():
         if weight.dim() > 1:

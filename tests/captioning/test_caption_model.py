@@ -78,8 +78,12 @@ def _ask(captioner: CaptionModel, questions: Sequence[Question], max_tokens: int
 
 @pytest.mark.parametrize("name", _SAVERS)
 def test_answers_of_a_batch_are_those_of_single_questions_and_the_same_when_asked_again(
-    folders: dict[str, Path], name: str, caplog: pytest.LogCaptureFixture
+    folders: dict[str, Path],
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     questions = _questions(num_images=1 if name in _OF_ONE_IMAGE else 2)
     with _open(folders[name]) as captioner:
         caplog.clear()
@@ -93,7 +97,7 @@ def test_answers_of_a_batch_are_those_of_single_questions_and_the_same_when_aske
         assert _ask(again, questions) == together
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3", "florence2"])
 def test_an_answer_ends_with_the_model_or_with_the_limit(folders: dict[str, Path], name: str) -> None:
     with _open(folders[name]) as captioner:
         (short,) = captioner.answer(_questions()[:1], max_tokens=3)
@@ -182,6 +186,16 @@ def test_layers_are_streamed_where_the_device_has_no_room_and_answer_the_same(
     assert asked_with(needed) == 3
     (line,) = caplog.messages
     assert line.startswith("The model takes ")
+    with pytest.raises(UserError, match=r"^--model: the weights take .* at least, and cpu has .* free; take"):
+        asked_with(0.5 * needed)
+
+
+def test_a_model_that_the_host_cannot_hold_is_refused_before_it_is_loaded(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffsynth_lite.captioning.model.available_host_bytes", lambda: 1000)
+    with pytest.raises(UserError, match=r"and cpu has 1000 bytes free; take --quantize"), _open(qwen):
+        pass
 
 
 def test_a_full_device_gets_smaller_batches_and_the_item_that_never_fits_is_reported(
@@ -226,11 +240,12 @@ def test_what_is_not_a_captioner_is_refused_in_one_line(folders: dict[str, Path]
     assert "is a file; give the model's folder" in refusal(tmp_path / "file")
     assert "has no config.json" in refusal(tmp_path)
     assert "needs code from its repository" in refusal(folder_of(model_type="new", auto_map={}))
-    assert "has the model_type 'new', which transformers" in refusal(folder_of(model_type="new"))
+    assert "has the model_type new, which transformers" in refusal(folder_of(model_type="new"))
     assert "a qwen3, does not see images" in refusal(folder_of(model_type="qwen3"))
     assert "holds no safetensors weights" in refusal(folder_of(model_type="qwen3_vl"))
     assert "--device: nothing is not a device" in refusal(folders["gemma3"], device="nothing")
-    assert "--device: torch has no" in refusal(folders["gemma3"], device="xpu")
+    assert "--device: torch has no xpu" in refusal(folders["gemma3"], device="xpu")
+    assert "--device: torch has no cpu:1" in refusal(folders["gemma3"], device="cpu:1")
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_asked(qwen: Path, tmp_path: Path) -> None:
