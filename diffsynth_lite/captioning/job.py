@@ -1,5 +1,6 @@
 """This file writes the captions of a folder: it asks about its items in batches, and reports each answer."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,12 +35,12 @@ from diffsynth_lite.captioning.report import (
     Outcome,
     caption_hash,
 )
-from diffsynth_lite.data.captions import clean_caption, with_trigger
+from diffsynth_lite.data.captions import clean_caption, has_trigger, with_trigger
 from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import check_video, read_frames
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
-from diffsynth_lite.files import DISK_FULL, write_text
+from diffsynth_lite.files import DISK_FULL, parse_json, write_text
 from diffsynth_lite.progress_log import Phase, ProgressLog, current_watch, watched
 from diffsynth_lite.run_folder.lock import open_lock
 from diffsynth_lite.run_folder.process import Process
@@ -142,6 +143,7 @@ class _Run:
 
         Raises:
             RunStoppedError: the disk is full.
+            UserError: the report cannot be written.
         """
         try:
             self._write_status()
@@ -157,6 +159,8 @@ class _Run:
                     f"no space left on the disk ({error}); captions already written are intact, and the same "
                     "command goes on"
                 ) from error
+            if isinstance(error, OSError) and str(error.filename).startswith(str(self._report.folder)):
+                raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from error
             raise
 
     def _show_phase(self, phase: Phase, done: int, total: int) -> None:
@@ -172,6 +176,7 @@ class _Run:
     def _ask_all(self, captioner: Captioner) -> None:
         """Ask about all items, in batches; the images of the next one are read meanwhile."""
         size, items, job = captioner.batch_size, self._items, self._job
+        self.outcome.model = captioner.name
         self._write_status(phase="captioning", message="", model=captioner.name)
         text = "captions: %d of %d" if self._logs_progress else None
         progress = ProgressLog(text, len(items), phase="captioning")
@@ -205,7 +210,8 @@ class _Run:
             problem = str(error).removeprefix(f"{item.path}: ")
             return _Loaded(item=item, problem=problem)
         question = Question(images=images, instruction=self._job.instruction_of(item))
-        small = [] if self._job.num_shown else thumbnails(images)
+        is_shown = not self._job.num_shown and len(self.outcome.thumbnails) < MAX_SHOWN
+        small = thumbnails(images) if is_shown else []
         return _Loaded(item=item, question=question, thumbnails=small)
 
     def _caption(self, captioner: Captioner, batch: Sequence[_Loaded]) -> None:
@@ -224,7 +230,7 @@ class _Run:
         usable = (loaded for loaded in batch if loaded.question is not None)
         for loaded, (question, answer) in zip(usable, answered, strict=True):
             file = loaded.item.file
-            if len(self.outcome.thumbnails) < MAX_SHOWN:
+            if loaded.thumbnails:
                 self.outcome.thumbnails[file] = loaded.thumbnails
             made = self._made(answer)
             if made.problem:
@@ -259,9 +265,9 @@ class _Run:
         if cleaned.problem or not cleaned.text:
             return Made(problem=cleaned.problem or "empty answer")
         caption = cleaned.text
-        # In json the instruction asks for it: there is no place in front.
-        if job.request.trigger and job.request.format != "json":
-            caption = with_trigger(caption, job.request.trigger)
+        if job.request.trigger:
+            add = _with_trigger_in_json if job.request.format == "json" else with_trigger
+            caption = add(caption, job.request.trigger)
         caption, cut = fitted(caption, job.limit)
         try:
             return Made(caption=clean_caption(caption), removed=cleaned.removed, cut=cut)
@@ -291,6 +297,15 @@ class _Run:
         self._status = replace(self._status, **changes)
         self._report.write_status(self._status)
         self._written_at = time.monotonic()
+
+
+def _with_trigger_in_json(caption: str, trigger: str) -> str:
+    """The JSON of a caption with the trigger, in front of its first sentence unless it is anywhere in it."""
+    if has_trigger(caption, trigger):
+        return caption
+    value = parse_json(caption)
+    text = f"{trigger}, {value.get('high_level_description', '')}".strip(" ,")
+    return json.dumps({**value, "high_level_description": text}, ensure_ascii=False, separators=(",", ":"))
 
 
 def _answered(

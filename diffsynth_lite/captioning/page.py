@@ -52,6 +52,7 @@ def write_page(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> None
     text = environment.get_template("page.html").render(
         title=job.folder.resolve().name,
         summary=outcome.summary,
+        model=outcome.model,
         counts={name: len(shown) for name, shown in sections.items()},
         sections=_limited(sections),
         max_shown=MAX_SHOWN,

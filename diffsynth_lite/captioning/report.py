@@ -112,6 +112,7 @@ class Outcome:
     Attributes:
         made: the captions, written or only shown, by item.
         refused: items without a caption, by the reason.
+        model: what was asked; empty where nothing was.
         kept: number of captions that stay.
         appeared: items whose caption was written or changed by somebody while the model answered; it stays.
         locked: those that were to be replaced, and are several or cannot be read.
@@ -121,6 +122,7 @@ class Outcome:
 
     made: dict[str, Made] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    model: str = ""
     kept: int = 0
     appeared: list[str] = field(default_factory=list)
     locked: Sequence[str] = ()

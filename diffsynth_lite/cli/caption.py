@@ -3,19 +3,22 @@
 import argparse
 import json
 import logging
+import math
+import os
 import signal
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, get_args
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     Task,
@@ -41,9 +44,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXAMPLE_MODEL = "Qwen/Qwen3-VL-4B-Instruct"
+_DEFAULT_KEY = "OPENAI_API_KEY"
 _MAX_NAMED = 10
 _NUM_SHOWN = 5
 _STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK")
+_SAME_EVENT_S = 2.0
+"""A terminal and a launcher may both send a signal: that is one event."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"hub id or folder of a model that writes about images, such as {EXAMPLE_MODEL}",
+        help=f"hub id or folder of a model that writes about images, such as {EXAMPLE_MODEL}; with "
+        "--endpoint its name there",
+    )
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="server of OpenAI's chat protocol, such as http://localhost:1234/v1 of LM Studio",
+    )
+    parser.add_argument(
+        "--key-variable",
+        metavar="NAME",
+        help=f"environment variable with the key of the server (default: {_DEFAULT_KEY}, if it is set)",
     )
     _add_wording(parser)
     _add_choice(parser)
@@ -60,7 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--frames", type=positive_count, default=8, metavar="N", help="of a clip (default: %(default)s)"
     )
     parser.add_argument(
-        "--batch", type=positive_count, metavar="N", help="items at once (default: 8, on a CPU 1)"
+        "--batch",
+        type=positive_count,
+        metavar="N",
+        help="items at once (default: 8; a CPU 1, a server 4)",
     )
     parser.add_argument("--dtype", metavar="NAME", help="of the weights, such as bfloat16")
     parser.add_argument("--quantize", choices=("none", "int8", "nf4"), help="of the weights (default: none)")
@@ -133,20 +153,32 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> None:
     """Write the captions, and print what comes next."""
     _check(parsed)
-    job = _job(parsed)
-    from diffsynth_lite.captioning.job import write_captions
-
     console: Console = parsed.console
-    again = command(*parsed.words)
-    with _interrupted_by_signals(again), _progress(console):
-        outcome = write_captions(job, partial(_captioner, parsed), logs_progress=not console.is_terminal)
+    with _interrupted_by_signals(command(*parsed.words)):
+        job = _job(parsed)
+        from diffsynth_lite.captioning.job import write_captions
+
+        with _progress(console):
+            outcome = write_captions(
+                job, partial(_captioner, parsed, os.environ), logs_progress=not console.is_terminal
+            )
     _print(parsed, job, outcome)
 
 
 def _check(parsed: argparse.Namespace) -> None:
     """Refuse flags that do not go together."""
-    if parsed.model is None:
-        raise UserError(f"--model: name a model, such as --model {EXAMPLE_MODEL}")
+    from diffsynth_lite.captioning.endpoint import api_address
+
+    if parsed.model is None and parsed.endpoint is None:
+        raise UserError(
+            f"--model, --endpoint: name a model, such as --model {EXAMPLE_MODEL}, or a server, such as "
+            "--endpoint http://localhost:1234/v1"
+        )
+    if parsed.endpoint is None:
+        _refuse(parsed, ("key_variable",), "is for a server: give --endpoint, or leave it out")
+    else:
+        _refuse(parsed, ("dtype", "quantize", "device"), "is for a model that is loaded here: leave it out")
+        api_address(parsed.endpoint)
     if parsed.instruction is not None:
         _refuse(parsed, ("goal", "language", "length"), "is part of what --instruction replaces")
     if parsed.inputs and parsed.goal != "edit":
@@ -158,6 +190,8 @@ def _check(parsed: argparse.Namespace) -> None:
         raise UserError(f"--keep {unknown[0]}: is not a rule of cleaning; {hint}")
     if parsed.trigger is not None and not parsed.trigger.strip():
         raise UserError("--trigger: is empty; leave it out")
+    if parsed.key_variable is not None and not os.environ.get(parsed.key_variable):
+        raise UserError(f"--key-variable {parsed.key_variable}: this environment variable is not set")
 
 
 def _refuse(parsed: argparse.Namespace, names: Sequence[str], reason: str) -> None:
@@ -221,8 +255,19 @@ def _instruction(file: Path | None) -> str:
     return text
 
 
-def _captioner(parsed: argparse.Namespace) -> Captioner:
+def _captioner(parsed: argparse.Namespace, environment: Mapping[str, str]) -> Captioner:
     """What writes the captions. A model is loaded where the result is entered."""
+    if parsed.endpoint is not None:
+        from diffsynth_lite.captioning.endpoint import ChatServer, is_this_machine
+
+        if not is_this_machine(parsed.endpoint):
+            host = urlsplit(parsed.endpoint).netloc
+            logger.warning("The images are sent to %s, which is not this machine.", host)
+        variable = parsed.key_variable or _DEFAULT_KEY
+        key = environment.get(variable, "")
+        server = ChatServer(parsed.endpoint, model=parsed.model, key=key, key_variable=variable)
+        server.batch_size = parsed.batch or server.batch_size
+        return server
     hide_progress_bars()
     from diffsynth_lite.captioning.model import open_captioner
 
@@ -237,15 +282,20 @@ def _captioner(parsed: argparse.Namespace) -> Captioner:
 
 @contextmanager
 def _interrupted_by_signals(again: str) -> Iterator[None]:
-    """Scope that a signal to stop ends at any place, once.
+    """Scope that a signal to stop ends at any place.
 
     Raises:
         RunInterrupted: a signal came.
     """
 
+    received_at = -math.inf
+
     def stop(number: int, _frame: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # what ends is short, and is not to be torn
+        nonlocal received_at
+        is_echo = time.monotonic() - received_at < _SAME_EVENT_S
+        received_at = time.monotonic()
+        if is_echo:
+            return
         name = signal.Signals(number).name
         raise RunInterrupted(f"{name}: stopped; the captions so far are written, and it goes on with {again}")
 
@@ -261,11 +311,16 @@ def _interrupted_by_signals(again: str) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-class _Rate(ProgressColumn):
-    """Items a minute, while captions are written."""
+class _Counts(ProgressColumn):
+    """What is done of a phase, and the rate of captions."""
 
     def render(self, task: Task) -> Text:
-        return Text(f"{60 * task.speed:.3g} a minute" if task.speed else "")
+        if task.total is None:
+            return Text()
+        if task.description != "captioning":
+            return Text(f"{task.percentage:.0f} %")
+        rate = f", {60 * task.speed:.3g} a minute" if task.speed else ""
+        return Text(f"{task.completed:.0f} of {task.total:.0f}{rate}")
 
 
 @contextmanager
@@ -274,7 +329,7 @@ def _progress(console: Console) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate())
+    columns = (TextColumn("{task.description}"), BarColumn(), _Counts())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("loading", total=None)
         shown: list[Phase] = ["loading"]
@@ -326,6 +381,7 @@ def _next(parsed: argparse.Namespace) -> str:
 def _result(job: "CaptionJob", outcome: "Outcome", page: Path) -> dict[str, Any]:
     captions = {name: made.caption for name, made in outcome.made.items()}
     return {
+        "model": outcome.model,
         "written": {} if job.num_shown else captions,
         "preview": captions if job.num_shown else {},
         "kept": outcome.kept,

@@ -1,6 +1,7 @@
 """Writing the captions of a folder, with a captioner that answers by the colour of an image."""
 
 import errno
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -244,6 +245,21 @@ def test_the_trigger_is_put_in_front_and_what_is_not_read_is_cut(folder: Path) -
     assert "2 written, 0 kept, 0 refused, 1 cut" in outcome.summary
 
 
+@pytest.mark.parametrize(
+    ("description", "expected"),
+    [("A cat.", "ohwx cat, A cat."), ("", "ohwx cat"), ("The OHWX cat sits.", "The OHWX cat sits.")],
+)
+def test_in_json_the_trigger_is_put_into_the_first_sentence(
+    folder: Path, description: str, expected: str
+) -> None:
+    parts = {"background": "a room", "elements": [{"type": "obj", "desc": "a tail"}]}
+    answer = json.dumps({"high_level_description": description, "compositional_deconstruction": parts})
+    request = CaptionRequest(trigger="ohwx cat", format="json")
+    write(folder, Colours({"red": f"```json\n{answer}\n```"}), request=request, only=["a.png"])
+    found = json.loads(captions_in(folder)["a.txt"])
+    assert found == {"high_level_description": expected, "compositional_deconstruction": parts}
+
+
 def test_an_instruction_of_ones_own_is_what_is_asked(folder: Path) -> None:
     captioner = Colours()
     write(folder, captioner, request=CaptionRequest(instruction="Name the colour."))
@@ -388,6 +404,13 @@ def test_a_caption_that_cannot_be_written_is_named_and_the_rest_goes_on(
     outcome = write(folder)
     assert list(outcome.refused.values()) == ["its caption cannot be written: File name too long"]
     assert len(captions_in(folder)) == 4
+
+
+def test_a_report_that_cannot_be_written_is_an_error_in_a_line(folder: Path) -> None:
+    (folder / ".captions" / "report.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"report\.jsonl: cannot be written: Is a directory"):
+        write(folder)
+    assert captions_in(folder) == {}
 
 
 @pytest.mark.parametrize("replaced", ["none", "model", "all"])

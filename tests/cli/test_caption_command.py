@@ -6,20 +6,30 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from processes import Program, wait_for
 from tiny_run import tiny_image
 
+from diffsynth_lite.captioning import endpoint as endpoint_module
 from diffsynth_lite.captioning.report import CaptionReport
 from diffsynth_lite.cli import caption
 from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.cli.main import main
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.testing.captioners import save_tiny_qwen3_vl
 
 NUM_IMAGES = 4
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import of it is an error
+from diffsynth_lite.cli.main import main
+"""
 SCRIPT = Path(caption.__file__).with_name("main.py")
 
 
@@ -92,7 +102,21 @@ def test_a_dry_run_prints_captions_and_writes_none(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--model: name a model, such as --model Qwen/Qwen3-VL-4B-Instruct"),
+        ([], "--model, --endpoint: name a model, such as --model Qwen/Qwen3-VL-4B-Instruct, or a server"),
+        (["--model", "m", "--key-variable", "K"], "--key-variable K: is for a server: give --endpoint, or "),
+        (
+            ["--endpoint", "http://h/v1", "--quantize", "int8"],
+            "--quantize int8: is for a model that is loaded",
+        ),
+        (
+            ["--endpoint", "http://h/v1", "--device", "cpu"],
+            "--device cpu: is for a model that is loaded here",
+        ),
+        (
+            ["--endpoint", "http://h/v1", "--key-variable", "NO_KEY"],
+            "--key-variable NO_KEY: this environment",
+        ),
+        (["--endpoint", "h:1234"], "--endpoint h:1234: lacks http:// or https://"),
         (["--model", "m", "--goal", "edit"], "--goal edit: name the folder of the images before the edit, "),
         (
             ["--model", "m", "--goal", "style", "--inputs", "x"],
@@ -126,15 +150,69 @@ def test_what_cannot_be_is_refused_in_a_line_before_anything_is_loaded(
     assert not (images / ".captions").exists()
 
 
-def test_a_folder_that_is_not_there_is_refused_without_torch(images: Path) -> None:
-    program = (
-        "import sys\nsys.modules['torch'] = None\nfrom diffsynth_lite.cli.main import main\nsys.exit(main())"
-    )
+class _ChatServer(BaseHTTPRequestHandler):
+    """Answers all questions with the same caption, and keeps what it was sent."""
+
+    sent: ClassVar[list[dict[str, Any]]] = []
+    keys: ClassVar[set[str]] = set()
+
+    def do_POST(self) -> None:
+        self.sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.keys.add(self.headers["Authorization"])
+        choice = {"message": {"role": "assistant", "content": "Here is a caption: A shape."}}
+        body = json.dumps({"choices": [choice | {"finish_reason": "stop"}], "usage": {}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _ChatServer) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+def test_a_server_writes_captions_without_torch(images: Path, endpoint: str) -> None:
+    words = ["caption", str(images), "--endpoint", endpoint, "--model", "served", "--key-variable", "MY_KEY"]
+    program = f"{WITHOUT_TORCH}print(main(['caption', 'my image', '--model', 'm']))\nsys.exit(main())"
+    variables = {**os.environ, "MY_KEY": "my secret"}
     done = subprocess.run(
-        [sys.executable, "-c", program, "caption", "my image", "--model", "m"], capture_output=True, text=True
+        [sys.executable, "-c", program, *words, "--json"], capture_output=True, text=True, env=variables
     )
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, "not this machine" in done.stderr) == (0, False), done.stderr
+    assert set(captions_in(images).values()) == {"A shape.\n"}
     assert "my image: no such folder; did you mean 'my images'?" in done.stderr
+    code, _, result = done.stdout.partition("\n")
+    assert code == "2"
+    assert json.loads(result)["model"].startswith("served at 127.0.0.1:")
+    assert ({sent["model"] for sent in _ChatServer.sent}, _ChatServer.keys) == (
+        {"served"},
+        {"Bearer my secret"},
+    )
+    status = CaptionReport(images).status()
+    assert status is not None
+    assert status.arguments == tuple(words[1:])
+    assert not any("my secret" in path.read_text() for path in CaptionReport(images).folder.iterdir())
+
+
+def test_another_machine_is_named_before_images_are_sent_there(
+    images: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        assert caplog.messages[-1] == "The images are sent to images.example:8000, which is not this machine."
+        raise UserError("stopped here")
+
+    monkeypatch.setattr(endpoint_module, "ChatServer", refuse)
+    arguments = ["--endpoint", "https://images.example:8000/v1", "--model", "served"]
+    assert main(["caption", str(images), *arguments]) == 2
+    assert caplog.messages[-1] == "stopped here"
 
 
 def start(images: Path, arguments: Sequence[str], log: Path) -> Program:
@@ -142,7 +220,7 @@ def start(images: Path, arguments: Sequence[str], log: Path) -> Program:
     return Program(SCRIPT, ["caption", str(images.resolve()), *arguments], log)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_command_that_is_stopped_and_given_again_writes_the_same_as_one_that_is_not(
     images: Path, tiny_captioner: Path, tmp_path: Path, number: int
 ) -> None:
@@ -154,6 +232,8 @@ def test_a_command_that_is_stopped_and_given_again_writes_the_same_as_one_that_i
     stopped = start(images, words, tmp_path / "log")
     wait_for(lambda: len(captions_in(images)) >= 2)
     os.kill(stopped.pid, number)
+    if number == signal.SIGINT:
+        os.kill(stopped.pid, signal.SIGTERM)  # as a launcher that Ctrl+C stopped sends
     code, before = stopped.wait(), captions_in(images)
     assert len(before) < 20, "it was stopped before the end"
     status = CaptionReport(images).status()
