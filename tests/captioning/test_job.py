@@ -3,71 +3,23 @@
 import errno
 import json
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from colour_captioner import COLOURS, NAMES, REFUSAL, Colours, captions_in, job_in, write
 from PIL import Image
 from processes import FORKED, LIMIT_S
 
 from diffsynth_lite.captioning import job as job_module
 from diffsynth_lite.captioning.captioner import Answer, Question
-from diffsynth_lite.captioning.choice import CaptionJob, choose, source_of
+from diffsynth_lite.captioning.choice import choose, source_of
 from diffsynth_lite.captioning.contents import read_contents
 from diffsynth_lite.captioning.instructions import CaptionRequest, plainer
 from diffsynth_lite.captioning.job import MAX_FRAME_SIDE, MAX_SIDE, write_captions
 from diffsynth_lite.captioning.limit import TokenLimit
-from diffsynth_lite.captioning.report import CaptionReport, Outcome, is_by_model
+from diffsynth_lite.captioning.report import CaptionReport, is_by_model
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
-
-COLOURS = {"a.png": "red", "b.png": "lime", "c.png": "blue", "d.png": "yellow", "e.png": "magenta"}
-REFUSAL = "I'm sorry, but I cannot describe this image."
-
-
-class Colours:
-    """Answers with the colour in the middle of the last image, or as it is given.
-
-    Args:
-        answers: by the colour; what is called is called with the question.
-    """
-
-    name = "colours"
-
-    def __init__(
-        self,
-        answers: dict[str, str | Answer | Callable[[Question], str]] | None = None,
-        *,
-        batch_size: int = 2,
-    ) -> None:
-        self.batch_size = batch_size
-        self.asked: list[Question] = []
-        self.is_open = False
-        self._answers = answers or {}
-
-    def __enter__(self) -> "Colours":
-        self.is_open = True
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.is_open = False
-
-    def answer(self, questions: Sequence[Question], *, max_tokens: int) -> list[Answer]:
-        assert self.is_open
-        assert 0 < len(questions) <= self.batch_size
-        assert max_tokens > 0
-        self.asked += questions
-        return [self._answer(question) for question in questions]
-
-    def _answer(self, question: Question) -> Answer:
-        image = question.images[-1]
-        colour = "#{:02x}{:02x}{:02x}".format(*image.getpixel((image.width // 2, image.height // 2)))
-        given = self._answers.get(NAMES.get(colour, colour), f"A {NAMES.get(colour, colour)} square.")
-        given = given(question) if callable(given) else given
-        return given if isinstance(given, Answer) else Answer(text=given, num_tokens=len(given.split()))
-
-
-NAMES = {"#ff0000": "red", "#00ff00": "lime", "#0000ff": "blue", "#ffff00": "yellow", "#ff00ff": "magenta"}
 
 
 @pytest.fixture
@@ -77,26 +29,6 @@ def folder(tmp_path: Path) -> Path:
     for name, colour in COLOURS.items():
         Image.new("RGB", (48, 32), colour).save(folder / name)
     return folder
-
-
-def job_in(folder: Path, **settings: object) -> CaptionJob:
-    request = settings.pop("request", CaptionRequest())
-    return CaptionJob(folder=folder, request=request, arguments=("pictures",), **settings)  # type: ignore[arg-type]
-
-
-def write(folder: Path, captioner: Colours | None = None, **settings: object) -> Outcome:
-    captioner = captioner or Colours()
-    outcome = write_captions(job_in(folder, **settings), lambda: captioner)
-    assert not captioner.is_open
-    return outcome
-
-
-def captions_in(folder: Path) -> dict[str, str]:
-    return {
-        path.name: path.read_text()
-        for path in sorted(folder.rglob("*"))
-        if path.suffix in (".txt", ".caption")
-    }
 
 
 def test_each_item_without_a_caption_gets_one_and_the_others_stay(folder: Path) -> None:
