@@ -26,6 +26,8 @@ _SCRIPTS = {
     "Devanagari": re.compile("[\u0900-\u097f]+"),
 }
 _FOREIGN = 0.1
+_MOST_CHARACTERS = 8192
+"""More than any text encoder reads."""
 _MIN_EDITED = 4
 """Letters of a trigger that is recognized with one of them wrong: a shorter one is like many words."""
 
@@ -55,7 +57,7 @@ def lint(
     """
     values = {text: json_object(text) for of_item in captions.values() for text in of_item}
     are_json = len(values) >= MIN_CAPTIONS // 2 and sum(map(bool, values.values())) > len(values) / 2
-    said = {text: _values_of(value) if value else text for text, value in values.items()}
+    said = {text: (_values_of(value) if value else text)[:_MOST_CHARACTERS] for text, value in values.items()}
     start = re.compile(rf"\A\s*{re.escape(trigger)}[\s,.:-]+" if trigger else r"\A", re.IGNORECASE)
     answers = {text: start.sub("", words) for text, words in said.items()}
     phrases = [] if may_repeat else constant_phrases(list(said.values()), trigger=trigger)
@@ -117,13 +119,13 @@ def _one_word(text: str) -> str:
 
 
 def _misspelt(text: str, *, trigger: str) -> str:
-    spelling = other_spelling(text, trigger) if trigger else ""
+    spelling = other_spelling(text[:_MOST_CHARACTERS], trigger) if trigger else ""
     return _quoted("another spelling of the trigger", spelling)
 
 
 def _like_the_constant_word(text: str, *, word: str) -> str:
     """As for a trigger, but that the word may be one with other endings."""
-    spelling = other_spelling(text.lower(), word)
+    spelling = other_spelling(text[:_MOST_CHARACTERS].lower(), word)
     is_inflected = spelling.startswith(word[:-1])
     return (
         f"{word!r}, which is in the other captions, is spelt {spelling!r}"
@@ -141,17 +143,17 @@ def other_spelling(text: str, trigger: str) -> str:
     exact = [*re.finditer(trigger_pattern(trigger), text, re.IGNORECASE)]
     if exact:
         return "" if any(_is_as_usual(found, trigger) for found in exact) else exact[0].group()
-    wanted, words = _letters(trigger), [*_WORD.finditer(text)]
-    runs = [
-        (_letters(written), written)
-        for place, first in enumerate(words)
-        for last in words[place : place + len(trigger.split()) + 2]
-        if abs(len(written := text[first.start() : last.end()]) - len(trigger)) <= len(trigger.split()) + 1
-    ]
-    like = [written for letters, written in runs if letters == wanted]
-    if len(wanted) >= _MIN_EDITED:
-        like += [written for letters, written in runs if _is_edited(letters, wanted)]
-    return next(iter(like), "")
+    wanted, words = "".join(_letters(trigger)), [*_WORD.finditer(text)]
+    letters, most = _letters(text), len(trigger.split()) + 2
+    like, edited = [], []
+    for start in range(len(words)):
+        for end in range(start + 1, min(start + most, len(words)) + 1):
+            run = "".join(letters[start:end])
+            if run == wanted:
+                like.append(text[words[start].start() : words[end - 1].end()])
+            elif len(wanted) >= _MIN_EDITED and _is_edited(run, wanted):
+                edited.append(text[words[start].start() : words[end - 1].end()])
+    return next(iter([*like, *edited]), "")
 
 
 def _is_as_usual(found: re.Match[str], trigger: str) -> bool:
@@ -160,8 +162,9 @@ def _is_as_usual(found: re.Match[str], trigger: str) -> bool:
     return written == trigger or (begins and written[1:] == trigger[1:])
 
 
-def _letters(text: str) -> str:
-    return "".join(_WORD.findall(text)).casefold().replace("_", "")
+def _letters(text: str) -> list[str]:
+    """The words of a text, which may be in either case and joined by underscores."""
+    return [word.casefold().replace("_", "") for word in _WORD.findall(text)]
 
 
 def _is_edited(one: str, other: str) -> bool:

@@ -2,11 +2,12 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from diffsynth_lite.data.captions import CJK, trigger_pattern
+from diffsynth_lite.media import evenly_spread
 
 CONSTANT = 0.8
 """Part of the captions that a constant phrase is in more of."""
@@ -14,7 +15,10 @@ MIN_CAPTIONS = 8
 """Different captions that have something in common by more than chance."""
 _FEW_WORDS = 30
 """In captions of fewer words one constant word is a trait; longer ones share words of any language."""
-_LONGEST_PHRASE = 24
+_MOST_CAPTIONS, _MOST_WORDS = 1000, 300
+"""Captions that are compared, evenly spread, and their words, which is more than most encoders read."""
+_LONGEST_RUN = 8
+_Run = tuple[str, ...]
 _IS_CJK = re.compile(f"[{CJK}]")
 _TOKEN = re.compile(rf"[{CJK}]|[^\W{CJK}]+(?:['\u2019-][^\W{CJK}]+)*|[^\w\s]+|\n")
 _TAG_WORD = re.compile(r"[^\s.(){}\[\]:]+")
@@ -71,41 +75,56 @@ def constant_phrases(texts: Sequence[str], *, trigger: str = "") -> list[Constan
     prepositions, and words for the subject and the image do not count. Where texts are short, or are lists of
     tags, one such word or tag is enough. Words that follow the trigger directly are its class.
     """
-    texts = list(dict.fromkeys(texts))
-    if len(texts) < MIN_CAPTIONS:
+    distinct = list(dict.fromkeys(texts))
+    if len(distinct) < MIN_CAPTIONS:
         return []
-    are_tags = sum(map(_is_tags, texts)) > len(texts) / 2
-    lines = [_tags(text, trigger) if are_tags else _words(text, trigger) for text in texts]
+    distinct = evenly_spread(distinct, _MOST_CAPTIONS)
+    are_tags = sum(map(_is_tags, distinct)) > len(distinct) / 2
+    lines = [(_tags if are_tags else _words)(text, trigger)[:_MOST_WORDS] for text in distinct]
     least_weight = 1.0 if are_tags or median(map(_weight, lines)) <= _FEW_WORDS else 2.0
-    common = _common_runs(lines, CONSTANT * len(texts))
-    kept: dict[tuple[str, ...], int] = {}
-    for phrase in map(_trimmed, sorted(common, key=lambda run: (-len(run), run))):
-        if _weight(phrase) >= least_weight and not any(_is_part(phrase, longer) for longer in kept):
-            kept[phrase] = common[phrase]
+    common = _common_runs(lines, CONSTANT * len(distinct))
+    kept: dict[str, int] = {}
+    for run, number in _chained(common):
+        phrase = _trimmed(run)
+        text = f"|{'|'.join(phrase)}|"
+        if _weight(phrase) >= least_weight and not any(text in longer for longer in kept):
+            kept[text] = common.get(phrase, number)
     return [
-        ConstantPhrase(text=_joined(phrase), num_captions=number, num_all=len(texts))
-        for phrase, number in kept.items()
+        ConstantPhrase(text=_joined(text.strip("|").split("|")), num_captions=number, num_all=len(distinct))
+        for text, number in kept.items()
     ]
 
 
-def _common_runs(lines: Sequence[Sequence[str]], most: float) -> dict[tuple[str, ...], int]:
-    """Runs of words in more than ``most`` of the lines, with the number of lines; none spans a break ("")."""
-    found: dict[tuple[str, ...], int] = {}
+def _common_runs(lines: Sequence[Sequence[str]], most: float) -> dict[_Run, int]:
+    """Runs of up to 8 words in more than ``most`` of the lines, with the number of lines, in their order.
+
+    None spans a break (""). A run is only looked for where its parts are common.
+    """
+    found: dict[_Run, int] = {}
     starts = [[place for place, word in enumerate(words) if word] for words in lines]
-    for size in range(1, _LONGEST_PHRASE + 1):
+    for size in range(1, _LONGEST_RUN + 1):
         runs = [
-            [tuple(words[place : place + size]) for place in places]
+            {place: tuple(words[place : place + size]) for place in places}
             for words, places in zip(lines, starts, strict=True)
         ]
-        counts = Counter(run for of_line in runs for run in set(of_line))
+        counts = Counter(run for of_line in runs for run in dict.fromkeys(of_line.values()))
         common = {run: number for run, number in counts.items() if number > most}
-        if not common:
-            break
         found |= common
-        for line, (places, of_line) in enumerate(zip(starts, runs, strict=True)):
-            going = {place for place, run in zip(places, of_line, strict=True) if run in common}
-            starts[line] = [place for place in going if place + 1 in going]
+        going = [{place for place, run in of_line.items() if run in common} for of_line in runs]
+        starts = [sorted(place for place in places if place + 1 in places) for places in going]
     return found
+
+
+def _chained(common: Mapping[_Run, int]) -> list[tuple[_Run, int]]:
+    """The runs, the longest first; of the longest those that go on from one another are one."""
+    chained: list[tuple[_Run, int]] = []
+    for run, number in sorted(common.items(), key=lambda entry: -len(entry[0])):
+        before, least = chained[-1] if chained else ((), 0)
+        if len(run) == _LONGEST_RUN and before[1 - len(run) :] == run[:-1]:
+            chained[-1] = ((*before, run[-1]), min(number, least))
+        else:
+            chained.append((run, number))
+    return chained
 
 
 def _words(text: str, trigger: str) -> list[str]:
@@ -160,11 +179,6 @@ def _means_nothing(word: str) -> bool:
 def _trimmed(run: tuple[str, ...]) -> tuple[str, ...]:
     places = [place for place, word in enumerate(run) if not _means_nothing(word)]
     return run[places[0] : places[-1] + 1] if places else ()
-
-
-def _is_part(phrase: tuple[str, ...], longer: tuple[str, ...]) -> bool:
-    size = len(phrase)
-    return any(longer[start : start + size] == phrase for start in range(len(longer) - size + 1))
 
 
 def _joined(words: Sequence[str]) -> str:

@@ -141,3 +141,8 @@ def test_the_instruction_of_an_edit_may_be_the_same() -> None:
     edits = [f"make it a pencil drawing of {text}" for text in PROSE]
     assert constant(edits) == ["make it a pencil", "ohwx"]
     assert constant(edits, may_repeat=True) == []
+
+
+def test_a_long_text_in_most_captions_is_one_phrase() -> None:
+    ending = " ".join(f"word{number}" for number in range(60))
+    assert constant([f"{text} {ending}" for text in PROSE], "ohwx woman") == [ending]
