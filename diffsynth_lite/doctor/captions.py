@@ -1,6 +1,7 @@
 """This file finds what is wrong with captions, by their texts."""
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,18 +15,12 @@ from diffsynth_lite.files import parse_json
 
 _WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
 _IS_CJK = re.compile(f"[{CJK}]")
-_SCRIPTS = {
-    "Latin": re.compile("[A-Za-z\u00c0-\u024f]+"),
-    "Cyrillic": re.compile("[\u0400-\u052f]+"),
-    "Greek": re.compile("[\u0370-\u03ff]+"),
-    "Chinese or Japanese": re.compile(f"[{CJK}]+"),
-    "Korean": re.compile("[\u1100-\u11ff\uac00-\ud7af]+"),
-    "Arabic": re.compile("[\u0600-\u06ff]+"),
-    "Hebrew": re.compile("[\u0590-\u05ff]+"),
-    "Thai": re.compile("[\u0e00-\u0e7f]+"),
-    "Devanagari": re.compile("[\u0900-\u097f]+"),
-}
+_JAPANESE = ("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "CJK")
+"""First words of the names of characters that Chinese and Japanese mix."""
+_NUM_LOOKED_AT = 300
+"""Characters of a caption that its script is known by."""
 _FOREIGN = 0.1
+"""Part of the letters of a text that a script of it has at least."""
 _MOST_CHARACTERS = 8192
 """More than any text encoder reads."""
 _MIN_EDITED = 4
@@ -85,31 +80,31 @@ def lint(
 
 
 def usual_script(texts: Sequence[str]) -> str:
-    """The script that nearly all texts are in; empty where there is none, or they are few."""
-    counts = Counter(_script(text) for text in texts)
+    """The script that is in nearly all texts, Latin last: names are in it anywhere; empty where none is."""
     if len(texts) < MIN_CAPTIONS:
         return ""
-    script, number = counts.most_common(1)[0]
-    return script if number > CONSTANT * len(texts) else ""
+    counts = Counter(
+        script
+        for letters in map(_scripts, texts)
+        for script, number in letters.items()
+        if number >= _FOREIGN * letters.total()
+    )
+    usual = [script for script, number in counts.items() if number > CONSTANT * len(texts)]
+    return min(usual, key=lambda script: script == "LATIN", default="")
 
 
-def _script(text: str) -> str:
-    """The script of most letters; a character that is a word or syllable counts as three letters."""
+def _scripts(text: str) -> Counter[str]:
+    """Letters of each script, by the first word of their names; of Latin where a text is ASCII."""
     if text.isascii():
-        return "Latin"
-    numbers = {name: sum(map(len, letters.findall(text))) for name, letters in _SCRIPTS.items()}
-    numbers["Chinese or Japanese"] *= 3
-    numbers["Korean"] *= 3
-    return max(numbers, key=numbers.__getitem__)
+        return Counter(LATIN=sum(map(str.isalpha, text[:_NUM_LOOKED_AT])))
+    names = (unicodedata.name(one, "").partition(" ")[0] for one in text[:_NUM_LOOKED_AT] if one.isalpha())
+    return Counter("CJK" if name in _JAPANESE else name for name in names)
 
 
 def _other_script(text: str, *, usual: str) -> str:
-    if not usual or _script(text) == usual:
-        return ""
-    num_usual = sum(map(len, _SCRIPTS[usual].findall(text)))
-    num_letters = sum(character.isalpha() for character in text)
-    is_foreign = num_letters > 2 and num_usual < _FOREIGN * num_letters
-    return "a caption in another script than the others" if is_foreign else ""
+    letters = _scripts(text)
+    is_foreign = letters.total() > 2 and letters[usual] < _FOREIGN * letters.total()
+    return "a caption in another script than the others" if usual and is_foreign else ""
 
 
 def _one_word(text: str) -> str:

@@ -157,7 +157,7 @@ class CaptionFindings:
         remarks: kind of an oddity, to name of an item, to what it is. The kinds are too_long,
             without_trigger, which was put in front, same, misspelt_trigger, one_word, other_script, refusal,
             boilerplate and not_json.
-        constant: phrases that most captions have in common, by the index of their source.
+        constant: phrases that most captions of a source have in common.
         same: captions that several items have, with their number; the most frequent first.
     """
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import pytest
-from caption_sets import CLEAN, JAPANESE, JSON, PROSE, TAGS
+from caption_sets import CHINESE, CLEAN, GERMAN, JAPANESE, JSON, PROSE, TAGS
 
-from diffsynth_lite.doctor.captions import CaptionLint, lint, other_spelling
+from diffsynth_lite.doctor.captions import CaptionLint, lint, other_spelling, usual_script
 
 
 def linted(texts: Sequence[str], trigger: str = "", **settings: bool) -> CaptionLint:
@@ -146,3 +146,9 @@ def test_the_instruction_of_an_edit_may_be_the_same() -> None:
 def test_a_long_text_in_most_captions_is_one_phrase() -> None:
     ending = " ".join(f"word{number}" for number in range(60))
     assert constant([f"{text} {ending}" for text in PROSE], "ohwx woman") == [ending]
+
+
+def test_a_set_in_two_scripts_has_no_usual_one() -> None:
+    assert remarks([*CHINESE, *GERMAN]) == {}
+    assert usual_script([*CHINESE, *GERMAN]) == usual_script(GERMAN[:7]) == ""
+    assert (usual_script(JAPANESE), usual_script(GERMAN)) == ("CJK", "LATIN")
