@@ -156,6 +156,18 @@ def from_form(given: Mapping[str, str], data_set: Path, workspace: Workspace) ->
     return _arguments(shown_path(data_set, workspace), options)
 
 
+def preview_of(given: Mapping[str, str], data_set: Path, workspace: Workspace) -> dict[str, str]:
+    """The ``command`` of a form and the ``host`` that images are sent to, or what is ``wrong`` in it."""
+    try:
+        arguments = from_form(given, data_set, workspace)
+    except UserError as error:
+        return {"wrong": str(error)}
+    return {
+        "command": command(arguments),
+        "host": host_of(given["endpoint"]) if given.get("endpoint") else "",
+    }
+
+
 def _checked(key: str, value: str) -> str:
     value = value.strip()
     if len(value) > _LONGEST_TEXT or any(letter < " " for letter in value):

@@ -1,7 +1,7 @@
 """This file shows a data set, and takes in what is changed there."""
 
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ from diffsynth_lite.ui.data_sets.captioning import (
     CHOICES,
     MODELS,
     Captioning,
-    command,
     from_form,
-    host_of,
+    preview_of,
     replaced_by,
 )
 from diffsynth_lite.ui.data_sets.changes import CaptionChange, DataSetEditor
@@ -38,8 +37,7 @@ from diffsynth_lite.ui.data_sets.items import (
 )
 from diffsynth_lite.ui.data_sets.uploads import receive
 from diffsynth_lite.ui.jobs import Jobs
-from diffsynth_lite.ui.pages import page, read_json, refused
-from diffsynth_lite.workspace import Workspace
+from diffsynth_lite.ui.pages import change_route, page, workspace_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SIDES = {"cell": 360, "panel": 1024}
@@ -55,148 +53,153 @@ _FOR_GOOD = "private, max-age=31536000, immutable"
 
 def routes() -> list[Route]:
     """The routes of this screen."""
-    screen = _DataSetScreen()
+    one_by_one, decoding = CapacityLimiter(1), CapacityLimiter(2)  # each thumbnail holds a decoded image
     return [
-        Route("/data", screen.create, methods=["POST"]),
-        Route("/data/{name}/", screen.show),
-        Route("/data/{name}/items", screen.items),
-        Route("/data/{name}/findings", screen.findings),
-        Route("/data/{name}/thumbnails/{file:path}", screen.thumbnail),
-        Route("/data/{name}/clips/{file:path}", screen.clip),
-        Route("/data/{name}/add", screen.add, methods=["POST"]),
-        Route("/data/{name}/captions", screen.write, methods=["POST"]),
-        Route("/data/{name}/captioning", screen.caption, methods=["POST"]),
-        Route("/data/{name}/trash", screen.move_to_trash, methods=["POST"]),
-        Route("/data/{name}/undo", screen.undo, methods=["POST"]),
+        change_route("/data", _create),
+        Route("/data/{name}/", _show),
+        Route("/data/{name}/items", _items),
+        Route("/data/{name}/findings", _findings),
+        Route("/data/{name}/thumbnails/{file:path}", partial(_thumbnail, decoding)),
+        Route("/data/{name}/clips/{file:path}", _clip),
+        Route("/data/{name}/add", _add, methods=["POST"]),
+        change_route("/data/{name}/captions", _write, limiter=one_by_one),
+        change_route("/data/{name}/captioning", _caption, limiter=one_by_one),
+        change_route("/data/{name}/trash", _move_to_trash, limiter=one_by_one),
+        change_route("/data/{name}/undo", _undo, limiter=one_by_one),
     ]
 
 
-class _DataSetScreen:
-    def __init__(self) -> None:
-        self._changes = CapacityLimiter(1)  # one after the other
-        self._thumbnails = CapacityLimiter(2)  # each holds a decoded image
+def _create(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Make an empty data set: {"name": of letters, digits, "-", "_" and "."}."""
+    name, workspace = str(given.get("name", "")).strip(), workspace_of(request)
+    if not _NAME.fullmatch(name) or name.endswith("."):
+        raise UserError(f"Name: {name or 'none given'}: use letters, digits, -, _ and ., up to 64 of them")
+    if name in workspace.data_sets or (workspace.data_folder / name).exists():
+        raise UserError(f"Name: there is a data set {name} already")
+    (workspace.data_folder / name).mkdir(parents=True)
+    return {"go": f"/data/{name}/"}
 
-    async def create(self, request: Request) -> Response:
-        """Make an empty data set: {"name": of letters, digits, "-", "_" and "."}."""
-        name = str((await read_json(request)).get("name", "")).strip()
-        workspace: Workspace = request.app.state.workspace
-        if not _NAME.fullmatch(name) or name.endswith("."):
-            return refused(f"Name: {name or 'none given'}: use letters, digits, -, _ and ., up to 64 of them")
-        if name in workspace.data_sets or (workspace.data_folder / name).exists():
-            return refused(f"Name: there is a data set {name} already")
-        (workspace.data_folder / name).mkdir(parents=True)
-        return JSONResponse({"go": f"/data/{name}/"})
 
-    def show(self, request: Request) -> Response:
-        """The page."""
-        shown = _Shown(request)
-        configs = configs_with(shown.folder, shown.workspace.configs)
-        return page(
-            request,
-            "data_sets/data_set.html",
-            is_edited=True,
-            name=shown.name,
-            configs=configs,
-            chosen=shown.chosen,
-            choices=CHOICES,
-            models=MODELS,
-            others=[name for name in shown.workspace.data_sets if name != shown.name],
-            trigger=trigger_of(shown.folder, [shown.workspace.configs[name] for name in configs]),
-            data={"name": shown.name, "config": shown.chosen, **shown.as_json()},
+def _show(request: Request) -> Response:
+    shown, workspace = _Shown(request), workspace_of(request)
+    configs = configs_with(shown.folder, workspace.configs)
+    return page(
+        request,
+        "data_sets/data_set.html",
+        is_edited=True,
+        name=shown.name,
+        configs=configs,
+        chosen=shown.chosen,
+        choices=CHOICES,
+        models=MODELS,
+        others=[name for name in workspace.data_sets if name != shown.name],
+        trigger=trigger_of(shown.folder, [workspace.configs[name] for name in configs]),
+        data={"name": shown.name, "config": shown.chosen, **shown.as_json()},
+    )
+
+
+def _items(request: Request) -> Response:
+    """The items as they are now."""
+    return JSONResponse(_Shown(request).as_json())
+
+
+def _findings(request: Request) -> Response:
+    """What the files themselves show, such as sizes; it takes a while, and so is no part of the page."""
+    shown = _Shown(request)
+    return JSONResponse(findings(shown.contents, fewest_pixels=fewest_pixels_of(shown.config)))
+
+
+async def _thumbnail(limiter: CapacityLimiter, request: Request) -> Response:
+    """A small image of an item, or of a mask or another file that belongs to one."""
+    path = _media_file(request)
+    version = _version(path)
+    headers = {"etag": f'"{version}"'}
+    if request.query_params.get("version") == version:
+        headers["cache-control"] = _FOR_GOOD
+    if request.headers.get("if-none-match") == headers["etag"]:
+        return Response(status_code=304, headers=headers)
+    side = _SIDES.get(request.query_params.get("for", "cell"), _SIDES["cell"])
+    try:
+        made = await to_thread.run_sync(lambda: thumbnail(path, side=side), limiter=limiter)
+    except UserError:
+        return Response(_NO_PREVIEW, media_type="image/svg+xml", headers=headers)
+    return Response(made, media_type="image/jpeg", headers=headers)
+
+
+def _clip(request: Request) -> Response:
+    """A clip, to play it; in pieces where the browser asks for some."""
+    path = _media_file(request)
+    if not is_video(path.name):
+        raise HTTPException(404)
+    return FileResponse(path, media_type=_CLIP_TYPES.get(path.suffix.lower(), "video/mp4"))
+
+
+async def _add(request: Request) -> Response:
+    """Add a file, the body of the request, under the name in the query; a zip is unpacked."""
+    name = request.query_params.get("name", "")
+    try:
+        num_bytes = int(request.headers.get("content-length", 0))
+        return JSONResponse(await receive(request.stream(), _folder(request), name, num_bytes=num_bytes))
+    except ClientDisconnect:
+        return Response(status_code=400)
+
+
+def _write(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Write captions: {"changes": [{"file", "was", "caption"}]}.
+
+    Returns:
+        Those that changed meanwhile, ``stale``, and ``by`` which models those are that are there now.
+    """
+    wanted = [
+        CaptionChange(
+            file=str(each.get("file")), before=str(each.get("was", "")), after=str(each.get("caption", ""))
         )
+        for each in _list(given, "changes")
+        if isinstance(each, dict)
+    ]
+    stale = _editor(request).write(wanted)
+    rows = CaptionReport(_folder(request)).rows()
+    now = {change.file: stale.get(change.file, change.after or "") for change in wanted}
+    by = {file: row.model for file in now if is_by_model(row := rows.get(file), now[file]) and row}
+    return {"stale": stale, "by": by}
 
-    def items(self, request: Request) -> Response:
-        """The items as they are now."""
-        return JSONResponse(_Shown(request).as_json())
 
-    def findings(self, request: Request) -> Response:
-        """What the files themselves show, such as sizes; it takes a while, and so is no part of the page."""
-        shown = _Shown(request)
-        return JSONResponse(findings(shown.contents, fewest_pixels=fewest_pixels_of(shown.config)))
+def _caption(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Have a model write captions: {"do", and the fields of the form}.
 
-    async def thumbnail(self, request: Request) -> Response:
-        """A small image of an item, or of a mask or another file that belongs to one."""
-        path = _media_file(request)
-        version = _version(path)
-        headers = {"etag": f'"{version}"'}
-        if request.query_params.get("version") == version:
-            headers["cache-control"] = _FOR_GOOD
-        if request.headers.get("if-none-match") == headers["etag"]:
-            return Response(status_code=304, headers=headers)
-        side = _SIDES.get(request.query_params.get("for", "cell"), _SIDES["cell"])
-        try:
-            made = await to_thread.run_sync(lambda: thumbnail(path, side=side), limiter=self._thumbnails)
-        except UserError:
-            return Response(_NO_PREVIEW, media_type="image/svg+xml", headers=headers)
-        return Response(made, media_type="image/jpeg", headers=headers)
+    "command" only returns the command, "write" and "preview" start it, "go on" starts the
+    latest one again, "again" writes those of "files" as that did, and "stop" ends it.
+    """
+    jobs: Jobs = request.app.state.jobs
+    workspace, folder, do = workspace_of(request), _folder(request), given.get("do")
+    latest = Captioning.of(folder, jobs)
+    form = {key: value for key, value in given.items() if isinstance(value, str)}
+    if do == "command":
+        return preview_of(form, folder, workspace)
+    if do == "stop":
+        jobs.stop_captions(folder)
+        return {}
+    if do == "again":
+        arguments = latest.again([str(file) for file in _list(given, "files")], workspace)
+    else:
+        arguments = latest.same(workspace) if do == "go on" else from_form(form, folder, workspace)
+    contents = read_contents(source_of(folder, None))
+    with _editor(request).replaced_by_model(replaced_by(arguments, contents, CaptionReport(folder).rows())):
+        jobs.start(arguments, folder, command="caption")
+    return {}
 
-    def clip(self, request: Request) -> Response:
-        """A clip, to play it; in pieces where the browser asks for some."""
-        path = _media_file(request)
-        if not is_video(path.name):
-            raise HTTPException(404)
-        return FileResponse(path, media_type=_CLIP_TYPES.get(path.suffix.lower(), "video/mp4"))
 
-    async def add(self, request: Request) -> Response:
-        """Add a file, the body of the request, under the name in the query; a zip is unpacked."""
-        name = request.query_params.get("name", "")
-        try:
-            num_bytes = int(request.headers.get("content-length", 0))
-            added = await receive(request.stream(), _folder(request), name, num_bytes=num_bytes)
-            return JSONResponse(added)
-        except ClientDisconnect:
-            return Response(status_code=400)
+def _move_to_trash(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Move items to the trash: {"files": their names, "config": as seen by which}."""
+    names = {str(name) for name in _list(given, "files")}
+    shown = _Shown(request, str(given.get("config", "")))
+    chosen = [item for item in shown.contents.items if item.file in names]
+    return {"said": _editor(request).move_to_trash(chosen)}
 
-    async def write(self, request: Request) -> Response:
-        """Write captions: {"changes": [{"file", "was", "caption"}]}; returns those that changed meanwhile."""
-        given = await read_json(request)
-        wanted = [
-            CaptionChange(
-                file=str(each.get("file")),
-                before=str(each.get("was", "")),
-                after=str(each.get("caption", "")),
-            )
-            for each in _list(given, "changes")
-            if isinstance(each, dict)
-        ]
 
-        def write() -> dict[str, Any]:
-            stale = _editor(request).write(wanted)
-            rows = CaptionReport(_folder(request)).rows()
-            now = {change.file: stale.get(change.file, change.after or "") for change in wanted}
-            by = {file: row.model for file in now if is_by_model(row := rows.get(file), now[file]) and row}
-            return {"stale": stale, "by": by}
-
-        return await self._change(write)
-
-    async def caption(self, request: Request) -> Response:
-        """Have a model write captions: {"do", and the fields of the form}.
-
-        "command" only returns the command, "write" and "preview" start it, "go on" starts the
-        latest one again, "again" writes those of "files" as that did, and "stop" ends it.
-        """
-        given = await read_json(request)
-        return await self._change(lambda: _captioned(request, given))
-
-    async def move_to_trash(self, request: Request) -> Response:
-        """Move items to the trash: {"files": their names, "config": as seen by which}."""
-        given = await read_json(request)
-        names = {str(name) for name in _list(given, "files")}
-
-        def move() -> dict[str, Any]:
-            shown = _Shown(request, str(given.get("config", "")))
-            chosen = [item for item in shown.contents.items if item.file in names]
-            return {"said": _editor(request).move_to_trash(chosen)}
-
-        return await self._change(move)
-
-    async def undo(self, request: Request) -> Response:
-        """Take the last change back."""
-        await read_json(request)
-        return await self._change(lambda: {"said": _editor(request).undo()})
-
-    async def _change(self, work: Callable[[], dict[str, Any]]) -> Response:
-        return JSONResponse(await to_thread.run_sync(work, limiter=self._changes))
+def _undo(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Take the last change back."""
+    return {"said": _editor(request).undo()}
 
 
 class _Shown:
@@ -207,15 +210,15 @@ class _Shown:
     """
 
     def __init__(self, request: Request, chosen: str | None = None) -> None:
-        self.workspace: Workspace = request.app.state.workspace
+        workspace = workspace_of(request)
         self.name: str = request.path_params["name"]
         self.folder = _folder(request)
-        self._folders = {name: path.resolve() for name, path in self.workspace.data_sets.items()}
+        self._folders = {name: path.resolve() for name, path in workspace.data_sets.items()}
         self.chosen = request.query_params.get("config", "") if chosen is None else chosen
         self.config: Config | None = None
         problems = []
         source: Source | None = None
-        if (file := self.workspace.configs.get(self.chosen)) is not None:
+        if (file := workspace.configs.get(self.chosen)) is not None:
             try:
                 self.config = load_config(file).config
                 source = source_of(self.folder, self.config)
@@ -260,46 +263,16 @@ class _Shown:
         return shown | {"where": "/".join(home), "set": home[0], "file": home[1], "version": _version(path)}
 
 
-def _captioned(request: Request, given: dict[str, Any]) -> dict[str, Any]:
-    """What is answered to a request for captions by a model, see the route."""
-    workspace: Workspace = request.app.state.workspace
-    jobs: Jobs = request.app.state.jobs
-    folder, do = _folder(request), given.get("do")
-    latest = Captioning.of(folder, jobs)
-    if do == "stop":
-        jobs.stop_captions(folder)
-        return {}
-    if do in ("again", "go on"):
-        files = [str(file) for file in _list(given, "files")]
-        arguments = latest.again(files, workspace) if do == "again" else latest.same(workspace)
-    else:
-        form = {key: value for key, value in given.items() if isinstance(value, str)}
-        try:
-            arguments = from_form(form, folder, workspace)
-        except UserError as error:
-            if do == "command":
-                return {"wrong": str(error)}
-            raise
-        if do == "command":
-            host = host_of(form["endpoint"]) if form.get("endpoint") else ""
-            return {"command": command(arguments), "host": host}
-    contents = read_contents(source_of(folder, None))
-    with _editor(request).replaced_by_model(replaced_by(arguments, contents, CaptionReport(folder).rows())):
-        jobs.start(arguments, folder, command="caption")
-    return {}
-
-
 def _folder(request: Request) -> Path:
     """Folder of the data set in the address."""
-    folders: dict[str, Path] = request.app.state.workspace.data_sets
-    if (folder := folders.get(request.path_params["name"])) is None:
+    if (folder := workspace_of(request).data_sets.get(request.path_params["name"])) is None:
         raise HTTPException(404)
     return folder
 
 
 def _editor(request: Request) -> DataSetEditor:
     _folder(request)
-    return DataSetEditor(request.path_params["name"], request.app.state.workspace)
+    return DataSetEditor(request.path_params["name"], workspace_of(request))
 
 
 def _media_file(request: Request) -> Path:
