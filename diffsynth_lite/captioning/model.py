@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 Quantize = Literal["none", "int8", "nf4"]
 
 _EXAMPLE = "such as Qwen/Qwen3-VL-4B-Instruct"
+_SMALLER = "take --quantize int8 or nf4, --dtype bfloat16 or a smaller model"
 _MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
 """Of transformers, by the age of their names: the classes that see images and write text."""
 _SHARE_OF_WEIGHTS = 0.8
@@ -152,7 +153,10 @@ class CaptionModel:
     def __enter__(self) -> "CaptionModel":
         with _named_as_flags():
             self._folder.download_weights([""])
-            self._model = self._load()
+            try:
+                self._model = self._load()
+            except torch.OutOfMemoryError as error:
+                raise UserError(f"--model: the weights do not fit {self._device}; {_SMALLER}") from error
         generation = self._model.generation_config
         if generation.eos_token_id is None:
             generation.eos_token_id = self._processor.tokenizer.eos_token_id
@@ -259,7 +263,7 @@ class CaptionModel:
         if needed > free:
             raise UserError(
                 f"--model: the weights take {format_bytes(needed)} at least, and {self._device} has "
-                f"{format_bytes(free)} free; take --quantize int8 or nf4, --dtype bfloat16 or a smaller model"
+                f"{format_bytes(free)} free; {_SMALLER}"
             )
 
 

@@ -19,7 +19,7 @@ from diffsynth_lite.captioning.tagger import Tagger
 from diffsynth_lite.core.weights import FrozenLinear
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, write_json
-from diffsynth_lite.pipelines.base.text_encoders import transformer_layers
+from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, transformer_layers
 from diffsynth_lite.testing.captioners import (
     save_tiny_florence2,
     save_tiny_gemma3,
@@ -188,6 +188,17 @@ def test_layers_are_streamed_where_the_device_has_no_room_and_answer_the_same(
     assert line.startswith("The model takes ")
     with pytest.raises(UserError, match=r"^--model: the weights take .* at least, and cpu has .* free; take"):
         asked_with(0.5 * needed)
+
+
+def test_a_device_that_is_full_before_a_question_is_asked_is_named(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(TextEncoderMemory, "place", full)
+    with pytest.raises(UserError, match=r"^--model: the weights do not fit cpu; take"), _open(qwen):
+        pass
 
 
 def test_a_model_that_the_host_cannot_hold_is_refused_before_it_is_loaded(
