@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         summary = (task.__doc__ or "").splitlines()[0]
         sub = tasks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         sub.epilog = f"Example: {sub.prog} {example}"
-        sub.set_defaults(task=task, name="")
+        sub.set_defaults(task=task)
         sub.add_argument(
             "--workspace",
             type=Path,
@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if task is _add:
             _add_arguments_of_add(sub)
         if task in (_move, _remove):
-            sub.add_argument("name", metavar="NAME", help="of the run, as list shows it")
+            several = "+" if task is _remove else 1
+            sub.add_argument("names", nargs=several, metavar="NAME", help="of the run, as list shows it")
         if task is _move:
             sub.add_argument("place", choices=get_args(Place), help="where to")
 
@@ -132,13 +133,14 @@ def _list(parsed: argparse.Namespace, queue: Queue) -> None:
 
 def _move(parsed: argparse.Namespace, queue: Queue) -> None:
     """Change the place of a run that waits."""
-    queue.move(parsed.name, parsed.place)
+    queue.move(parsed.names[0], parsed.place)
     _show(parsed, queue)
 
 
 def _remove(parsed: argparse.Namespace, queue: Queue) -> None:
-    """Take a run that waits, or is done, out of the queue; its folder stays as it is."""
-    queue.remove(parsed.name)
+    """Take runs that wait, or are done, out of the queue; their folders stay as they are."""
+    for name in parsed.names:
+        queue.remove(name)
     _show(parsed, queue)
 
 
@@ -210,9 +212,8 @@ def _row(run: QueuedRun) -> dict[str, str]:
     from diffsynth_lite.report.page import duration
 
     entry = run.entry
-    begin, end = run.changed_at, time.time()
-    if entry and entry.started_at:
-        begin, end = entry.started_at, entry.ended_at or end
+    begin = entry.started_at if entry and run.state != "waiting" else 0.0
+    end = run.ended_at if run.state == "done" else time.time()
     code = f" (exit code {entry.exit_code})" if entry and entry.exit_code else ""
     outcome = run.refusal or (f"{entry.outcome}{code}: {entry.message}".rstrip(": ") if entry else "")
     lines = redacted(outcome).splitlines() or [""]
@@ -222,7 +223,7 @@ def _row(run: QueuedRun) -> dict[str, str]:
         "name": run.name or run.id,
         "config": entry.config if entry else "",
         "device": entry.device if entry else "",
-        "time": duration(max(0.0, end - begin)),
+        "time": duration(max(0.0, end - (begin or run.changed_at))),
         "outcome": lines[0][:_LONGEST_OUTCOME] + "..." * is_cut,
     }
 

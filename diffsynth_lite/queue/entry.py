@@ -137,6 +137,11 @@ class QueuedRun:
     refusal: str
     changed_at: float
 
+    @property
+    def ended_at(self) -> float:
+        """When it was done, in seconds since 1970."""
+        return (self.entry.ended_at if self.entry else 0.0) or self.changed_at
+
     @classmethod
     def read(cls, file: Path, state: QueueState, workspace: Workspace) -> "QueuedRun | None":
         """The file of that path; None where it is gone."""

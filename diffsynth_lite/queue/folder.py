@@ -80,8 +80,8 @@ class Queue:
             is_worked = is_locked(self._worker_file)
             if not is_worked:
                 self.settle()
-            order: tuple[QueueState, ...] = ("running", "waiting", "done")
-            runs = [run for state in order for run in self.in_state(state)]
+            done = sorted(self.in_state("done"), key=lambda run: run.ended_at)
+            runs = [*self.in_state("running"), *self.in_state("waiting"), *done]
             return Snapshot(runs=runs, paused=self.paused(), is_worked=is_worked)
 
     def add(self, entries: Sequence[Entry]) -> list[QueuedRun]:
@@ -237,26 +237,16 @@ class Queue:
         file = run.file.replace(self.path / state / run.file.name)
         return QueuedRun.read(file, state, self.workspace) or run
 
-    def runs_elsewhere(self) -> str | None:
-        """The name of a run of the workspace that trains on this machine and was started in another way."""
-        running = [run.entry for run in self.in_state("running") if run.entry]
-        ours = {entry.folder_in(self.workspace) for entry in running}
-        return next(
-            (
-                name
-                for name, folder in self.workspace.runs.items()
-                if folder.resolve() not in ours and RunFolder(folder).trains_here()
-            ),
-            None,
-        )
+    def run_of_others(self) -> RunFolder | None:
+        """A run of the workspace that trains on this machine and that the queue has not started."""
+        ours = {entry.folder_in(self.workspace) for run in self.in_state("running") if (entry := run.entry)}
+        runs = [RunFolder(folder) for folder in self.workspace.runs.values() if folder.resolve() not in ours]
+        return next((run for run in runs if run.trains_here()), None)
 
     def _require_new(self, entries: Sequence[Entry], known: Sequence[QueuedRun]) -> None:
         problems = Problems()
-        taken = {
-            run.entry.folder_in(self.workspace): run.state
-            for run in known
-            if run.entry and run.state != "done"
-        }
+        pending = [(run, entry) for run in known if run.state != "done" and (entry := run.entry)]
+        taken = {entry.folder_in(self.workspace): run.state for run, entry in pending}
         for entry in entries:
             folder = entry.folder_in(self.workspace)
             if folder in taken:

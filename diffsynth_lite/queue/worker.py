@@ -17,6 +17,7 @@ from diffsynth_lite.queue.entry import Entry, QueuedRun
 from diffsynth_lite.queue.folder import Queue, now
 from diffsynth_lite.queue.locks import take_lock
 from diffsynth_lite.queue.outcome import log_lines, shows_full_disk
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.process import Process
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class Worker:
         self._command = command
         self._poll_s = poll_s
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._waits_for = ""
+        self._waits_for: RunFolder | None = None
 
     def work(self) -> None:
         """Work until there is nothing to do.
@@ -126,12 +127,10 @@ class Worker:
 
     def _start_next(self) -> bool:
         """Start the first run for each device that is free; whether any is left to be started later."""
-        waiting = [run for run in self._queue.in_state("waiting") if run.entry is not None]
-        busy = [run.entry for run in self._queue.in_state("running") if run.entry is not None]
+        busy = [entry for run in self._queue.in_state("running") if (entry := run.entry)]
         is_left = False
-        for run in waiting:
-            entry = run.entry
-            if entry is None or self._queue.paused() is not None:
+        for run, entry in [(run, entry) for run in self._queue.in_state("waiting") if (entry := run.entry)]:
+            if self._queue.paused() is not None:
                 return False
             if any(entry.shares_device(other) for other in busy) or self._is_taken():
                 is_left = True
@@ -142,11 +141,12 @@ class Worker:
 
     def _is_taken(self) -> bool:
         """Whether a run trains here that the queue has not started, on a device that nobody knows."""
-        name = self._queue.runs_elsewhere() or ""
-        if name and name != self._waits_for:
-            logger.info("Waits for %s, which trains on this machine.", name)
-        self._waits_for = name
-        return bool(name)
+        if self._waits_for is not None and self._waits_for.trains_here():
+            return True
+        self._waits_for = self._queue.run_of_others()
+        if self._waits_for is not None:
+            logger.info("Waits for %s, which trains on this machine.", self._waits_for.path.name)
+        return self._waits_for is not None
 
     def _start(self, run: QueuedRun, entry: Entry) -> None:
         queue = self._queue

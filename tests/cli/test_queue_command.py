@@ -69,6 +69,11 @@ def test_variants_are_added_shown_moved_and_removed(
     assert run["settings"] == ["lora.rank=4", "train.steps=5"]
 
 
+def test_several_are_removed_at_once(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "add", "--config", "configs/mine.yaml", "lora.rank=4,8,16")
+    assert printed(capsys, "remove", "mine-rank4", "mine-rank16")[1].split()[1] == "mine-rank8"
+
+
 def test_what_is_added_is_one_json_object_where_that_is_asked_for(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:

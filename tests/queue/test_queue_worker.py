@@ -199,6 +199,7 @@ def test_nothing_is_started_next_to_a_run_of_a_terminal(
         worker = waiting.in_thread()
         wait_for(lambda: "Waits for theirs" in caplog.text)
         assert (waiting.started(), waiting.queue.is_worked()) == ([], True)
+        assert caplog.text.count("Waits for") == 1
         theirs.write_status("finished", exit_code=0, step=1, message="finished")
     worker.join()
     assert waiting.outcomes() == {"quick-a": ("finished", 0)}
