@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import IO, Literal, get_args
 
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import DISK_FULL, write_text
@@ -61,12 +61,15 @@ class Queue:
         """Scope in which nobody else changes the queue.
 
         Raises:
-            UserError: its folder cannot be written to.
+            UserError: its folder cannot be written to, or leads out of the workspace.
         """
+        folders = [self.path / name for name in (*STATES, "logs")]
         with ExitStack() as held:
             try:
-                for name in (*STATES, "logs"):
-                    (self.path / name).mkdir(parents=True, exist_ok=True)
+                for folder in folders:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    if folder.resolve().parents[1] != self.workspace.path.resolve():
+                        raise UserError(f"{folder}: is a link; put a folder in its place")
                 held.enter_context(locked(self.path / ".lock"))
             except OSError as error:
                 raise UserError(f"{self.path}: cannot be written to: {error.strerror}") from None
@@ -191,6 +194,12 @@ class Queue:
     def log_file(self, run: QueuedRun) -> Path:
         """What the process of a run prints, which has its lock for as long as it lives."""
         return self.path / "logs" / f"{run.id}.log"
+
+    def open_log(self, file: Path) -> IO[bytes]:
+        """Open a log to add to it; a link in its place, which may lead to any file, is removed."""
+        if file.is_symlink():
+            file.unlink()
+        return file.open("ab")
 
     def is_alive(self, run: QueuedRun) -> bool:
         """Whether the process of a run goes on, whoever started it; asked within :meth:`changing`."""

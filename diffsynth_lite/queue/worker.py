@@ -43,7 +43,7 @@ def start_worker(queue: Queue) -> None:
         return
     log = queue.path / "logs" / "worker.log"
     command = [sys.executable, "-m", "diffsynth_lite.cli.main", "queue", "work"]
-    with log.open("ab") as printed:
+    with queue.open_log(log) as printed:
         worker = start_detached(
             [*command, "--workspace", str(queue.workspace.path)], cwd=queue.workspace.path, log=printed
         )
@@ -176,7 +176,7 @@ class Worker:
         for name in _REQUESTS:
             with suppress(OSError):
                 (folder / name).unlink(missing_ok=True)
-        with self._queue.log_file(run).open("ab") as log:
+        with self._queue.open_log(self._queue.log_file(run)) as log:
             # The run inherits the lock with its output, so that it lasts as long as the run does.
             take_lock(log)
             child = start_detached(

@@ -166,6 +166,21 @@ def test_a_file_that_is_none_of_the_queue_stops_nothing(waiting: Waiting) -> Non
     assert waiting.outcomes() == {"quick-b": ("finished", 0)}
 
 
+def test_links_in_the_queue_of_somebody_else_lead_nowhere(waiting: Waiting, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes").write_text("precious")
+    (run,) = waiting.add("broken")
+    waiting.queue.log_file(run).symlink_to(mine / "notes")
+    waiting.work()
+    assert "it broke" in waiting.queue.log_file(run).read_text()
+    assert (mine / "notes").read_text() == "precious"
+    (waiting.queue.path / "logs").rename(tmp_path / "logs")
+    (waiting.queue.path / "logs").symlink_to(mine)
+    with pytest.raises(UserError, match="logs: is a link; put a folder in its place"):
+        waiting.queue.snapshot()
+
+
 def test_a_command_is_train_of_this_installation_with_the_folder_of_the_run(waiting: Waiting) -> None:
     (one,) = waiting.add("a")
     (several,) = waiting.add("b", num_processes=2)
