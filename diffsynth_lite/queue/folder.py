@@ -63,13 +63,9 @@ class Queue:
         Raises:
             UserError: its folder cannot be written to, or leads out of the workspace.
         """
-        folders = [self.path / name for name in (*STATES, "logs")]
         with ExitStack() as held:
             try:
-                for folder in folders:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    if folder.resolve().parents[1] != self.workspace.path.resolve():
-                        raise UserError(f"{folder}: is a link; put a folder in its place")
+                self._make_folders()
                 held.enter_context(locked(self.path / ".lock"))
             except OSError as error:
                 raise UserError(f"{self.path}: cannot be written to: {error.strerror}") from None
@@ -251,6 +247,12 @@ class Queue:
         ours = {entry.folder_in(self.workspace) for run in self.in_state("running") if (entry := run.entry)}
         runs = [RunFolder(folder) for folder in self.workspace.runs.values() if folder.resolve() not in ours]
         return next((run for run in runs if run.trains_here()), None)
+
+    def _make_folders(self) -> None:
+        for folder in (self.path / name for name in (*STATES, "logs")):
+            folder.mkdir(parents=True, exist_ok=True)
+            if folder.resolve().parents[1] != self.workspace.path.resolve():
+                raise UserError(f"{folder}: is a link; put a folder in its place")
 
     def _require_new(self, entries: Sequence[Entry], known: Sequence[QueuedRun]) -> None:
         problems = Problems()
