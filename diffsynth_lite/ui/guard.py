@@ -87,10 +87,8 @@ class Guard:
             is_shown = headers.get("sec-fetch-mode", "navigate") == "navigate"
             is_ours = site in ("same-origin", "none") or is_shown
         else:
-            is_ours = site == "same-origin" and headers.get("origin") in (
-                f"http://{host}",
-                self._behind or (),
-            )
+            known = (f"http://{host}", self._behind or ())
+            is_ours = site == "same-origin" and headers.get("origin") in known
         return None if is_ours else PlainTextResponse("Only pages of this server may ask for this.", 403)
 
     def _sign_in(self, scope: Scope) -> HTMLResponse | None:
@@ -101,25 +99,17 @@ class Guard:
         """
         query = parse_qsl(scope["query_string"].decode("latin-1"))
         given = dict(query).get("token")
-        if (
-            self._token is None
-            or given is None
-            or scope["method"] not in _READS
-            or not _equal(given, self._token)
-        ):
+        if self._token is None or given is None or scope["method"] not in _READS:
+            return None
+        if not _equal(given, self._token):
             return None
         rest = urlencode([pair for pair in query if pair[0] != "token"])
         # One slash: two would make the path's first part the name of a server.
         target = "/" + quote(scope["path"]).lstrip("/") + (f"?{rest}" if rest else "")
         page = HTMLResponse(_SIGN_IN.format(secret=self._secret, target=html.escape(target)))
         page.headers["cache-control"] = "no-store"
-        page.set_cookie(
-            _cookie_name(scope),
-            self._cookie,
-            httponly=True,
-            samesite="strict",
-            secure=self._behind is not None,
-        )
+        name, is_secure = _cookie_name(scope), self._behind is not None
+        page.set_cookie(name, self._cookie, httponly=True, samesite="strict", secure=is_secure)
         return page
 
     def _stranger(self, scope: Scope) -> HTMLResponse | PlainTextResponse | None:

@@ -177,12 +177,10 @@ def environment() -> Environment:
 @cache
 def _static_files() -> dict[str, Traversable]:
     """Scripts and style sheets by name: a name of a browser is looked up, no path is made of it."""
-    package = files("diffsynth_lite")
-    folders = [package.joinpath(folder) for folder in _STATIC_FOLDERS]
+    folders = [files("diffsynth_lite").joinpath(folder) for folder in _STATIC_FOLDERS]
     return {
         file.name: file
         for folder in folders
-        if folder.is_dir()
         for file in folder.iterdir()
         if file.name.endswith(tuple(_STATIC_KINDS))
     }

@@ -29,6 +29,8 @@ GOALS: Mapping[str, tuple[str, str, str]] = {
     "few_pictures": ("Few images", "images", "Some ten images or clips, or fewer"),
 }
 """Label, symbol and help of each preset, by its name; of none first."""
+_STATES = {"full": "good", "half": "good", "quarter": "warn", "none": "stop", "info": ""}
+"""What the symbol of a verdict means, the best first."""
 _OF_MEMORY = re.compile(
     r"(model|memory)\..*|data\.(resolutions|frame_counts|width|height|sizes)"
     r"|train\.(micro_batch_size|use_gradient_checkpointing(_offload)?)"
@@ -71,16 +73,15 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a card can train a recipe, and how, as the screen shows it.
-
-    Attributes:
-        state: "good", "warn" or "stop".
-    """
+    """Whether a card can train a recipe, and how, as the screen shows it."""
 
     words: str
     symbol: str
-    state: str
     needs: str = ""
+
+    @property
+    def state(self) -> str:
+        return _STATES[self.symbol]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +113,16 @@ class Recipe:
         """Whether a card can train it."""
         way = self.way_for(gpu)
         if not self.ways:
-            return Verdict(words="not counted", symbol="info", state="")
+            return Verdict(words="not counted", symbol="info")
         if way is None:
             least = f"{self.ways[-1].device_gib:.1f} GiB at least, of {gpu.training_gib:.1f}"
-            return Verdict(words="not on this card", symbol="none", state="stop", needs=least)
+            return Verdict(words="not on this card", symbol="none", needs=least)
         needs = f"{way.device_gib:.1f} of {gpu.training_gib:.1f} GiB, host {way.host_gib:.1f}"
         needs += " (training only)" if way.only_training else ""
         if not way.means:
-            return Verdict(words="fits as it is", symbol="full", state="good", needs=needs)
-        is_slow = any(one != "int8" for one in way.means)
-        symbol, state = ("quarter", "warn") if is_slow else ("half", "good")
-        return Verdict(words=f"with {' + '.join(way.means)}", symbol=symbol, state=state, needs=needs)
+            return Verdict(words="fits as it is", symbol="full", needs=needs)
+        symbol = "half" if set(way.means) == {"int8"} else "quarter"
+        return Verdict(words=f"with {' + '.join(way.means)}", symbol=symbol, needs=needs)
 
     def way_for(self, gpu: Gpu) -> Way | None:
         """The fastest that fits a card; None where none does."""
@@ -134,6 +134,12 @@ def recipes() -> Sequence[Recipe]:
     """The table."""
     rows = json.loads(recipe_table_file().read_text(encoding="utf-8"))
     return [Recipe(**row | {"ways": [Way(**way) for way in row["ways"]]}) for row in rows]
+
+
+def verdicts(gpu: Gpu) -> list[tuple[Recipe, Verdict]]:
+    """Each recipe with whether a card can train it, those that fit it best first."""
+    found = [(recipe, recipe.verdict(gpu)) for recipe in recipes()]
+    return sorted(found, key=lambda pair: list(_STATES).index(pair[1].symbol))
 
 
 def recipe_named(name: str) -> Recipe:

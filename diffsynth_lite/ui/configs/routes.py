@@ -18,7 +18,7 @@ from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import read_bytes, write_bytes
 from diffsynth_lite.ui.configs.draft import MAIN, changed, fields, view_of
-from diffsynth_lite.ui.configs.recipes import GOALS, cards, needs_of, recipe_named, recipes, text_on_recipe
+from diffsynth_lite.ui.configs.recipes import GOALS, cards, needs_of, recipe_named, text_on_recipe, verdicts
 from diffsynth_lite.ui.home.routes import data_set_cards
 from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
 from diffsynth_lite.workspace import Workspace
@@ -27,7 +27,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CHANGED_ELSEWHERE = (
     "The file was changed elsewhere meanwhile. This change was not made; its newer text is shown now."
 )
-_ORDER = ("full", "half", "quarter", "none", "info")
 _MOST_BYTES = 1 << 20
 
 
@@ -54,7 +53,6 @@ def _new(request: Request) -> Response:
         _source_file(workspace, source)
     known = cards()
     gpu = known.get(query.get("gpu", "")) or next(iter(known.values()))
-    verdicts = [(recipe, recipe.verdict(gpu)) for recipe in recipes()]
     return page(
         request,
         "configs/new.html",
@@ -62,7 +60,7 @@ def _new(request: Request) -> Response:
         copied=next(iter(source.values()), ""),
         cards=known,
         chosen=gpu.name,
-        recipes=sorted(verdicts, key=lambda pair: _ORDER.index(pair[1].symbol)),
+        recipes=verdicts(gpu),
         sets=data_set_cards(workspace.data_sets),
         goals=GOALS,
         data=query.get("data"),

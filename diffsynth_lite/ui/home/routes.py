@@ -1,25 +1,24 @@
 """This file shows Home, with a card of each run and data set, and takes in folders that are elsewhere."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from diffsynth_lite.data.captions import CaptionFiles
 from diffsynth_lite.data.folder import is_unicode, list_folder
-from diffsynth_lite.data.records import Source, is_video
+from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.sources import METADATA_FILES, find_records
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.report.page import duration
 from diffsynth_lite.report.record import RunState
+from diffsynth_lite.ui.data_sets.items import source_of
 from diffsynth_lite.ui.jobs import captions_in
 from diffsynth_lite.ui.pages import change_route, device, page, workspace_of
 
@@ -38,25 +37,13 @@ def routes() -> list[Route]:
 
 def _home(request: Request) -> Response:
     state = request.app.state
-    runs = [
+    cards = [
         NamedCard(name=name, run=run, word=state.jobs.word(run.folder, run.state.name))
         for name, run in state.run_pages.cards().items()
     ]
-    runs.sort(key=lambda card: -(card.state.seen_at or math.inf))
-    ended = [card for card in runs if not card.is_live]
-    kinds = Counter(card.kind for card in ended)
-    return page(
-        request,
-        "home/home.html",
-        live=[card for card in runs if card.is_live],
-        runs=ended,
-        kinds=[
-            ("all", "All", len(ended)),
-            ("finished", "Finished", kinds["finished"]),
-            ("continue", "Can continue", kinds["continue"]),
-        ],
-        sets=data_set_cards(state.workspace.data_sets),
-    )
+    cards.sort(key=lambda card: -(card.state.seen_at or math.inf))
+    sets = data_set_cards(state.workspace.data_sets)
+    return page(request, "home/home.html", cards=cards, sets=sets)
 
 
 def _device(request: Request) -> Response:
@@ -146,18 +133,11 @@ def _data_set_card(name: str, path: Path) -> DataSetCard:
     if not is_unicode(name):  # No address can hold it as it is.
         name = name.encode(errors="backslashreplace").decode()
     try:
-        found = find_records(
-            [Source(path=str(path), captions="none", trigger="-")],
-            media_store=path,
-            on_bad_item="skip",
-            logs_skipped=False,
-        )
+        source = source_of(path, None).model_copy(update={"captions": "none", "trigger": "-"})
+        found = find_records([source], media_store=path, on_bad_item="skip", logs_skipped=False)
         folder = list_folder(path, allow_outside=False)
     except UserError as error:
         return DataSetCard(name=name, count="", problem=str(error))
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        return DataSetCard(name=name, count="", problem=f"no run can read this folder: its path {reason}")
     names = [record.name for record in found.records]
     has_table = any(table in folder.files for table in METADATA_FILES)
     captions = CaptionFiles(folder, names)

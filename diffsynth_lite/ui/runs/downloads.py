@@ -1,7 +1,7 @@
 """This file finds what a run left to download, and sends folders as a zip while it reads them."""
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,19 @@ class Download:
 
     Attributes:
         name: under which it is asked for, and saved.
-        size: in words.
     """
 
     name: str
     words: str
     path: Path
-    size: str
+    files: Sequence[Path]
+
+    @property
+    def size(self) -> str:
+        """In words; empty where the run has replaced a file meanwhile."""
+        with suppress(OSError):
+            return format_bytes(sum(path.stat().st_size for path in self.files))
+        return ""
 
 
 def downloads(run: RunFolder) -> dict[str, Download]:
@@ -45,10 +51,9 @@ def downloads(run: RunFolder) -> dict[str, Download]:
             exports[copy.path] = f"{exports[export]} of step {copy.step}"
     found = [each for folder, words in exports.items() for each in _of_folder(folder, words)]
     found.sort(key=lambda each: each.path.is_dir())
+    others = {run.path / name: words for name, words in _FILES.items() if _is_file(run.path / name)}
     found += [
-        Download(name=name, words=words, path=run.path / name, size=_size([run.path / name]))
-        for name, words in _FILES.items()
-        if _is_file(run.path / name)
+        Download(name=path.name, words=words, path=path, files=[path]) for path, words in others.items()
     ]
     return {each.name: each for each in found}
 
@@ -94,10 +99,10 @@ def _of_folder(folder: Path, words: str) -> Iterator[Download]:
     weights = [path for path in files if path.suffix == SUFFIX and path.parent == folder]
     if len(weights) == 1:
         name = f"{folder.name}{SUFFIX}"
-        yield Download(name=name, words=words, path=weights[0], size=_size(weights))
+        yield Download(name=name, words=words, path=weights[0], files=weights)
     if files and (len(weights) != 1 or LoraCopy.of(folder) is None):
         words = f"{words}, whole folder"
-        yield Download(name=f"{folder.name}.zip", words=words, path=folder, size=_size(files))
+        yield Download(name=f"{folder.name}.zip", words=words, path=folder, files=files)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -107,11 +112,3 @@ def _files(folder: Path) -> list[Path]:
 
 def _is_file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
-
-
-def _size(files: list[Path]) -> str:
-    num_bytes = 0
-    for path in files:
-        with suppress(OSError):  # The run has replaced it meanwhile.
-            num_bytes += path.stat().st_size
-    return format_bytes(num_bytes)
