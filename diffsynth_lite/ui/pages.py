@@ -68,10 +68,7 @@ def page(request: Request, template: str, *, is_edited: bool = False, **values: 
 
 def navigation(request: Request) -> Markup:
     """What stands around the content of a page, for one that is not made by :func:`page`."""
-    templates = environment()
-    symbols = str(templates.get_template("static/symbols.html").module.symbols())  # type: ignore[attr-defined]
-    side = templates.get_template("static/side.html").render(**_shell(request))
-    return Markup(redacted(symbols + side))
+    return Markup(redacted(environment().get_template("static/side.html").render(**_shell(request))))
 
 
 def _shell(request: Request) -> dict[str, Any]:
