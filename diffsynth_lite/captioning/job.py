@@ -40,7 +40,7 @@ from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import check_video, read_frames
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
-from diffsynth_lite.files import DISK_FULL, parse_json, write_text
+from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, write_text
 from diffsynth_lite.progress_log import Phase, ProgressLog, current_watch, watched
 from diffsynth_lite.run_folder.lock import open_lock
 from diffsynth_lite.run_folder.process import Process
@@ -93,6 +93,9 @@ def _locked(report: CaptionReport) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{report.folder} cannot be written to: {error.strerror}") from error
     with lock.file:
+        for left in report.folder.iterdir():
+            if is_unfinished(left.name) and left.is_file():
+                left.unlink(missing_ok=True)
         yield
 
 
@@ -269,6 +272,8 @@ class _Run:
             add = _with_trigger_in_json if job.request.format == "json" else with_trigger
             caption = add(caption, job.request.trigger)
         caption, cut = fitted(caption, job.limit)
+        if cut and not caption:
+            return Made(problem="nothing of the answer fits what the text encoder reads")
         try:
             return Made(caption=clean_caption(caption), removed=cleaned.removed, cut=cut)
         except UserError as error:

@@ -175,6 +175,9 @@ def test_the_trigger_is_put_in_front_and_what_is_not_read_is_cut(folder: Path) -
     row = CaptionReport(folder).rows()["a.png"]
     assert (row.cut.strip(), outcome.made["a.png"].cut) == ("It has a long tail which nobody reads.", row.cut)
     assert "2 written, 0 kept, 0 refused, 1 cut" in outcome.summary
+    none = TokenLimit(num_tokens=0, count=limit.count)
+    outcome = write(folder, request=request, limit=none, only=["c.png"])
+    assert outcome.refused == {"c.png": "nothing of the answer fits what the text encoder reads"}
 
 
 @pytest.mark.parametrize(
@@ -398,7 +401,11 @@ def test_a_second_command_is_refused_until_the_first_is_killed_and_then_goes_on(
     status = report.status()
     assert status is not None
     assert not status.is_running
+    (report.folder / ".tmp-status.json-0123abcd").touch()
     write(folder)
+    assert {path.name for path in report.folder.iterdir()} == {
+        *(".lock", "report.jsonl", "status.json", "captions.html")
+    }
     assert list(captions_in(folder).values()) == [f"A {colour} square.\n" for colour in COLOURS.values()]
     assert report.rows().keys() == COLOURS.keys()
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 from processes import Program, wait_for
-from tiny_run import tiny_image
+from tiny_run import TinyRun, tiny_image
 
 from diffsynth_lite.captioning import endpoint as endpoint_module
 from diffsynth_lite.captioning.report import CaptionReport
@@ -22,6 +22,7 @@ from diffsynth_lite.cli import caption
 from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.testing.captioners import save_tiny_qwen3_vl
 
 NUM_IMAGES = 4
@@ -148,6 +149,24 @@ def test_what_cannot_be_is_refused_in_a_line_before_anything_is_loaded(
     assert main(["caption", str(images), *arguments]) == 2
     assert message in caplog.messages[-1]
     assert not (images / ".captions").exists()
+
+
+def test_the_text_encoder_of_a_config_limits_captions(
+    images: Path,
+    tiny_captioner: Path,
+    tiny_run: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["caption", str(images), "--model", str(tiny_captioner), "--config", str(tiny_run.config)]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.endswith(f"Next: {command('doctor', '--config', str(tiny_run.config))}\n")
+    whole = captions_in(images)
+    monkeypatch.setattr(QwenImage, "max_prompt_tokens", 20)
+    assert main([*arguments, "--replace", "model", "--json"]) == 0
+    cut, kept = json.loads(capsys.readouterr().out)["cut"], captions_in(images)
+    assert len(cut) == NUM_IMAGES
+    assert {f"{kept[f'{name[0]}.txt'].strip()} {rest}\n" for name, rest in cut.items()} == set(whole.values())
 
 
 class _ChatServer(BaseHTTPRequestHandler):
