@@ -6,6 +6,7 @@ from diffsynth_lite.captioning.instructions import Goal
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.doctor.examined import MUCH_CROPPED, CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, Findings, counted
+from diffsynth_lite.doctor.images import BLURRED
 from diffsynth_lite.training.distilled import warning_of_distilled
 
 _NAMED = 3
@@ -132,14 +133,14 @@ def _about_flaws(found: Findings) -> list[str]:
         *_remark(
             list(found.flaws.get("blurred", ())),
             "item",
-            "that are blurred (below 0.4, where 1 is sharp), which is learned, too; use sharper ones, or a "
-            "lower resolution",
+            f"without sharp edges (below {BLURRED}, where 1 is sharp): blur is learned, too; use sharper ones, "
+            "or a lower resolution",
         ),
         *_remark(
             list(found.flaws.get("bars", ())),
             "item",
-            "with black bars, which are learned, too; diffsynth-lite prepare FOLDER --strip-bars cuts them "
-            "off",
+            "with black bars, which are learned, too; diffsynth-lite prepare FOLDER --out NEW --strip-bars "
+            "cuts them off",
         ),
     ]
 

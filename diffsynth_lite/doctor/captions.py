@@ -153,7 +153,7 @@ def other_spelling(text: str, trigger: str) -> str:
 
 def _is_as_usual(found: re.Match[str], trigger: str) -> bool:
     before, written = found.string[: found.start()].rstrip(), found.group()
-    begins = not before or before[-1] in ".!?:\n"
+    begins = not before or before[-1] in '.!?:\n"(-'
     return written == trigger or (begins and written[1:] == trigger[1:])
 
 

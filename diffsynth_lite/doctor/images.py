@@ -197,7 +197,7 @@ class Look:
         """What is wrong, by its kind: blurred, bars."""
         found = {}
         if self.sharpness < BLURRED:
-            found["blurred"] = f"blurred: its sharpest edges have {self.sharpness:.2g} of a sharp edge"
+            found["blurred"] = f"blurred: its sharpness is {self.sharpness:.2g}, where 1 is sharp"
         if self.bars:
             found["bars"] = f"black bars are {self.bars:.0%} of it"
         return found

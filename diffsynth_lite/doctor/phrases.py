@@ -45,7 +45,7 @@ um uma com sem da do na no ao fundo
 """What sentences are made of, and what any captioner writes about any image, in some languages."""
 _QUALITY_WORDS = """
 masterpiece best amazing good great high normal quality score highres absurdres newest recent safe sensitive
-general rating
+general rating focus
 """
 _SUBJECTS = frozenset(_SUBJECT_WORDS.split())
 _STOPS = _SUBJECTS.union(_SENTENCE_WORDS.split(), _QUALITY_WORDS.split())

@@ -79,7 +79,7 @@ def test_every_planted_defect_is_found_at_its_item_and_advised_on(workplace: Wor
         "another script": "script.png",
         "more than 512 tokens": "long.png",
         "the same caption": "2 items",
-        "blurred": "soft.png",
+        "without sharp edges": "soft.png",
         "--strip-bars": "barred.png",
         "without the trigger": "3 items",
     }.items():
