@@ -133,8 +133,8 @@ def _about_flaws(found: Findings) -> list[str]:
         *_remark(
             list(found.flaws.get("blurred", ())),
             "item",
-            f"without sharp edges (below {BLURRED}, where 1 is sharp): blur is learned, too; use sharper ones, "
-            "or a lower resolution",
+            f"without sharp edges (below {BLURRED}, where 1 is sharp): blur is learned, too; use sharper "
+            "ones, or a lower resolution",
         ),
         *_remark(
             list(found.flaws.get("bars", ())),
