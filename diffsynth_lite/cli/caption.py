@@ -292,10 +292,9 @@ def _interrupted_by_signals(again: str) -> Iterator[None]:
 
     def stop(number: int, _frame: FrameType | None) -> None:
         nonlocal received_at
-        is_echo = time.monotonic() - received_at < _SAME_EVENT_S
-        received_at = time.monotonic()
-        if is_echo:
+        if time.monotonic() - received_at < _SAME_EVENT_S:
             return
+        received_at = time.monotonic()
         name = signal.Signals(number).name
         raise RunInterrupted(f"{name}: stopped; the captions so far are written, and it goes on with {again}")
 
