@@ -16,6 +16,7 @@ from diffsynth_lite.workspace import Workspace
 _EXIT_REFUSED = 2
 _TAIL_BYTES = 64 * 1024
 _LONGEST_MESSAGE = 2000
+_NUM_LINES = 100
 _LEAST_FREE_BYTES = 1 << 20
 _TIME = re.compile(r"^\d\d:\d\d:\d\d ")
 """Begins a line of the log."""
@@ -36,9 +37,9 @@ def ended(entry: Entry, workspace: Workspace, *, exit_code: int | None, log: Pat
         known = status.get("exit_code")
         exit_code = known if isinstance(known, int) else exit_code
     outcome = _outcome(status, exit_code)
-    lines = log_lines(log, num_lines=1) if outcome in ("refused", "did not start") else []
-    message = "" if outcome == "finished" else (lines or [str(status.get("message", ""))])[0]
-    message = _TIME.sub("", message)
+    message = "" if outcome in ("finished", "killed") else str(status.get("message", ""))
+    if outcome in ("refused", "did not start"):
+        message = _last_words(log, is_launched=entry.num_processes > 1)
     return entry.model_copy(
         update={
             "ended_at": at,
@@ -65,6 +66,13 @@ def log_lines(log: Path, *, num_lines: int) -> list[str]:
         lines = [line.rpartition("\r")[2] for line in text.splitlines()]
         return [redacted(line) for line in lines if line.strip()][-num_lines:]
     return []
+
+
+def _last_words(log: Path, *, is_launched: bool) -> str:
+    """The last line of a log; a launcher prints a summary of its own below what ``train`` logged."""
+    lines = log_lines(log, num_lines=_NUM_LINES)
+    logged = [line for line in lines if _TIME.match(line)] if is_launched else []
+    return _TIME.sub("", (logged or lines or [""])[-1])
 
 
 def _outcome(status: dict[str, Any], exit_code: int | None) -> str:

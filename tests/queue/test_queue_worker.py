@@ -207,12 +207,16 @@ def test_nothing_is_started_next_to_a_run_of_a_terminal(
 
 def test_the_outcome_of_several_processes_is_in_the_folder_and_not_the_launcher_s(waiting: Waiting) -> None:
     waiting.add("stopped", num_processes=2)
-    Worker(waiting.queue, command=lambda entry: [*fake_command(entry)[:2], "exit 1"], poll_s=0.01).work()
+    program = "echo 12:34:56 lora.rank: is wrong; echo ======; exit 1"
+    Worker(waiting.queue, command=lambda _: ["sh", "-c", program], poll_s=0.01).work()
     assert waiting.outcomes() == {"stopped": ("did not start", 1)}
+    (run,) = waiting.queue.in_state("done")
+    assert run.entry is not None
+    assert run.entry.message == "lora.rank: is wrong"
     waiting.queue.remove("stopped")
-    waiting.add("stopped", num_processes=2)
-
-    (waiting.path / "program").write_text(fake_command(waiting.queue.in_state("waiting")[0].entry)[2])
+    (run,) = waiting.add("stopped", num_processes=2)
+    assert run.entry is not None
+    (waiting.path / "program").write_text(fake_command(run.entry)[2])
     Worker(waiting.queue, command=lambda _: ["sh", "-c", "sh program; exit 1"], poll_s=0.01).work()
     assert waiting.outcomes() == {"stopped": ("interrupted", 75)}
 
