@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from PIL import Image
@@ -17,9 +17,12 @@ from processes import wait_for
 from run_folders import full_folder
 from screens import INLINE, Screen
 
+from diffsynth_lite.captioning.cleaning import CaptionFormat
+from diffsynth_lite.captioning.instructions import CaptionLength, Goal
 from diffsynth_lite.captioning.report import CaptioningStatus, CaptionReport, CaptionRow, caption_hash
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.process import Process
+from diffsynth_lite.ui.data_sets.captioning import CHOICES
 from diffsynth_lite.ui.jobs import Job, Jobs
 
 MODEL = "Qwen/Qwen3-VL-4B-Instruct"
@@ -251,7 +254,8 @@ def test_stop_sends_one_signal_to_the_command_whoever_started_it(
     ask(screen, "write", model=MODEL)
     assert ask(screen, "stop").status_code == 200
     assert started.children[0].wait() == -signal.SIGINT
-    assert captioning(screen)["state"] == "did not start"
+    shown = captioning(screen)
+    assert (shown["state"], shown["log"]) == ("did not start", [])
     child = started.spawn(started.jobs[0], 0)  # as from a terminal
     write_status(mug, process=Process.of(child.pid))
     assert ask(screen, "stop").status_code == 200
@@ -300,6 +304,9 @@ def test_captions_that_are_written_over_come_back_and_those_of_a_person_since_st
     assert ask(screen, "again", files=["b.png", "c.png"]).status_code == 200
     only = "--only b.png --only c.png --replace all"
     assert started.command == f"data/mug --model {MODEL} --goal style {only}"
+    write_status(mug, process=Process.current())
+    assert "being written now" in screen.post("/data/mug/undo").json()["error"]
+    write_status(mug, "finished")
     for name in ("b", "c"):
         wrote(mug, f"{name}.png", "again")
         (mug / f"{name}.txt").write_text("again\n")
@@ -351,3 +358,11 @@ def test_hostile_answers_stay_text(screen: Screen, mug: Path) -> None:
     (mug / ".captions" / "status.json").write_text(json.dumps({"state": ["x"], "process": 3}))
     assert screen.get("/data/mug/").status_code == 200
     assert screen.get("/").status_code == 200
+
+
+def test_the_form_has_the_choices_of_the_command() -> None:
+    choices = {"goal": Goal, "length": CaptionLength, "format": CaptionFormat}
+    for name, values in choices.items():
+        # The empty one is the default, for which the command has no flag.
+        assert {*CHOICES[name]} <= {"", *get_args(values)}
+        assert {*get_args(values)} - {*CHOICES[name]} <= {"medium", "prose"}

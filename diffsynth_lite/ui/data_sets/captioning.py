@@ -77,7 +77,7 @@ class Captioning:
             state = "none"
         else:
             state = "killed" if status.state == "running" else status.state
-        has_log = job is not None and state == "did not start"
+        has_log = job is not None and state == "did not start" and not job.was_signalled
         return cls(folder, status, job, state, jobs.log(job, num_lines=_LOG_LINES) if job and has_log else ())
 
     @property

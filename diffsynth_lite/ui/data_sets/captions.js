@@ -36,6 +36,7 @@
   }
 
   const endings = {
+    "did not start": "It ended before it began.",
     killed: "The process ended without a message. Nothing that was written is lost.",
     stopped: "Go on writes what is left.",
   };
@@ -54,7 +55,8 @@
     const parts = [job.model || options.model, goal, trigger, isDry() ? "nothing is written" : `writes over ${over}`];
     byId("job-facts").textContent = parts.filter(Boolean).join(", ");
     setCommand("job-command", job.command);
-    show("job-log", isActive() ? "" : log.join("\n") || endings[state] || job.message || "");
+    const said = log.join("\n") || endings[state] || job.message || "";
+    show("job-log", isActive() || (isDry() && state === "finished") ? "" : said);
     showRefused(Object.entries(refused));
     showPreview(Object.entries(preview));
     byId("job-stop").hidden = !isActive();

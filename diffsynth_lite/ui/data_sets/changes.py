@@ -25,6 +25,7 @@ from diffsynth_lite.data.records import is_image, is_video, stem
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import write_text
 from diffsynth_lite.ui.data_sets.items import home_of
+from diffsynth_lite.ui.jobs import captions_in
 from diffsynth_lite.workspace import Workspace
 
 _MOST_KEPT = 100
@@ -144,11 +145,19 @@ class DataSetEditor:
             raise
 
     def undo(self) -> str:
-        """Take the last change back, as far as nobody has changed the same since; returns what was done."""
+        """Take the last change back, as far as nobody has changed the same since; returns what was done.
+
+        Raises:
+            UserError: a model writes over these captions now.
+        """
         readable = ((path, entry) for path in self._kept() if (entry := _entry(path)) is not None)
         path, entry = next(readable, (None, None))
         if path is None or entry is None:
             return "Nothing to undo."
+        if captions_in(self._folder) is not None and any(each.after is None for each in entry.captions):
+            raise UserError(
+                "These captions are being written now; stop that first, or wait for its end"
+            )
         said = self._restore(entry) if entry.trash else self._rewrite(entry.captions)
         path.unlink(missing_ok=True)
         return said

@@ -179,7 +179,7 @@ const dataSet = (() => {
       // What was typed goes on from the caption that was there then; the server finds one that is newer.
       return Object.assign(kept, item, kept.typed === undefined ? {} : { caption: kept.caption });
     });
-    for (const file of chosen) if (!given.items.some((item) => item.file === file)) chosen.delete(file);
+    for (const file of chosen) if (!items.some((item) => item.file === file)) chosen.delete(file);
     kinds.model.any = items.some(kinds.model);
     if (!isSame || !shown.length) {
       filter();
@@ -252,8 +252,8 @@ const dataSet = (() => {
   };
   const grid = byId("grid");
   grid.addEventListener("input", ({ target }) => {
-    if (target.tagName !== "TEXTAREA") return;
-    const item = itemAt(target);
+    const item = target.tagName === "TEXTAREA" && itemAt(target);
+    if (!item) return;
     item.typed = target.value;
     clearTimeout(item.pause);
     item.pause = setTimeout(save, PAUSE_MS, item);
@@ -288,10 +288,9 @@ const dataSet = (() => {
     mat.replaceChildren(video);
     video.focus();
   });
-  byId("before").addEventListener("click", () => go(-1));
-  byId("after").addEventListener("click", () => go(1));
-  byId("page-before").addEventListener("click", () => turn(-1));
-  byId("page-after").addEventListener("click", () => turn(1));
+  for (const [id, move, by] of [["before", go, -1], ["after", go, 1], ["page-before", turn, -1], ["page-after", turn, 1]]) {
+    byId(id).addEventListener("click", () => move(by));
+  }
   addEventListener("beforeunload", (event) => {
     if (items.some((item) => item.typed !== undefined)) event.preventDefault();
   });
@@ -326,7 +325,7 @@ const dataSet = (() => {
     byId("apply").textContent = labels[operation()];
     byId("apply").disabled = changes.length === 0;
     const lines = changes.slice(0, 3).map(({ pieces }) => {
-      const line = document.createElement("p");
+      const line = element("p");
       line.append(...pieces.map(([tag, text]) => (tag ? element(tag, { textContent: text }) : text)));
       return line;
     });
@@ -346,13 +345,17 @@ const dataSet = (() => {
 
   // Undo, trash, files.
 
-  async function undo() {
-    const { said } = await ui.post(`${base}undo`).catch(() => ({}));
+  async function act(what, given, options) {
+    const { said } = await ui.post(base + what, given).catch(() => ({}));
     if (!said) return;
     await reload();
-    ui.say(said);
+    ui.say(said, options);
   }
+  const undo = () => act("undo");
   byId("undo").addEventListener("click", undo);
+  byId("trash").addEventListener("click", () => {
+    act("trash", { files: [...chosen], config: data.config }, { undo });
+  });
   for (const [id, picked] of [["clear", () => []], ["choose-all", () => shown]]) {
     byId(id).addEventListener("click", () => {
       chosen.clear();
@@ -360,12 +363,6 @@ const dataSet = (() => {
       refreshAll();
     });
   }
-  byId("trash").addEventListener("click", async () => {
-    const { said } = await ui.post(`${base}trash`, { files: [...chosen], config: data.config }).catch(() => ({}));
-    if (!said) return;
-    await reload();
-    ui.say(said, { undo });
-  });
 
   async function add(files) {
     const refused = [];
