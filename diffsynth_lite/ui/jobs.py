@@ -76,9 +76,8 @@ class Job:
     @property
     def status_file(self) -> Path:
         """The file in which the command writes how far it is."""
-        folder = Path(self.folder)
-        is_run = self.command == "train"
-        return RunFolder(folder).status_file if is_run else CaptionReport(folder).status_file
+        run = RunFolder(Path(self.folder))
+        return run.status_file if self.command == "train" else CaptionReport(run.path).status_file
 
 
 class Jobs:
@@ -175,7 +174,7 @@ class Jobs:
                 started_at=time.time(),
                 log_start=0,
             )
-            with self._log_file(job).open("ab") as log:
+            with self._file(job.name, "log").open("ab") as log:
                 job = replace(job, log_start=log.seek(0, os.SEEK_END))
                 child = _spawn(job, log.fileno())
             self._children[job.name] = child
@@ -225,7 +224,7 @@ class Jobs:
 
     def log(self, job: Job, *, num_lines: int) -> list[str]:
         """The last lines that a process printed, with secrets masked."""
-        with suppress(OSError), self._log_file(job).open("rb") as log:
+        with suppress(OSError), self._file(job.name, "log").open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(job.log_start, end - _TAIL_BYTES))
             text = log.read(_TAIL_BYTES).decode(errors="replace")
@@ -284,11 +283,8 @@ class Jobs:
                 self._note(job, exit_code=child.wait())
         return False
 
-    def _file(self, name: str) -> Path:
-        return self._workspace.logs_folder / f"{name}.json"
-
-    def _log_file(self, job: Job) -> Path:
-        return self._workspace.logs_folder / f"{job.name}.log"
+    def _file(self, name: str, kind: str = "json") -> Path:
+        return self._workspace.logs_folder / f"{name}.{kind}"
 
     def _note(self, job: Job, **values: Any) -> None:
         """Change the file of a process, unless another one was started meanwhile."""

@@ -155,9 +155,7 @@ class DataSetEditor:
         if path is None or entry is None:
             return "Nothing to undo."
         if captions_in(self._folder) is not None and any(each.after is None for each in entry.captions):
-            raise UserError(
-                "These captions are being written now; stop that first, or wait for its end"
-            )
+            raise UserError("These captions are being written now; stop that first, or wait for its end")
         said = self._restore(entry) if entry.trash else self._rewrite(entry.captions)
         path.unlink(missing_ok=True)
         return said
