@@ -7,13 +7,13 @@ An entry is a file. Its state is the folder that the file is in, its place is th
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, get_args
 
 from diffsynth_lite.errors import Problems, UserError
-from diffsynth_lite.files import DISK_FULL, write_text
+from diffsynth_lite.files import DISK_FULL, read_bytes, write_text
 from diffsynth_lite.queue.entry import STATES, Entry, QueuedRun, QueueState, named, read_state
 from diffsynth_lite.queue.locks import is_locked, locked, take_lock
 from diffsynth_lite.queue.outcome import ended
@@ -26,6 +26,7 @@ Place = Literal["first", "up", "down", "last"]
 _STEP = 1000
 """Between the numbers of entries that are added one after the other; one that moves gets one between them."""
 _LONGEST_NAME = 200
+_MOST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +146,16 @@ class Queue:
             self.write_pause(reason)
 
     def unpause(self) -> None:
-        """Allow that runs are started, which a worker does."""
+        """Allow that runs are started, which a worker does.
+
+        Raises:
+            UserError: the file cannot be removed.
+        """
         with self.changing():
-            self._paused_file.unlink(missing_ok=True)
+            try:
+                self._paused_file.unlink(missing_ok=True)
+            except OSError as error:
+                raise UserError(f"{self._paused_file}: cannot be removed: {error.strerror}") from None
 
     def write_pause(self, reason: str) -> None:
         """As :meth:`pause`, within :meth:`changing`; a full disk takes the file without its text."""
@@ -160,9 +168,12 @@ class Queue:
 
     def paused(self) -> str | None:
         """Why nothing more is started, which may be empty; None where it is not paused."""
-        with suppress(FileNotFoundError):
-            return self._paused_file.read_text(errors="replace").strip()
-        return None
+        try:
+            return read_bytes(self._paused_file, most_bytes=_MOST_BYTES).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, UserError):  # Something is there, whatever it is.
+            return ""
 
     def is_worked(self) -> bool:
         """Whether a worker starts what waits."""

@@ -42,12 +42,24 @@ def test_a_move_never_takes_the_name_of_one_that_is_done(waiting: Waiting) -> No
     assert done.name not in {run.file.name for run in waiting.queue.in_state("waiting")}
 
 
-def test_a_run_is_in_the_queue_once_and_all_or_none_are_added(waiting: Waiting) -> None:
+def test_a_run_is_in_the_queue_once_and_all_or_none_are_added(
+    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waiting.add("a")
     with pytest.raises(UserError, match=r"runs/a: is in the queue already \(waiting\)"):
         waiting.add("b", "a")
     with pytest.raises(UserError, match=r"runs/c: is in the queue already"):
         waiting.add("c", "c")
+    write = queue_folder.write_text
+
+    def write_few(path: Path, text: str) -> None:
+        if path.name.endswith("e.json"):
+            raise OSError(28, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(queue_folder, "write_text", write_few)
+    with pytest.raises(UserError, match=r"nothing was added: .*No space left"):
+        waiting.add("d", "e")
     assert waiting.names("waiting") == ["a"]
 
 
@@ -179,6 +191,15 @@ def test_links_in_the_queue_of_somebody_else_lead_nowhere(waiting: Waiting, tmp_
     (waiting.queue.path / "logs").symlink_to(mine)
     with pytest.raises(UserError, match="logs: is a link; put a folder in its place"):
         waiting.queue.snapshot()
+
+
+def test_whatever_is_called_paused_pauses(waiting: Waiting) -> None:
+    waiting.add("quick-a")
+    (waiting.queue.path / "PAUSED").mkdir()
+    waiting.work()
+    assert (waiting.queue.snapshot().paused, waiting.started()) == ("", [])
+    with pytest.raises(UserError, match="PAUSED: cannot be removed"):
+        waiting.queue.unpause()
 
 
 def test_a_command_is_train_of_this_installation_with_the_folder_of_the_run(waiting: Waiting) -> None:
