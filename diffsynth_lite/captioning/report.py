@@ -6,7 +6,8 @@ Hidden folders are not data, so a run reads nothing of it.
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -162,20 +163,18 @@ class CaptionReport:
         self.lock_file = self.folder / ".lock"
 
     def rows(self) -> dict[str, CaptionRow]:
-        """The latest row of each item; lines that cannot be read, as after a kill, are skipped."""
-        found: dict[str, CaptionRow] = {}
-        try:
+        """The latest row of each item."""
+        return {row.file: row for row in self.all_rows()}
+
+    def all_rows(self) -> Iterator[CaptionRow]:
+        """All rows, the oldest first; lines that cannot be read, as after a kill, are skipped."""
+        lines: list[bytes] = []
+        with suppress(OSError, UserError):
             lines = read_bytes(self.rows_file, most_bytes=_MOST_BYTES).splitlines()
-        except (OSError, UserError):
-            return found
         for line in lines:
-            try:
+            with suppress(ValueError, TypeError, LookupError):
                 values: dict[str, Any] = parse_json(line)
-                row = CaptionRow(**{**values, "removed": tuple(values["removed"])})
-            except (ValueError, TypeError, LookupError):
-                continue
-            found[row.file] = row
-        return found
+                yield CaptionRow(**{**values, "removed": tuple(values["removed"])})
 
     def add(self, row: CaptionRow) -> None:
         """Append a row; it is on the disk when the call returns."""

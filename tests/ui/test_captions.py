@@ -320,6 +320,18 @@ def test_captions_that_are_written_over_come_back_and_those_of_a_person_since_st
     assert undo(screen) == "Nothing to undo."
 
 
+def test_a_model_s_caption_that_comes_back_is_by_that_model(
+    screen: Screen, mug: Path, started: Started
+) -> None:
+    write_status(mug, "finished")
+    assert ask(screen, "again", files=["c.png"]).status_code == 200
+    wrote(mug, "c.png", "again")
+    (mug / "c.txt").write_text("again\n")
+    assert undo(screen) == "1 caption as before."
+    items = screen.get("/data/mug/items").json()["items"]
+    assert [(item["caption"], item["by"]) for item in items if item["file"] == "c.png"] == [("theirs", MODEL)]
+
+
 @pytest.mark.parametrize(
     ("form", "kept"),
     [

@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from diffsynth_lite.captioning.contents import Item, read_caption, table_of
-from diffsynth_lite.captioning.report import CaptionReport, is_by_model
+from diffsynth_lite.captioning.report import CaptionReport, CaptionRow, caption_hash, is_by_model
 from diffsynth_lite.data.captions import CaptionFiles, clean_caption
 from diffsynth_lite.data.folder import Folder, list_folder
 from diffsynth_lite.data.records import is_image, is_video, stem
@@ -162,8 +162,10 @@ class DataSetEditor:
 
     def _rewrite(self, changes: Sequence[CaptionChange]) -> str:
         folder, texts = self._listed()
-        rows = CaptionReport(self._folder).rows()
+        report = CaptionReport(self._folder)
+        rows, wrote = report.rows(), {(row.file, row.hash): row for row in report.all_rows()}
         old: dict[Path, str] = {}
+        again: list[CaptionRow] = []
         for change in changes:
             # One that was removed meanwhile has no caption to take back.
             if change.file not in folder.files or len(texts.names_of(change.file)) > 1:
@@ -172,7 +174,11 @@ class DataSetEditor:
             now = read_caption(folder, name)
             if now == change.after or (change.after is None and is_by_model(rows.get(change.file), now)):
                 old[folder.path / name] = change.before
+                row = wrote.get((change.file, caption_hash(change.before)))
+                again += [row] if row is not None and change.after is None else []
         _put(old)
+        for row in again:  # A model wrote that one, too.
+            report.add(row)
         later = len(changes) - len(old)
         kept = f" {_count(later, 'caption')} changed since and left alone." if later else ""
         return f"{_count(len(old), 'caption')} as before.{kept}"
