@@ -146,10 +146,10 @@ def test_a_server_elsewhere_is_named_before_images_leave(screen: Screen, mug: Pa
         ({"model": "m", "trigger": "a\nb"}, "Trigger: give one line"),
         ({"model": "m", "goal": "fame"}, "Goal: fame: is not one of the choices"),
         ({"model": "m", "goal": "edit", "inputs": "../secret"}, "Inputs: choose the data set"),
-        ({"endpoint": "localhost"}, "Endpoint: localhost: give its address"),
-        ({"endpoint": "file:///etc/passwd"}, "give its address"),
-        ({"endpoint": "http://[x"}, "give its address"),
-        ({"endpoint": "https://me:sk-123@api.example.org"}, "a key comes from an environment variable"),
+        ({"endpoint": "localhost"}, "lacks http:// or https://"),
+        ({"endpoint": "file:///etc/passwd"}, "must be http or https and a host"),
+        ({"endpoint": "http://[x"}, "must be http or https and a host"),
+        ({"endpoint": "https://me:sk-123@api.example.org"}, "the key comes from an environment variable"),
     ],
 )
 def test_a_form_that_makes_no_command_is_refused_with_the_reason(

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from diffsynth_lite.captioning.contents import Contents
 from diffsynth_lite.captioning.report import CaptioningStatus, CaptionReport, CaptionRow, is_by_model
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.ui.guard import LOOPBACK
 from diffsynth_lite.ui.jobs import Job, Jobs
 from diffsynth_lite.workspace import Workspace
 
@@ -43,7 +42,6 @@ _NOTHING = "Nothing was written by a model here yet: Write captions does so firs
 _LOG_LINES = 3
 _NUM_SHOWN = 3
 _LONGEST_TEXT = 500
-_LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def from_form(given: Mapping[str, str], data_set: Path, workspace: Workspace) ->
     """
     values = {key: _checked(key, given.get(key, "")) for key in _FIELDS}
     if values["endpoint"]:
-        host_of(values["endpoint"])
+        _host_of(values["endpoint"])
         values["quantize"] = ""
     elif not values["model"]:
         raise UserError("Model: give its name on the hub, or its folder on this machine")
@@ -164,7 +162,7 @@ def preview_of(given: Mapping[str, str], data_set: Path, workspace: Workspace) -
         return {"wrong": str(error)}
     return {
         "command": command(arguments),
-        "host": host_of(given["endpoint"]) if given.get("endpoint") else "",
+        "host": _host_of(given["endpoint"]) if given.get("endpoint") else "",
     }
 
 
@@ -177,22 +175,16 @@ def _checked(key: str, value: str) -> str:
     return value
 
 
-def host_of(endpoint: str) -> str:
+def _host_of(endpoint: str) -> str:
     """The machine that images are sent to; empty for this one.
 
     Raises:
-        UserError: it is no address of a server, or holds a key.
+        UserError: it is not the address of a server, or holds a key.
     """
-    try:
-        parts = urlsplit(endpoint.strip())
-        is_address, host = parts.scheme in ("http", "https"), parts.hostname or ""
-    except ValueError:
-        is_address, host = False, ""
-    if not is_address or not host:
-        raise UserError(f"Endpoint: {endpoint}: give its address, such as http://localhost:1234/v1")
-    if parts.username or parts.password or parts.query:
-        raise UserError("Endpoint: give its address only; a key comes from an environment variable")
-    return "" if host in _LOCAL_HOSTS else host
+    # Imported here: the HTTP client takes memory, and most data sets need none.
+    from diffsynth_lite.captioning.endpoint import api_address, is_this_machine
+
+    return "" if is_this_machine(endpoint) else urlsplit(api_address(endpoint)).netloc
 
 
 def shown_path(folder: Path, workspace: Workspace) -> str:

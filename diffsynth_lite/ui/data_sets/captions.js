@@ -5,6 +5,7 @@
   const PAUSE_MS = 250;
   const { byId, element, plural, digits, base } = dataSet;
   const form = byId("caption-form");
+  const suggested = form.elements.model.value;
   let job = { state: "none" };
   let isOpen = false, wasActive = false, isClosed = false, asking = null, typing = null;
 
@@ -159,7 +160,9 @@
     byId("writing").scrollIntoView({ block: "start" });
   }
 
-  form.addEventListener("input", () => {
+  form.addEventListener("input", ({ target }) => {
+    const [from, to] = target.value === "server" ? [suggested, ""] : ["", suggested];
+    if (target.name === "by" && field("model").value === from) field("model").value = to;
     clearTimeout(typing);
     typing = setTimeout(showForm, PAUSE_MS);
   });
