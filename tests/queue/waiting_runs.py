@@ -14,6 +14,7 @@ from processes import FORKED, wait_for
 from diffsynth_lite.queue.entry import Entry, QueuedRun, QueueState
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.queue.worker import Worker
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.workspace import Workspace
 
@@ -86,7 +87,8 @@ class Waiting:
 
     def await_start(self, *names: str) -> None:
         """Until these runs train."""
-        wait_for(lambda: all((self.path / "runs" / name / "status.json").exists() for name in names))
+        runs = [RunFolder(self.path / "runs" / name) for name in names]
+        wait_for(lambda: all(run.read_status() is not None for run in runs))
 
     def end(self, name: str) -> None:
         """Let a long run finish."""
