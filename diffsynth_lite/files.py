@@ -18,6 +18,7 @@ import re
 import shutil
 import stat
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_NESTED = 32
 """Lists and objects of json within each other: files of the quickstart nest 4 deep. yaml, and much else, is
 written by recursion, of which Python takes 1,000 levels."""
+_YOUNG_S = 24 * 3600
 _UNFINISHED_NAME = re.compile(r"\.tmp-.+-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -45,6 +47,19 @@ def temporary_path(path: Path) -> Path:
 def is_unfinished(name: str) -> bool:
     """Whether a file or folder is one that a killed writer left: nothing reads it, and it may be removed."""
     return _UNFINISHED_NAME.fullmatch(name) is not None
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether a file was left unfinished by a writer more than a day ago."""
+    return is_unfinished(path.name) and not is_young(path)
+
+
+def is_young(path: Path) -> bool:
+    """Whether a file was written within a day, so that a process may still be writing it, or is gone."""
+    try:
+        return time.time() - path.stat().st_mtime <= _YOUNG_S
+    except FileNotFoundError:
+        return True
 
 
 @contextmanager

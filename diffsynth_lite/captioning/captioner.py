@@ -29,13 +29,16 @@ class Answer:
         text: as it was answered, before anything is cleaned; empty where there is none.
         num_tokens: tokens of the answer; None where a server does not report them.
         is_unfinished: whether the limit of tokens ended it.
-        problem: why there is no answer; empty where there is one. Other items are not concerned.
+        problem: why there is no answer; empty where there is one.
+        is_last: whether no further question can be answered, such as by a server that is gone. Else the
+            problem does not concern other items.
     """
 
     text: str = ""
     num_tokens: int | None = None
     is_unfinished: bool = False
     problem: str = ""
+    is_last: bool = False
 
 
 class Captioner(Protocol):
@@ -59,7 +62,7 @@ class Captioner(Protocol):
             max_tokens: of an answer.
 
         Raises:
-            UserError: no further question can be answered, such as for want of memory or of the server.
+            UserError: nothing was answered, and no further question can be.
         """
         ...
 

@@ -63,14 +63,16 @@ class Choice:
     Attributes:
         items: that get a caption.
         unusable: the others without a caption, with the reasons.
-        kept: names of those whose captions stay.
-        locked: those of them whose captions were to be replaced, and are several or cannot be read.
+        num_kept: items whose captions stay.
+        locked: names of those of them that were to be replaced, and are several or cannot be read.
+        started_at: when the job was started, in seconds since 1970; at first if it was interrupted since.
     """
 
     items: Sequence[Item]
     unusable: Mapping[str, str]
-    kept: Sequence[str]
+    num_kept: int
     locked: Sequence[str]
+    started_at: float
 
 
 def source_of(job: CaptionJob) -> Source:
@@ -86,27 +88,24 @@ def choose(job: CaptionJob, contents: Contents, report: CaptionReport) -> Choice
     """
     _require_items(job, contents)
     names = _names_of(job, [item.file for item in contents.items])
-    rows, since = report.rows(), first_start(job, report)
-    items, kept, locked, unusable = [], [], [], {}
+    asked_for = [item for item in contents.items if item.file in names]
+    rows, since = report.rows(), _first_start(job, report)
+    items, locked, unusable = [], [], {}
     claimed: set[Path] = set()
-    for item in contents.items:
-        if item.file not in names:
-            continue
+    for item in asked_for:
         if item.is_locked:
-            kept.append(item.file)
             locked += [item.file] * (job.replaced == "all" or (job.replaced != "none" and bool(job.only)))
         elif item.captions and not _is_replaced(job.replaced, item, rows.get(item.file), since):
-            kept.append(item.file)
+            continue
         elif item.path is None or item.problem:
             unusable[item.file] = item.problem or "cannot be used"
-        elif (place := caption_path(job.folder, item)) in claimed:
-            kept.append(item.file)  # cat.png and cat.jpg share cat.txt
-        else:
+        elif (place := caption_path(job.folder, item)) not in claimed:  # cat.png and cat.jpg share cat.txt
             claimed.add(place)
             items.append(item)
+    num_kept = len(asked_for) - len(items) - len(unusable)
     if job.num_shown:
         items = evenly_spread(items, job.num_shown)
-    return Choice(items=items, unusable=unusable, kept=kept, locked=locked)
+    return Choice(items=items, unusable=unusable, num_kept=num_kept, locked=locked, started_at=since)
 
 
 def caption_path(folder: Path, item: Item) -> Path:
@@ -154,8 +153,7 @@ def _names_of(job: CaptionJob, known: Sequence[str]) -> set[str]:
     return names
 
 
-def first_start(job: CaptionJob, report: CaptionReport) -> float:
-    """When the job was started, at first if it was interrupted since."""
+def _first_start(job: CaptionJob, report: CaptionReport) -> float:
     status = report.status()
     if status is None or status.state == "finished" or status.arguments != job.arguments or job.num_shown:
         return time.time()

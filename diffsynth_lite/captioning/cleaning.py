@@ -3,7 +3,6 @@
 The phrases are English, with the most common ones of some other languages.
 """
 
-import json
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from diffsynth_lite.data.captions import compact_json
 from diffsynth_lite.files import parse_json
 
 CaptionFormat = Literal["prose", "tags", "json"]
@@ -32,6 +32,7 @@ RULES: Mapping[str, str] = {
 _MOST_CHARACTERS = 32_768
 _MOST_ROUNDS = 20
 _LONGEST_PERIOD = 150  # words
+_RUN = re.compile(r"\b((?:\S{1,40}\s{1,8}){1,8}?)\1{5,}")
 _LONGEST_PHRASE = 80  # characters that are named as boilerplate
 
 
@@ -42,20 +43,18 @@ class Cleaned:
     Attributes:
         text: the caption; empty where there is a problem.
         removed: names of the rules that changed it, in the order of ``RULES``.
+        cut: what was cut from its end, as a text encoder would not read it.
         problem: why it is not a caption; empty where it is one.
     """
 
-    text: str
+    text: str = ""
     removed: tuple[str, ...] = ()
+    cut: str = ""
     problem: str = ""
 
 
 def clean(
-    text: str,
-    *,
-    format: CaptionFormat = "prose",
-    kept: Collection[str] = (),
-    is_unfinished: bool = False,
+    text: str, *, format: CaptionFormat = "prose", kept: Collection[str] = (), is_unfinished: bool = False
 ) -> Cleaned:
     """The caption in an answer. It is never longer, and what is clean stays as it is.
 
@@ -83,7 +82,7 @@ def clean(
                 break
             text = changed
         else:
-            return Cleaned(text="", removed=_in_order(removed), problem="the answer is not a caption")
+            return Cleaned(removed=_in_order(removed), problem="the answer is not a caption")
         if is_unfinished and not is_last and format != "json":
             text = apply(text, {"unfinished": partial(_without_last, format=format)})
     problem = "" if text else "nothing of the answer is a caption"
@@ -341,7 +340,12 @@ def _without_closings(text: str) -> str:
 
 
 def _without_repetition(text: str) -> str:
-    """One period of an end that is periodic in its words; the last of them may be a part of a word."""
+    """One period of an end that is periodic in its words, and of what is said six times before the end."""
+    return _RUN.sub(r"\1", _without_periodic_end(text))
+
+
+def _without_periodic_end(text: str) -> str:
+    """One period of the end; the last of its words may be a part of a word."""
     words = list(_WORD.finditer(text))
     names = [word.group().casefold().strip(_EDGE) for word in words]
     for period in range(1, min(_LONGEST_PERIOD, len(words) // 2) + 1):
@@ -406,7 +410,7 @@ def _compact(text: str, is_unfinished: bool) -> tuple[str, str]:
         value = parse_json(text)
         if problem := _schema_problem(value):
             return "", problem
-        compact = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        compact = compact_json(value)
     except ValueError as error:
         reason = "the limit of tokens ended it" if is_unfinished else str(error)[:100]
         return "", f"not JSON: {reason}"

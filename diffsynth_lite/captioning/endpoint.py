@@ -114,7 +114,6 @@ class ChatServer:
     def answer(self, questions: Sequence[Question], *, max_tokens: int) -> list[Answer]:
         """See :class:`Captioner`."""
         found: dict[int, Answer] = {}
-        errors: list[UserError] = []
 
         def ask(place: int, question: Question) -> None:
             try:
@@ -122,7 +121,7 @@ class ChatServer:
             except _Unanswered as error:
                 found[place] = Answer(problem=str(error))
             except UserError as error:
-                errors.append(error)
+                found[place] = Answer(problem=str(error), is_last=True)
             except RuntimeError:
                 if not self._client.is_closed:
                     raise
@@ -137,8 +136,6 @@ class ChatServer:
             thread.start()
         for thread in threads:
             thread.join()
-        if errors:
-            raise errors[0]
         return [found[place] for place in range(len(questions))]
 
     def _ask(self, question: Question, max_tokens: int) -> Answer:

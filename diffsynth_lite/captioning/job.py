@@ -1,6 +1,5 @@
 """This file writes the captions of a folder: it asks about its items in batches, and reports each answer."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +15,11 @@ from diffsynth_lite.captioning.choice import (
     Choice,
     caption_path,
     choose,
-    first_start,
     inputs_of,
     is_as_seen,
     source_of,
 )
-from diffsynth_lite.captioning.cleaning import clean, refusal_in
+from diffsynth_lite.captioning.cleaning import Cleaned, clean, refusal_in
 from diffsynth_lite.captioning.contents import Item, read_contents
 from diffsynth_lite.captioning.instructions import max_tokens, plainer
 from diffsynth_lite.captioning.limit import fitted
@@ -31,16 +29,15 @@ from diffsynth_lite.captioning.report import (
     CaptioningStatus,
     CaptionReport,
     CaptionRow,
-    Made,
     Outcome,
     caption_hash,
 )
-from diffsynth_lite.data.captions import clean_caption, has_trigger, with_trigger
+from diffsynth_lite.data.captions import with_trigger
 from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import check_video, read_frames
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
-from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, write_text
+from diffsynth_lite.files import DISK_FULL, is_unfinished, is_young, write_text
 from diffsynth_lite.progress_log import Phase, ProgressLog, current_watch, watched
 from diffsynth_lite.run_folder.lock import open_lock
 from diffsynth_lite.run_folder.process import Process
@@ -61,7 +58,8 @@ def write_captions(
     What stops it loses at most the answers of one batch; the same job then goes on.
 
     Args:
-        open_captioner: called once it is known that there is something to write.
+        open_captioner: called once it is known that there is something to write, and before that; what is
+            wrong with the model is an error of it.
         logs_progress: whether lines of the log show it, too, and not only what watches the progress.
 
     Raises:
@@ -71,15 +69,16 @@ def write_captions(
     report = CaptionReport(job.folder)
     contents = read_contents(source_of(job))
     choice = choose(job, contents, report)
+    captioner = open_captioner() if choice.items else None
     with _locked(report):
         run = _Run(job, report, choice, logs_progress=logs_progress)
-        run.finish(open_captioner)
+        run.finish(captioner)
         return run.outcome
 
 
 @contextmanager
 def _locked(report: CaptionReport) -> Iterator[None]:
-    """Scope in which no other command writes captions in the folder.
+    """Scope in which no other command writes captions in the folder; what a killed one left is removed.
 
     Raises:
         UserError: one does, nothing can be written there, or what is there leads elsewhere.
@@ -93,8 +92,9 @@ def _locked(report: CaptionReport) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{report.folder} cannot be written to: {error.strerror}") from error
     with lock.file:
-        for left in report.folder.iterdir():
-            if is_unfinished(left.name) and left.is_file():
+        for left in report.folder.parent.rglob(".tmp-*"):
+            is_old = left.parent == report.folder or not is_young(left)  # the screen writes captions, too
+            if is_old and is_unfinished(left.name) and left.is_file():
                 left.unlink(missing_ok=True)
         yield
 
@@ -109,13 +109,16 @@ class _Loaded:
     problem: str = ""
 
 
+_Asked = tuple[Item, Question]
+
+
 class _Run:
     """One start of a job, under the lock of its folder."""
 
     def __init__(
         self, job: CaptionJob, report: CaptionReport, choice: Choice, *, logs_progress: bool
     ) -> None:
-        self.outcome = Outcome(refused=dict(choice.unusable), kept=len(choice.kept), locked=choice.locked)
+        self.outcome = Outcome(refused=dict(choice.unusable), kept=choice.num_kept, locked=choice.locked)
         self._job = job
         self._report = report
         self._items = choice.items
@@ -126,17 +129,17 @@ class _Run:
             state="running",
             process=Process.current().as_text(),
             arguments=job.arguments,
-            started_at=first_start(job, report),
+            started_at=choice.started_at,
             total=len(choice.items),
         )
 
-    def finish(self, open_captioner: Callable[[], Captioner]) -> None:
-        """Do what is left of the job."""
+    def finish(self, captioner: Captioner | None) -> None:
+        """Do what is left of the job; None where nothing is."""
         with self._recorded(), watched(self._show_phase):
-            if self._items:
+            if captioner is not None:
                 self._show_phase("loading", 0, 0)
-                with open_captioner() as captioner:
-                    self._ask_all(captioner)
+                with captioner as loaded:
+                    self._ask_all(loaded)
             if not self._job.num_shown:
                 write_page(self._job, self._report, self.outcome)
 
@@ -194,7 +197,7 @@ class _Run:
                 self._caption(captioner, loaded)
                 done = self._status.done + len(batch)
                 self.outcome.seconds = time.perf_counter() - began_at
-                preview = {name: made.caption for name, made in self.outcome.made.items()}
+                preview = {name: made.text for name, made in self.outcome.made.items()}
                 self._write_status(
                     done=done,
                     seconds_per_item=self.outcome.seconds / done,
@@ -218,68 +221,72 @@ class _Run:
         return _Loaded(item=item, question=question, thumbnails=small)
 
     def _caption(self, captioner: Captioner, batch: Sequence[_Loaded]) -> None:
-        """Ask about a batch, and write what is answered."""
-        questions = []
-        for loaded in batch:
-            if loaded.question is None:
-                self.outcome.refused[loaded.item.file] = loaded.problem
-            else:
-                questions.append(loaded.question)
-        if not questions:
-            return
+        """Ask about a batch, and once more what the model refuses."""
+        self.outcome.refused |= {one.item.file: one.problem for one in batch if one.question is None}
+        self.outcome.thumbnails |= {one.item.file: one.thumbnails for one in batch if one.thumbnails}
+        refused = self._ask(captioner, [(one.item, one.question) for one in batch if one.question])
+        again = [(item, replace(asked, instruction=plainer(asked.instruction))) for item, asked in refused]
+        self._ask(captioner, again)
+
+    def _ask(self, captioner: Captioner, asked: Sequence[_Asked]) -> list[_Asked]:
+        """Ask, and write what is answered.
+
+        Returns:
+            What the model refuses.
+
+        Raises:
+            UserError: no further question can be answered.
+        """
+        if not asked:
+            return []
         began_at = time.perf_counter()
-        answered = _answered(captioner, questions, max_tokens(self._job.request))
-        seconds = (time.perf_counter() - began_at) / len(questions)
-        usable = (loaded for loaded in batch if loaded.question is not None)
-        for loaded, (question, answer) in zip(usable, answered, strict=True):
-            file = loaded.item.file
-            if loaded.thumbnails:
-                self.outcome.thumbnails[file] = loaded.thumbnails
-            made = self._made(answer)
-            if made.problem:
-                self.outcome.refused[file] = made.problem
+        answers = captioner.answer(
+            [question for _, question in asked], max_tokens=max_tokens(self._job.request)
+        )
+        seconds = (time.perf_counter() - began_at) / len(asked)
+        for (item, question), answer in zip(asked, answers, strict=True):
+            cleaned = self._cleaned(answer)
+            if cleaned.problem:
+                self.outcome.refused[item.file] = cleaned.problem
                 continue
+            self.outcome.refused.pop(item.file, None)
             row = CaptionRow(
-                file=file,
-                hash=caption_hash(made.caption),
+                file=item.file,
+                hash=caption_hash(cleaned.text),
                 model=captioner.name,
                 instruction=question.instruction,
                 seconds=round(seconds, 3),
                 num_tokens=answer.num_tokens,
-                removed=made.removed,
-                cut=made.cut,
+                removed=cleaned.removed,
+                cut=cleaned.cut,
                 written_at=time.time(),
             )
-            self._write(loaded.item, made, row)
+            self._write(item, cleaned, row)
+        if ends := [answer.problem for answer in answers if answer.is_last]:
+            raise UserError(ends[0])
+        return [one for one, answer in zip(asked, answers, strict=True) if refusal_in(answer.text)]
 
-    def _made(self, answer: Answer) -> Made:
+    def _cleaned(self, answer: Answer) -> Cleaned:
         """The caption of an answer, or why it is none."""
-        if answer.problem:
-            return Made(problem=answer.problem)
-        if phrase := refusal_in(answer.text):
-            return Made(problem=f"the model refused: {phrase}")
-        job = self._job
+        phrase = refusal_in(answer.text)
+        if problem := answer.problem or (phrase and f"the model refused: {phrase}"):
+            return Cleaned(problem=problem)
+        job, trigger = self._job, self._job.request.trigger
         cleaned = clean(
             answer.text,
             format=job.request.format,
             kept=job.kept_rules,
             is_unfinished=answer.is_unfinished,
         )
-        if cleaned.problem or not cleaned.text:
-            return Made(problem=cleaned.problem or "empty answer")
-        caption = cleaned.text
-        if job.request.trigger:
-            add = _with_trigger_in_json if job.request.format == "json" else with_trigger
-            caption = add(caption, job.request.trigger)
-        caption, cut = fitted(caption, job.limit)
-        if cut and not caption:
-            return Made(problem="nothing of the answer fits what the text encoder reads")
-        try:
-            return Made(caption=clean_caption(caption), removed=cleaned.removed, cut=cut)
-        except UserError as error:
-            return Made(problem=f"the answer is not a caption: {error}")
+        if cleaned.problem:
+            return cleaned
+        whole = with_trigger(cleaned.text, trigger) if trigger else cleaned.text
+        caption, cut = fitted(whole, job.limit)
+        if not caption:
+            return Cleaned(problem="nothing of the answer fits what the text encoder reads")
+        return replace(cleaned, text=caption, cut=cut)
 
-    def _write(self, item: Item, made: Made, row: CaptionRow) -> None:
+    def _write(self, item: Item, made: Cleaned, row: CaptionRow) -> None:
         """Write a caption, unless somebody else has written one in the meantime."""
         if self._job.num_shown:
             self.outcome.made[item.file] = made
@@ -290,7 +297,7 @@ class _Run:
             self.outcome.appeared.append(item.file)
             return
         try:
-            write_text(caption_path(self._job.folder, item), made.caption + "\n")
+            write_text(caption_path(self._job.folder, item), made.text + "\n")
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise
@@ -302,32 +309,6 @@ class _Run:
         self._status = replace(self._status, **changes)
         self._report.write_status(self._status)
         self._written_at = time.monotonic()
-
-
-def _with_trigger_in_json(caption: str, trigger: str) -> str:
-    """The JSON of a caption with the trigger, in front of its first sentence unless it is anywhere in it."""
-    if has_trigger(caption, trigger):
-        return caption
-    value = parse_json(caption)
-    text = f"{trigger}, {value.get('high_level_description', '')}".strip(" ,")
-    return json.dumps({**value, "high_level_description": text}, ensure_ascii=False, separators=(",", ":"))
-
-
-def _answered(
-    captioner: Captioner, questions: Sequence[Question], most_tokens: int
-) -> list[tuple[Question, Answer]]:
-    """Each question as it was asked at last, with its answer: what was refused is asked once more."""
-    answered = list(zip(questions, captioner.answer(questions, max_tokens=most_tokens), strict=True))
-    places = [place for place, (_, answer) in enumerate(answered) if refusal_in(answer.text)]
-    again = [
-        Question(images=questions[place].images, instruction=plainer(questions[place].instruction))
-        for place in places
-    ]
-    if again:
-        answers = captioner.answer(again, max_tokens=most_tokens)
-        for place, question, answer in zip(places, again, answers, strict=True):
-            answered[place] = question, answer
-    return answered
 
 
 def _images_of(item: Item, num_frames: int) -> list[Image.Image]:

@@ -1,14 +1,14 @@
 """This file cuts captions to what the text encoder of a model family reads, by its own count of tokens."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffsynth_lite.data.captions import with_trigger
+from diffsynth_lite.data.captions import compact_json, with_trigger
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json
 
@@ -108,17 +108,14 @@ def _fitted_json(caption: str, limit: TokenLimit) -> tuple[str, str]:
     value = parse_json(caption)
     elements = value["compositional_deconstruction"]["elements"]
 
-    def written(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
     def with_elements(count: int) -> str:
         parts = {**value["compositional_deconstruction"], "elements": elements[:count]}
-        return written({**value, "compositional_deconstruction": parts})
+        return compact_json({**value, "compositional_deconstruction": parts})
 
     candidates = [with_elements(count) for count in range(1, len(elements))]
     kept = _longest(candidates, limit)
     left = candidates.index(kept) + 1 if kept else 0
-    return kept, written(elements[left:]) if kept else caption
+    return kept, compact_json(elements[left:]) if kept else caption
 
 
 def _longest(candidates: Sequence[str], limit: TokenLimit) -> str:
@@ -148,18 +145,10 @@ def _bound(family_class: "type[ModelFamily]", location: str, revision: str | Non
     from diffsynth_lite.pipelines.base.discovery import require_family
     from diffsynth_lite.pipelines.base.folder.pipeline_folder import resolve_folder
 
-    class Remembering(family_class):  # type: ignore[valid-type, misc]
-        def __init__(self, folder: Any) -> None:
-            super().__init__(folder)
-            self.tokenizers_by_name: dict[str, Any] = {}
-
-        def load_tokenizer(self, name: str = "tokenizer") -> Any:
-            if name not in self.tokenizers_by_name:
-                self.tokenizers_by_name[name] = super().load_tokenizer(name)
-            return self.tokenizers_by_name[name]
-
     known = [release.hub_id for release in family_class.releases]
     folder = resolve_folder(location, revision=revision, known=known)
     require_family(family_class, folder)
-    family: ModelFamily = Remembering(folder)
+    family = family_class(folder)
+    remembering: Any = family
+    remembering.load_tokenizer = cache(remembering.load_tokenizer)
     return family

@@ -8,8 +8,9 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from diffsynth_lite.captioning.choice import CaptionJob, inputs_of, source_of
+from diffsynth_lite.captioning.cleaning import Cleaned
 from diffsynth_lite.captioning.contents import Item, read_contents
-from diffsynth_lite.captioning.report import CaptionReport, Made, Outcome, is_by_model
+from diffsynth_lite.captioning.report import CaptionReport, Outcome, is_by_model
 from diffsynth_lite.data.images import load_thumbnail
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import read_frames
@@ -30,7 +31,7 @@ class _Shown:
     """An item of the page."""
 
     item: Item
-    made: Made = field(default_factory=Made)
+    made: Cleaned = field(default_factory=Cleaned)
     remark: str = ""
 
 
@@ -83,14 +84,14 @@ def _sections(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> dict[
     for item in read_contents(source_of(job)).items:
         row, texts = rows.get(item.file), "\n".join(item.captions)
         if item.file in outcome.refused:
-            refused.append(_Shown(item=item, made=Made(caption=texts), remark=outcome.refused[item.file]))
+            refused.append(_Shown(item=item, made=Cleaned(text=texts), remark=outcome.refused[item.file]))
         elif item.file in outcome.made:
             now.append(_Shown(item=item, made=outcome.made[item.file]))
         elif texts and row is not None and is_by_model(row, texts):
-            made = Made(caption=texts, removed=row.removed, cut=row.cut)
+            made = Cleaned(text=texts, removed=row.removed, cut=row.cut)
             before.append(_Shown(item=item, made=made, remark=f"by {row.model}"))
         elif texts or item.is_locked:
-            yours.append(_Shown(item=item, made=Made(caption=texts), remark=item.problem))
+            yours.append(_Shown(item=item, made=Cleaned(text=texts), remark=item.problem))
         else:
             refused.append(_Shown(item=item, remark=item.problem))
     return {name: shown for name, shown in sections.items() if shown}

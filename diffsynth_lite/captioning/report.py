@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from diffsynth_lite.captioning.cleaning import Cleaned
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import DISK_FULL, parse_json, read_bytes, write_json, write_json_over
 from diffsynth_lite.run_folder.process import Process
@@ -90,22 +91,6 @@ class CaptioningStatus:
         return self.state == "running" and process is not None and process.is_alive()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
-    """A caption of an answer.
-
-    Attributes:
-        removed: names of the rules that cleaned the answer.
-        cut: what was cut from its end.
-        problem: why there is none; empty where there is one.
-    """
-
-    caption: str = ""
-    removed: tuple[str, ...] = ()
-    cut: str = ""
-    problem: str = ""
-
-
 @dataclass(kw_only=True)
 class Outcome:
     """What a command did.
@@ -121,7 +106,7 @@ class Outcome:
         thumbnails: data URLs of small images of some items.
     """
 
-    made: dict[str, Made] = field(default_factory=dict)
+    made: dict[str, Cleaned] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     model: str = ""
     kept: int = 0

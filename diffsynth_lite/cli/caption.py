@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from diffsynth_lite.captioning.captioner import Captioner
@@ -34,6 +27,7 @@ from diffsynth_lite.cli.arguments import positive_count
 from diffsynth_lite.cli.console import hide_progress_bars, print_lines
 from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.config.files import did_you_mean
+from diffsynth_lite.data.folder import is_unicode
 from diffsynth_lite.errors import RunInterrupted, UserError, join_names
 from diffsynth_lite.progress_log import Phase, watched
 
@@ -77,10 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--frames", type=positive_count, default=8, metavar="N", help="of a clip (default: %(default)s)"
     )
     parser.add_argument(
-        "--batch",
-        type=positive_count,
-        metavar="N",
-        help="items at once (default: 8; a CPU 1, a server 4)",
+        "--batch", type=positive_count, metavar="N", help="items at once (default: 8; a CPU 1, a server 4)"
     )
     parser.add_argument("--dtype", metavar="NAME", help="of the weights, such as bfloat16")
     parser.add_argument("--quantize", choices=("none", "int8", "nf4"), help="of the weights (default: none)")
@@ -152,10 +143,11 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Write the captions, and print what comes next."""
-    _check(parsed)
+    instruction = _instruction(parsed.instruction)
+    _check(parsed, instruction)
     console: Console = parsed.console
     with _interrupted_by_signals(command(*parsed.words)):
-        job = _job(parsed)
+        job = _job(parsed, instruction)
         from diffsynth_lite.captioning.job import write_captions
 
         with _progress(console):
@@ -165,7 +157,7 @@ def run(parsed: argparse.Namespace) -> None:
     _print(parsed, job, outcome)
 
 
-def _check(parsed: argparse.Namespace) -> None:
+def _check(parsed: argparse.Namespace, instruction: str) -> None:
     """Refuse flags that do not go together."""
     from diffsynth_lite.captioning.endpoint import api_address
 
@@ -180,7 +172,8 @@ def _check(parsed: argparse.Namespace) -> None:
         _refuse(parsed, ("dtype", "quantize", "device"), "is for a model that is loaded here: leave it out")
         api_address(parsed.endpoint)
     if parsed.instruction is not None:
-        _refuse(parsed, ("goal", "language", "length"), "is part of what --instruction replaces")
+        unused = [name for name in ("goal", "language", "length") if f"{{{name}}}" not in instruction]
+        _refuse(parsed, unused, "is part of what --instruction replaces")
     if parsed.inputs and parsed.goal != "edit":
         _refuse(parsed, ("goal",), "is not for edits; leave it or --inputs out")
     if parsed.goal == "edit" and not parsed.inputs:
@@ -188,6 +181,8 @@ def _check(parsed: argparse.Namespace) -> None:
     if unknown := [name for name in parsed.keep if name not in RULES]:
         hint = did_you_mean(unknown[0], RULES).strip() or f"there are {', '.join(RULES)}"
         raise UserError(f"--keep {unknown[0]}: is not a rule of cleaning; {hint}")
+    if broken := [word for word in parsed.words if not is_unicode(word)]:
+        raise UserError(f"{broken[0]!a}: is not UTF-8 text")
     if parsed.trigger is not None and not parsed.trigger.strip():
         raise UserError("--trigger: is empty; leave it out")
     if parsed.key_variable is not None and not os.environ.get(parsed.key_variable):
@@ -200,7 +195,7 @@ def _refuse(parsed: argparse.Namespace, names: Sequence[str], reason: str) -> No
             raise UserError(f"--{name.replace('_', '-')} {value}: {reason}")
 
 
-def _job(parsed: argparse.Namespace) -> "CaptionJob":
+def _job(parsed: argparse.Namespace, instruction: str) -> "CaptionJob":
     """What the arguments ask for.
 
     Raises:
@@ -217,7 +212,7 @@ def _job(parsed: argparse.Namespace) -> "CaptionJob":
         language=parsed.language or "English",
         length=parsed.length or "medium",
         format=parsed.format,
-        instruction=_instruction(parsed.instruction),
+        instruction=instruction,
     )
     # One of the user's may have names that are not known.
     kind: ItemKind = "edit" if parsed.inputs else "image"
@@ -352,7 +347,7 @@ def _print(parsed: argparse.Namespace, job: "CaptionJob", outcome: "Outcome") ->
         return
     if job.num_shown:
         for name, made in outcome.made.items():
-            print_lines(f"{name}:", f"  {made.caption}")
+            print_lines(f"{name}:", f"  {made.text}")
     if outcome.locked:
         print_lines(f"Not replaced, as they are several or cannot be read: {join_names(outcome.locked)}")
     if outcome.appeared:
@@ -378,7 +373,7 @@ def _next(parsed: argparse.Namespace) -> str:
 
 
 def _result(job: "CaptionJob", outcome: "Outcome", page: Path) -> dict[str, Any]:
-    captions = {name: made.caption for name, made in outcome.made.items()}
+    captions = {name: made.text for name, made in outcome.made.items()}
     return {
         "model": outcome.model,
         "written": {} if job.num_shown else captions,

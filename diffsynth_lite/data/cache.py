@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import re
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from diffsynth_lite.data.media_index import FileMemory, FileState
-from diffsynth_lite.files import is_unfinished, replacing, write_synced
+from diffsynth_lite.files import is_abandoned, replacing, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,6 @@ _SCHEMA = 1
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"([0-9a-f]{64})\.safetensors")
 _DAMAGED = re.compile(r"[0-9a-f]{64}\.damaged")
-_YOUNG_S = 24 * 3600
 
 
 class TensorCache:
@@ -226,19 +224,6 @@ def delete(paths: Iterable[Path], *, dry_run: bool) -> Pruned:
             if not dry_run:
                 path.unlink()
     return Pruned(num_files=num_files, num_bytes=num_bytes)
-
-
-def is_abandoned(path: Path) -> bool:
-    """Whether a file was left unfinished by a writer more than a day ago."""
-    return is_unfinished(path.name) and not is_young(path)
-
-
-def is_young(path: Path) -> bool:
-    """Whether a file was written within a day, so that a process may still be writing it, or is gone."""
-    try:
-        return time.time() - path.stat().st_mtime <= _YOUNG_S
-    except FileNotFoundError:
-        return True
 
 
 def _is_kept(path: Path, keep: Collection[str]) -> bool:

@@ -1,17 +1,21 @@
 """This file reads the captions of an item from text files or rows, and counts tags in them."""
 
 import codecs
+import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from diffsynth_lite.data.folder import Folder, is_unicode
 from diffsynth_lite.data.records import Record, is_video, stem
 from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.files import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +110,41 @@ def has_trigger(caption: str, trigger: str) -> bool:
 
 
 def with_trigger(caption: str, trigger: str) -> str:
-    """The caption with the trigger in front, ``trigger, caption``, unless it has the trigger already."""
-    return caption if has_trigger(caption, trigger) else f"{trigger}, {caption}"
+    """The caption with the trigger in front, ``trigger, caption``, unless it has the trigger already.
+
+    In the JSON of Ideogram 4 it is in front of the first sentence, so that it stays JSON.
+    """
+    if has_trigger(caption, trigger):
+        return caption
+    value = json_object(caption)
+    if value is not None and isinstance(value.get("compositional_deconstruction"), dict):
+        described = {"high_level_description": "", **value}
+        described["high_level_description"] = f"{trigger}, {described['high_level_description']}".rstrip(" ,")
+        with suppress(ValueError):  # of numbers and letters that Python's JSON has, and no file
+            text = compact_json(described)
+            text.encode()
+            return text
+    return f"{trigger}, {caption}"
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a caption is; None where it is something else."""
+    if not text.startswith("{"):
+        return None
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def compact_json(value: Any) -> str:
+    """The JSON of a value as captions have it, on one line.
+
+    Raises:
+        ValueError: it holds a number that json has no way to write (NaN, infinity).
+    """
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def tag_variants(caption: str, *, count: int, separator: str, keep: int) -> tuple[str, ...]:

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any
 
 from diffsynth_lite.captioning.cleaning import boilerplate_in, refusal_in
-from diffsynth_lite.data.captions import CJK, trigger_pattern
+from diffsynth_lite.data.captions import CJK, json_object, trigger_pattern
 from diffsynth_lite.doctor.phrases import CONSTANT, MIN_CAPTIONS, ConstantPhrase, constant_phrases
-from diffsynth_lite.files import parse_json
 
 _WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
 _IS_CJK = re.compile(f"[{CJK}]")
@@ -176,17 +175,6 @@ def _is_edited(one: str, other: str) -> bool:
         or left == right[1:]
         or (left[:2] == right[1::-1] and left[2:] == right[2:])
     )
-
-
-def json_object(text: str) -> Mapping[str, Any] | None:
-    """The JSON object that a text is, or None."""
-    if not text.startswith("{"):
-        return None
-    try:
-        value = parse_json(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _no_json(text: str, *, others_are: bool) -> str:

@@ -78,10 +78,7 @@ def _ask(captioner: CaptionModel, questions: Sequence[Question], max_tokens: int
 
 @pytest.mark.parametrize("name", _SAVERS)
 def test_answers_of_a_batch_are_those_of_single_questions_and_the_same_when_asked_again(
-    folders: dict[str, Path],
-    name: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    folders: dict[str, Path], name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     questions = _questions(num_images=1 if name in _OF_ONE_IMAGE else 2)

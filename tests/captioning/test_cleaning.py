@@ -97,6 +97,8 @@ DIRTY = [
         "一只猫在睡觉。沙发是红色的。",
         "repetition",
     ),
+    ("A cat sits sits sits sits sits sits sits a", "A cat sits a", "repetition"),
+    (f"A cat {'sits on a mat ' * 9}under the", "A cat sits on a mat under the", "repetition"),
     # lines
     ("A cat sleeps.\n\nThe sofa is  red.", "A cat sleeps. The sofa is red.", "lines"),
 ]

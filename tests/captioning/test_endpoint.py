@@ -44,9 +44,12 @@ def image(colour: str = "red", size: tuple[int, int] = (32, 24)) -> PIL.Image.Im
 
 
 def ask(captioner: ChatServer, *questions: Question, max_tokens: int = 100) -> list[Answer]:
-    return captioner.answer(
+    answers = captioner.answer(
         questions or [Question(images=[image()], instruction="Describe.")], max_tokens=max_tokens
     )
+    if answers[-1].is_last:
+        raise UserError(answers[-1].problem)
+    return answers
 
 
 def sent_images(body: Any) -> list[PIL.Image.Image]:
@@ -208,6 +211,14 @@ def test_a_server_that_is_gone_ends_the_command(pauses):
     ):
         ask(captioner)
     assert pauses == [1, 4, 16]
+
+
+def test_what_is_answered_before_the_server_is_gone_is_kept(captioner, server):
+    server.always = reply("gone", 404)
+    server.next = [reply(chat())]
+    question = Question(images=[image()], instruction="Describe.")
+    answers = captioner.answer([question] * 3, max_tokens=9)
+    assert sorted((one.text, one.is_last) for one in answers) == [("", True), ("", True), ("A cat.", False)]
 
 
 def test_too_many_requests_for_too_long_end_the_command(captioner, server):

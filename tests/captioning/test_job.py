@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import time
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_each_item_without_a_caption_gets_one_and_the_others_stay(folder: Path) 
     assert (list(outcome.made), outcome.kept, outcome.refused) == (["a.png", "d.png", "e.png"], 2, {})
     report = CaptionReport(folder)
     rows = report.rows()
-    assert {file: is_by_model(row, outcome.made[file].caption) for file, row in rows.items()} == {
+    assert {file: is_by_model(row, outcome.made[file].text) for file, row in rows.items()} == {
         "a.png": True,
         "d.png": True,
         "e.png": True,
@@ -239,7 +240,7 @@ def test_the_inputs_of_an_edit_come_before_its_result(folder: Path, tmp_path: Pa
     outcome = write(folder, captioner, inputs=[before], request=CaptionRequest(goal="edit"))
     assert [len(question.images) for question in captioner.asked] == [2] * 4
     assert captioner.asked[0].images[0].getpixel((0, 0)) == (255, 255, 255)
-    assert outcome.made["b.png"].caption == "A lime square."
+    assert outcome.made["b.png"].text == "A lime square."
     assert list(outcome.refused) == ["a.png"]
 
 
@@ -278,7 +279,7 @@ def test_an_empty_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
 
 def test_a_dry_run_writes_no_caption_and_no_row(folder: Path) -> None:
     outcome = write(folder, num_shown=3)
-    assert {name: made.caption for name, made in outcome.made.items()} == {
+    assert {name: made.text for name, made in outcome.made.items()} == {
         "a.png": "A red square.",
         "c.png": "A blue square.",
         "e.png": "A magenta square.",
@@ -286,7 +287,7 @@ def test_a_dry_run_writes_no_caption_and_no_row(folder: Path) -> None:
     report = CaptionReport(folder)
     status = report.status()
     assert status is not None
-    assert status.preview == {name: made.caption for name, made in outcome.made.items()}
+    assert status.preview == {name: made.text for name, made in outcome.made.items()}
     assert (captions_in(folder), report.rows(), report.page_file.exists()) == ({}, {}, False)
 
 
@@ -300,12 +301,15 @@ def test_a_captioner_that_fails_leaves_the_captions_so_far(folder: Path) -> None
     def fail(_: Question) -> str:
         raise UserError("the server is gone")
 
-    with pytest.raises(UserError, match="the server is gone"):
-        write(folder, Colours({"blue": fail}))
-    assert list(captions_in(folder)) == ["a.txt", "b.txt"]
-    status = CaptionReport(folder).status()
-    assert status is not None
-    assert (status.state, status.message, status.done) == ("failed", "the server is gone", 2)
+    last = Answer(problem="the server is gone", is_last=True)
+    for answers in ({"blue": fail}, {"blue": last, "magenta": fail}):
+        with pytest.raises(UserError, match="the server is gone"):
+            write(folder, Colours(answers))
+        status = CaptionReport(folder).status()
+        assert status is not None
+        assert (status.state, status.message) == ("failed", "the server is gone")
+        assert status.refused == {}
+    assert list(captions_in(folder)) == ["a.txt", "b.txt", "d.txt"]
     write(folder)
     assert len(captions_in(folder)) == 5
 
@@ -402,7 +406,12 @@ def test_a_second_command_is_refused_until_the_first_is_killed_and_then_goes_on(
     assert status is not None
     assert not status.is_running
     (report.folder / ".tmp-status.json-0123abcd").touch()
+    old, young = folder / ".tmp-d.txt-0123abcd", folder / ".tmp-e.txt-0123abcd"
+    for path, age_s in ((old, 90_000), (young, 0)):
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
     write(folder)
+    assert (old.exists(), young.exists()) == (False, True)
     assert {path.name for path in report.folder.iterdir()} == {
         *(".lock", "report.jsonl", "status.json", "captions.html")
     }

@@ -58,8 +58,7 @@ def test_a_caption_is_cut_at_the_end_of_a_sentence_tag_or_word(caption, limit, k
 
 
 @pytest.mark.parametrize(
-    ("caption", "kept"),
-    [("一只猫在睡觉。狗在跑步。", "一只猫在睡觉。"), ("ผู้หญิงยิ้มอยู่", "ผู้หญิงย")],
+    ("caption", "kept"), [("一只猫在睡觉。狗在跑步。", "一只猫在睡觉。"), ("ผู้หญิงยิ้มอยู่", "ผู้หญิงย")]
 )
 def test_scripts_without_spaces_are_cut_too(caption, kept):
     assert fitted(caption, characters(8))[0] == kept

@@ -133,6 +133,12 @@ def test_a_dry_run_prints_captions_and_writes_none(
             ["--model", "m", "--instruction", "mine.txt", "--goal", "style"],
             "--goal style: is part of what --instruction replaces",
         ),
+        (
+            ["--model", "m", "--instruction", "goal.txt", "--language", "French", "--goal", "style"],
+            "--language French: is part of what --instruction replaces",
+        ),
+        (["--model", "./nothing", "--instruction", "goal.txt", "--goal", "style"], "no folder ./nothing"),
+        (["--model", "m", "--trigger", "ohwx\udcff"], r"'ohwx\udcff': is not UTF-8 text"),
         (["--model", "m", "--trigger", " "], "--trigger: is empty; leave it out"),
         (
             ["--model", "m", "--keep", "opening"],
@@ -146,6 +152,7 @@ def test_what_cannot_be_is_refused_in_a_line_before_anything_is_loaded(
     images: Path, arguments: list[str], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("mine.txt").write_text("Describe {word}.")
+    Path("goal.txt").write_text("Describe it for {goal}.")
     assert main(["caption", str(images), *arguments]) == 2
     assert message in caplog.messages[-1]
     assert not (images / ".captions").exists()
@@ -158,7 +165,8 @@ def test_the_text_encoder_of_a_config_limits_captions(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["caption", str(images), "--model", str(tiny_captioner), "--config", str(tiny_run.config)]
+    words = ["--model", str(tiny_captioner), "--config", str(tiny_run.config), "--keep", "repetition"]
+    arguments = ["caption", str(images), *words]
     assert main(arguments) == 0
     assert capsys.readouterr().out.endswith(f"Next: {command('doctor', '--config', str(tiny_run.config))}\n")
     whole = captions_in(images)

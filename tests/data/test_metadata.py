@@ -215,6 +215,28 @@ def variants(caption, *, count=4, separator=",", keep=0):
         ("50% off", "50%", "50% off"),
         ("axb", "a.b", "a.b, axb"),
         ("Éclair", "éclair", "Éclair"),
+        (
+            '{"compositional_deconstruction": {}, "high_level_description": "a cat é"}',
+            "sks",
+            '{"high_level_description":"sks, a cat é","compositional_deconstruction":{}}',
+        ),
+        (
+            '{"compositional_deconstruction": {}}',
+            "sks",
+            '{"high_level_description":"sks","compositional_deconstruction":{}}',
+        ),
+        (
+            '{"compositional_deconstruction": {"background": "sks"}}',
+            "sks",
+            '{"compositional_deconstruction": {"background": "sks"}}',
+        ),
+        (
+            '{"compositional_deconstruction": {"a": NaN}}',
+            "b",
+            'b, {"compositional_deconstruction": {"a": NaN}}',
+        ),
+        ('{"other": 1}', "sks", 'sks, {"other": 1}'),
+        ("{best quality}, a cat", "sks", "sks, {best quality}, a cat"),
     ],
 )
 def test_a_trigger_is_put_ahead_unless_its_words_are_there(caption, trigger, expected):

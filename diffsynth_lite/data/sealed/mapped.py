@@ -18,11 +18,11 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from diffsynth_lite.data.cache import Pruned, delete, is_abandoned, is_young
+from diffsynth_lite.data.cache import Pruned, delete
 from diffsynth_lite.data.item_table import Indices
 from diffsynth_lite.data.schedule import Numbers
 from diffsynth_lite.errors import RunStoppedError
-from diffsynth_lite.files import replacing, sync
+from diffsynth_lite.files import is_abandoned, is_young, replacing, sync
 
 if sys.platform != "win32":
     import fcntl
