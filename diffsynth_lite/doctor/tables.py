@@ -206,7 +206,7 @@ def _lint(data: ExaminedData, index: int, goal: Goal | None) -> CaptionLint:
     for record in records:
         written = data.as_written(record.captions)
         texts[record.name] = (
-            [text.removeprefix(added) for text in written] if record.name in lacking else written
+            [text.replace(added, "", 1) for text in written] if record.name in lacking else written
         )
     return lint(texts, trigger=source.trigger or "", may_repeat=are_edits)
 
