@@ -93,7 +93,7 @@ def run(parsed: argparse.Namespace) -> None:
         logger.warning("%s", warning)
     config, processes = loaded.config, parsed.processes
     _require_processes(config, processes)
-    folder = _cache_folder(os.environ)
+    folder = kept_counts_folder(os.environ)
     gpu = gpu_here() if parsed.gpu is None else gpu_named(parsed.gpu)
     device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     if device_gib is None and parsed.require_fit:
@@ -126,7 +126,7 @@ def run(parsed: argparse.Namespace) -> None:
         raise UserError(f"--require-fit: {answer.verdict}")
 
 
-def _cache_folder(environment: Mapping[str, str]) -> Path | None:
+def kept_counts_folder(environment: Mapping[str, str]) -> Path | None:
     """Where counts are kept, as XDG's base directories have it; None without a home."""
     given = Path(environment.get("XDG_CACHE_HOME", ""))
     with suppress(RuntimeError):

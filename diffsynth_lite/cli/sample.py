@@ -7,13 +7,15 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from diffsynth_lite.cli.arguments import add_config_arguments, positive_count
+from diffsynth_lite.cli.arguments import add_config_arguments, positive_count, positive_number
 from diffsynth_lite.cli.console import hide_progress_bars
+from diffsynth_lite.cli.plan import kept_counts_folder
 from diffsynth_lite.cli.processes import join_processes
 from diffsynth_lite.cli.train import make_cublas_repeatable
 from diffsynth_lite.config import load_config
@@ -35,6 +37,7 @@ _FLAG_KEYS = {
 
 _MAX_SEED = 2**63 - 1
 """torch takes some more."""
+_IDLE_MINUTES = 15
 
 
 _FILES = {
@@ -101,21 +104,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="new or empty; default: a new one in samples/ of the run, or of the working folder without one",
     )
+    parser.add_argument(
+        "--serve",
+        type=positive_number,
+        nargs="?",
+        const=_IDLE_MINUTES,
+        metavar="MINUTES",
+        help="for programs: keep the model loaded, take requests as lines of JSON on stdin, with these "
+        "arguments as defaults, and answer on stdout, until so many minutes without one "
+        f"(default: {_IDLE_MINUTES})",
+    )
 
 
 def run(parsed: argparse.Namespace) -> None:
     """Generate the images, and log where they are."""
+    parsed.prompt = [text for given in parsed.prompt or [] for text in _texts(given)]
     request = _request(parsed)
     # The libraries take seconds to import: wrong arguments are refused before that.
     join_processes(os.environ, sys.argv)
-    from diffsynth_lite.sampling.generation import generate_samples
+    from diffsynth_lite.sampling.session import SampleSession
 
     if request.config.train.deterministic:
         make_cublas_repeatable()
-    if not Console(stderr=True).is_terminal:
+    if parsed.serve is not None or not Console(stderr=True).is_terminal:
         hide_progress_bars()
-    grid, here = generate_samples(request), Path.cwd()
+    if parsed.serve is not None:
+        _serve(parsed, request)
+        return
+    with closing(SampleSession.open(request.config, request.run)) as session:
+        grid, here = session.generate(request).grid, Path.cwd()
     logger.info("Images: %s", grid.relative_to(here) if grid.is_relative_to(here) else grid)
+
+
+def _serve(parsed: argparse.Namespace, first: SampleRequest) -> None:
+    from diffsynth_lite.sampling.serving import SampleServer
+
+    if parsed.config is None and first.run is not None:
+        parsed.config = first.run.resolved_file  # also for the LoRAs of other runs
+
+    def request_of(given: dict[str, Any]) -> SampleRequest:
+        return _request(argparse.Namespace(**(vars(parsed) | given)))
+
+    # What libraries print would be taken for answers.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        # Without a buffer, whose lock would be held at the end of the program.
+        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:
+            kept = kept_counts_folder(os.environ)
+            server = SampleServer(request_of, answers, idle_s=60 * parsed.serve, kept=kept)
+            server.serve(first.config, first.run, lines)
 
 
 def _request(parsed: argparse.Namespace) -> SampleRequest:
@@ -174,7 +211,7 @@ def _settings(parsed: argparse.Namespace) -> dict[str, object]:
     settings: dict[str, object] = {key: getattr(parsed, name) for name, key in _FLAG_KEYS.items()}
     if parsed.size is not None:
         settings["validation.width"], settings["validation.height"] = parsed.size
-    prompts = [text for given in parsed.prompt or [] for text in _texts(given)]
+    prompts = parsed.prompt
     if prompts:
         settings["validation.prompts"] = _as_list(prompts)
     for name, given in (
@@ -213,7 +250,7 @@ def _as_list(texts: Sequence[str]) -> str:
 
 
 def _seeds(parsed: argparse.Namespace, default: int) -> Sequence[int]:
-    seeds = parsed.seed or [default]
+    seeds = list(dict.fromkeys(parsed.seed or [default]))
     if parsed.num is None:
         return seeds
     if len(seeds) > 1:

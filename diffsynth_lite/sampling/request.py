@@ -1,9 +1,13 @@
 """This file describes what to sample: which LoRAs, how strong, and where the images go; without torch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
@@ -49,6 +53,34 @@ class SampleRequest:
     out: Path | None
 
 
+class SampleArguments(BaseModel):
+    """The arguments of ``diffsynth-lite sample`` by their names; None is not given.
+
+    Attributes:
+        prompt: never the name of a file.
+        size: width and height.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    lora: list[str] | None = None
+    every_checkpoint: bool | None = None
+    prompt: list[str] | None = None
+    negative: str | None = None
+    seed: list[Annotated[int, Field(ge=0, lt=2**63)]] | None = None
+    scale: Annotated[list[float], Field(min_length=1)] | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    size: tuple[int, int] | None = None
+    frames: int | None = None
+    layers: int | None = None
+    input: list[str] | None = None
+    last_frame: list[str] | None = None
+    control: list[str] | None = None
+    mask: list[str] | None = None
+    out: str | None = None
+
+
 def find_lora(given: str) -> GivenLora:
     """The LoRA that ``PATH`` or ``PATH:WEIGHT`` names; see :func:`find_lora_place`."""
     path, weight = _without_weight(given)
@@ -80,15 +112,21 @@ def require_new(out: Path) -> None:
         raise UserError(f"--out {out}: exists, and nothing is overwritten; name a new or empty folder")
 
 
-def make_folder(request: SampleRequest) -> Path:
-    """Make the folder for the images."""
+@contextmanager
+def made_folder(request: SampleRequest) -> Iterator[Path]:
+    """Scope that makes the folder for the images, and removes it where nothing came of it."""
     samples = Path("samples") if request.run is None else request.run.samples_folder
     folder = request.out or samples
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return request.out or _next_folder(samples)
+        folder = request.out or _next_folder(samples)
     except OSError as error:
         raise UserError(f"--out: {folder} cannot be made: {error.strerror}") from error
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 def _next_folder(samples: Path) -> Path:

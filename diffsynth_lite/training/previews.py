@@ -156,9 +156,9 @@ class Previews:
         with ExitStack() as held:
             for scope in (random_state_scope(device), evaluation_mode(transformer), together, as_used):
                 held.enter_context(scope)
-            report = held.enter_context(_generating(len(self.requests)))
+            report = held.enter_context(generating(len(self.requests)))
             model = held.enter_context(on)
-            held.enter_context(_before_passes(self.family.parts_of(model), report))
+            held.enter_context(before_passes(self.family.parts_of(model), report))
             return self.family.sample(model, self.vae_dtype, self.requests)
 
     @contextmanager
@@ -249,7 +249,7 @@ class Previews:
 
 
 @contextmanager
-def _generating(num_previews: int) -> Iterator[Callable[[], None]]:
+def generating(num_previews: int) -> Iterator[Callable[[], None]]:
     """Scope in which all that takes long is reported as a part of the previews; yields what reports again.
 
     There a run that is to stop raises PreviewsStoppedError.
@@ -266,7 +266,7 @@ def _generating(num_previews: int) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _before_passes(parts: Mapping[str, torch.nn.Module], call: Callable[[], None]) -> Iterator[None]:
+def before_passes(parts: Mapping[str, torch.nn.Module], call: Callable[[], None]) -> Iterator[None]:
     """Scope in which something is called before each forward pass, and so between denoising steps."""
     with ExitStack() as hooks:
         for part in parts.values():

@@ -171,7 +171,41 @@ class PhaseCounter:
         return _phase("training", resident.device + peak, resident.host + step.host)
 
     def _previewing(self, step: MemoryCount, settings: StepSettings) -> Phase:
-        """The model without gradients, and the autoencoder, which is loaded for it; between two steps."""
+        """The model without gradients; between two steps."""
+        held = step.between_steps + self._resident_encoders.device
+        is_moving = settings.has_average and self.config.validation.use_ema
+        if is_moving or self._counter.optimizer.has_average:
+            held += self._counter.lora_bytes  # a copy of the trained values while the average generates
+        return self._generating(step, settings, held, self._resident_encoders.host + step.host)
+
+    def sampling(self, settings: StepSettings, lora_bytes: int) -> Phase:
+        """A model that only generates, and encodes new prompts in between.
+
+        ``device`` is with the text encoder next to it, ``least_device`` with one at a time.
+
+        Args:
+            settings: of the model's weights.
+            lora_bytes: of all LoRAs on it.
+        """
+        step, prompts = self._counter.count(settings), self._prompts
+        model = self._bytes_without_adapter(step) + step.slots + lora_bytes
+        encoder = prompts.device + prompts.calls
+        found = self._generating(step, settings, model, step.weights_on_host)
+        encoding_host = step.weights_on_host + prompts.host + prompts.passing
+        return replace(
+            found,
+            device=max(found.device, model + encoder),
+            least_device=max(found.least_device, encoder),
+            host=max(found.host, encoding_host, self._loading(step, settings).host),
+        )
+
+    def _generating(self, step: MemoryCount, settings: StepSettings, held: int, host: int) -> Phase:
+        """Previews, with the autoencoder, which is loaded for them, and with models that only generate.
+
+        Args:
+            held: bytes of the device that the trained model and all around it take.
+            host: those of host memory.
+        """
         request = preview_request(self.config, self.family)
         subject = self.config, self.family, self._counter, settings
         others = {
@@ -182,11 +216,7 @@ class PhaseCounter:
             "media": (len(request.inputs), len(request.control), len(request.inpaint_mask)),
         }
         preview = self._once("preview", PreviewBytes, lambda: count_preview(*subject), others)
-        held = step.between_steps + self._resident_encoders.device + preview.weights
-        is_moving = settings.has_average and self.config.validation.use_ema
-        if is_moving or self._counter.optimizer.has_average:
-            held += self._counter.lora_bytes  # a copy of the trained values while the average generates
-        host = self._resident_encoders.host + step.host + preview.copies
+        held, host = held + preview.weights, host + preview.copies
         if set(self.family.denoisers) - set(self.family.trained):
             # The other expert generates, too, and waits in host memory, or is sharded as well.
             other = replace(step, slots=0, weights_on_host=0)
