@@ -38,6 +38,10 @@ _FLAG_KEYS = {
 _MAX_SEED = 2**63 - 1
 """torch takes some more."""
 _IDLE_MINUTES = 15
+_SERVE = (
+    "for programs: keep the model loaded, take requests as lines of JSON on stdin, with these arguments as "
+    f"defaults, and answer on stdout, until so many minutes without one (default: {_IDLE_MINUTES})"
+)
 
 
 _FILES = {
@@ -104,16 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="new or empty; default: a new one in samples/ of the run, or of the working folder without one",
     )
-    parser.add_argument(
-        "--serve",
-        type=positive_number,
-        nargs="?",
-        const=_IDLE_MINUTES,
-        metavar="MINUTES",
-        help="for programs: keep the model loaded, take requests as lines of JSON on stdin, with these "
-        "arguments as defaults, and answer on stdout, until so many minutes without one "
-        f"(default: {_IDLE_MINUTES})",
-    )
+    serving: dict[str, Any] = {"nargs": "?", "const": _IDLE_MINUTES, "metavar": "MINUTES", "help": _SERVE}
+    parser.add_argument("--serve", type=positive_number, **serving)
 
 
 def run(parsed: argparse.Namespace) -> None:
