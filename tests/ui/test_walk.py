@@ -144,6 +144,7 @@ def write_captions(
         page.press("button", "Write over it")
         page.await_control("radio", "Written by a model 3")
         assert file.read_text() == written
+        page.wait_for("document.getElementById('job-head').innerText === 'Finished'")
         page.press("button", "Undo")
         page.await_control("radio", "Written by a model 2")
         assert file.read_text() == "my words\n"

@@ -30,10 +30,11 @@
 
   function head() {
     const { state, phase, done, total, seconds_per_item: each, message } = job;
-    if (state === "starting") return "Starting";
-    if (state !== "running") return { finished: isDry() ? "Preview" : "Finished", killed: "Killed" }[state]
-      ?? state[0].toUpperCase() + state.slice(1);
-    return phase === "captioning" && each ? `${duration(each * (total - done))} left` : message || phase;
+    const ended = isDry() && state === "finished" ? "preview" : state;
+    const isTimed = phase === "captioning" && each;
+    if (state === "running" && isTimed) return `${duration(each * (total - done))} left`;
+    const words = state === "running" ? message || phase : ended;
+    return words[0].toUpperCase() + words.slice(1);
   }
 
   const endings = {
@@ -89,7 +90,9 @@
   }
 
   function take(given) {
+    const wasRunning = isActive();
     job = given;
+    if (wasRunning && !isActive()) ui.say([head(), !isDry() && job.message].filter(Boolean).join(": "));
     wasActive ||= isActive();
     for (const [name, value] of form.dataset.filled ? [] : Object.entries(job.options ?? {})) {
       if (["model", "endpoint", "goal", "trigger", "language", "length", "format", "quantize"].includes(name)) {
