@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx2
-from PIL.Image import Image
 
 from diffsynth_lite.captioning.captioner import Answer, Question
 from diffsynth_lite.errors import UserError, join_names
@@ -33,9 +32,6 @@ _PASSING = (408, 429, 500, 502, 503, 504, 529)
 _OF_THE_ITEM = (400, 413, 415, 422)
 _MOST_UNANSWERED = 3  # questions in a row
 _THINKING_TOKENS = 4096
-_LONGEST_SIDE = 1024
-_LONGEST_SIDE_OF_MANY = 512  # of clips, whose frames share the room for tokens
-_FEW_IMAGES = 3
 _LONGEST_REASON = 200  # characters
 
 
@@ -139,12 +135,9 @@ class ChatServer:
         return [found[place] for place in range(len(questions))]
 
     def _ask(self, question: Question, max_tokens: int) -> Answer:
-        side = _LONGEST_SIDE if len(question.images) <= _FEW_IMAGES else _LONGEST_SIDE_OF_MANY
-        content: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": jpeg_url(_shrunk(image, side))}}
-            for image in question.images
-        ]
-        messages = [{"role": "user", "content": [*content, {"type": "text", "text": question.instruction}]}]
+        images = [{"type": "image_url", "image_url": {"url": jpeg_url(one)}} for one in question.images]
+        content = [*images, {"type": "text", "text": question.instruction}]
+        messages = [{"role": "user", "content": content}]
         while True:
             extra, left_out = self._extra_tokens, set(self._left_out)
             fields = {"temperature": 0, "seed": 0, "max_tokens": max_tokens + extra}
@@ -176,15 +169,16 @@ class ChatServer:
         raise UserError(f"{self.address}: {reason}; {remedy}")
 
     def _only_model(self) -> str:
-        names, reason = [], ""
         try:
             reply = self._reply("models")
             self._require_ok(reply)
-            names = _model_names(reply.body)
-        except _Unanswered as error:
-            reason = f" ({error})"
+            names = [str(model["id"]) for model in parse_json(reply.body)["data"]]
+        except UserError:
+            raise
+        except (_Unanswered, ValueError, TypeError, LookupError):
+            names = []
         if not names:
-            raise UserError(f"{self.address}: does not list its models{reason}; name one with --model")
+            raise UserError(f"{self.address}: does not list its models; name one with --model")
         # LM Studio lists one of these with any other model.
         describing = [name for name in names if "embed" not in name.lower()]
         if len(describing) != 1:
@@ -236,7 +230,8 @@ class ChatServer:
             values = parse_json(body)
             choice = values["choices"][0]
             message, ending = choice["message"], choice.get("finish_reason")
-            text = _text(message.get("content"))
+            text = message.get("content") or ""
+            is_empty = not text.strip()
             refusal = message.get("refusal")
             thought = message.get("reasoning_content") or message.get("reasoning")
             num_tokens = (values.get("usage") or {}).get("completion_tokens")
@@ -247,7 +242,7 @@ class ChatServer:
         if refusal:
             raise _Unanswered(f"refused: {self._line(str(refusal))}")
         is_unfinished = ending == "length"
-        if not text.strip():
+        if is_empty:
             if thought and is_unfinished:
                 return Answer(problem="the model thought until the limit of tokens"), True
             raise _Unanswered("the answer is empty")
@@ -328,31 +323,6 @@ def is_this_machine(endpoint: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
     address = getattr(address, "ipv4_mapped", None) or address
     return address.is_loopback or address.is_unspecified
-
-
-def _model_names(body: bytes) -> list[str]:
-    """Names in a list of models; empty where it is not one."""
-    try:
-        return [str(model["id"]) for model in parse_json(body)["data"]]
-    except (ValueError, TypeError, LookupError):
-        return []
-
-
-def _shrunk(image: Image, longest_side: int) -> Image:
-    if max(image.size) <= longest_side:
-        return image
-    shrunk = image.copy()
-    shrunk.thumbnail((longest_side, longest_side))
-    return shrunk
-
-
-def _text(content: Any) -> str:
-    """The text of a message, which may come in parts."""
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content if part.get("type") == "text")
-    if content is not None and not isinstance(content, str):
-        raise TypeError
-    return content or ""
 
 
 def _unsupported(reason: str, left_out: set[str]) -> str:

@@ -44,8 +44,9 @@ from diffsynth_lite.run_folder.process import Process
 
 MAX_SIDE = 1024
 """Pixels of the longer side of an image, as a captioner gets it."""
-MAX_FRAME_SIDE = 512
-"""Of each frame of a clip."""
+MAX_SIDE_OF_MANY = 512
+"""Of more than three images or frames, which share the room for tokens."""
+_FEW_IMAGES = 3
 _BACKGROUND = "white"
 _STATUS_EVERY_S = 1.0
 
@@ -189,11 +190,11 @@ class _Run:
         began_at = time.perf_counter()
         batches = [items[start : start + size] for start in range(0, len(items), size)]
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(self._load, batches[0])
+            coming = pool.submit(list, map(self._loaded, batches[0]))
             for place, batch in enumerate(batches, start=1):
                 loaded = coming.result()
                 if place < len(batches):
-                    coming = pool.submit(self._load, batches[place])
+                    coming = pool.submit(list, map(self._loaded, batches[place]))
                 self._caption(captioner, loaded)
                 done = self._status.done + len(batch)
                 self.outcome.seconds = time.perf_counter() - began_at
@@ -205,9 +206,6 @@ class _Run:
                     preview=preview if job.num_shown else {},
                 )
                 progress.reach(done)
-
-    def _load(self, items: Sequence[Item]) -> list[_Loaded]:
-        return [self._loaded(item) for item in items]
 
     def _loaded(self, item: Item) -> _Loaded:
         try:
@@ -314,15 +312,16 @@ class _Run:
 def _images_of(item: Item, num_frames: int) -> list[Image.Image]:
     """What a captioner sees: an image, after the inputs of an edit; or frames of a clip, evenly spread."""
     assert item.path is not None
-    if not is_video(item.file):
-        paths = (*inputs_of(item), item.path)
-        return [_scaled(load_image(path, background=_BACKGROUND), MAX_SIDE) for path in paths]
-    facts = check_video(item.path)
-    count = min(num_frames, facts.num_frames)
+    paths = [*inputs_of(item), item.path]
+    facts = check_video(item.path) if is_video(item.file) else None
+    count = len(paths) if facts is None else min(num_frames, facts.num_frames)
+    side = MAX_SIDE if count <= _FEW_IMAGES else MAX_SIDE_OF_MANY
+
+    def scaled(image: Image.Image) -> Image.Image:
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+        return image
+
+    if facts is None:
+        return [scaled(load_image(path, background=_BACKGROUND)) for path in paths]
     times = [(place + 0.5) * facts.duration_s / count for place in range(count)]
-    return read_frames(item.path, times, each=lambda frame: _scaled(frame, MAX_FRAME_SIDE))
-
-
-def _scaled(image: Image.Image, side: int) -> Image.Image:
-    image.thumbnail((side, side), Image.Resampling.LANCZOS)
-    return image
+    return read_frames(item.path, times, each=scaled)

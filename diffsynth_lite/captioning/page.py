@@ -1,8 +1,7 @@
 """This file writes the captions of a folder as one HTML page that needs no network and has no scripts."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from PIL import Image
@@ -31,8 +30,8 @@ class _Shown:
     """An item of the page."""
 
     item: Item
-    made: Cleaned = field(default_factory=Cleaned)
-    remark: str = ""
+    made: Cleaned
+    remark: str
 
 
 def write_page(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> None:
@@ -80,20 +79,19 @@ def _sections(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> dict[
         "Written by a model before": [],
         "Yours": [],
     }
-    refused, now, before, yours = sections.values()
     for item in read_contents(source_of(job)).items:
         row, texts = rows.get(item.file), "\n".join(item.captions)
+        made, remark = Cleaned(text=texts), item.problem
         if item.file in outcome.refused:
-            refused.append(_Shown(item=item, made=Cleaned(text=texts), remark=outcome.refused[item.file]))
+            name, remark = "Without a caption", outcome.refused[item.file]
         elif item.file in outcome.made:
-            now.append(_Shown(item=item, made=outcome.made[item.file]))
+            name, made = "Written now", outcome.made[item.file]
         elif texts and row is not None and is_by_model(row, texts):
+            name, remark = "Written by a model before", f"by {row.model}"
             made = Cleaned(text=texts, removed=row.removed, cut=row.cut)
-            before.append(_Shown(item=item, made=made, remark=f"by {row.model}"))
-        elif texts or item.is_locked:
-            yours.append(_Shown(item=item, made=Cleaned(text=texts), remark=item.problem))
         else:
-            refused.append(_Shown(item=item, remark=item.problem))
+            name = "Yours" if texts or item.is_locked else "Without a caption"
+        sections[name].append(_Shown(item=item, made=made, remark=remark))
     return {name: shown for name, shown in sections.items() if shown}
 
 
@@ -111,10 +109,7 @@ def _read_thumbnails(item: Item) -> list[str]:
     try:
         if is_video(item.file):
             return thumbnails(read_frames(item.path, [0.0]))
-        return thumbnails([_small(path) for path in (*inputs_of(item), item.path)])
+        paths = (*inputs_of(item), item.path)
+        return thumbnails([load_thumbnail(path, side=_THUMBNAIL_PX, background="white") for path in paths])
     except (UserError, OSError):
         return []
-
-
-def _small(path: Path) -> Image.Image:
-    return load_thumbnail(path, side=_THUMBNAIL_PX, background="white")

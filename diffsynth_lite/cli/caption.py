@@ -228,11 +228,11 @@ def _job(parsed: argparse.Namespace, instruction: str) -> "CaptionJob":
         num_shown=parsed.dry_run,
         arguments=tuple(word for word in parsed.words[1:] if word != "--json"),
     )
-    choose(job, read_contents(source_of(job)), CaptionReport(job.folder))
-    if parsed.config is not None:
-        return replace(job, limit=limit_of_config(parsed.config, trigger=request.trigger))
-    if parsed.family is not None:
-        return replace(job, limit=limit_of_family(parsed.family, trigger=request.trigger))
+    if parsed.config or parsed.family:
+        # Wrong flags are reported before a tokenizer is fetched.
+        choose(job, read_contents(source_of(job)), CaptionReport(job.folder))
+        limit_of = limit_of_config if parsed.config else limit_of_family
+        return replace(job, limit=limit_of(parsed.config or parsed.family, trigger=request.trigger))
     return job
 
 
@@ -345,22 +345,21 @@ def _print(parsed: argparse.Namespace, job: "CaptionJob", outcome: "Outcome") ->
     if parsed.json:
         print_lines(json.dumps(_result(job, outcome, page), ensure_ascii=False))
         return
+    lines = []
     if job.num_shown:
-        for name, made in outcome.made.items():
-            print_lines(f"{name}:", f"  {made.text}")
+        lines += [f"{name}:\n  {made.text}" for name, made in outcome.made.items()]
     if outcome.locked:
-        print_lines(f"Not replaced, as they are several or cannot be read: {join_names(outcome.locked)}")
+        lines.append(f"Not replaced, as they are several or cannot be read: {join_names(outcome.locked)}")
     if outcome.appeared:
-        print_lines(f"Kept, as somebody wrote them in the meantime: {join_names(outcome.appeared)}")
-    for name, reason in list(outcome.refused.items())[:_MAX_NAMED]:
-        print_lines(f"> {name}: {reason}")
+        lines.append(f"Kept, as somebody wrote them in the meantime: {join_names(outcome.appeared)}")
+    lines += [f"> {name}: {reason}" for name, reason in list(outcome.refused.items())[:_MAX_NAMED]]
     if len(outcome.refused) > _MAX_NAMED:
-        print_lines(f"> and {len(outcome.refused) - _MAX_NAMED} more, on the page")
-    print_lines(
-        outcome.summary.replace(" written", " shown and not written") if job.num_shown else outcome.summary
-    )
-    if not job.num_shown:
-        print_lines(f"Page with all captions: {page}", f"Next: {_next(parsed)}")
+        lines.append(f"> and {len(outcome.refused) - _MAX_NAMED} more, on the page")
+    if job.num_shown:
+        lines.append(outcome.summary.replace(" written", " shown and not written"))
+    else:
+        lines += [outcome.summary, f"Page with all captions: {page}", f"Next: {_next(parsed)}"]
+    print_lines(*lines)
 
 
 def _next(parsed: argparse.Namespace) -> str:

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ def lint(
     """
     values = {text: json_object(text) for of_item in captions.values() for text in of_item}
     are_json = len(values) >= MIN_CAPTIONS // 2 and sum(map(bool, values.values())) > len(values) / 2
-    said = {text: (_values_of(value) if value else text)[:_MOST_CHARACTERS] for text, value in values.items()}
+    said = {text: (_texts_in(value) if value else text)[:_MOST_CHARACTERS] for text, value in values.items()}
     start = re.compile(rf"\A\s*{re.escape(trigger)}[\s,.:-]+" if trigger else r"\A", re.IGNORECASE)
     answers = {text: start.sub("", words) for text, words in said.items()}
     phrases = [] if may_repeat else constant_phrases(list(said.values()), trigger=trigger)
@@ -184,18 +184,13 @@ def _no_json(text: str, *, others_are: bool) -> str:
     return "not JSON, as the others are" if others_are else ""
 
 
-def _values_of(value: Any) -> str:
+def _texts_in(value: Any) -> str:
     """The texts in a JSON value, without its keys and what "type" an element is of."""
-    return "\n".join(_texts_in(value))
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        parts = {**value, "type": ""}.values() if isinstance(value, Mapping) else value
-        for part in parts:
-            yield from _texts_in(part)
+    if isinstance(value, dict):
+        value = [part for key, part in value.items() if key != "type"]
+    if isinstance(value, list):
+        return "\n".join(filter(None, map(_texts_in, value)))
+    return value if isinstance(value, str) else ""
 
 
 def _quoted(what: str, phrase: str) -> str:

@@ -1,6 +1,6 @@
 """This file prepares a clip: its scenes become clips, or some of their frames images."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
@@ -77,47 +77,26 @@ def num_images(scene: Scene, steps: Steps) -> int:
     return min(steps.extract_frames or 0, scene.num_frames)
 
 
-def split_clip(source: Path, plan: ClipPlan, results: Sequence[Path]) -> None:
-    """Encode each scene as a clip, except those whose file is there already.
+def write_scenes(source: Path, plan: ClipPlan, results: Sequence[Sequence[Path]]) -> None:
+    """Write a clip of each scene, or images of it, except where they are there already.
 
-    Its rate stays; where it varies, the time of each frame does. Audio is cut with the frames.
-    """
-
-    def write(number: int, frames: Iterator[VideoFrame]) -> None:
-        _write_scene(source, plan, plan.scenes[number], frames, results[number])
-
-    _each_scene(source, plan, [[result] for result in results], write)
-
-
-def extract_frames(source: Path, plan: ClipPlan, results: Sequence[Sequence[Path]]) -> None:
-    """Write images of each scene, evenly spread: of each share of it the sharpest frame around the middle.
+    Of a clip the rate stays; where it varies, the time of each frame does. Audio is cut with the frames.
+    Images are evenly spread: of each share of a scene the sharpest frame around the middle.
 
     Args:
-        results: for each scene the images; a scene whose images are all there is left out.
+        results: for each scene one clip, with the suffix ".mp4", or its images.
     """
-
-    def write(number: int, frames: Iterator[VideoFrame]) -> None:
-        paths = results[number]
-        for frame, path in zip(
-            _sharp(frames, plan.scenes[number].num_frames, len(paths)), paths, strict=True
-        ):
-            write_image(plan.fit.apply(rgb_image(frame)), path)
-
-    _each_scene(source, plan, results, write)
-
-
-def _each_scene(
-    source: Path,
-    plan: ClipPlan,
-    results: Sequence[Sequence[Path]],
-    write: Callable[[int, Iterator[VideoFrame]], None],
-) -> None:
-    """Decode a clip once; call ``write`` with the number and the frames of each scene that lacks a result."""
     numbers = (number for number, scene in enumerate(plan.scenes) for _ in range(scene.num_frames))
-    frames = _logged(all_frames(source), f"{source.name}: written", plan.facts.num_frames)
-    for number, pairs in groupby(zip(numbers, frames, strict=True), key=lambda pair: pair[0]):
-        if not all(path.exists() for path in results[number]):
-            write(number, (frame for _, frame in pairs))
+    shown = _logged(all_frames(source), f"{source.name}: written", plan.facts.num_frames)
+    for number, pairs in groupby(zip(numbers, shown, strict=True), key=lambda pair: pair[0]):
+        scene, paths, frames = plan.scenes[number], results[number], (frame for _, frame in pairs)
+        if all(path.exists() for path in paths):
+            continue
+        if paths[0].suffix == ".mp4":
+            _write_scene(source, plan, scene, frames, paths[0])
+            continue
+        for frame, path in zip(_sharp(frames, scene.num_frames, len(paths)), paths, strict=True):
+            write_image(plan.fit.apply(rgb_image(frame)), path)
 
 
 def _write_scene(

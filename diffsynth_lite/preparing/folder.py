@@ -9,8 +9,9 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from diffsynth_lite.data.captions import CaptionFiles
 from diffsynth_lite.data.folder import Folder, list_folder, usable_file
 from diffsynth_lite.data.records import is_image, is_video, stem
 from diffsynth_lite.errors import RunStoppedError, UserError
-from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, replacing
-from diffsynth_lite.preparing.clips import ClipPlan, extract_frames, num_images, plan_clip, split_clip
+from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, replacing, write_text
+from diffsynth_lite.preparing.clips import ClipPlan, num_images, plan_clip, write_scenes
 from diffsynth_lite.preparing.images import plan_image, prepare_image, result_suffix
 from diffsynth_lite.preparing.steps import Fit, Steps
 from diffsynth_lite.progress_log import ProgressLog
@@ -123,18 +124,16 @@ def _prepare(
     captions = {text.removeprefix(stem(name)): listing.use(text) for text in texts.names_of(name)}
     known = rows.known(name, source)
     is_done = known is not None and all((rows.out / result).exists() for result in known.results)
-    if known is not None and is_done:
-        item, plan = known, None
-    else:
-        item, plan = _looked_at(name, source, rows.steps)
+    item, plan = (known, None) if known and is_done else _looked_at(name, source, rows.steps)
     found.items.append(item)
     found.num_kept += is_done
     if captions and len(item.results) > 1:
         found.spread_captions.append(name)
     if is_dry_run:
         return
-    if plan is not None:
+    if known is None:
         rows.add(item, source)
+    if plan is not None:
         _write(source, plan, item, rows)
     for ending, text in captions.items():
         for result in item.results:
@@ -143,34 +142,26 @@ def _prepare(
 
 def _looked_at(name: str, source: Path, steps: Steps) -> tuple[Prepared, ClipPlan | Fit]:
     """What becomes of an image or clip."""
-    if is_image(name):
+    clip = plan_clip(source, steps) if is_video(name) else None
+    if clip is None:
         size, fit = plan_image(source, steps)
-        is_copy = fit.is_whole(size)
-        result = name if is_copy else f"{stem(name)}{result_suffix(source)}"
-        item = Prepared(
-            file=name,
-            width=size[0],
-            height=size[1],
-            new_width=fit.size[0],
-            new_height=fit.size[1],
-            results=(result,),
-            is_copy=is_copy,
-        )
-        return item, fit
-    plan = plan_clip(source, steps)
-    is_copy = plan.is_whole and not steps.extract_frames
+        is_copy, results = fit.is_whole(size), [f"{stem(name)}{result_suffix(source)}"]
+    else:
+        size, fit = (clip.facts.width, clip.facts.height), clip.fit
+        is_copy = clip.is_whole and not steps.extract_frames
+        results = list(chain.from_iterable(_results_of_clip(name, clip, steps)))
     item = Prepared(
         file=name,
-        width=plan.facts.width,
-        height=plan.facts.height,
-        duration_s=plan.facts.duration_s,
-        num_scenes=len(plan.scenes),
-        new_width=plan.fit.size[0],
-        new_height=plan.fit.size[1],
-        results=(name,) if is_copy else tuple(_flat(_results_of_clip(name, plan, steps))),
+        width=size[0],
+        height=size[1],
+        duration_s=clip.facts.duration_s if clip else None,
+        num_scenes=len(clip.scenes) if clip else 1,
+        new_width=fit.size[0],
+        new_height=fit.size[1],
+        results=(name,) if is_copy else tuple(results),
         is_copy=is_copy,
     )
-    return item, plan
+    return item, clip or fit
 
 
 def _results_of_clip(name: str, plan: ClipPlan, steps: Steps) -> list[list[str]]:
@@ -195,13 +186,8 @@ def _write(source: Path, plan: ClipPlan | Fit, item: Prepared, rows: "_Rows") ->
     elif isinstance(plan, Fit):
         prepare_image(source, rows.out / item.results[0], plan)
     else:
-        scenes = [
-            [rows.out / name for name in names] for names in _results_of_clip(item.file, plan, rows.steps)
-        ]
-        if rows.steps.extract_frames:
-            extract_frames(source, plan, scenes)
-        else:
-            split_clip(source, plan, list(_flat(scenes)))
+        names = _results_of_clip(item.file, plan, rows.steps)
+        write_scenes(source, plan, [[rows.out / name for name in of_scene] for of_scene in names])
 
 
 def _copy(source: Path, result: Path) -> None:
@@ -209,10 +195,6 @@ def _copy(source: Path, result: Path) -> None:
     if not result.exists():
         with replacing(result) as temporary:
             shutil.copyfile(source, temporary)
-
-
-def _flat(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    return (value for values in lists for value in values)
 
 
 def _clashes(media: Sequence[str], steps: Steps) -> dict[str, str]:
@@ -270,11 +252,7 @@ class _Rows:
         for path in self.out.rglob(".tmp-*"):
             if is_unfinished(path.name):
                 path.unlink()
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        if not _parsed(text.partition("\n")[0]):
-            self._path.write_text(f"{json.dumps(self._command)}\n", encoding="utf-8")
-        elif not text.endswith("\n"):
-            self._append("")
+        write_text(self._path, "".join(map(_line, [self._command, *self._known.values()])))
 
     def known(self, name: str, source: Path) -> Prepared | None:
         """What was to become of a file, if that is the one that there was."""
@@ -285,22 +263,20 @@ class _Rows:
 
     def add(self, item: Prepared, source: Path) -> None:
         """Record what is to become of a file; results of what it was before are deleted."""
-        before = self._known.get(item.file, {})
-        if before.get("source") != _identity(source):
-            for name in before.get("results", ()):
-                if (path := usable_file(self.out, name)) is not None:
-                    path.unlink()
-        if before.get("source") != _identity(source) or before["results"] != list(item.results):
-            self._append(json.dumps({**asdict(item), "source": _identity(source)}, ensure_ascii=False))
-
-    def _append(self, line: str) -> None:
+        for name in self._known.get(item.file, {}).get("results", ()):
+            if (path := usable_file(self.out, name)) is not None:
+                path.unlink()
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+            file.write(_line({**asdict(item), "source": _identity(source)}))
 
 
 def _identity(source: Path) -> list[int]:
     status = source.stat()
     return [status.st_size, status.st_mtime_ns]
+
+
+def _line(value: dict[str, Any]) -> str:
+    return f"{json.dumps(value, ensure_ascii=False)}\n"
 
 
 def _parsed(line: str) -> dict[str, Any]:

@@ -196,11 +196,6 @@ def test_a_device_that_is_full_before_a_question_is_asked_is_named(
     monkeypatch.setattr(TextEncoderMemory, "place", full)
     with pytest.raises(UserError, match=r"^--model: the weights do not fit cpu; take"), _open(qwen):
         pass
-
-
-def test_a_model_that_the_host_cannot_hold_is_refused_before_it_is_loaded(
-    qwen: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("diffsynth_lite.captioning.model.available_host_bytes", lambda: 1000)
     with pytest.raises(UserError, match=r"and cpu has 1000 bytes free; take --quantize"), _open(qwen):
         pass

@@ -113,17 +113,9 @@ def test_a_processor_that_needs_torchvision_names_it(tmp_path: Path) -> None:
         _processor(folder)
 
 
-def test_a_folder_without_the_settings_of_images_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "tokenizer.json"])
+def test_a_folder_with_damaged_settings_is_refused(tmp_path: Path, name: str) -> None:
     folder = save_tiny_joycaption(tmp_path)
-    (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(
-        UserError, match=r"makes no LlavaProcessor for texts and images: .* get the folder again"
-    ):
-        _processor(folder)
-
-
-def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
-    folder = save_tiny_joycaption(tmp_path)
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"makes no LlavaProcessor for texts and images"):
+    (folder / name).write_text("{")
+    with pytest.raises(UserError, match=r"makes no LlavaProcessor for texts and images: .* get the folder"):
         _processor(folder)

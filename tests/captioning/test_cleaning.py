@@ -16,20 +16,15 @@ DIRTY = [
     # thinking
     ("<think>A cat? Yes.</think>A cat sleeps.", "A cat sleeps.", "thinking"),
     ("The user wants a caption.\n</think>\n\nA cat sleeps.", "A cat sleeps.", "thinking"),
-    ("[THINK]Hm.[/THINK]A cat sleeps.", "A cat sleeps.", "thinking"),
     ("A cat sleeps.<think>Should I go on", "A cat sleeps.", "thinking"),
     # tokens
     ("A cat sleeps.<|im_end|>", "A cat sleeps.", "tokens"),
     ("A cat sleeps.<|im_end|>\n<|im_start|>user\nAnd now?", "A cat sleeps.", "tokens"),
-    ("<s> A cat sleeps.</s>", "A cat sleeps.", "tokens"),
     ("A cat sleeps.<end_of_turn>\n<eos>", "A cat sleeps.", "tokens"),
     ("A cat sleeps.<\uff5cend▁of▁sentence\uff5c>", "A cat sleeps.", "tokens"),
     # labels
-    ("Caption: A cat sleeps.", "A cat sleeps.", "labels"),
-    ("Here is a caption: A cat sleeps.", "A cat sleeps.", "labels"),
     ("Here's a detailed caption for the image:\n\nA cat sleeps.", "A cat sleeps.", "labels"),
     ("Sure! Here is a caption for your image:\nA cat sleeps.", "A cat sleeps.", "labels"),
-    ("Sure! A cat sleeps.", "A cat sleeps.", "labels"),
     ("Certainly! Below is the description you asked for: A cat sleeps.", "A cat sleeps.", "labels"),
     ("assistant\nA cat sleeps.", "A cat sleeps.", "labels"),
     ("<start_of_turn>model\nA cat sleeps.", "A cat sleeps.", "labels"),
@@ -37,20 +32,15 @@ DIRTY = [
     ("描述\uff1a一只猫在睡觉。", "一只猫在睡觉。", "labels"),
     # openings
     ("The image shows a cat on a sofa.", "A cat on a sofa.", "openings"),
-    ("This image depicts a cat.", "A cat.", "openings"),
     ("The provided photo clearly shows a cat.", "A cat.", "openings"),
     ("The image is a close-up of a cat.", "A close-up of a cat.", "openings"),
-    ("In this image, we see a cat.", "A cat.", "openings"),
     ("In this image, we can see a cat.", "A cat.", "openings"),
     ("In the picture there is a cat on a sofa.", "A cat on a sofa.", "openings"),
-    ("In this picture, a cat sleeps.", "A cat sleeps.", "openings"),
     ("In the image, the cat sleeps.", "The cat sleeps.", "openings"),
     ("This is a photo of a cat.", "A cat.", "openings"),
     ("This is a black and white photo of a cat.", "A black and white photo of a cat.", "openings"),
-    ("This is an oil painting of a cat.", "An oil painting of a cat.", "openings"),
     ("In this captivating image, a cat sleeps.", "A cat sleeps.", "openings"),
     ("This photo shows ohwx cat on a sofa.", "ohwx cat on a sofa.", "openings"),
-    ("We can see a cat.", "A cat.", "openings"),
     ("The video shows a cat that jumps.", "A cat that jumps.", "openings"),
     ("Das Bild zeigt eine Katze.", "Eine Katze.", "openings"),
     ("L\u2019image montre un chat.", "Un chat.", "openings"),
@@ -58,26 +48,22 @@ DIRTY = [
     ("这张图片展示了一只猫。", "一只猫。", "openings"),
     # markdown
     ("**A cat** sleeps on a *red* sofa.", "A cat sleeps on a red sofa.", "markdown"),
-    ("```\nA cat sleeps.\n```", "A cat sleeps.", "markdown"),
     ("```text\nA cat sleeps.\n```", "A cat sleeps.", "markdown"),
     ("# A sleepy cat\n\nA cat sleeps.", "A cat sleeps.", "markdown"),
     ("# A sleepy cat", "A sleepy cat", "markdown"),
     ("- a cat\n- a red sofa\n- soft light", "a cat, a red sofa, soft light", "markdown"),
     ("1. A cat sleeps.\n2. The sofa is red.", "A cat sleeps. The sofa is red.", "markdown"),
-    ("> A cat sleeps.", "A cat sleeps.", "markdown"),
     ("A [cat](https://cats.example) sleeps.", "A cat sleeps.", "markdown"),
     ("| Subject | cat |\n|---|---|\n| Place | sofa |", "Subject, cat Place, sofa", "markdown"),
     ("A cat sleeps.\n\n---\n", "A cat sleeps.", "markdown"),
     # quotes
     ('"A cat sleeps."', "A cat sleeps.", "quotes"),
-    ("“A cat sleeps.”", "A cat sleeps.", "quotes"),
     ("「猫が寝ている。」", "猫が寝ている。", "quotes"),
     # closings
     ("A cat sleeps. Let me know if you need more!", "A cat sleeps.", "closings"),
     ("A cat sleeps. I hope this helps! Would you like another one?", "A cat sleeps.", "closings"),
     ("A cat sleeps. If you'd like, I can write a longer one.", "A cat sleeps.", "closings"),
     ("A cat sleeps. Overall, the image feels calm and cosy.", "A cat sleeps.", "closings"),
-    ("A cat sleeps. The overall mood is one of peace.", "A cat sleeps.", "closings"),
     ("A cat sleeps. The scene evokes a sense of peace.", "A cat sleeps.", "closings"),
     ("A cat sleeps. **Overall Impression:** Calm.", "A cat sleeps.", "closings"),
     ("A cat sleeps\n\n(Note: I left out its fur.)", "A cat sleeps", "closings"),
@@ -87,11 +73,10 @@ DIRTY = [
     (
         "A cat sleeps. The sofa is red. The sofa is red. The sofa is red.",
         "A cat sleeps. The sofa is red.",
-        "",
+        "repetition",
     ),
-    ("A cat sleeps. The sofa is very red. The sofa is very red. The so", "", ""),
     ("A cat sleeps on a very very very very very very very", "A cat sleeps on a very", "repetition"),
-    ("A cat sleeps. It is red and blue and red and blue and red and blue and red", "A cat sleeps.", ""),
+    ("A cat sleeps. It is on and on and on and on and on and on", "A cat sleeps.", "repetition"),
     (
         "一只猫在睡觉。沙发是红色的。沙发是红色的。沙发是红色的。",
         "一只猫在睡觉。沙发是红色的。",
@@ -110,7 +95,6 @@ SEVERAL = [
         ("thinking", "tokens", "markdown", "labels", "openings", "closings"),
     ),
     ('"The image shows a cat."', "A cat.", ("quotes", "openings")),
-    ("Caption: **Caption:** 'A cat.'", "A cat.", ("markdown", "labels", "quotes")),
     ("The image shows a cat.\x00\x1b[31m Red.", "A cat. [31m Red.", ("openings", "lines")),
 ]
 CLEAN = [
@@ -121,54 +105,22 @@ CLEAN = [
     "A woman's hat lies on a table. It is 3.5 metres wide, says Mr. Smith.",
     "An oil painting of a horse. The style is loose, and the light falls from the left.",
     "A man walks to the left, turns around and waves. The camera follows him and then tilts up.",
-    "Replace the red car with a blue bicycle.",
     "A very, very old house; ha ha ha is written on it.",
     "A scene of two dogs. One dog is brown. One dog is white.",
     "5 * 3 * 2 is written in chalk, and a_b_c below.",
     "<b>bold</b> & <script>alert(1)</script> is written on a screen.",
-    "Eine Frau lacht. Sie trägt einen Hut.",
     "一只猫在红色沙发上睡觉。",
     "ผู้หญิงยิ้ม 👩‍👩‍👧 नमस्ते",
     "The image of a saint hangs over a bed.",
     "Model: a woman poses for a painter.",
-    "Overall-clad workers carry a beam.",
 ]
 TAGS = [
     "1girl, solo, long_hair, @_@, ^_^, smile, looking at viewer",
     "ohwx woman, red dress, brick wall, outdoors",
 ]
 HOSTILE = (
-    *(
-        "a",
-        " ",
-        '"',
-        "**",
-        "*a",
-        "`a",
-        "[a",
-        "[",
-        "](",
-        "<think>",
-        "<|",
-        "<|a",
-        "Caption: ",
-        "Sure! ",
-        "\n- ",
-    ),
-    *(
-        "a. ",
-        "Let me know. ",
-        "The image shows ",
-        "| ",
-        "\n|a|",
-        "#",
-        "\n# a",
-        "{",
-        "的",
-        "a b ",
-        "\x00",
-        "\n",
-    ),
+    *("a", " ", "**", "*a", "`a", "[a", "](", "<think>", "<|a", "Caption: ", "\n- ", "a. ", "a b ", "的"),
+    *("Let me know. ", "The image shows ", "\n|a|", "\n# a", "{", "\n", "a  b\t", "\x00"),
 )
 CAPTION = {
     "high_level_description": "A cat on a sofa.",
@@ -185,11 +137,9 @@ COMPACT = json.dumps(CAPTION, ensure_ascii=False, separators=(",", ":"))
 
 @pytest.mark.parametrize(("dirty", "expected", "rule"), DIRTY)
 def test_an_answer_becomes_a_caption(dirty, expected, rule):
-    if not expected:
-        expected = "A cat sleeps. The sofa is very red."
     cleaned = clean(dirty)
     assert cleaned.text == expected
-    assert (rule or "repetition") in cleaned.removed
+    assert rule in cleaned.removed
     assert not cleaned.problem
 
 
@@ -227,7 +177,7 @@ def test_tags_are_separated_by_commas_and_distinct(dirty, expected):
     assert clean(dirty, format="tags").text == expected
 
 
-@pytest.mark.parametrize(("dirty", "expected", "rule"), [row for row in DIRTY if row[2]])
+@pytest.mark.parametrize(("dirty", "expected", "rule"), DIRTY)
 def test_a_rule_that_is_kept_changes_nothing(dirty, expected, rule):
     cleaned = clean(dirty, kept=[rule])
     assert rule not in cleaned.removed
@@ -236,7 +186,7 @@ def test_a_rule_that_is_kept_changes_nothing(dirty, expected, rule):
 
 def test_each_rule_is_shown_by_an_answer():
     shown = {rule for _dirty, _expected, rule in DIRTY}
-    assert shown - {""} == set(RULES) - {"unfinished"}
+    assert shown == set(RULES) - {"unfinished"}
 
 
 @pytest.mark.parametrize(
@@ -244,9 +194,7 @@ def test_each_rule_is_shown_by_an_answer():
     [
         ("A cat sleeps. The sofa is re", "A cat sleeps."),
         ("A cat sleeps. The sofa is red.", "A cat sleeps. The sofa is red."),
-        ('A sign reads "Stop!" A man st', 'A sign reads "Stop!"'),
         ("A cat sleeps on a sofa, which is re", "A cat sleeps on a sofa"),
-        ("A cat sleeps on a so", "A cat sleeps on a"),
         ("一只猫在睡觉。沙发是", "一只猫在睡觉。"),
         ("A cat sleeps. Overall, the image is", "A cat sleeps."),
     ],
@@ -272,17 +220,12 @@ def test_an_answer_without_a_caption_has_a_reason(text):
     "text",
     [
         "I cannot help with that.",
-        "I can't assist with this request.",
         "I can\u2019t describe people.",
-        "I'm sorry, but I can't help with that.",
         "I’m sorry, but I cannot.",  # noqa: RUF001
-        "Sorry, I can't do that.",
         "I'm unable to describe this image.",
-        "I am unable to view images.",
         "As an AI language model, I cannot see images.",
         "Unfortunately, I cannot view the image.",
         "I apologize, but this is not possible.",
-        "Please upload an image.",
         "There is no image attached.",
         "**I cannot help with that.**",
         '"I cannot help with that."',
@@ -304,7 +247,6 @@ def test_a_refusal_is_found_before_and_after_cleaning(text):
         'A sign that reads "I cannot" hangs over a door.',
         "A man holds a card with the words I'm sorry, but.",
         "I Can, a poster of two athletes.",
-        "A robot says: as an AI, I dream.",
     ],
 )
 def test_a_caption_with_the_words_of_a_refusal_is_none(text):
@@ -315,12 +257,10 @@ def test_a_caption_with_the_words_of_a_refusal_is_none(text):
     ("text", "phrase"),
     [
         ("The image shows a cat.", "The image shows"),
-        ("In this image, we see a cat.", "In this image, we see"),
         ("Here is a caption: a cat.", "Here is a caption:"),
         ("A cat. Overall, the image is calm.", "Overall, the"),
         ("A cat.<|im_end|>", "<|im_end|>"),
         ("<think>A cat.", "<think>"),
-        ("I cannot help.", "I cannot help."),
     ],
 )
 def test_the_words_of_a_captioner_are_named(text, phrase):
@@ -331,7 +271,6 @@ def test_the_words_of_a_captioner_are_named(text, phrase):
     "answer",
     [
         COMPACT,
-        json.dumps(CAPTION, indent=2),
         f"```json\n{json.dumps(CAPTION, indent=4)}\n```",
         f"Here is the JSON caption:\n{COMPACT}\nLet me know!",
         f"<think>{{}}</think>{COMPACT}<|im_end|>",
@@ -351,15 +290,11 @@ def test_json_is_written_without_white_space(answer):
         (COMPACT[:-1], "not JSON"),
         ("[" * 20_000 + "{}", "JSON"),
         ('{"a":' * 20_000 + "1" + "}" * 20_000, "not JSON"),
-        ('{"a": NaN}', "JSON"),
         ('{"a": ' + "1" * 9_000 + "}", "not JSON"),
-        ("{}", "compositional_deconstruction"),
         ('{"high_level_description": 3}', "high_level_description"),
         (COMPACT.replace('"background"', '"back"'), "background"),
         (COMPACT.replace('"elements"', '"parts"'), "elements"),
-        (COMPACT.replace('"obj"', '"object"'), "an element"),
         (COMPACT.replace('"text":"CAFÉ",', ""), "an element"),
-        (COMPACT.replace('"A grey cat."', "[1]"), "an element"),
     ],
 )
 def test_json_that_is_no_caption_has_a_reason(answer, reason):
@@ -415,6 +350,7 @@ def test_what_is_clean_is_cleaned_to_itself_and_never_longer_nor_with_control_ch
     assert len(cleaned.text) <= len(text)
     assert is_writable(cleaned.text)
     assert bool(cleaned.text) != bool(cleaned.problem)
+    assert len(boilerplate_in(text)) <= 80
 
 
 @given(TEXTS, st.sets(st.sampled_from(list(RULES))))
@@ -422,8 +358,3 @@ def test_whatever_is_kept_no_control_character_but_a_line_break_is_left(text, ke
     cleaned = clean(text, kept=kept).text
     assert is_writable(cleaned.replace("\n", "").replace("\t", ""))
     assert len(cleaned) <= len(text)
-
-
-@given(TEXTS)
-def test_boilerplate_is_searched_in_any_text(text):
-    assert len(boilerplate_in(text)) <= 80

@@ -74,18 +74,14 @@ def test_an_answer_is_text_with_its_tokens(captioner, server):
     }
     assert body["messages"][0]["content"][-1] == {"type": "text", "text": "Describe."}
     assert captioner.name == f"some-model at 127.0.0.1:{server.port}"
+    ask(captioner)
+    assert server.received[1].body == body
 
 
 def test_a_question_that_is_still_asked_when_the_command_ends_is_given_up(server):
     server.always = hang_up
     with ChatServer(server.endpoint, model="some-model", sleep=lambda _s: captioner.__exit__()) as captioner:
         assert "the command ended" in ask(captioner)[0].problem
-
-
-def test_without_a_key_none_is_sent(server):
-    with ChatServer(server.endpoint, model="some-model") as captioner:
-        ask(captioner)
-    assert "Authorization" not in server.received[0].headers
 
 
 def test_images_come_before_the_text_in_their_order(captioner, server):
@@ -95,14 +91,6 @@ def test_images_come_before_the_text_in_their_order(captioner, server):
     red, blue = (one.getpixel((5, 5)) for one in sent_images(server.received[0].body))
     assert red[0] > 200 > 50 > red[2]
     assert blue[2] > 200 > 50 > blue[0]
-
-
-@pytest.mark.parametrize(("num_images", "size"), [(1, (1024, 256)), (8, (512, 128))])
-def test_large_images_are_sent_smaller(captioner, server, num_images, size):
-    large = image(size=(2000, 500))
-    ask(captioner, Question(images=[large] * num_images, instruction="Describe."))
-    assert [one.size for one in sent_images(server.received[0].body)] == [size] * num_images
-    assert large.size == (2000, 500)
 
 
 def test_questions_are_asked_at_once_and_answered_in_their_order(captioner, server):
@@ -117,11 +105,6 @@ def test_questions_are_asked_at_once_and_answered_in_their_order(captioner, serv
     texts = [answer.text for answer in ask(captioner, *questions)]
     lengths = [int(text.rpartition(" ")[2]) for text in texts]
     assert lengths == sorted(set(lengths))
-
-
-def test_the_same_question_is_sent_as_the_same_bytes(captioner, server):
-    assert ask(captioner) == ask(captioner)
-    assert server.received[0].body == server.received[1].body
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
@@ -146,15 +129,6 @@ def test_the_pause_is_what_the_server_asks_for_up_to_a_minute(captioner, server,
     server.next = [reply("later", 429, Retry_After=after)]
     ask(captioner)
     assert pauses == [expected]
-
-
-def test_a_slow_answer_is_waited_for(captioner, server):
-    def slowly(handler):
-        time.sleep(0.05)
-        reply(chat("A slow cat."))(handler)
-
-    server.always = slowly
-    assert ask(captioner)[0].text == "A slow cat."
 
 
 def test_an_answer_that_takes_too_long_is_a_problem_of_its_item(server, pauses, monkeypatch):
@@ -278,29 +252,19 @@ def test_a_server_that_supports_nothing_is_not_asked_forever(captioner, server):
     ("body", "words"),
     [
         (chat("", finish="content_filter"), "content filter"),
-        (chat("A c", finish="content_filter"), "content filter"),
         (chat(None, refusal="I cannot\nhelp."), "refused: I cannot help."),
-        (chat(None), "empty"),
         (chat(" \n"), "empty"),
         (chat(None, reasoning_content="A cat?"), "empty"),
-        (b"", "not one of a chat"),
         (b"<!DOCTYPE html><html>Welcome</html>", "<!DOCTYPE html>"),
         (b"\xff\xfe\x00", "not one of a chat"),
         (b"null", "not one of a chat"),
-        (b"[]", "not one of a chat"),
-        (b"3", "not one of a chat"),
-        (b"{}", "not one of a chat"),
         (b'{"choices": []}', "not one of a chat"),
-        (b'{"choices": [{}]}', "not one of a chat"),
         (b'{"choices": [{"message": "A cat."}]}', "not one of a chat"),
-        (b'{"choices": {"0": 1}}', "not one of a chat"),
         (b'{"choices": [{"message": {"content": 3}}]}', "not one of a chat"),
-        (b'{"choices": [{"message": {"content": [3]}}]}', "not one of a chat"),
         (b'{"choices": [{"message": {"content": "a"}}], "usage": 3}', "not one of a chat"),
         (b'{"error": {"message": "no memory"}}', "no memory"),
         (b"[" * 100_000, "not one of a chat"),
         (gzip.compress(chat()), "not one of a chat"),
-        (b" " * 10_000_000, "longer than 1 MiB"),
         (chat("a" * 10_000_000), "longer than 1 MiB"),
     ],
 )
@@ -319,10 +283,6 @@ def test_nonsense_is_the_problem_of_its_item_in_a_line(captioner, server, pauses
     ("body", "expected"),
     [
         (chat("A cat is", finish="length"), Answer(text="A cat is", num_tokens=3, is_unfinished=True)),
-        (
-            chat([{"type": "text", "text": "A "}, {"type": "text", "text": "cat."}]),
-            Answer(text="A cat.", num_tokens=3),
-        ),
         (b'{"choices": [{"message": {"content": "A cat."}}]}', Answer(text="A cat.")),
         (chat("A cat.", num_tokens="many"), Answer(text="A cat.")),
         (chat("<b>\x00", reasoning="Hm."), Answer(text="<b>\x00", num_tokens=3)),
@@ -351,6 +311,7 @@ def test_the_only_model_of_the_server_is_taken(server, names):
     server.next = [reply(json.dumps({"data": [{"id": name} for name in names]}))]
     with ChatServer(server.endpoint) as captioner:
         ask(captioner)
+    assert "Authorization" not in server.received[1].headers
     assert server.received[0].path == "/v1/models"
     assert server.received[1].body["model"] == "qwen3-vl"
 
@@ -361,7 +322,7 @@ def test_of_several_models_one_is_to_be_named(server):
         ChatServer(server.endpoint)
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"data": [3]}', b'{"data": []}', b" " * 2_000_000])
+@pytest.mark.parametrize("body", [b"<html>", b'{"data": [3]}', b'{"data": []}', b" " * 2_000_000])
 def test_without_a_list_of_models_one_is_to_be_named(server, body):
     server.next = [reply(body)]
     with pytest.raises(UserError, match=r"does not list its models.*--model"):
@@ -419,16 +380,12 @@ def test_a_key_that_leaves_this_machine_unencrypted_is_warned_about(caplog):
     [
         ("http://localhost:1234", "http://localhost:1234/v1", True),
         (" http://localhost:1234/ ", "http://localhost:1234/v1", True),
-        ("http://localhost:1234/v1/", "http://localhost:1234/v1", True),
         ("http://LOCALHOST:1234/v1/chat/completions", "http://localhost:1234/v1", True),
-        ("http://127.0.0.2:1/v1", "http://127.0.0.2:1/v1", True),
         ("http://0.0.0.0:1/v1", "http://0.0.0.0:1/v1", True),
         ("http://[::1]:1/v1", "http://[::1]:1/v1", True),
         ("http://[::ffff:127.0.0.1]:1/v1", "http://[::ffff:127.0.0.1]:1/v1", True),
-        ("https://openrouter.ai/api/v1", "https://openrouter.ai/api/v1", False),
         ("https://host.example/v1beta/openai", "https://host.example/v1beta/openai", False),
         ("http://192.168.0.5:1234", "http://192.168.0.5:1234/v1", False),
-        ("http://localhost.example", "http://localhost.example/v1", False),
         ("http://127.0.0.1.example", "http://127.0.0.1.example/v1", False),
     ],
 )
@@ -441,14 +398,11 @@ def test_the_address_is_completed_and_known_to_be_here_or_not(given, address, is
     ("given", "words"),
     [
         ("localhost:1234", "http://localhost:1234/v1"),
-        ("", "lacks http"),
         ("ftp://localhost", "http or https"),
         ("http://", "a host"),
-        ("http://:80", "a host"),
         ("http://a b", "a host"),
         ("http://localhost:99999", "a host"),
         ("http://localhost:port", "not an address"),
-        ("http://[::1", "not an address"),
         ("http://user:secret@localhost", "leave out"),
         ("http://localhost/v1?key=secret", "leave out"),
         ("http://localhost/\x00", "not an address"),

@@ -60,11 +60,6 @@ def test_other_goals_do_not_ask_for_the_trigger(goal):
     assert "ohwx" not in instruction_for(request, kind="edit" if goal == "edit" else "clip")
 
 
-def test_a_trigger_is_asked_for_within_json():
-    request = CaptionRequest(goal="style", trigger="ohwx", format="json")
-    assert 'Begin the high_level_description with "ohwx".' in instruction_for(request, kind="image")
-
-
 def test_style_is_left_out_of_the_captions_for_it_and_only_of_those():
     assert "no medium" in instruction_for(CaptionRequest(goal="style"), kind="image")
     assert "the medium" in instruction_for(CaptionRequest(), kind="image")
@@ -86,24 +81,18 @@ def test_the_instruction_for_an_edit_counts_its_inputs():
     assert "Replace" in one
 
 
-def test_an_edit_is_described_as_prose():
+def test_an_edit_has_inputs_and_is_described_as_prose():
+    with pytest.raises(UserError, match="--inputs"):
+        instruction_for(CaptionRequest(goal="edit"), kind="image")
     with pytest.raises(UserError, match="--format tags"):
         instruction_for(CaptionRequest(format="tags"), kind="edit")
 
 
-def test_an_edit_has_inputs():
-    with pytest.raises(UserError, match="--inputs"):
-        instruction_for(CaptionRequest(goal="edit"), kind="image")
-
-
-def test_language_and_length_are_asked_for():
-    instruction = instruction_for(CaptionRequest(language="German", length="long"), kind="image")
-    assert "Write in German." in instruction
-    assert "150 words" in instruction
-
-
 def test_the_json_that_is_asked_for_is_the_json_that_cleaning_takes():
-    instruction = instruction_for(CaptionRequest(format="json"), kind="image")
+    request = CaptionRequest(trigger="ohwx", format="json", language="German", length="long")
+    instruction = instruction_for(request, kind="image")
+    for words in ('Begin the high_level_description with "ohwx".', "Write in German.", "150 words"):
+        assert words in instruction
     example = instruction[instruction.index("{") : instruction.rindex("}") + 1]
     assert clean(example, format="json").text == json.dumps(json.loads(example), separators=(",", ":"))
 
@@ -123,15 +112,11 @@ def test_an_instruction_of_ones_own_replaces_all_of_ours():
     [
         ("Name {subject}.", "{subject} is not known"),
         ("Name {}.", "{} is not known"),
-        ("Name {trigger!r}.", "not known"),
         ("Name {trigger:>9}.", "not known"),
-        ("Name {trigger.__class__}.", "not known"),
         ('Write {"a": 1}.', "not known"),
         ("Write {.", "braces"),
-        ("Write }.", "braces"),
         ("Name {trigger}.", "--trigger was not given"),
         ("For {goal}.", "--goal was not given"),
-        (" \n", "is empty"),
         ("", "is empty"),
     ],
 )

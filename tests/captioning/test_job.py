@@ -16,7 +16,7 @@ from diffsynth_lite.captioning.captioner import Answer, Question
 from diffsynth_lite.captioning.choice import choose, source_of
 from diffsynth_lite.captioning.contents import read_contents
 from diffsynth_lite.captioning.instructions import CaptionRequest, plainer
-from diffsynth_lite.captioning.job import MAX_FRAME_SIDE, MAX_SIDE, write_captions
+from diffsynth_lite.captioning.job import MAX_SIDE, MAX_SIDE_OF_MANY, write_captions
 from diffsynth_lite.captioning.limit import TokenLimit
 from diffsynth_lite.captioning.report import CaptionReport, is_by_model
 from diffsynth_lite.data.video import write_video
@@ -47,11 +47,8 @@ def test_each_item_without_a_caption_gets_one_and_the_others_stay(folder: Path) 
     assert (list(outcome.made), outcome.kept, outcome.refused) == (["a.png", "d.png", "e.png"], 2, {})
     report = CaptionReport(folder)
     rows = report.rows()
-    assert {file: is_by_model(row, outcome.made[file].text) for file, row in rows.items()} == {
-        "a.png": True,
-        "d.png": True,
-        "e.png": True,
-    }
+    assert rows.keys() == outcome.made.keys()
+    assert all(is_by_model(row, outcome.made[file].text) for file, row in rows.items())
     assert (rows["a.png"].model, rows["a.png"].num_tokens) == ("colours", 3)
     status = report.status()
     assert status is not None
@@ -181,25 +178,13 @@ def test_the_trigger_is_put_in_front_and_what_is_not_read_is_cut(folder: Path) -
     assert outcome.refused == {"c.png": "nothing of the answer fits what the text encoder reads"}
 
 
-@pytest.mark.parametrize(
-    ("description", "expected"),
-    [("A cat.", "ohwx cat, A cat."), ("", "ohwx cat"), ("The OHWX cat sits.", "The OHWX cat sits.")],
-)
-def test_in_json_the_trigger_is_put_into_the_first_sentence(
-    folder: Path, description: str, expected: str
-) -> None:
+def test_in_json_the_trigger_is_put_into_the_first_sentence(folder: Path) -> None:
     parts = {"background": "a room", "elements": [{"type": "obj", "desc": "a tail"}]}
-    answer = json.dumps({"high_level_description": description, "compositional_deconstruction": parts})
+    answer = json.dumps({"high_level_description": "A cat.", "compositional_deconstruction": parts})
     request = CaptionRequest(trigger="ohwx cat", format="json")
     write(folder, Colours({"red": f"```json\n{answer}\n```"}), request=request, only=["a.png"])
     found = json.loads(captions_in(folder)["a.txt"])
-    assert found == {"high_level_description": expected, "compositional_deconstruction": parts}
-
-
-def test_an_instruction_of_ones_own_is_what_is_asked(folder: Path) -> None:
-    captioner = Colours()
-    write(folder, captioner, request=CaptionRequest(instruction="Name the colour."))
-    assert {question.instruction for question in captioner.asked} == {"Name the colour."}
+    assert found == {"high_level_description": "ohwx cat, A cat.", "compositional_deconstruction": parts}
 
 
 def test_rules_of_cleaning_can_be_switched_off(folder: Path) -> None:
@@ -224,7 +209,7 @@ def test_images_are_upright_opaque_and_small_and_clips_a_few_frames(tmp_path: Pa
     upright, opaque, clip = (question.images for question in captioner.asked)
     assert [image.size for image in upright] == [(MAX_SIDE // 2, MAX_SIDE)]
     assert (opaque[0].mode, opaque[0].getpixel((0, 0))) == ("RGB", (255, 255, 255))
-    assert [frame.size for frame in clip] == [(MAX_FRAME_SIDE, MAX_FRAME_SIDE // 2)] * 4
+    assert [frame.size for frame in clip] == [(MAX_SIDE_OF_MANY, MAX_SIDE_OF_MANY // 2)] * 4
     reds = [frame.getpixel((9, 9))[0] for frame in clip]  # type: ignore[index]
     assert reds == pytest.approx([20, 70, 120, 170], abs=8), "in the middle of each quarter; the codec rounds"
     write(tmp_path, captioner, num_frames=99, replaced="all", only=["c.mp4"])
@@ -246,14 +231,11 @@ def test_the_inputs_of_an_edit_come_before_its_result(folder: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("table", ["metadata.csv", "metadata.jsonl"])
 def test_a_table_is_never_written(folder: Path, table: str) -> None:
-    rows = {
-        "metadata.csv": "file_name,text\na.png,mine\n",
-        "metadata.jsonl": '{"file_name": "a.png", "text": "x"}',
-    }
-    (folder / table).write_text(rows[table])
+    row = "file_name,text\na.png,mine\n" if table.endswith("csv") else '{"file_name": "a.png", "text": "x"}'
+    (folder / table).write_text(row)
     with pytest.raises(UserError, match=rf"its captions are in {table}, which is never written"):
         write(folder, replaced="all")
-    assert (folder / table).read_text() == rows[table]
+    assert (folder / table).read_text() == row
     assert captions_in(folder) == {}
 
 
@@ -289,12 +271,6 @@ def test_a_dry_run_writes_no_caption_and_no_row(folder: Path) -> None:
     assert status is not None
     assert status.preview == {name: made.text for name, made in outcome.made.items()}
     assert (captions_in(folder), report.rows(), report.page_file.exists()) == ({}, {}, False)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_any_batch_gives_the_same_captions(folder: Path, batch_size: int) -> None:
-    write(folder, Colours(batch_size=batch_size))
-    assert list(captions_in(folder).values()) == [f"A {colour} square.\n" for colour in COLOURS.values()]
 
 
 def test_a_captioner_that_fails_leaves_the_captions_so_far(folder: Path) -> None:

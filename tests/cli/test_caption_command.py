@@ -6,13 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
+from chat_server import chat, reply, running
 from processes import Program, wait_for
 from tiny_run import TinyRun, tiny_image
 
@@ -57,16 +55,8 @@ def test_it_writes_captions_and_names_the_page_and_what_comes_next(
     images: Path, tiny_captioner: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (images / "3.png").write_bytes(b"damaged")
-    arguments = [
-        "caption",
-        str(images),
-        "--model",
-        str(tiny_captioner),
-        "--trigger",
-        "ohwx",
-        "--length",
-        "short",
-    ]
+    words = ["--model", str(tiny_captioner), "--trigger", "ohwx", "--length", "short"]
+    arguments = ["caption", str(images), *words]
     assert main(arguments) == 0
     found = captions_in(images)
     assert found.keys() == {"0.txt", "1.txt", "2.txt"}
@@ -103,57 +93,31 @@ def test_a_dry_run_prints_captions_and_writes_none(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--model, --endpoint: name a model, such as --model Qwen/Qwen3-VL-4B-Instruct, or a server"),
-        (["--model", "m", "--key-variable", "K"], "--key-variable K: is for a server: give --endpoint, or "),
-        (
-            ["--endpoint", "http://h/v1", "--quantize", "int8"],
-            "--quantize int8: is for a model that is loaded",
-        ),
-        (
-            ["--endpoint", "http://h/v1", "--device", "cpu"],
-            "--device cpu: is for a model that is loaded here",
-        ),
-        (
-            ["--endpoint", "http://h/v1", "--key-variable", "NO_KEY"],
-            "--key-variable NO_KEY: this environment",
-        ),
-        (["--endpoint", "h:1234"], "--endpoint h:1234: lacks http:// or https://"),
-        (["--model", "m", "--goal", "edit"], "--goal edit: name the folder of the images before the edit, "),
-        (
-            ["--model", "m", "--goal", "style", "--inputs", "x"],
-            "--goal style: is not for edits; leave it or ",
-        ),
-        (["--model", "m", "--inputs", "nowhere"], "nowhere: no such folder"),
-        (
-            ["--model", "m", "--instruction", "none.txt"],
-            "--instruction none.txt: cannot be read: No such file",
-        ),
-        (["--model", "m", "--instruction", "mine.txt"], "--instruction: {word} is not known"),
-        (
-            ["--model", "m", "--instruction", "mine.txt", "--goal", "style"],
-            "--goal style: is part of what --instruction replaces",
-        ),
-        (
-            ["--model", "m", "--instruction", "goal.txt", "--language", "French", "--goal", "style"],
-            "--language French: is part of what --instruction replaces",
-        ),
-        (["--model", "./nothing", "--instruction", "goal.txt", "--goal", "style"], "no folder ./nothing"),
-        (["--model", "m", "--trigger", "ohwx\udcff"], r"'ohwx\udcff': is not UTF-8 text"),
-        (["--model", "m", "--trigger", " "], "--trigger: is empty; leave it out"),
-        (
-            ["--model", "m", "--keep", "opening"],
-            "--keep opening: is not a rule of cleaning; did you mean 'op",
-        ),
-        (["--model", "m", "--only", "5.png"], "--only 5.png: is not an item of my images; did you mean "),
-        (["--model", "m", "--family", "sdlx"], "sdlx"),
+        ("", "--model, --endpoint: name a model, such as --model Qwen/Qwen3-VL-4B-Instruct, or a server"),
+        ("--model m --key-variable K", "--key-variable K: is for a server: give --endpoint, or "),
+        ("--endpoint http://h/v1 --quantize int8", "--quantize int8: is for a model that is loaded"),
+        ("--endpoint http://h/v1 --key-variable NO_KEY", "--key-variable NO_KEY: this environment"),
+        ("--endpoint h:1234", "--endpoint h:1234: lacks http:// or https://"),
+        ("--model m --goal edit", "--goal edit: name the folder of the images before the edit, "),
+        ("--model m --goal style --inputs x", "--goal style: is not for edits; leave it or "),
+        ("--model m --inputs nowhere", "nowhere: no such folder"),
+        ("--model m --instruction none.txt", "--instruction none.txt: cannot be read: No such file"),
+        ("--model m --instruction mine.txt", "--instruction: {word} is not known"),
+        ("--model m --instruction goal.txt --language French", "--language French: is part of what --instr"),
+        ("--model ./nothing --instruction goal.txt --goal style", "there is no folder ./nothing"),
+        ("--model m --trigger ohwx\udcff", r"'ohwx\udcff': is not UTF-8 text"),
+        ("--model m --trigger=", "--trigger: is empty; leave it out"),
+        ("--model m --keep opening", "--keep opening: is not a rule of cleaning; did you mean 'op"),
+        ("--model m --only 5.png", "--only 5.png: is not an item of my images; did you mean "),
+        ("--model m --family sdlx", "sdlx"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line_before_anything_is_loaded(
-    images: Path, arguments: list[str], message: str, caplog: pytest.LogCaptureFixture
+    images: Path, arguments: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("mine.txt").write_text("Describe {word}.")
     Path("goal.txt").write_text("Describe it for {goal}.")
-    assert main(["caption", str(images), *arguments]) == 2
+    assert main(["caption", str(images), *arguments.split()]) == 2
     assert message in caplog.messages[-1]
     assert not (images / ".captions").exists()
 
@@ -177,52 +141,24 @@ def test_the_text_encoder_of_a_config_limits_captions(
     assert {f"{kept[f'{name[0]}.txt'].strip()} {rest}\n" for name, rest in cut.items()} == set(whole.values())
 
 
-class _ChatServer(BaseHTTPRequestHandler):
-    """Answers all questions with the same caption, and keeps what it was sent."""
-
-    sent: ClassVar[list[dict[str, Any]]] = []
-    keys: ClassVar[set[str]] = set()
-
-    def do_POST(self) -> None:
-        self.sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.keys.add(self.headers["Authorization"])
-        choice = {"message": {"role": "assistant", "content": "Here is a caption: A shape."}}
-        body = json.dumps({"choices": [choice | {"finish_reason": "stop"}], "usage": {}}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-@pytest.fixture
-def endpoint() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _ChatServer) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-
-
-def test_a_server_writes_captions_without_torch(images: Path, endpoint: str) -> None:
-    words = ["caption", str(images), "--endpoint", endpoint, "--model", "served", "--key-variable", "MY_KEY"]
+def test_a_server_writes_captions_without_torch(images: Path) -> None:
+    words = ["caption", str(images), "--model", "served", "--key-variable", "MY_KEY", "--endpoint"]
     program = f"{WITHOUT_TORCH}print(main(['caption', 'my image', '--model', 'm']))\nsys.exit(main())"
     variables = {**os.environ, "MY_KEY": "my secret"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words, "--json"], capture_output=True, text=True, env=variables
-    )
+    with running() as server:
+        server.always = reply(chat("Here is a caption: A shape."))
+        words.append(server.endpoint)
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words, "--json"], capture_output=True, text=True, env=variables
+        )
     assert (done.returncode, "not this machine" in done.stderr) == (0, False), done.stderr
     assert set(captions_in(images).values()) == {"A shape.\n"}
     assert "my image: no such folder; did you mean 'my images'?" in done.stderr
     code, _, result = done.stdout.partition("\n")
     assert code == "2"
     assert json.loads(result)["model"].startswith("served at 127.0.0.1:")
-    assert ({sent["model"] for sent in _ChatServer.sent}, _ChatServer.keys) == (
-        {"served"},
-        {"Bearer my secret"},
-    )
+    sent = {(one.body["model"], one.headers["Authorization"]) for one in server.received}
+    assert sent == {("served", "Bearer my secret")}
     status = CaptionReport(images).status()
     assert status is not None
     assert status.arguments == tuple(words[1:])

@@ -107,20 +107,6 @@ def cut_out() -> Image.Image:
         framed(scene(brightness=0.1), 0, 30, 0, 30),
         Image.new("L", (1, 1)),
     ],
-    ids=[
-        "photo",
-        "black",
-        "night",
-        "vignette",
-        "lamp",
-        "blurred",
-        "grainy",
-        "alpha",
-        "strip",
-        "thin",
-        "dark",
-        "dot",
-    ],
 )
 def test_a_dark_image_is_not_eaten(image):
     assert black_bars(image) is None

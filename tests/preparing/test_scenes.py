@@ -72,7 +72,6 @@ def bounds(images: Frames, times: Sequence[int] | None = None) -> list[int]:
         ([frame * 0.25 for frame in still(0) + still(1)], [24]),
         (faded(still(0), still(1)) + still(2), [24]),
     ],
-    ids=["still", "pans", "into motion", "animation", "dark", "after a fade"],
 )
 def test_hard_cuts_are_found_to_the_frame(frames: Frames, cuts: list[int]) -> None:
     assert bounds(frames) == cuts
@@ -92,19 +91,6 @@ def test_hard_cuts_are_found_to_the_frame(frames: Frames, cuts: list[int]) -> No
         [frame * min(1, index / 10) for index, frame in enumerate(still(0, 48))],
         still(0, 11) + still(1, 24),
         [landscape(0)],
-    ],
-    ids=[
-        "still",
-        "whip",
-        "whip begins",
-        "animation",
-        "1",
-        "4",
-        "moving",
-        "dissolve",
-        "from black",
-        "short",
-        "one",
     ],
 )
 def test_what_is_not_a_cut_cuts_nothing(frames: Frames) -> None:
