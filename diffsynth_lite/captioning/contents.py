@@ -1,6 +1,6 @@
 """This file reads the items of a folder as a run does, with their captions as they are in their files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,27 +58,32 @@ def read_contents(source: Source) -> Contents:
         for record in found.records
     }
     if (table := source.metadata or table_of(folder)) is not None:
-        return _items_of_table(as_written, table, media, companions)
-    media |= {name: None if folder.files[name] else folder.path / name for name in found.unread}
-    texts = CaptionFiles(folder, list(media))
+        written = _find(as_written)
+        rows = [f"{row}: {reason}" for row, reason in written.unread.items()]
+        problems = [*written.problems, *([join_names(rows)] if rows else [])]
+        of_rows = {record.name: record.captions for record in written.records}
+        texts = {name: (of_rows.get(name, ()), [table], "") for name in media}
+    else:
+        media |= {name: None if folder.files[name] else folder.path / name for name in found.unread}
+        files = CaptionFiles(folder, list(media))
+        texts = {name: _captions(folder, files, name) for name in media}
+        problems = list(found.problems) if media else []
+        if files.orphans:
+            problems.append(f"caption files that belong to no image or clip: {join_names(files.orphans)}")
     items = []
     for name, path in sorted(media.items()):
-        captions, problem = _captions(folder, texts, name)
-        names = texts.names_of(name)
+        captions, names, problem = texts[name]
         items.append(
             Item(
                 file=name,
                 path=path,
                 captions=captions,
                 caption_files=tuple(names),
-                is_locked=len(names) > 1 or bool(problem),
+                is_locked=table is not None or len(names) > 1 or bool(problem),
                 companions=companions.get(name, ()),
                 problem="; ".join(filter(None, (found.unread.get(name, ""), problem))),
             )
         )
-    problems = list(found.problems) if items else []
-    if texts.orphans:
-        problems.append(f"caption files that belong to no image or clip: {join_names(texts.orphans)}")
     return Contents(items=items, problems=problems)
 
 
@@ -92,39 +97,16 @@ def _find(source: Source) -> FoundRecords:
     return find_records([source], media_store=source.folder, on_bad_item="skip", logs_skipped=False)
 
 
-def _items_of_table(
-    source: Source,
-    table: str,
-    media: Mapping[str, Path | None],
-    companions: Mapping[str, Sequence[tuple[str, Path]]],
-) -> Contents:
-    found = _find(source)
-    captions = {record.name: record.captions for record in found.records}
-    items = [
-        Item(
-            file=name,
-            path=path,
-            captions=captions.get(name, ()),
-            caption_files=(table,),
-            is_locked=True,
-            companions=companions[name],
-        )
-        for name, path in sorted(media.items())
-    ]
-    rows = [f"{row}: {reason}" for row, reason in found.unread.items()]
-    return Contents(items=items, problems=[*found.problems, *([join_names(rows)] if rows else [])])
-
-
-def _captions(folder: Folder, texts: CaptionFiles, name: str) -> tuple[tuple[str, ...], str]:
-    """The captions of an item, and why they cannot be read."""
-    names = texts.names_of(name)
+def _captions(folder: Folder, files: CaptionFiles, name: str) -> tuple[tuple[str, ...], list[str], str]:
+    """The captions of an item, the files that hold them, and why they cannot be read."""
+    names = files.names_of(name)
     try:
         if len(names) > 1:
-            return texts.of(name), ""
+            return files.of(name), names, ""
         found = [read_caption(folder, one) for one in names]
     except UserError as error:
-        return (), str(error)
-    return tuple(filter(None, found)), ""
+        return (), names, str(error)
+    return tuple(filter(None, found)), names, ""
 
 
 def read_caption(folder: Folder, name: str) -> str:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from PIL import Image
@@ -23,7 +23,7 @@ from diffsynth_lite.captioning.cleaning import Cleaned, clean, refusal_in
 from diffsynth_lite.captioning.contents import Item, read_contents
 from diffsynth_lite.captioning.instructions import max_tokens, plainer
 from diffsynth_lite.captioning.limit import fitted
-from diffsynth_lite.captioning.page import MAX_SHOWN, thumbnails, write_page
+from diffsynth_lite.captioning.page import write_page
 from diffsynth_lite.captioning.report import (
     CaptioningState,
     CaptioningStatus,
@@ -98,16 +98,6 @@ def _locked(report: CaptionReport) -> Iterator[None]:
             if is_old and is_unfinished(left.name) and left.is_file():
                 left.unlink(missing_ok=True)
         yield
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Loaded:
-    """An item with its images, or the reason why they cannot be read."""
-
-    item: Item
-    question: Question | None = None
-    thumbnails: Sequence[str] = ()
-    problem: str = ""
 
 
 _Asked = tuple[Item, Question]
@@ -190,11 +180,11 @@ class _Run:
         began_at = time.perf_counter()
         batches = [items[start : start + size] for start in range(0, len(items), size)]
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(list, map(self._loaded, batches[0]))
+            coming = pool.submit(self._loaded, batches[0])
             for place, batch in enumerate(batches, start=1):
                 loaded = coming.result()
                 if place < len(batches):
-                    coming = pool.submit(list, map(self._loaded, batches[place]))
+                    coming = pool.submit(self._loaded, batches[place])
                 self._caption(captioner, loaded)
                 done = self._status.done + len(batch)
                 self.outcome.seconds = time.perf_counter() - began_at
@@ -207,23 +197,22 @@ class _Run:
                 )
                 progress.reach(done)
 
-    def _loaded(self, item: Item) -> _Loaded:
-        try:
-            images = _images_of(item, self._job.num_frames)
-        except (UserError, OSError) as error:
-            problem = str(error).removeprefix(f"{item.path}: ")
-            return _Loaded(item=item, problem=problem)
-        question = Question(images=images, instruction=self._job.instruction_of(item))
-        is_shown = not self._job.num_shown and len(self.outcome.thumbnails) < MAX_SHOWN
-        small = thumbnails(images) if is_shown else []
-        return _Loaded(item=item, question=question, thumbnails=small)
+    def _loaded(self, items: Sequence[Item]) -> list[_Asked]:
+        """The items with the questions about them, but for those whose images cannot be read."""
+        asked = []
+        for item in items:
+            try:
+                images = _images_of(item, self._job.num_frames)
+            except (UserError, OSError) as error:
+                self.outcome.refused[item.file] = str(error).removeprefix(f"{item.path}: ")
+                continue
+            asked.append((item, Question(images=images, instruction=self._job.instruction_of(item))))
+        return asked
 
-    def _caption(self, captioner: Captioner, batch: Sequence[_Loaded]) -> None:
+    def _caption(self, captioner: Captioner, asked: Sequence[_Asked]) -> None:
         """Ask about a batch, and once more what the model refuses."""
-        self.outcome.refused |= {one.item.file: one.problem for one in batch if one.question is None}
-        self.outcome.thumbnails |= {one.item.file: one.thumbnails for one in batch if one.thumbnails}
-        refused = self._ask(captioner, [(one.item, one.question) for one in batch if one.question])
-        again = [(item, replace(asked, instruction=plainer(asked.instruction))) for item, asked in refused]
+        refused = self._ask(captioner, asked)
+        again = [(item, replace(one, instruction=plainer(one.instruction))) for item, one in refused]
         self._ask(captioner, again)
 
     def _ask(self, captioner: Captioner, asked: Sequence[_Asked]) -> list[_Asked]:
@@ -323,5 +312,4 @@ def _images_of(item: Item, num_frames: int) -> list[Image.Image]:
 
     if facts is None:
         return [scaled(load_image(path, background=_BACKGROUND)) for path in paths]
-    times = [(place + 0.5) * facts.duration_s / count for place in range(count)]
-    return read_frames(item.path, times, each=scaled)
+    return read_frames(item.path, facts.spread_times(count), each=scaled)

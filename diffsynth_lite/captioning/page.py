@@ -1,10 +1,9 @@
 """This file writes the captions of a folder as one HTML page that needs no network and has no scripts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from PIL import Image
 
 from diffsynth_lite.captioning.choice import CaptionJob, inputs_of, source_of
 from diffsynth_lite.captioning.cleaning import Cleaned
@@ -12,7 +11,7 @@ from diffsynth_lite.captioning.contents import Item, read_contents
 from diffsynth_lite.captioning.report import CaptionReport, Outcome, is_by_model
 from diffsynth_lite.data.images import load_thumbnail
 from diffsynth_lite.data.records import is_video
-from diffsynth_lite.data.video import read_frames
+from diffsynth_lite.data.video import check_video, read_frames
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import write_text
 from diffsynth_lite.media import evenly_spread, jpeg_url
@@ -56,18 +55,9 @@ def write_page(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> None
         counts={name: len(shown) for name, shown in sections.items()},
         sections=_limited(sections),
         max_shown=MAX_SHOWN,
-        thumbnails_of=lambda item: outcome.thumbnails.get(item.file) or _read_thumbnails(item),
+        thumbnails_of=_thumbnails,
     )
     write_text(report.page_file, redacted(text))
-
-
-def thumbnails(images: Sequence[Image.Image]) -> list[str]:
-    """Small JPEGs as data URLs, at most four; of several images each is half as wide."""
-    side = _THUMBNAIL_PX if len(images) == 1 else _ONE_OF_SEVERAL_PX
-    small = [image.copy() for image in evenly_spread(images, _MAX_THUMBNAILS)]
-    for image in small:
-        image.thumbnail((side, side))
-    return [jpeg_url(image) for image in small]
 
 
 def _sections(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> dict[str, list[_Shown]]:
@@ -102,14 +92,18 @@ def _limited(sections: dict[str, list[_Shown]]) -> Iterator[tuple[str, list[_Sho
         left -= len(shown[:left])
 
 
-def _read_thumbnails(item: Item) -> list[str]:
-    """Of an item that nobody was asked about; none where it cannot be read."""
+def _thumbnails(item: Item) -> list[str]:
+    """Small JPEGs as data URLs: of a clip four frames, of an edit also its inputs; none of a damaged file."""
     if item.path is None:
         return []
+    paths = evenly_spread([*inputs_of(item), item.path], _MAX_THUMBNAILS)
+    side = _THUMBNAIL_PX if len(paths) == 1 and not is_video(item.file) else _ONE_OF_SEVERAL_PX
     try:
-        if is_video(item.file):
-            return thumbnails(read_frames(item.path, [0.0]))
-        paths = (*inputs_of(item), item.path)
-        return thumbnails([load_thumbnail(path, side=_THUMBNAIL_PX, background="white") for path in paths])
+        if not is_video(item.file):
+            return [jpeg_url(load_thumbnail(path, side=side, background="white")) for path in paths]
+        frames = read_frames(item.path, check_video(item.path).spread_times(_MAX_THUMBNAILS))
     except (UserError, OSError):
         return []
+    for frame in frames:
+        frame.thumbnail((side, side))
+    return [jpeg_url(frame) for frame in frames]

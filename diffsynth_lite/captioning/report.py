@@ -103,7 +103,6 @@ class Outcome:
         appeared: items whose caption was written or changed by somebody while the model answered; it stays.
         locked: those that were to be replaced, and are several or cannot be read.
         seconds: that all answers took.
-        thumbnails: data URLs of small images of some items.
     """
 
     made: dict[str, Cleaned] = field(default_factory=dict)
@@ -113,7 +112,6 @@ class Outcome:
     appeared: list[str] = field(default_factory=list)
     locked: Sequence[str] = ()
     seconds: float = 0.0
-    thumbnails: dict[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diffsynth_lite.captioning.captioner import Captioner
 from diffsynth_lite.captioning.cleaning import RULES
@@ -305,34 +304,25 @@ def _interrupted_by_signals(again: str) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-class _Counts(ProgressColumn):
-    """What is done of a phase, and the rate of captions."""
-
-    def render(self, task: Task) -> Text:
-        if task.total is None:
-            return Text()
-        if task.description != "captioning":
-            return Text(f"{task.percentage:.0f} %")
-        rate = f", {60 * task.speed:.3g} a minute" if task.speed else ""
-        return Text(f"{task.completed:.0f} of {task.total:.0f}{rate}")
-
-
 @contextmanager
 def _progress(console: Console) -> Iterator[None]:
     """Scope of a progress line, where the console is a terminal."""
     if not console.is_terminal:
         yield
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), _Counts())
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("loading", total=None)
+        task = progress.add_task("loading", total=None, counts="")
         shown: list[Phase] = ["loading"]
 
         def watch(phase: Phase, done: int, total: int) -> None:
             if phase != shown[-1]:
                 shown.append(phase)
                 progress.reset(task, description=phase)
-            progress.update(task, completed=done, total=total or None)
+            counts, speed = f"{100 * done // total} %" if total else "", progress.tasks[0].speed
+            if phase == "captioning":
+                counts = f"{done} of {total}{f', {60 * speed:.3g} a minute' if speed else ''}"
+            progress.update(task, completed=done, total=total or None, counts=counts)
 
         with watched(watch):
             yield

@@ -90,6 +90,10 @@ class VideoFacts:
     fps: float
     is_variable_rate: bool
 
+    def spread_times(self, count: int) -> list[float]:
+        """Times in seconds, in the middle of so many equal parts."""
+        return [self.duration_s * (place + 0.5) / count for place in range(count)]
+
 
 def is_avi(path: Path) -> bool:
     """Whether a file is an AVI, by its name."""

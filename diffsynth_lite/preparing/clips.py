@@ -63,8 +63,7 @@ def plan_clip(path: Path, steps: Steps) -> ClipPlan:
         scenes = find_scenes(frames, facts.duration_s)
     box = None
     if steps.strip_bars:
-        times = [facts.duration_s * (place + 0.5) / _NUM_LOOKED_AT for place in range(_NUM_LOOKED_AT)]
-        box = common_bars(read_frames(path, [time])[0] for time in times)
+        box = common_bars(read_frames(path, [time])[0] for time in facts.spread_times(_NUM_LOOKED_AT))
     size = (facts.width, facts.height)
     within = steps.max_side is None or max(size) <= steps.max_side
     is_kept = len(scenes) == 1 and box is None and within
