@@ -23,6 +23,7 @@ from diffsynth_lite.pipelines import load_family
 from diffsynth_lite.pipelines.base.release_folder import weight_bytes
 from diffsynth_lite.training.planning.choices import as_overrides
 from diffsynth_lite.training.planning.kept_counts import KeptCounts
+from diffsynth_lite.training.planning.plan_input import PlanInput
 from diffsynth_lite.training.planning.planner import RunPlanner
 from diffsynth_lite.training.planning.subject import family_without_weights
 
@@ -106,8 +107,8 @@ def way(found: LoadedConfig, recipe: LoadedConfig, changes: Mapping[str, Any]) -
     """What is known of one way to train a recipe."""
     config = found.config
     with family_without_weights(config) as family:
-        kept = KeptCounts(None, family)
-        needs = RunPlanner(config, family, room=None, gpu=None, kept=kept).as_configured.needs
+        asked = PlanInput.of(found, family)
+        needs = RunPlanner(asked, family, KeptCounts(None, family)).as_configured.needs
     means = {
         config.model.quantize: config.model.quantize != "none",
         "streaming": config.memory.stream_blocks != 0,

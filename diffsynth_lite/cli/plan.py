@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -18,8 +18,9 @@ from rich.table import Table
 from diffsynth_lite.cli.arguments import add_config_arguments, config_words, positive_count, positive_number
 from diffsynth_lite.cli.console import importing_libraries, print_lines
 from diffsynth_lite.cli.invocation import train_command
-from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.serving import Requests, standard_lines
 
 if TYPE_CHECKING:
     from diffsynth_lite.training.planning.answer import Answer
@@ -30,6 +31,11 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _NUM_SHOWN = 3
+_IDLE_MINUTES = 15
+_SERVE = (
+    "for programs: take requests as lines of JSON on stdin, and answer each part by part on stdout, until so "
+    f"many minutes without one (default: {_IDLE_MINUTES})"
+)
 _SPLIT = (
     "Of each sample a process computes one of {} parts of the tokens. Previews are counted as if each "
     "process generated its own."
@@ -44,7 +50,7 @@ _PRESERVED = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite plan``."""
-    add_config_arguments(parser)
+    add_config_arguments(parser, required=False)
     parser.add_argument(
         "--device-gib",
         metavar="GIB",
@@ -73,57 +79,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="devices of one machine, each with a process, that train together (default: 1)",
     )
+    serving: dict[str, Any] = {"nargs": "?", "const": _IDLE_MINUTES, "metavar": "MINUTES", "help": _SERVE}
+    parser.add_argument("--serve", type=positive_number, **serving)
 
 
 def run(parsed: argparse.Namespace) -> None:
     """Count, and print."""
+    if parsed.serve is not None:
+        _serve(parsed)
+        return
+    if parsed.config is None:
+        raise UserError("--config: is missing; name a yaml, such as --config qwen_lora.yaml")
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
     with importing_libraries():
-        from diffsynth_lite.training.data_settings import plan_rules
         from diffsynth_lite.training.planning.answer import Answer
-        from diffsynth_lite.training.planning.choices import MemoryBudget, as_overrides
+        from diffsynth_lite.training.planning.choices import as_overrides
         from diffsynth_lite.training.planning.gpus import gpu_named
         from diffsynth_lite.training.planning.kept_counts import KeptCounts
-        from diffsynth_lite.training.planning.planner import RunPlanner, recipes_like
+        from diffsynth_lite.training.planning.plan_input import PlanInput, room_of
+        from diffsynth_lite.training.planning.planner import RunPlanner
         from diffsynth_lite.training.planning.step_time import gpu_here
         from diffsynth_lite.training.planning.subject import family_without_weights
 
     for warning in loaded.warnings:
         logger.warning("%s", warning)
-    config, processes = loaded.config, parsed.processes
-    _require_processes(config, processes)
     folder = kept_counts_folder(os.environ)
     gpu = gpu_here() if parsed.gpu is None else gpu_named(parsed.gpu)
     device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     if device_gib is None and parsed.require_fit:
         raise UserError("--require-fit: needs a card: give --gpu NAME, or its memory, as --device-gib 24")
-    room = None
-    if device_gib is not None:
-        host_bytes = parsed.host_gib * _GIB / processes  # all processes share the host's
-        room = MemoryBudget(device=device_gib * _GIB, host=host_bytes, num_sharing=processes)
-    with family_without_weights(config) as family:
-        plan_rules(config, family)  # refuses what no run could do
+    room = room_of(device_gib, parsed.host_gib, num_processes=parsed.processes)
+    given = {"overrides": parsed.overrides, "presets": parsed.presets}
+    with family_without_weights(loaded.config) as family:
+        asked = PlanInput.of(loaded, family, room=room, gpu=gpu, num_processes=parsed.processes, **given)
         kept = KeptCounts(folder, family)
-        planner = RunPlanner(config, family, room=room, gpu=gpu, kept=kept, num_processes=processes)
-        recipes = (
-            recipes_like(loaded, room, overrides=parsed.overrides, presets=parsed.presets) if room else ()
-        )
-        best = planner.fitting(recipes)
-        answer = Answer(planner=planner, best=best, gpu=gpu, num_processes=processes)
+        answer = Answer(RunPlanner(asked, family, kept), asked)
         if parsed.json:
             print_lines(json.dumps(answer.as_json(), indent=2))
         else:
             _print(Console(emoji=False, highlight=False), answer, shows_all=parsed.all)
-            if room is not None and best is not None:
-                config_file, *given = config_words(parsed)[1:]
-                given += [] if best.recipe else as_overrides(best.changes)
-                words = ["--config", best.recipe or config_file, *given]
-                print_lines(f"Next: {train_command(words, num_processes=processes)}")
+            if room is not None and (best := answer.best) is not None:
+                config_file, *words = config_words(parsed)[1:]
+                words += [] if best.recipe else as_overrides(best.changes)
+                words = ["--config", best.recipe or config_file, *words]
+                print_lines(f"Next: {train_command(words, num_processes=parsed.processes)}")
             if kept.num_reused:
                 print_lines(_REUSED.format(kept.num_reused, folder))
     if parsed.require_fit and not answer.fits:
         raise UserError(f"--require-fit: {answer.verdict}")
+
+
+def _serve(parsed: argparse.Namespace) -> None:
+    given = [parsed.config, parsed.gpu, parsed.device_gib, *parsed.overrides, *parsed.presets]
+    if any(given):
+        raise UserError("--serve: takes configs, settings and cards from requests; leave them out here")
+    with standard_lines() as (lines, answers):
+        requests = Requests(lines, answers, idle_s=60 * parsed.serve)
+        with importing_libraries():
+            from diffsynth_lite.training.planning.live_plan import LivePlan
+
+        LivePlan(requests, kept_counts_folder(os.environ)).serve()
 
 
 def kept_counts_folder(environment: Mapping[str, str]) -> Path | None:
@@ -133,17 +149,6 @@ def kept_counts_folder(environment: Mapping[str, str]) -> Path | None:
         caches = given if given.is_absolute() else Path("~/.cache").expanduser()
         return caches / "diffsynth_lite" / "plan"
     return None
-
-
-def _require_processes(config: Config, num_processes: int) -> None:
-    """Check that there are as many as share something."""
-    shards, shared = config.memory.shard_base, config.train.context_parallel
-    if shards != "no" and num_processes == 1:
-        raise UserError(f"memory.shard_base: {shards} needs several processes: pass --processes 8")
-    if num_processes % shared:
-        raise UserError(
-            f"train.context_parallel: {shared} must divide the processes: pass --processes {shared}"
-        )
 
 
 def _print(console: Console, answer: "Answer", *, shows_all: bool) -> None:
@@ -171,7 +176,7 @@ def _subject_lines(answer: "Answer") -> Iterator[str]:
         yield _SPLIT.format(config.train.context_parallel)
     if planner.settings.compiles:
         yield "Counted and estimated as with train.compile=off."
-    if answer.num_processes > 1:
+    if answer.asked.num_processes > 1:
         yield "What the processes exchange takes time on top."
     if share := preserved_share(config):
         yield _PRESERVED.format(100 * share)

@@ -2,35 +2,62 @@
 
 import math
 import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from diffsynth_lite.report.page import duration
 from diffsynth_lite.training.planning.choices import Choice, as_overrides
 from diffsynth_lite.training.planning.gpus import Gpu
+from diffsynth_lite.training.planning.plan_input import PlanInput
 from diffsynth_lite.training.planning.planner import RunPlanner, Way
 
 _GIB = 1024**3
 
 
-@dataclass(frozen=True, kw_only=True)
+PartName = Literal["memory", "time", "phases", "choices"]
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a plan says about a run.
 
     Attributes:
-        best: a way that fits, or with no card the run as configured; None where nothing fits.
-        gpu: the card that is named, or that of this machine.
+        asked: the input of the run, which is equal to the planner's.
     """
 
     planner: RunPlanner
-    best: Way | None
-    gpu: Gpu | None
-    num_processes: int = 1
+    asked: PlanInput
+
+    @property
+    def best(self) -> Way | None:
+        """A way that fits, or with no card the run as configured; None where nothing fits."""
+        return self.planner.best
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The card that is named, or that of this machine."""
+        return self.asked.gpu
+
+    def parts(self) -> Iterator[tuple[PartName, dict[str, Any]]]:
+        """The answer for programs, part by part, each counted when it is asked for; the last is all of it."""
+        planner, room = self.planner, self.planner.room
+        step, limits = planner.step, self._limits()
+        host = room.host_needed(step) if room else step.host
+        yield "memory", {"step_gib": _gib(step.device), "step_host_gib": _gib(host), **limits}
+        seconds = self._timed(planner.seconds)
+        yield (
+            "time",
+            {"configured_step_s": seconds, "configured_run_s": seconds and seconds * self.asked.steps},
+        )
+        yield "phases", {**self._needs(), **limits, "phases": self._phases()}
+        yield "choices", self.as_json()
 
     @property
     def fits(self) -> bool | None:
         """Whether the run fits as configured; None where no card is known."""
-        return None if self.planner.room is None else self.best is self.planner.as_configured
+        room = self.planner.room
+        return None if room is None else self.planner.as_configured.needs.fits(room)
 
     @property
     def lines(self) -> list[str]:
@@ -52,13 +79,24 @@ class Answer:
         if math.isfinite(room.host):
             with_host = f", and {host:.1f} of {room.host / _GIB:.1f} GiB of host memory"
         card = f" your {self.gpu.name}" if self.gpu else ""
-        each = f", in each of {self.num_processes} processes" if self.num_processes > 1 else ""
+        processes = self.asked.num_processes
+        each = f", in each of {processes} processes" if processes > 1 else ""
         word = "Fits" if self.fits else "Does not fit"
         return f"{word}{card}: {device:.{digits}f} of {limit:.{digits}f} GiB{with_host}{each}{only}."
 
     def seconds(self, way: Way | Choice | None) -> float | None:
         """Of a step; None where the speed of the card is not known."""
-        return way.seconds if way and self.gpu and self.gpu.is_timed else None
+        return self._timed(way.seconds) if way else None
+
+    def _timed(self, seconds: float) -> float | None:
+        return seconds if self.gpu and self.gpu.is_timed else None
+
+    @property
+    def _other_numbers(self) -> Sequence[str]:
+        """The settings of the best way that make it another run."""
+        recipe = self.best.recipe if self.best else ""
+        own = self.best.other_numbers if self.best else ()
+        return self.asked.other_numbers[recipe] if recipe else own
 
     def is_configured(self, choice: Choice) -> bool:
         """Whether these are the settings of the config, or those that it leaves to the run."""
@@ -67,37 +105,22 @@ class Answer:
 
     def as_json(self) -> dict[str, Any]:
         """The same for programs: sizes in GiB, times in seconds."""
-        planner, best = self.planner, self.best
-        room, needs, seconds = planner.room, planner.as_configured.needs, self.seconds(best)
-        has_limit = room is not None and math.isfinite(room.host)
+        planner, best, seconds = self.planner, self.best, self.seconds(self.best)
         return {
-            "fits": self.fits,
-            "gpu": self.gpu.name if self.gpu else None,
-            "needed_gib": _gib(needs.device_in(room)),
-            "limit_gib": _gib(room.device) if room else None,
-            "needed_host_gib": _gib(needs.host_in(room)),
-            "limit_host_gib": _gib(room.host) if room and has_limit else None,
+            **self._needs(),
+            **self._limits(),
             "overrides": as_overrides(best.changes) if best else [],
             "recipe": best.recipe or None if best else None,
-            "changes_numbers": best is not None and bool(best.other_numbers),
+            "changes_numbers": bool(self._other_numbers),
             "step_s": seconds,
-            "run_s": None if seconds is None else seconds * planner.config.train.steps,
-            "uncounted": needs.uncounted or None,
+            "run_s": None if seconds is None else seconds * self.asked.steps,
             "summary": self.lines,
-            "phases": [
-                {
-                    "name": phase.name,
-                    "device_gib": _gib(phase.device),
-                    "in_tiles_gib": _gib(phase.least_device),
-                    "host_gib": _gib(phase.host),
-                }
-                for phase in needs.phases
-            ],
+            "phases": self._phases(),
             "choices": [
                 {
                     "overrides": [] if self.is_configured(choice) else choice.overrides(planner.config),
                     "is_configured": self.is_configured(choice),
-                    "fits": room is not None and room.fits(choice.count),
+                    "fits": planner.room is not None and planner.room.fits(choice.count),
                     "device_gib": _gib(choice.count.device),
                     "host_gib": _gib(choice.count.host),
                     "step_s": self.seconds(choice),
@@ -106,6 +129,35 @@ class Answer:
             ],
         }
 
+    def _needs(self) -> dict[str, Any]:
+        room, needs = self.planner.room, self.planner.as_configured.needs
+        return {
+            "fits": self.fits,
+            "needed_gib": _gib(needs.device_in(room)),
+            "needed_host_gib": _gib(needs.host_in(room)),
+            "uncounted": needs.uncounted or None,
+        }
+
+    def _limits(self) -> dict[str, Any]:
+        room = self.planner.room
+        has_limit = room is not None and math.isfinite(room.host)
+        return {
+            "gpu": self.gpu.name if self.gpu else None,
+            "limit_gib": _gib(room.device) if room else None,
+            "limit_host_gib": _gib(room.host) if room and has_limit else None,
+        }
+
+    def _phases(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": phase.name,
+                "device_gib": _gib(phase.device),
+                "in_tiles_gib": _gib(phase.least_device),
+                "host_gib": _gib(phase.host),
+            }
+            for phase in self.planner.as_configured.needs.phases
+        ]
+
     def _remedy(self) -> str:
         if self.planner.room is None:
             return "For what fits your card: --gpu 'RTX 4090', or its memory: --device-gib 24"
@@ -113,7 +165,7 @@ class Answer:
             return "Nothing that is known makes it fit. Smaller or shorter data, or a smaller model, may."
         if self.fits:
             return "Nothing needs to change."
-        others = ", ".join(self.best.other_numbers)
+        others = ", ".join(self._other_numbers)
         numbers = f" (changes results: {others})" if others else ""
         if self.best.recipe:
             return f"The recipe for this card fits{numbers}: --config {self.best.recipe}"
@@ -124,13 +176,13 @@ class Answer:
             return "Time: none, as nothing fits."
         if self.gpu is None:
             return "Time: not known without the name of a card, as in --gpu 'RTX 4090'."
-        seconds, train = self.seconds(self.best), self.planner.config.train
+        seconds, steps = self.seconds(self.best), self.asked.steps
         if seconds is None:
             return f"Time: not known. {self.gpu.remark}"
-        with_that, run = "" if self.fits else "with that ", duration(seconds * train.steps)
+        with_that, run = "" if self.fits else "with that ", duration(seconds * steps)
         return (
-            f"Time: {with_that}{seconds:.3g} s a step of batch {train.global_batch_size}, {run} for "
-            f"{train.steps} steps; estimated from the card's data sheet, measured on no GPU."
+            f"Time: {with_that}{seconds:.3g} s a step of batch {self.asked.config.train.global_batch_size}, "
+            f"{run} for {steps} steps; estimated from the card's data sheet, measured on no GPU."
         )
 
 

@@ -27,7 +27,7 @@ _Count = TypeVar("_Count")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanInput:
+class CountInput:
     """All that one count of a plan depends on: what the planner reads of the code, a folder and a config.
 
     Attributes:
@@ -57,16 +57,21 @@ class KeptCounts:
     Args:
         folder: None keeps none; neither are those kept of a family outside of this package, or with a library
             in development, whose code may change without a version.
+        on_count: called before anything is counted or looked for; what it raises ends a plan that is no
+            longer wanted.
 
     Attributes:
         num_reused: how many counts were found in the folder.
     """
 
-    def __init__(self, folder: Path | None, family: ModelFamily) -> None:
+    def __init__(
+        self, folder: Path | None, family: ModelFamily, on_count: Callable[[], None] = lambda: None
+    ) -> None:
         is_ours = type(family).__module__.partition(".")[0] == __name__.partition(".")[0]
         is_fixed = is_ours and not any("dev" in each or "+git" in each for each in map(version, _LIBRARIES))
         self._folder, self._family = folder if is_fixed else None, family
         self._components: dict[str, str] = {}
+        self._on_count = on_count
         self.num_reused = 0
 
     def of(
@@ -78,6 +83,7 @@ class KeptCounts:
             settings: all of a config that it depends on.
             kind: its type, a dataclass or a number.
         """
+        self._on_count()
         if self._folder is None:
             return count()
         adapter = TypeAdapter(kind)
@@ -102,13 +108,13 @@ class KeptCounts:
             logger.debug("the count of %s is not kept: %s", name, error)
         return made
 
-    def input_of(self, name: str, settings: Mapping[str, Any]) -> PlanInput:
+    def input_of(self, name: str, settings: Mapping[str, Any]) -> CountInput:
         """What a count depends on."""
         family = self._family
         if not self._components:
             parts = (*family.components, *family.components_without_weights)
             self._components = {part: family.folder.fingerprint(part) for part in parts}
-        return PlanInput(
+        return CountInput(
             count=name,
             code=_versions(),
             family=type(family).__qualname__,

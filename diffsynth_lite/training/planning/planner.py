@@ -1,13 +1,13 @@
 """This file counts a run as its config has it, and finds a way to make it that fits a card."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from diffsynth_lite.config import Config, LoadedConfig, recipes_for_card
+from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.planning.choices import (
@@ -18,10 +18,10 @@ from diffsynth_lite.training.planning.choices import (
     choices_of_first_format,
     least_streamed,
 )
-from diffsynth_lite.training.planning.gpus import COUNTED_SHARE, Gpu
 from diffsynth_lite.training.planning.kept_counts import KeptCounts
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.planning.phases import OTHER_NUMBERS, Phase, PhaseCounter, remedies
+from diffsynth_lite.training.planning.plan_input import PlanInput
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.subject import (
     counter_of,
@@ -30,11 +30,6 @@ from diffsynth_lite.training.planning.subject import (
     step_settings,
     timer_of,
 )
-
-_NEXT_CARD = 1.4
-"""A recipe for a card is not proposed for one with so many times its memory: most of that would be idle."""
-_ROUNDING = 0.01
-"""GiB by which a card may be smaller than its recipes: nine tenths of a number are no exact ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +68,8 @@ class Way:
         seconds: of an optimizer step.
         changes: settings that differ from those of the config, by dotted key.
         recipe: name of the config that takes its place; empty for none.
-        other_numbers: the settings that make it another run, with other losses and weights, by dotted key.
+        other_numbers: those that make it another run, with other losses and weights; of a recipe its input
+            has them.
     """
 
     needs: Needs
@@ -86,9 +82,10 @@ class Way:
 class RunPlanner:
     """Counts the run of one config, in one of the processes of a machine.
 
+    What it has is counted when it is asked for, and once.
+
     Args:
-        room: the memory that there is; None where no card is known.
-        gpu: the card, for times; None for ratios only.
+        family: bound to the folder of the config's model.
         kept: counts of earlier plans.
 
     Attributes:
@@ -96,25 +93,16 @@ class RunPlanner:
         given: settings of the steps, as in the config.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        family: ModelFamily,
-        *,
-        room: MemoryBudget | None,
-        gpu: Gpu | None,
-        kept: KeptCounts,
-        num_processes: int = 1,
-    ) -> None:
-        self.config, self.room, self.size = config, room, largest_size(config, family)
+    def __init__(self, asked: PlanInput, family: ModelFamily, kept: KeptCounts) -> None:
+        self.asked, self.config, self.room = asked, asked.config, asked.room
+        config, num_processes = asked.config, asked.num_processes
+        self.size = largest_size(config, family)
         self._counter = counter_of(config, family, kept)
-        self._timer = timer_of(config, self._counter, gpu, num_processes=num_processes)
+        self._timer = timer_of(config, self._counter, asked.gpu, num_processes=num_processes)
         self.given = step_settings(config, family, num_processes=num_processes)
         num_inputs = num_inputs_of(config, family)
         self._phases = PhaseCounter(config, family, self._counter, size=self.size, num_inputs=num_inputs)
-        self._another = partial(
-            RunPlanner, family=family, room=room, gpu=gpu, kept=kept, num_processes=num_processes
-        )
+        self._family, self._kept = family, kept
 
     @cached_property
     def choices(self) -> list[Choice]:
@@ -140,6 +128,16 @@ class RunPlanner:
         return bool(self.choices) and self.choices[0].settings.quantize != self.given.quantize
 
     @cached_property
+    def step(self) -> MemoryCount:
+        """The memory of a step as the config has it."""
+        return self._counter.count(self.settings)
+
+    @property
+    def seconds(self) -> float:
+        """Of an optimizer step as the config has it."""
+        return self._timer.seconds(self.settings)
+
+    @cached_property
     def as_configured(self) -> Way:
         """The run as its config has it."""
         return self._way(self.settings, {})
@@ -154,26 +152,21 @@ class RunPlanner:
             return least_streamed(self._counter, self.given, self.room.device) or self.given
         return self.given
 
-    def fitting(self, recipes: Iterable[tuple[str, Config]]) -> Way | None:
+    @cached_property
+    def best(self) -> Way | None:
         """The first way that fits: as configured, a recipe, more for other phases, other steps.
 
-        Args:
-            recipes: for this card, by name.
+        With no card it is the run as configured; None where nothing fits.
         """
         if self.room is None or self.as_configured.needs.fits(self.room):
             return self.as_configured
-        ways = chain((self._by_recipe(name, config) for name, config in recipes), self._repaired(self.room))
+        recipes = (self._by_recipe(name, config) for name, config in self.asked.recipes)
+        ways = chain(recipes, self._repaired(self.room))
         return next((way for way in ways if way.needs.fits(self.room)), None)
 
     def _by_recipe(self, name: str, config: Config) -> Way:
-        way = self._another(config).as_configured
-        numbers = [
-            f"{section}.{key}"
-            for section in ("data", "model")
-            for key, value in getattr(self.config, section)
-            if getattr(getattr(config, section), key) != value
-        ]
-        return replace(way, recipe=name, other_numbers=tuple(numbers))
+        planner = RunPlanner(replace(self.asked, config=config, recipes=()), self._family, self._kept)
+        return replace(planner.as_configured, recipe=name)
 
     def _repaired(self, room: MemoryBudget) -> Iterator[Way]:
         """With what helps the other phases; steps are changed where they do not fit themselves."""
@@ -199,17 +192,3 @@ class RunPlanner:
             changes=changes,
             other_numbers=tuple(key for key in changes if key in OTHER_NUMBERS),
         )
-
-
-def recipes_like(loaded: LoadedConfig, room: MemoryBudget, **given: Any) -> Iterator[tuple[str, Config]]:
-    """The recipes that train the LoRA of another recipe on a card of this memory, by name.
-
-    Args:
-        given: overrides and presets of the command line.
-    """
-    card_gib = room.device / COUNTED_SHARE / 1024**3 + _ROUNDING
-    for card_gb, found in recipes_for_card(loaded, card_gib, **given):
-        if card_gib >= _NEXT_CARD * card_gb:
-            return
-        if found.path.resolve() != loaded.path.resolve():
-            yield found.path.name, found.config

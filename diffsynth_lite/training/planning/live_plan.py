@@ -1,0 +1,107 @@
+"""This file answers questions of a program that shows the plan of a config while that changes.
+
+A question is a :class:`PlanRequest` as a JSON object. The answers are the parts of its plan, as they are
+counted: ``{"id": 1, "state": "part", "part": "memory", "plan": {...}}``, then "time", "phases" and "choices",
+of :meth:`Answer.parts`, and ``{"id": 1, "state": "done"}``; or "failed" with an ``error``, or "dropped" where
+a newer question came.
+"""
+
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+
+from diffsynth_lite.config import load_config
+from diffsynth_lite.errors import RunInterrupted, UserError
+from diffsynth_lite.serving import Requests
+from diffsynth_lite.training.planning.answer import Answer
+from diffsynth_lite.training.planning.gpus import gpu_named
+from diffsynth_lite.training.planning.kept_counts import KeptCounts
+from diffsynth_lite.training.planning.plan_input import PlanInput, room_of
+from diffsynth_lite.training.planning.planner import RunPlanner
+from diffsynth_lite.training.planning.step_time import gpu_here
+from diffsynth_lite.training.planning.subject import family_without_weights
+
+_NUM_KEPT = 4
+
+
+class PlanRequest(BaseModel):
+    """A question, with the arguments of ``diffsynth-lite plan`` by their names.
+
+    Attributes:
+        id: that its answers have.
+        text: of the config, in place of what its file has.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: int | str | None = None
+    config: str
+    text: str | None = None
+    overrides: list[str] = []
+    presets: list[str] = []
+    gpu: str | None = None
+    device_gib: PositiveFloat | None = None
+    host_gib: PositiveFloat = math.inf
+    processes: PositiveInt = 1
+
+
+class LivePlan:
+    """Answers requests, and keeps the last plans, which other questions may have, too.
+
+    Args:
+        folder: of the counts of earlier plans; None is none.
+    """
+
+    def __init__(self, requests: Requests, folder: Path | None) -> None:
+        self._requests, self._folder = requests, folder
+        self._kept: list[tuple[RunPlanner, ExitStack]] = []
+
+    def serve(self) -> None:
+        """Answer until no more requests come."""
+        for request in self._requests:
+            try:
+                self._answer(request)
+            except RunInterrupted:
+                self._requests.answer(request, "dropped")
+            except (UserError, ValidationError) as error:
+                self._requests.answer(request, "failed", error=str(error))
+            else:
+                self._requests.answer(request, "done")
+        self._keep(0)
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        wanted = PlanRequest.model_validate(request)
+        loaded = load_config(wanted.config, wanted.overrides, presets=wanted.presets, text=wanted.text)
+        gpu = gpu_here() if wanted.gpu is None else gpu_named(wanted.gpu)
+        device_gib = gpu.training_gib if gpu and wanted.device_gib is None else wanted.device_gib
+        with ExitStack() as opened:
+            family = opened.enter_context(family_without_weights(loaded.config))
+            asked = PlanInput.of(
+                loaded,
+                family,
+                room=room_of(device_gib, wanted.host_gib, num_processes=wanted.processes),
+                gpu=gpu,
+                num_processes=wanted.processes,
+                overrides=wanted.overrides,
+                presets=wanted.presets,
+            )
+            planner = next((one for one, _ in self._kept if one.asked == asked), None)
+            if planner is None:
+                planner = RunPlanner(asked, family, KeptCounts(self._folder, family, self._require_newest))
+                self._keep(_NUM_KEPT - 1)
+                self._kept.append((planner, opened.pop_all()))
+            for name, part in Answer(planner, asked).parts():
+                self._requests.answer(request, "part", part=name, plan=part)
+
+    def _keep(self, number: int) -> None:
+        """Close all but so many of the last plans."""
+        while len(self._kept) > number:
+            _, opened = self._kept.pop(0)
+            opened.close()
+
+    def _require_newest(self) -> None:
+        if self._requests.is_outdated:
+            raise RunInterrupted("a newer question came")
