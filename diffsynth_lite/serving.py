@@ -143,16 +143,18 @@ class Served:
 
     def _collect(self, process: subprocess.Popen[bytes]) -> None:
         with process:  # waits for it, and closes its pipes
-            assert process.stdout is not None
-            for line in process.stdout:
-                with suppress(ValueError, KeyError, TypeError):  # what a library printed is not an answer
-                    answer = parse_json(line)
-                    with self._lock:
-                        # Of what was asked before nobody wants to know.
-                        self._answers.get(answer["id"], []).append(answer)
+            for line in process.stdout or ():
+                self._take(line)
         with self._lock:
             if process is self._process:
                 for name, found in self._answers.items():
                     if not found or found[-1]["state"] not in _LAST:
                         error = f"{self._command[0]} ended with exit code {process.returncode}"
                         found.append({"id": name, "state": "failed", "error": error})
+
+    def _take(self, line: bytes) -> None:
+        with suppress(ValueError, KeyError, TypeError):  # what a library printed is not an answer
+            answer = parse_json(line)
+            with self._lock:
+                # Of what was asked before nobody wants to know.
+                self._answers.get(answer["id"], []).append(answer)

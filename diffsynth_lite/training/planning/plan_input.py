@@ -52,8 +52,8 @@ class PlanInput:
         gpu: the card, for times; None for ratios only.
         recipes: those that train the LoRA on this card, by name, as far as a plan reads them.
         files: hash of the files of each component in the model's folder, and of other files that are read.
-        steps: of the run. Only the answer has them, and so are not part of a comparison.
-        other_numbers: by recipe, the settings that make it another run, by dotted key; likewise.
+        steps: of the run. They and what follows are only in the answer, and no part of a comparison.
+        other_numbers: by recipe, the settings that make it another run, by dotted key.
     """
 
     config: Config
