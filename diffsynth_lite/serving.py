@@ -145,12 +145,11 @@ class Served:
         with process:  # waits for it, and closes its pipes
             for line in process.stdout or ():
                 self._take(line)
+        error = f"{self._command[0]} ended with exit code {process.returncode}"
         with self._lock:
-            if process is self._process:
-                for name, found in self._answers.items():
-                    if not found or found[-1]["state"] not in _LAST:
-                        error = f"{self._command[0]} ended with exit code {process.returncode}"
-                        found.append({"id": name, "state": "failed", "error": error})
+            for name, found in self._answers.items() if process is self._process else ():
+                if not found or found[-1]["state"] not in _LAST:
+                    found.append({"id": name, "state": "failed", "error": error})
 
     def _take(self, line: bytes) -> None:
         with suppress(ValueError, KeyError, TypeError):  # what a library printed is not an answer
