@@ -120,12 +120,9 @@ def _misspelt(text: str, *, trigger: str) -> str:
 def _like_the_constant_word(text: str, *, word: str) -> str:
     """As for a trigger, but that the word may be one with other endings."""
     spelling = other_spelling(text[:_MOST_CHARACTERS].lower(), word)
-    is_inflected = spelling.startswith(word[:-1])
-    return (
-        f"{word!r}, which is in the other captions, is spelt {spelling!r}"
-        if spelling and not is_inflected
-        else ""
-    )
+    if not spelling or spelling.startswith(word[:-1]):
+        return ""
+    return f"{word!r}, which is in the other captions, is spelt {spelling!r}"
 
 
 def other_spelling(text: str, trigger: str) -> str:

@@ -71,11 +71,6 @@ def plan_clip(path: Path, steps: Steps) -> ClipPlan:
     return ClipPlan(facts=facts, scenes=scenes, fit=fit)
 
 
-def num_images(scene: Scene, steps: Steps) -> int:
-    """Images that are made of a scene."""
-    return min(steps.extract_frames or 0, scene.num_frames)
-
-
 def write_scenes(source: Path, plan: ClipPlan, results: Sequence[Sequence[Path]]) -> None:
     """Write a clip of each scene, or images of it, except where they are there already.
 

@@ -20,7 +20,7 @@ from diffsynth_lite.data.folder import Folder, list_folder, usable_file
 from diffsynth_lite.data.records import is_image, is_video, stem
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, replacing, write_text
-from diffsynth_lite.preparing.clips import ClipPlan, num_images, plan_clip, write_scenes
+from diffsynth_lite.preparing.clips import ClipPlan, plan_clip, write_scenes
 from diffsynth_lite.preparing.images import plan_image, prepare_image, result_suffix
 from diffsynth_lite.preparing.steps import Fit, Steps
 from diffsynth_lite.progress_log import ProgressLog
@@ -173,18 +173,19 @@ def _results_of_clip(name: str, plan: ClipPlan, steps: Steps) -> list[list[str]]
     if not steps.extract_frames:
         return [[f"{start}.mp4"] for start in starts]
     return [
-        [f"{start}-{number:04d}.png" for number in range(1, num_images(scene, steps) + 1)]
+        [f"{start}-{number:04d}.png" for number in range(1, min(steps.extract_frames, scene.num_frames) + 1)]
         for start, scene in zip(starts, plan.scenes, strict=True)
     ]
 
 
 def _write(source: Path, plan: ClipPlan | Fit, item: Prepared, rows: "_Rows") -> None:
     """Write the results of an item that are not there."""
-    (rows.out / item.file).parent.mkdir(parents=True, exist_ok=True)
+    first = rows.out / item.results[0]
+    first.parent.mkdir(parents=True, exist_ok=True)
     if item.is_copy:
-        _copy(source, rows.out / item.file)
+        _copy(source, first)
     elif isinstance(plan, Fit):
-        prepare_image(source, rows.out / item.results[0], plan)
+        prepare_image(source, first, plan)
     else:
         names = _results_of_clip(item.file, plan, rows.steps)
         write_scenes(source, plan, [[rows.out / name for name in of_scene] for of_scene in names])

@@ -60,12 +60,9 @@ def test_other_goals_do_not_ask_for_the_trigger(goal):
     assert "ohwx" not in instruction_for(request, kind="edit" if goal == "edit" else "clip")
 
 
-def test_style_is_left_out_of_the_captions_for_it_and_only_of_those():
+def test_style_is_left_out_for_it_and_motion_is_asked_of_clips_only():
     assert "no medium" in instruction_for(CaptionRequest(goal="style"), kind="image")
     assert "the medium" in instruction_for(CaptionRequest(), kind="image")
-
-
-def test_motion_is_asked_of_clips_only():
     motion = CaptionRequest(goal="motion")
     assert "camera" in instruction_for(motion, kind="clip")
     assert "frames of one video" in instruction_for(motion, kind="clip")
