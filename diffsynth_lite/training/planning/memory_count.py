@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 
 from diffsynth_lite.core.gradient import blocks_in
@@ -99,6 +100,7 @@ class MemoryCounter:
         training_adapter: a second, frozen one on the model.
         exchange: where sequences are split; the sample is then the part that one process computes.
         kept: counts of earlier plans; None is none.
+        model: the family's ``empty_transformer()``, if it is there already; it is only looked at.
 
     Attributes:
         lora_bytes: of the weights of the LoRA, in fp32.
@@ -124,12 +126,13 @@ class MemoryCounter:
         training_adapter: LoraFile | None = None,
         exchange: Exchange | None = None,
         kept: KeptCounts | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self.family, self._exchange = family, exchange
         self.kept = KeptCounts(None, family) if kept is None else kept
         self._rank, self._dropout, self._kind = rank, dropout, kind
         self._sample = Sample(tuple(latents_shape), conditioning, audio_latents_shape, own_audio_level)
-        model = family.empty_transformer()
+        model = family.empty_transformer() if model is None else model
         self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank, own=own, kind=kind)
         # In addition to the trained weights, in fp32, too.
         self._constant_bytes = torch.float32.itemsize * sum(
@@ -308,7 +311,8 @@ class MemoryCounter:
         layers += self._other_layers
         own |= self._own_of_others
         sizes: dict[str, Any] = {"rank": self._rank, "alpha": 1, "own": own}
-        add_adapter(model, layers, **sizes, dropout=self._dropout, seed=0, kind=self._kind)
+        with no_init_weights():  # its numbers do not matter
+            add_adapter(model, layers, **sizes, dropout=self._dropout, seed=0, kind=self._kind)
         frozen = {
             f"{self._prefix}{name}": f"{self._first_prefix}{old}"
             for name, old in kept.items()

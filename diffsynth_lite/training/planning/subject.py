@@ -139,6 +139,7 @@ def counter_of(config: Config, family: ModelFamily, kept: KeptCounts | None = No
         conditioning=conditioning | inputs,
         exchange=_exchange(config, family, model, shape, conditioning | inputs) if shared > 1 else None,
         kept=kept,
+        model=model,
     )
 
 
