@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from diffsynth_lite.cli.arguments import positive_number
 from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.errors import UserError, join_names
-from diffsynth_lite.run_folder.loras import find_lora_place
+from diffsynth_lite.run_folder.loras import chosen_or, find_lora_place
 
 if TYPE_CHECKING:  # Wrong arguments are reported before torch is imported, which takes seconds.
     from diffsynth_lite.lora.conversion import FamilyNames, Target
@@ -25,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite convert``."""
     parser.description = f"{parser.description} {_EXPLANATION}"
     parser.add_argument(
-        "source", metavar="IN", help="LoRA file, folder with one, run, or its RUN@STEP, @last, @best or @ema"
+        "source",
+        metavar="IN",
+        help="LoRA file, folder with one, run (its chosen LoRA, else the latest), or its RUN@STEP, @last, "
+        "@best, @ema or @chosen",
     )
     parser.add_argument("target", metavar="OUT", type=Path, help="file to write, which must not exist yet")
     parser.add_argument(
@@ -64,7 +67,7 @@ def run(parsed: argparse.Namespace) -> None:
         raise UserError(f"{target}: is the file to write; name one that ends in .safetensors")
     if target.exists():
         raise UserError(f"{target}: is there already; name another file, or remove it")
-    source = find_lora_place(parsed.source)
+    source = find_lora_place(chosen_or(parsed.source))
     import torch
     from safetensors import SafetensorError
 

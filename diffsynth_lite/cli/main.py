@@ -13,6 +13,7 @@ from diffsynth_lite import __version__
 from diffsynth_lite.cli import (
     cache,
     caption,
+    choose,
     convert,
     doctor,
     env,
@@ -41,6 +42,7 @@ _EXAMPLES = {
     queue: "add --config my.yaml lora.rank=4,8,16 --go",
     report: "runs/* --serve",
     sample: "--lora runs/mine --prompt 'a red star'",
+    choose: "runs/mine@40",
     convert: "runs/mine mine.safetensors --to kohya",
     publish: "runs/mine --to user/name --dry-run",
     ui: "my_workspace",

@@ -8,7 +8,7 @@ from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.loras import exports_of, find_lora_place, run_of
+from diffsynth_lite.run_folder.loras import chosen_or, exports_of, find_lora_place, run_of
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite publish``."""
     parser.add_argument(
-        "folder", metavar="RUN[@STEP]", help="run folder; also @1000, @last, @best or @ema of it"
+        "folder", metavar="RUN[@STEP]", help="run folder; also @1000, @last, @best, @ema or @chosen of it"
     )
     parser.add_argument(
         "--to", required=True, metavar="USER/NAME", help="repository; created if it does not exist"
@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora",
         choices=("last", "best", "ema"),
-        help="the latest (default), that with the lowest loss on held-out data, or the moving average",
+        help="the latest, that with the lowest loss on held-out data, or the moving average (default: the "
+        "chosen one, else the latest)",
     )
     parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument(
@@ -36,11 +37,12 @@ def run(parsed: argparse.Namespace) -> None:
     """List the files, and publish them."""
     from diffsynth_lite.run_folder.publishing import Publication  # takes a second to import
 
-    folder = Path(parsed.folder).expanduser()
-    if folder.exists() or "@" not in parsed.folder:
+    given = parsed.folder if parsed.lora else chosen_or(parsed.folder)
+    folder = Path(given).expanduser()
+    if folder.exists() or "@" not in given:
         run, lora = RunFolder(folder), exports_of(RunFolder(folder))[parsed.lora or "last"]
     elif parsed.lora is None:
-        lora = find_lora_place(parsed.folder)
+        lora = find_lora_place(given)
         run = run_of(lora) or RunFolder(folder)
     else:
         raise UserError(f"--lora {parsed.lora}: {parsed.folder} names a LoRA already; leave one of them out")

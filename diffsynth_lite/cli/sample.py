@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH[@STEP][:WEIGHT]",
-        help="a run's folder, also @1000, @last, @best or @ema of it, or a .safetensors file; give it again "
-        "to add others",
+        help="a run's folder, also @1000, @last, @best, @ema or @chosen of it, or a .safetensors file; give "
+        "it again to add others",
     )
     parser.add_argument(
         "--every-checkpoint",

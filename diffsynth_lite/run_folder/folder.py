@@ -74,6 +74,8 @@ class RunFolder:
     """One row for each logged step, with the losses of samples."""
     layers_file = _Place("layers.jsonl")
     """One row for each evaluation, with the size of the update to each layer."""
+    chosen_file = _Place("chosen.json")
+    """Which LoRA a person chose."""
     report_file = _Place("report.html")
     """The page of the run."""
     quarantine_file = _Place(_QUARANTINE_NAME)
@@ -281,7 +283,7 @@ class RunFolder:
         )
         files = (
             *(self.config_file, self.resolved_file, self.command_file),
-            *(self.fingerprint_file, self.lineage_file),
+            *(self.fingerprint_file, self.lineage_file, self.chosen_file),
             *(self.status_file, self.items_file, self.quarantine_file, *self.row_files),
         )
         wrong = [f"{path} is not a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]

@@ -1,13 +1,24 @@
-"""This file finds the LoRAs of a run: its exports, the copies kept by step, and what ``RUN@WHICH`` names."""
+"""This file finds the LoRAs of a run: its exports, the copies kept by step, the one that a person chose, and
+what ``RUN@WHICH`` names."""
 
+import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.files import parse_json, write_json
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.reading import read_run_file
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
+CHOSEN = "chosen"
+"""Names the LoRA that was chosen, after an ``@``."""
 
 _COPY_NAME = re.compile(r"(lora(?:_ema)?)-(\d{8,})", re.ASCII)
 _STEP = re.compile("[0-9]{1,12}")
@@ -57,8 +68,8 @@ def find_lora_place(given: str, *, key: str = "") -> Path:
     """The LoRA that a text names: a file, or the folder that holds it.
 
     Args:
-        given: a path, of a run also its folder, or ``RUN@WHICH``: the number of a step, ``last``, ``best`` or
-            ``ema``. An existing path wins.
+        given: a path, of a run also its folder, or ``RUN@WHICH``: the number of a step, ``last``, ``best``,
+            ``ema`` or ``chosen``. An existing path wins.
         key: the flag that names it, for messages.
 
     Raises:
@@ -81,6 +92,62 @@ def find_lora_place(given: str, *, key: str = "") -> Path:
     return place
 
 
+def chosen_copy(run: RunFolder) -> LoraCopy | None:
+    """The LoRA that a person chose, which may be gone by now; None where nobody chose one.
+
+    Raises:
+        UserError: the file that names it is damaged.
+    """
+    try:
+        name = parse_json(read_run_file(run.chosen_file))["lora"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError):
+        name = ""
+    # By its last part: the file may be somebody else's, and lead anywhere.
+    if copy := LoraCopy.of(run.checkpoints_folder / Path(str(name)).name):
+        return copy
+    raise UserError(f"{run.chosen_file}: names no LoRA of the run; remove it, or choose one again")
+
+
+def choose(run: RunFolder, copy: LoraCopy | None) -> None:
+    """Write down which LoRA is the one to use; None takes a choice back."""
+    if copy is None:
+        run.chosen_file.unlink(missing_ok=True)
+    else:
+        write_json(run.chosen_file, {"lora": copy.path.name})
+
+
+def copy_by_step(run: RunFolder, place: Path) -> LoraCopy:
+    """The copy by step that a LoRA of a run is, or that holds the same weights as an export.
+
+    Raises:
+        UserError: that was not kept.
+    """
+    folder = place.parent if place.is_file() else place
+    if copy := LoraCopy.of(folder):
+        return copy
+    metadata = _metadata(folder)
+    # That of the lowest loss is of either export.
+    average = [run.ema_lora_folder.name] * (metadata.get("diffsynth_lite.weights") == "average")
+    step = metadata.get("diffsynth_lite.step", "")
+    for export in (folder.name, *average, run.lora_folder.name) if _STEP.fullmatch(step) else ():
+        path = run.checkpoints_folder / copy_name(export, int(step))
+        if (copy := LoraCopy.of(path)) and _has_lora(path):
+            return copy
+    raise UserError(f"{folder}: no LoRA by step was kept of it (output.keep_adapters); {_others(run)}")
+
+
+def chosen_or(given: str) -> str:
+    """``RUN@chosen`` for the folder of a run where a LoRA was chosen, which is logged; else the text."""
+    run = RunFolder(Path(given).expanduser())
+    choice = chosen_copy(run) if run.holds_run() else None
+    if choice is None:
+        return given
+    logger.info("%s: step %d was chosen; %s@last is the latest LoRA.", given, choice.step, given)
+    return f"{given}@{CHOSEN}"
+
+
 def exports_of(run: RunFolder) -> dict[str, Path]:
     """The folders of a run's exports, which may not be there, by the names that they have after an ``@``."""
     return {"last": run.lora_folder, "best": run.best_lora_folder, "ema": run.ema_lora_folder}
@@ -98,8 +165,16 @@ def _lora_of(run: RunFolder, which: str, name: str) -> Path:
     elif _STEP.fullmatch(which):
         place = run.checkpoints_folder / copy_name(run.lora_folder.name, int(which))
         reason = f"no LoRA of step {int(which)} was kept (output.keep_adapters)"
+    elif which == CHOSEN:
+        choice = chosen_copy(run)
+        if choice is None:
+            raise UserError(
+                f"{name}: no LoRA was chosen; diffsynth-lite choose RUN@STEP does that; {_others(run)}"
+            )
+        place, reason = choice.path, f"step {choice.step} was chosen, and its LoRA is gone; choose another"
     else:
-        raise UserError(f"{name}: {which!r} is neither a step nor {', '.join(folders)}; {_others(run)}")
+        known = ", ".join([*folders, CHOSEN])
+        raise UserError(f"{name}: {which!r} is neither a step nor {known}; {_others(run)}")
     if not _has_lora(place):
         raise UserError(f"{name}: {reason}; {_others(run)}")
     return place
@@ -117,6 +192,14 @@ def _require_lora(place: Path, name: str) -> None:
         raise UserError(f"{name}: there is no LoRA in {place}{hint}")
 
 
+def _metadata(folder: Path) -> dict[str, str]:
+    """Of a LoRA file; of several those of the first."""
+    for file in sorted(folder.glob(f"*{SUFFIX}")):
+        with suppress(OSError, SafetensorError), safe_open(file, "np") as opened:
+            return dict(opened.metadata() or {})
+    return {}
+
+
 def _has_lora(folder: Path) -> bool:
     return any(folder.glob(f"*{SUFFIX}"))
 
@@ -124,7 +207,10 @@ def _has_lora(folder: Path) -> bool:
 def _others(run: RunFolder) -> str:
     """The LoRAs that a run has, as text."""
     steps = [str(copy.step) for copy in lora_copies(run.checkpoints_folder)]
-    there = [*(which for which, folder in exports_of(run).items() if _has_lora(folder)), *steps]
+    there = [which for which, folder in exports_of(run).items() if _has_lora(folder)]
+    with suppress(UserError):
+        there += [CHOSEN] if (choice := chosen_copy(run)) and _has_lora(choice.path) else []
+    there += steps
     if not there:
         return "the run has no LoRA yet: it writes the first with its first checkpoint"
     return f"the run has {join_names([f'@{which}' for which in there])}"

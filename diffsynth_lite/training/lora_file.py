@@ -36,6 +36,7 @@ from diffsynth_lite.lora.updates import (
 from diffsynth_lite.pipelines import ModelFamily, families_of
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import find_lora_place
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +162,13 @@ def read_lora(family: ModelFamily, location: str, *, key: str) -> LoraFile:
     """A LoRA of this or another program, as the family reads it.
 
     Args:
-        location: the file, or a folder with it; of experts, with the family's file names in it; or a run.
+        location: the file, or a folder with it; of experts, with the family's file names in it; or a run, or
+            a LoRA of it as ``RUN@WHICH``.
         key: the setting or flag that names it, for messages.
     """
     place = Path(location).expanduser()
+    if "@" in location and not place.exists():
+        place = find_lora_place(location, key=key)
     if not place.exists():
         raise UserError(f"{key}: there is no {location}; name a LoRA file, or the folder that holds it")
     if not (place.is_file() or place.is_dir()):

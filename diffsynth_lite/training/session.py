@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from diffsynth_lite.progress_log import Phase, watched
 from diffsynth_lite.report.page import ReportWriter
 from diffsynth_lite.run_folder.command import StartCommand
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded, preparation_recorded
+from diffsynth_lite.run_folder.loras import chosen_copy
 from diffsynth_lite.run_folder.metrics import MetricsLog
 from diffsynth_lite.run_folder.progress import RunningStatus, StepReport
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint
@@ -316,6 +318,7 @@ def open_run(
             keep=output.keep_checkpoints,
             keep_every=output.keep_every_steps,
             keep_loras=None if output.keep_adapters == "all" else output.keep_adapters,
+            chosen=partial(chosen_copy, folder),
         ),
         checked=checked,
         page=ReportWriter(folder.path, is_main=accelerator.is_main_process),

@@ -16,7 +16,7 @@ _PART = f"{_CACHE} fill: error: argument --part"
 _GIB, _NO_SIZES = "diffsynth-lite plan: error: argument --device-gib", ("0", "-1", "nan", "inf", "much")
 _COMMANDS = (
     *("init", "caption", "prepare", "doctor", "plan", "cache", "cache prune", "train", "report", "sample"),
-    *("convert", "publish", "queue", "queue add", "queue move", "ui", "env"),
+    *("choose", "convert", "publish", "queue", "queue add", "queue move", "ui", "env"),
 )
 _EACH_HELP = """
 import sys

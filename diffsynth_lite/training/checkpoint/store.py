@@ -10,7 +10,7 @@ newest checkpoint for which ``save`` returned can be loaded.
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.errors import CheckpointError, RunDivergedError, RunStoppedError
+from diffsynth_lite.errors import CheckpointError, RunDivergedError, RunStoppedError, UserError
 from diffsynth_lite.files import free_disk_bytes, is_unfinished, set_aside, sync, temporary_path, write_synced
 from diffsynth_lite.run_folder.loras import LoraCopy, copy_name, lora_copies
 from diffsynth_lite.training.checkpoint.manifest import (
@@ -79,6 +79,7 @@ class CheckpointStore:
         keep: newest complete checkpoints to keep, at least 1.
         keep_every: checkpoints of steps that are multiples of it are never removed.
         keep_loras: newest copies of the LoRA to keep of steps whose checkpoint was removed; None keeps all.
+        chosen: returns the copy that a person chose, which stays, too; asked at each save.
 
     Attributes:
         pinned: a step whose checkpoint stays too, such as the best one's.
@@ -86,7 +87,13 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, folder: Path, *, keep: int, keep_every: int | None = None, keep_loras: int | None = None
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        keep_every: int | None = None,
+        keep_loras: int | None = None,
+        chosen: Callable[[], LoraCopy | None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must be kept")
@@ -94,6 +101,7 @@ class CheckpointStore:
         self.keep = keep
         self.keep_every = keep_every
         self.keep_loras = keep_loras
+        self._chosen = chosen
         self.pinned: int | None = None
         self.known_good: int | None = None
 
@@ -128,7 +136,7 @@ class CheckpointStore:
     def keep_lora(self, step: int, export: Path, files: Sequence[Path]) -> None:
         """Keep a copy of files of an export, ``lora-00000200``, then drop those of the oldest steps.
 
-        A copy of the same step is left as it is.
+        A copy of the same step is left as it is. Where it cannot be known which one was chosen, all stay.
 
         Args:
             export: the folder with the files, ``lora`` or ``lora_ema``.
@@ -139,8 +147,14 @@ class CheckpointStore:
             self._write(path, step, contents, sum(file.stat().st_size for file in files))
         if self.keep_loras is None:
             return
+        try:
+            chosen = self._chosen()
+        except UserError as error:
+            logger.warning("%s", error)
+            return
         steps = self.steps()
-        further = [copy for copy in lora_copies(self.folder, export.name) if copy.step not in steps]
+        copies = [copy for copy in lora_copies(self.folder, export.name) if copy != chosen]
+        further = [copy for copy in copies if copy.step not in steps]
         for copy in further[: max(0, len(further) - self.keep_loras)]:
             _drop(copy.path)
 

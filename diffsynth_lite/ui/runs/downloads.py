@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.loras import SUFFIX, LoraCopy, lora_copies
+from diffsynth_lite.run_folder.loras import SUFFIX, LoraCopy, chosen_copy, lora_copies
 
 _PART_BYTES = 1 << 20
 _FILES = {
@@ -40,15 +41,20 @@ class Download:
 
 
 def downloads(run: RunFolder) -> dict[str, Download]:
-    """What is there, by name, the latest LoRA first."""
-    exports = {
+    """What is there, by name: first the LoRA that was chosen, then the latest."""
+    kinds = {
         run.lora_folder: "LoRA",
         run.ema_lora_folder: "Averaged LoRA",
         run.best_lora_folder: "Best LoRA",
     }
+    exports: dict[Path, str] = {}
+    with suppress(UserError):  # who chooses again mends it
+        if chosen := chosen_copy(run):
+            exports[chosen.path] = f"Chosen {kinds[run.path / chosen.export]}, step {chosen.step}"
+    exports |= kinds
     for export in (run.lora_folder, run.ema_lora_folder):
         for copy in reversed(lora_copies(run.checkpoints_folder, export.name)):
-            exports[copy.path] = f"{exports[export]} of step {copy.step}"
+            exports.setdefault(copy.path, f"{exports[export]} of step {copy.step}")
     found = [each for folder, words in exports.items() for each in _of_folder(folder, words)]
     found.sort(key=lambda each: each.path.is_dir())
     others = {run.path / name: words for name, words in _FILES.items() if _is_file(run.path / name)}

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from diffsynth_lite.errors import CheckpointError, RunDivergedError, RunStoppedError, UserError
-from diffsynth_lite.run_folder.loras import lora_copies
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import choose, chosen_copy, lora_copies
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint, read_manifest
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
@@ -308,6 +309,29 @@ def test_copies_of_the_lora_stay_for_each_checkpoint_and_so_many_more(
     assert_holds(store.latest(), 5)
     store.cut_back_to(4)
     assert [copy.step for copy in lora_copies(store.folder)] == steps[:-1]
+
+
+def test_the_copy_that_was_chosen_stays_and_where_the_choice_is_damaged_all_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunFolder(tmp_path)
+    store = CheckpointStore(run.checkpoints_folder, keep=1, keep_loras=0, chosen=lambda: chosen_copy(run))
+    run.lora_folder.mkdir()
+    file = run.lora_folder / "pytorch_lora_weights.safetensors"
+    file.write_text("a LoRA")
+    kept = []
+    for step in range(1, 7):
+        save(store, step)
+        store.keep_lora(step, run.lora_folder, [file])
+        kept.append([copy.step for copy in lora_copies(store.folder)])
+        if step == 2:
+            choose(run, lora_copies(store.folder)[0])
+        elif step == 4:
+            run.chosen_file.write_text("torn")
+        elif step == 5:
+            choose(run, None)
+    assert kept == [[1], [2], [2, 3], [2, 4], [2, 4, 5], [6]]
+    assert caplog.messages == [f"{run.chosen_file}: names no LoRA of the run; remove it, or choose one again"]
 
 
 @pytest.mark.parametrize("reason", ["pinned", "known_good"])
