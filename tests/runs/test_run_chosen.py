@@ -12,7 +12,7 @@ from diffsynth_lite.run_folder.loras import lora_copies
 def test_a_run_that_goes_on_keeps_the_chosen_lora_and_is_otherwise_the_same_and_a_new_one_starts_from_it(
     begun_run: TinyRun, whole_run: TinyRun
 ) -> None:
-    folder = begun_run.folder
+    folder, chosen = begun_run.folder, checkpoint_part(begun_run.folder, 2)
     assert main(["choose", f"{folder}@2"]) == 0
     kept = (folder / "checkpoints" / "lora-00000002" / "pytorch_lora_weights.safetensors").read_bytes()
     few = ("output.keep_adapters=0", "output.keep_checkpoints=1")
@@ -24,5 +24,4 @@ def test_a_run_that_goes_on_keeps_the_chosen_lora_and_is_otherwise_the_same_and_
     second = begun_run.root / "second"
     still = ("train.steps=1", "train.learning_rate=1e-30", "train.weight_decay=0")
     assert begun_run.train(f"lora.init_from={folder}@chosen", f"output.dir={second}", *still) == 0
-    started, chosen = checkpoint_part(second, 1), checkpoint_part(whole_run.folder, 2)
-    assert differing(started, chosen) == []
+    assert differing(checkpoint_part(second, 1), chosen) == []
