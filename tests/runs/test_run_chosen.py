@@ -1,8 +1,5 @@
 """A LoRA that a person chose while a run goes on, and the copies that a run writes for ComfyUI."""
 
-from pathlib import Path
-
-import pytest
 from tiny_run import TinyRun, checkpoint_part, checkpoint_tensors, differing
 
 from diffsynth_lite.cli.main import main
