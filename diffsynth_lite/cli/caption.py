@@ -22,9 +22,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from diffsynth_lite.captioning.captioner import Captioner
 from diffsynth_lite.captioning.cleaning import RULES
 from diffsynth_lite.captioning.instructions import CaptionRequest, Goal, ItemKind, instruction_for
-from diffsynth_lite.cli.arguments import positive_count
+from diffsynth_lite.cli.arguments import command, positive_count
 from diffsynth_lite.cli.console import hide_progress_bars, print_lines
-from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.config.files import did_you_mean
 from diffsynth_lite.data.folder import is_unicode
 from diffsynth_lite.errors import RunInterrupted, UserError, join_names

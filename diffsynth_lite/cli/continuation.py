@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffsynth_lite.cli.invocation import train_command
+from diffsynth_lite.cli.arguments import train_command
 from diffsynth_lite.cli.train import load, parse_words, words_of
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError

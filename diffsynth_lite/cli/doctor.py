@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from diffsynth_lite.cli.arguments import add_config_arguments, config_words
+from diffsynth_lite.cli.arguments import add_config_arguments, command, config_words
 from diffsynth_lite.cli.console import print_lines
-from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffsynth_lite.cli.arguments import add_preset_argument
+from diffsynth_lite.cli.arguments import add_preset_argument, command
 from diffsynth_lite.cli.caption import EXAMPLE_MODEL
 from diffsynth_lite.cli.console import print_lines
-from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.config.document import shortened
 from diffsynth_lite.config.files import Preset, read_preset

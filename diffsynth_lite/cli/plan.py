@@ -15,9 +15,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from diffsynth_lite.cli.arguments import add_config_arguments, config_words, positive_count, positive_number
+from diffsynth_lite.cli.arguments import (
+    add_config_arguments,
+    config_words,
+    positive_count,
+    positive_number,
+    train_command,
+)
 from diffsynth_lite.cli.console import importing_libraries, print_lines
-from diffsynth_lite.cli.invocation import train_command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.serving import Requests, standard_lines

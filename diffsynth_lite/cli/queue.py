@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from diffsynth_lite.cli.arguments import add_config_arguments, positive_count
+from diffsynth_lite.cli.arguments import add_config_arguments, command, positive_count
 from diffsynth_lite.cli.console import print_lines
-from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.cli.processes import refuse_group
 from diffsynth_lite.config import find_config_file
 from diffsynth_lite.errors import UserError

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli.arguments import add_config_arguments, config_words
+from diffsynth_lite.cli.arguments import add_config_arguments, command, config_words, same_command
 from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries
-from diffsynth_lite.cli.invocation import command, same_command
 from diffsynth_lite.cli.processes import grace_can_be_set, grace_period, join_processes, parent_command
 from diffsynth_lite.config import LoadedConfig, load_config
 from diffsynth_lite.errors import EXIT_BUG, RunInterrupted, UserError, exit_code

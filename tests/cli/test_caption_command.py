@@ -17,7 +17,7 @@ from tiny_run import TinyRun, tiny_image
 from diffsynth_lite.captioning import endpoint as endpoint_module
 from diffsynth_lite.captioning.report import CaptionReport
 from diffsynth_lite.cli import caption
-from diffsynth_lite.cli.invocation import command
+from diffsynth_lite.cli.arguments import command
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.qwen_image import QwenImage

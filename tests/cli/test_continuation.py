@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from diffsynth_lite.cli.arguments import command
 from diffsynth_lite.cli.continuation import continuation
-from diffsynth_lite.cli.invocation import command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.command import StartCommand

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from tiny_run import tiny_image
 
-from diffsynth_lite.cli.invocation import command
+from diffsynth_lite.cli.arguments import command
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
 from diffsynth_lite.data.video import write_video

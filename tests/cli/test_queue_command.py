@@ -33,7 +33,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     (workspace.configs_folder / "mine.yaml").write_text(CONFIG)
     monkeypatch.chdir(workspace.path)
     # As where the program is installed, whatever the tests run in.
-    monkeypatch.setattr("diffsynth_lite.cli.invocation.shutil.which", lambda name, **_: name)
+    monkeypatch.setattr("diffsynth_lite.cli.arguments.shutil.which", lambda name, **_: name)
     return workspace
 
 

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard as HubCard
 from PIL import Image
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, lora_metadata_of, make_run
 
-from diffsynth_lite.cli.invocation import command
+from diffsynth_lite.cli.arguments import command
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.run_folder.model_card import is_as_written
 from diffsynth_lite.run_folder.progress import StepResult

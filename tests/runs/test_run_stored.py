@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from diffsynth_lite.cli import main as commands
-from diffsynth_lite.cli.invocation import command
+from diffsynth_lite.cli.arguments import command
 from diffsynth_lite.cli.train import main
 
 REPOSITORY = Path(__file__).parents[2]
