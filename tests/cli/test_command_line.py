@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from diffsynth_lite.cli import arguments as worded
 from diffsynth_lite.cli import train
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, exit_code
@@ -117,10 +118,10 @@ def test_the_same_command_is_as_it_can_be_typed_here(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
     monkeypatch.setenv("PATH", str(tmp_path) if on_path else "/nowhere")
     parent = [word.replace("{bin}", str(tmp_path)) for word in launcher]
-    monkeypatch.setattr(arguments, "parent_command", lambda: parent)
+    monkeypatch.setattr(worded, "parent_command", lambda: parent)
     monkeypatch.chdir(tmp_path.parent)
     words = ("train", "--config", "my run.yaml", "--resume", "none", "--resume=none")
     several = "torchrun --standalone --nproc_per_node 2 -m diffsynth_lite.cli.train --config 'my run.yaml'"
-    assert arguments.train_command(words[1:3], num_processes=2) == several
+    assert worded.train_command(words[1:3], num_processes=2) == several
     wanted = expected and expected.replace("{bin}", tmp_path.name)
-    assert arguments.same_command(environment, words) == wanted
+    assert worded.same_command(environment, words) == wanted
