@@ -261,6 +261,10 @@ def _findings(
         equal=equal,
         alike=alike,
         flaws=decoded.flaws,
+        sizes={
+            kind: {record_of[name]: remark for name, remark in named.items()}
+            for kind, named in data.oddities.items()
+        },
         trained=trained,
         like_trained=like_trained,
         items=item_findings(data, about),

@@ -235,6 +235,7 @@ class Findings:
         trained: of held-out data, groups of their names with those of training items that are equal.
         like_trained: the same for items that look alike.
         flaws: of the images themselves: blurred and bars, to name of an item, to what it is.
+        sizes: of sizes and rates: cropped, enlarged, small and repeated, in the same way.
         items: by name, which is the file below its folder; with several sources after the source's index.
         advice: what to change, the most important first.
         sheet: items as the model sees them.
@@ -259,6 +260,7 @@ class Findings:
     trained: Sequence[Sequence[str]] = ()
     like_trained: Sequence[Sequence[str]] = ()
     flaws: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    sizes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     items: Mapping[str, ItemFindings] = field(default_factory=dict)
     advice: Sequence[str] = ()
     sheet: Sequence[SheetEntry] = ()

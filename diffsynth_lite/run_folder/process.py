@@ -3,6 +3,7 @@
 import ctypes
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -66,6 +67,15 @@ class Process:
             return True
         started = _start(self.pid)
         return started is not None and (not started or not self.started or started == self.started)
+
+    def interrupt(self) -> None:
+        """Ask it to end as Ctrl+C does, if it is a process of this machine that runs."""
+        if self.is_here() and self.is_alive():
+            with suppress(ProcessLookupError):
+                if sys.platform == "win32":  # There no process without a console gets SIGINT.
+                    os.kill(self.pid, signal.CTRL_BREAK_EVENT)
+                else:
+                    os.kill(self.pid, signal.SIGINT)
 
 
 def _start(pid: int) -> str | None:

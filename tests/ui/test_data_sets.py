@@ -122,14 +122,11 @@ def test_captions_of_a_table_are_shown_with_their_file_and_not_changed(screen: S
     assert sorted(path.name for path in folder.iterdir()) == ["0.png", "1.png", "metadata.csv"]
 
 
-def test_a_config_adds_its_masks_and_its_resolution(screen: Screen, mug: Path) -> None:
+def test_a_config_adds_its_masks(screen: Screen, mug: Path) -> None:
     for name in ("a.png", "b.png", "c.png"):
         image(screen.workspace.data_folder / "masks" / name)
     config = screen.workspace.configs_folder / "mine.yaml"
-    config.write_text(
-        "extends: chroma_lora.yaml\ndata:\n  path: data/mug\n  mask_dir: data/masks\n"
-        "  resolutions: [32, 800]\n"
-    )
+    config.write_text("extends: chroma_lora.yaml\ndata:\n  path: data/mug\n  mask_dir: data/masks\n")
     (screen.workspace.configs_folder / "other.yaml").write_text("data:\n  path: data/mug_2\n")
     page = screen.get("/data/mug/?config=mine").text
     assert "<option selected>mine</option>" in page
@@ -139,9 +136,8 @@ def test_a_config_adds_its_masks_and_its_resolution(screen: Screen, mug: Path) -
     (mask,) = shown(screen, query="?config=mine")["b.jpg"]["companions"]
     assert (mask["what"], mask["where"]) == ("Mask", "masks/b.png")
     assert screen.get(f"/data/{mask['set']}/thumbnails/{mask['file']}").status_code == 200
-    for query, small in (("", {"c.mp4"}), ("?config=mine", set())):
-        facts = screen.get(f"/data/mug/findings{query}").json()
-        assert {name for name, each in facts.items() if each.get("is_small")} == small
+    facts = screen.get("/data/mug/findings?config=mine").json()
+    assert {name for name, each in facts.items() if each.get("is_small")} == {"c.mp4"}
     config.write_text("data:\n  path: data/mug\n  resolution: 3\n")
     assert "mine" in screen.get("/data/mug/items?config=mine").json()["problems"][0]
 
@@ -298,7 +294,7 @@ def test_what_is_moved_to_the_trash_goes_with_all_that_belongs_to_it_and_comes_b
     assert Image.open(data / "mug" / "b.jpg").getpixel((0, 0))[0] > 200
 
 
-@pytest.mark.parametrize("path", ["", "items", "findings", "thumbnails/a.png", "clips/a.mp4"])
+@pytest.mark.parametrize("path", ["", "items", "findings", "examined", "thumbnails/a.png", "clips/a.mp4"])
 def test_no_other_data_set_is_there(screen: Screen, path: str) -> None:
     for name in ("nothing", "%2e%2e", "..%2fconfigs", ".ui"):
         assert screen.get(f"/data/{name}/{path}").status_code == 404

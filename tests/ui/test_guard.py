@@ -103,6 +103,7 @@ def test_no_path_is_opened_that_a_request_names(screen: Screen) -> None:
         *("/data/..%2f/", "/data/%2e%2e/", "/configs/..%2fx/", "/configs/%2e%2e/", "/.ui/token", "/%2e%2e/"),
         *("/runs/..%2f..%2f.ui%2ftoken/", "/runs/%2e%2e/%2e%2e/.ui/token", "/runs/../../etc/passwd"),
         *("/static/../guard.py", "/static/base.html", "/static/..%2fguard.py", "/static/%2fetc%2fpasswd"),
+        *("/data/..%2f/examined", "/data/%2e%2e/examined?config=..%2fmine"),
         *("/data/set/full/..%2f..%2fconfigs%2fmine.yaml", "/data/set/full/%2fetc%2fpasswd"),
     )
     assert {path: screen.get(path).status_code for path in hostile} == dict.fromkeys(hostile, 404)

@@ -106,9 +106,20 @@ class Captioning:
         """The arguments that write captions of items as the latest command would, over those there."""
         if not self.arguments or not files:
             raise UserError(_NOTHING)
-        kept = [each for each in _options(self.arguments) if each[0] not in _NOT_AGAIN]
-        only = [("--only", file) for file in files]
-        return _arguments(shown_path(self.folder, workspace), [*kept, *only, ("--replace", "all")])
+        return over(self.arguments, files, shown_path(self.folder, workspace))
+
+
+def goal_of(arguments: Sequence[str]) -> str:
+    """The goal of captions; empty for none."""
+    goal = dict(_options(arguments)).get("--goal", "")
+    return goal if goal in CHOICES["goal"] else ""
+
+
+def over(latest: Sequence[str], files: Sequence[str], path: str) -> list[str]:
+    """The arguments that write captions of items over those there, as the latest arguments would."""
+    kept = [each for each in _options(latest) if each[0] not in _NOT_AGAIN]
+    only = [("--only", file) for file in files]
+    return _arguments(path, [*kept, *only, ("--replace", "all")])
 
 
 def replaced_by(

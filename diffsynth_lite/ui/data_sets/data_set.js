@@ -12,13 +12,14 @@ const dataSet = (() => {
   let items = [], problems = [], found = null; // `found` is what the files themselves show
   let shown = [], first = 0, current = null;
   let cells = new Map();
+  let doctor = { hasLooked: () => false, remarks: (item, own) => own, show() {} }; // See findings.js.
 
   const kinds = {
     all: () => true,
     missing: (item) => !item.caption && !item.problem,
     model: (item) => item.by,
-    equal: (item) => found?.[item.file]?.equal,
-    small: (item) => found?.[item.file]?.is_small,
+    equal: (item) => !doctor.hasLooked() && found?.[item.file]?.equal,
+    small: (item) => !doctor.hasLooked() && found?.[item.file]?.is_small,
   };
   const shownKind = () => document.querySelector("[name=show]:checked").value;
   const digits = (number) => number.toLocaleString("en");
@@ -65,23 +66,37 @@ const dataSet = (() => {
     // A space at the end stays, for what is typed next.
     if (text.value.trim() !== value.trim()) text.value = value;
     text.placeholder = item.problem && item.locked ? "" : "No caption"; // It has one that cannot be read.
-    const facts = found?.[item.file] ?? {};
-    const bad = (item.unsaved && "Not saved") || item.problem || facts.problem;
-    const odd = (kinds.missing(item) && "No caption") || (facts.equal && `Equal to ${facts.equal}`)
-      || (facts.is_small && `${facts.width} x ${facts.height}, small`);
-    const remark = cell.querySelector(".remark");
-    remark.hidden = !(bad || odd || item.locked);
-    remark.classList.toggle("stop", Boolean(bad));
-    remark.classList.toggle("quiet", !bad && !odd);
-    remark.lastElementChild.textContent = bad || odd || item.locked || "";
+    cell.querySelector(".remarks").replaceChildren(...remarksOn(item));
     const by = cell.querySelector(".by");
     const isOwn = kinds.model.any && item.caption && !item.locked;
     by.hidden = !(item.by || isOwn);
     by.textContent = item.by ? `by ${shortName(item.by)}` : "yours";
     by.title = item.by || "Written by you, or by a model and changed since";
-    if (item === current) byId("written-by").textContent = item.by ? `Its caption was written by ${item.by}.` : "";
+    if (item === current) {
+      byId("written-by").textContent = item.by ? `Its caption was written by ${item.by}.` : "";
+      byId("remarks").replaceChildren(...remarksOn(item));
+    }
+    doctor.show(item, cell);
     cell.classList.toggle("chosen", chosen.has(item.file));
     cell.querySelector("input").checked = chosen.has(item.file);
+  }
+
+  // The doctor's remarks on an item, else what the files themselves show.
+  function remarksOn(item) {
+    const facts = found?.[item.file] ?? {};
+    const own = [ // The last two are judged by the doctor where it has looked.
+      ["stop", item.problem || facts.problem],
+      ["", kinds.missing(item) && "No caption"],
+      ["", facts.equal && `Equal to ${facts.equal}`],
+      ["", facts.is_small && `${facts.width} x ${facts.height}, small`],
+    ];
+    const lines = [["stop", item.unsaved && "Not saved"], ...doctor.remarks(item, own), ["quiet", item.locked]];
+    return lines.filter(([, text]) => text).map(([level, text]) => {
+      const line = byId("remark").content.firstElementChild.cloneNode(true);
+      line.className = `remark ${level}`;
+      line.lastElementChild.textContent = text;
+      return line;
+    });
   }
 
   function refreshAll() {
@@ -127,9 +142,10 @@ const dataSet = (() => {
     byId("count").textContent = parts ? `${parts}, ${captioned} with a caption.${saved}` : "Nothing here yet.";
     byId("change").hidden = !isEditable;
     for (const count of document.querySelectorAll("[data-count]")) {
-      const kind = count.dataset.count, isKnown = found || !["equal", "small"].includes(kind);
-      count.textContent = isKnown ? digits(counts[kind]) : "...";
-      count.parentElement.hidden = kind === "model" && !counts.model && shownKind() !== kind;
+      const kind = count.dataset.count, isQuick = ["equal", "small"].includes(kind);
+      const isNeeded = counts[kind] || ["all", "missing"].includes(kind) || (isQuick && !doctor.hasLooked());
+      count.textContent = found || !isQuick ? digits(counts[kind]) : "...";
+      count.parentElement.hidden = !isNeeded && shownKind() !== kind;
     }
     byId("selection").hidden = chosen.size === 0;
     byId("num-chosen").textContent = `${digits(chosen.size)} chosen`;
@@ -411,16 +427,21 @@ const dataSet = (() => {
     });
   }
 
-  for (const chip of document.querySelectorAll("[name=show]")) {
-    chip.addEventListener("change", () => { chosen.clear(); filter(); });
-  }
+  document.addEventListener("change", ({ target }) => {
+    if (target.name !== "show") return;
+    chosen.clear();
+    filter();
+  });
   byId("config")?.addEventListener("change", ({ target }) => {
     location.assign(target.value ? `?config=${encodeURIComponent(target.value)}` : ".");
   });
   document.addEventListener("visibilitychange", () => { if (!document.hidden) reload(); });
   take(data);
   return {
-    base, byId, digits, element, few, plural, reload, thumbnail,
+    asSeenBy, base, byId, digits, element, escaped, few, filter, kinds, plural, refreshAll, reload, thumbnail,
+    config: data.config,
+    facts: (item) => found?.[item.file] ?? {},
+    useDoctor: (given) => { doctor = given; },
     items: () => items,
     current: () => current,
     chosen: () => items.filter(({ file }) => chosen.has(file)),

@@ -18,7 +18,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import file_fingerprint, read_bytes
 
 _FEWEST_PIXELS = 512 * 512
-"""Of an image that is not small, where no config names a resolution."""
+"""Of an image that is not small for most models; the doctor knows what is small for a config."""
 _JPEG_QUALITY = 82
 _MOST_CONFIG_BYTES = 1 << 20
 
@@ -48,6 +48,13 @@ def source_of(folder: Path, config: Config | None) -> Source:
     raise UserError("this config does not train on this data set")
 
 
+def prefix_of(folder: Path, config: Config) -> str:
+    """What the doctor puts in front of the names of a data set's items: nothing where it is the only one."""
+    source, all_sources = source_of(folder, config), config.data.sources
+    places = [place for place, each in enumerate(all_sources) if each.path == source.path]
+    return f"{places[0]}/" if len(all_sources) > 1 else ""
+
+
 def trigger_of(folder: Path, configs: Iterable[Path]) -> str:
     """The trigger of the first config with one that trains on a data set; empty where there is none."""
     for path in configs:
@@ -57,11 +64,8 @@ def trigger_of(folder: Path, configs: Iterable[Path]) -> str:
     return ""
 
 
-def findings(contents: Contents, *, fewest_pixels: int) -> dict[str, dict[str, Any]]:
+def findings(contents: Contents) -> dict[str, dict[str, Any]]:
     """What the files themselves show, by the names of the items; those that can be used are opened.
-
-    Args:
-        fewest_pixels: width x height below which an item is small.
 
     Returns:
         ``width``, ``height`` and ``bytes`` of each; with ``is_small``, with ``equal``, an item before it
@@ -75,7 +79,7 @@ def findings(contents: Contents, *, fewest_pixels: int) -> dict[str, dict[str, A
         try:
             width, height = _size(path)
             facts |= {"width": width, "height": height, "bytes": (size := path.stat().st_size)}
-            facts |= {"is_small": True} if width * height < fewest_pixels else {}
+            facts |= {"is_small": True} if width * height < _FEWEST_PIXELS else {}
             by_size[size].append(name)
         except (UserError, OSError) as error:
             facts["problem"] = str(error).removeprefix(f"{path}: ")
@@ -86,14 +90,6 @@ def findings(contents: Contents, *, fewest_pixels: int) -> dict[str, dict[str, A
             if first != name:
                 found[name]["equal"] = first
     return found
-
-
-def fewest_pixels_of(config: Config | None) -> int:
-    """Pixels of the smallest resolution that a config trains at; 512 x 512 without one."""
-    if config is None:
-        return _FEWEST_PIXELS
-    areas = [width * height for width, height in config.data.given_sizes]
-    return min(areas or [side * side for side in config.data.resolutions])
 
 
 def home_of(path: Path, folders: Mapping[str, Path]) -> tuple[str, str] | None:

@@ -22,22 +22,24 @@ from diffsynth_lite.ui.data_sets.captioning import (
     MODELS,
     Captioning,
     from_form,
+    goal_of,
     preview_of,
     replaced_by,
 )
 from diffsynth_lite.ui.data_sets.changes import CaptionChange, DataSetEditor
+from diffsynth_lite.ui.data_sets.examining import Examination, remedies
 from diffsynth_lite.ui.data_sets.items import (
     configs_with,
-    fewest_pixels_of,
     findings,
     home_of,
+    prefix_of,
     source_of,
     thumbnail,
     trigger_of,
 )
 from diffsynth_lite.ui.data_sets.uploads import receive
 from diffsynth_lite.ui.jobs import Jobs
-from diffsynth_lite.ui.pages import change_route, page, workspace_of
+from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SIDES = {"cell": 360, "panel": 1024}
@@ -53,12 +55,15 @@ _FOR_GOOD = "private, max-age=31536000, immutable"
 
 def routes() -> list[Route]:
     """The routes of this screen."""
-    one_by_one, decoding = CapacityLimiter(1), CapacityLimiter(2)  # each thumbnail holds a decoded image
+    one_by_one, examining = CapacityLimiter(1), CapacityLimiter(1)
+    decoding = CapacityLimiter(2)  # each thumbnail holds a decoded image
     return [
         change_route("/data", _create),
         Route("/data/{name}/", _show),
         Route("/data/{name}/items", _items),
         Route("/data/{name}/findings", _findings),
+        Route("/data/{name}/examined", partial(_examined, examining)),
+        change_route("/data/{name}/examine", _examine, limiter=examining),
         Route("/data/{name}/thumbnails/{file:path}", partial(_thumbnail, decoding)),
         Route("/data/{name}/clips/{file:path}", _clip),
         Route("/data/{name}/add", _add, methods=["POST"]),
@@ -105,8 +110,40 @@ def _items(request: Request) -> Response:
 
 def _findings(request: Request) -> Response:
     """What the files themselves show, such as sizes; it takes a while, and so is no part of the page."""
-    shown = _Shown(request)
-    return JSONResponse(findings(shown.contents, fewest_pixels=fewest_pixels_of(shown.config)))
+    return JSONResponse(findings(_Shown(request).contents))
+
+
+async def _examined(limiter: CapacityLimiter, request: Request) -> Response:
+    """What the doctor found for the config in the query, and whether it looks now."""
+
+    def read() -> dict[str, Any]:
+        shown, workspace = _Shown(request), workspace_of(request)
+        if shown.chosen not in workspace.configs:
+            return {"state": "none"}
+        known = Examination(shown.name, shown.chosen, workspace).as_json(settings=shown.settings)
+        latest = Captioning.of(shown.folder, request.app.state.jobs).arguments
+        return known | {"remedies": remedies(known.get("kinds", {}), shown.folder, latest, workspace)}
+
+    return JSONResponse(await to_thread.run_sync(read, limiter=limiter))
+
+
+def _examine(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Have the doctor look: {"config": as seen by which, "do": "start" or "stop"}."""
+    shown = _Shown(request, str(given.get("config", "")))
+    examination = Examination(shown.name, shown.chosen, workspace_of(request))
+    if given.get("do") == "stop":
+        examination.stop()
+    elif shown.config is None:
+        raise UserError("\n".join(shown.problems) or "As seen by: choose a config")
+    else:
+        items = shown.as_json()["items"]
+        examination.start(
+            {item["file"]: (item["version"], item["caption"]) for item in items},
+            goal=shown.goal,
+            settings=shown.settings,
+            prefix=prefix_of(shown.folder, shown.config),
+        )
+    return {}
 
 
 async def _thumbnail(limiter: CapacityLimiter, request: Request) -> Response:
@@ -231,6 +268,16 @@ class _Shown:
         self.problems = [*problems, *self.contents.problems]
         self._rows = CaptionReport(self.folder).rows()
         self._captioning = Captioning.of(self.folder, request.app.state.jobs)
+
+    @property
+    def goal(self) -> str:
+        """For which a model wrote captions, if one did."""
+        return goal_of(self._captioning.arguments)
+
+    @property
+    def settings(self) -> str:
+        """What changes with the config."""
+        return digest(self.config.model_dump_json().encode()) if self.config else ""
 
     def as_json(self) -> dict[str, Any]:
         """What the page's script takes."""

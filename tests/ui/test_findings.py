@@ -1,0 +1,208 @@
+"""What the doctor finds, as the screen of a data set shows it: kept, and compared with what is there."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from processes import wait_for
+from screens import Screen
+
+from diffsynth_lite.pipelines import qwen_image
+from diffsynth_lite.run_folder.process import Process
+from diffsynth_lite.ui.data_sets.examining import findings_of
+
+CONFIG = """
+model: {{family: qwen_image, path: {model}, text_encoder_dtype: float32}}
+data: {{path: data/mug, resolutions: [64], bucket_step: 16, cache_dir: cache}}
+train: {{steps: 100, global_batch_size: 4, micro_batch_size: 2, mixed_precision: 'no'}}
+output: {{dir: runs/mug}}
+"""
+PRINTED: dict[str, Any] = {
+    "items": {
+        "a.png": {
+            "crops": [{"bucket": "64x64", "box": [0, 8, 64, 56]}],
+            "tokens": [9],
+            "limit": 8,
+            "remarks": [],
+        },
+        "b.png": {"crops": [], "tokens": [2], "limit": 8, "remarks": ["cannot be used: it is no image"]},
+    },
+    "dropped": {"b.png": "it is no image"},
+    "equal": [],
+    "alike": [["a.png", "b.png"]],
+    "sizes": {"cropped": {"a.png": "34% of 64x64 is cropped"}, "small": {}},
+    "flaws": {"bars": {"a.png": "black bars are 25% of it"}},
+    "captions": {
+        "remarks": {"one_word": {"a.png": "a caption of one word: 'mug'"}, "refusal": {}},
+        "constant": [{"text": "a mug", "num_captions": 9, "num_all": 10}],
+    },
+    "advice": ["1 item <b>with black bars</b>"],
+    "problems": [],
+    "remedy": "Repair or remove them",
+    "facts": {"trained on": "1 item"},
+}
+
+
+@dataclass
+class FakeDoctor:
+    """A process in place of the doctor, which prints when it is told to and then ends."""
+
+    outputs: list[Path] = field(default_factory=list)
+    words: list[list[str]] = field(default_factory=list)
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def spawn(self, words: list[str], folder: Path, out: int, log: int) -> Process:
+        self.words.append(words)
+        self.outputs.append(Path(f"/proc/self/fd/{out}").readlink())
+        sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        self.children.append(subprocess.Popen(sleep, start_new_session=True))
+        return Process.of(self.children[-1].pid)
+
+    def end(self, printed: str, log: str = "") -> None:
+        self.outputs[-1].write_text(printed)
+        self.outputs[-1].with_suffix(".log").write_text(log)
+        self.children[-1].kill()
+        self.children[-1].wait()
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDoctor]:
+    fake = FakeDoctor()
+    monkeypatch.setattr("diffsynth_lite.ui.data_sets.examining._spawn", fake.spawn)
+    yield fake
+    for child in fake.children:
+        child.kill()
+        child.wait()
+
+
+@pytest.fixture
+def mug(screen: Screen) -> Path:
+    folder = screen.workspace.data_folder / "mug"
+    folder.mkdir()
+    for place, name in enumerate(("a", "b")):
+        Image.effect_noise((64, 64 + 32 * place), 90).convert("RGB").save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"a mug, number {name}\n")
+    (screen.workspace.configs_folder / "mine.yaml").write_text(CONFIG.format(model="tiny"))
+    return folder
+
+
+def examined(screen: Screen, config: str = "mine") -> dict[str, Any]:
+    return dict(screen.get(f"/data/mug/examined?config={config}").json())
+
+
+def examine(screen: Screen, do: str = "start", config: str = "mine") -> Any:
+    return screen.post("/data/mug/examine", {"config": config, "do": do})
+
+
+def test_findings_are_shown_when_the_doctor_has_ended_and_again_by_a_later_server(
+    screen: Screen, mug: Path, doctor: FakeDoctor
+) -> None:
+    assert examined(screen)["state"] == "none"
+    assert examine(screen).status_code == 200
+    assert doctor.words == [["doctor", "--config", "configs/mine.yaml", "--json"]]
+    assert examined(screen)["state"] == "running"
+    doctor.end(json.dumps(PRINTED))
+    for _ in range(2):
+        found = examined(screen)
+        assert (found["state"], found["is_config_changed"]) == ("done", False)
+        assert found["items"] == PRINTED["items"]
+        assert {kind: (each["label"], each["files"]) for kind, each in found["kinds"].items()} == {
+            "dropped": ("Cannot be used", ["b.png"]),
+            "alike": ("Look alike", ["a.png", "b.png"]),
+            "cropped": ("Cropped", ["a.png"]),
+            "bars": ("Black bars", ["a.png"]),
+            "one_word": ("One word", ["a.png"]),
+        }
+        assert found["phrases"] == PRINTED["captions"]["constant"]
+        assert found["remedies"] == {
+            "bars": "diffsynth-lite prepare data/mug --out data/mug-prepared --strip-bars",
+            "one_word": "diffsynth-lite caption data/mug --model Qwen/Qwen3-VL-4B-Instruct --only a.png "
+            "--replace all",
+        }
+    assert [file.suffix for file in (screen.workspace.path / ".ui" / "examined").iterdir()] == [".json"]
+
+
+def test_an_item_that_changed_since_differs_from_its_mark_and_so_does_the_config(
+    screen: Screen, mug: Path, doctor: FakeDoctor
+) -> None:
+    examine(screen)
+    doctor.end(json.dumps(PRINTED))
+    changes = [{"file": "b.png", "was": "a mug, number b", "caption": "another"}]
+    screen.post("/data/mug/captions", {"changes": changes})
+    config = screen.workspace.configs_folder / "mine.yaml"
+    config.write_text(config.read_text().replace("[64]", "[96]"))
+    found, items = examined(screen), screen.get("/data/mug/items?config=mine").json()["items"]
+    now = {item["file"]: [item["version"], item["caption"]] for item in items}
+    assert [file for file, mark in found["marks"].items() if mark != now[file]] == ["b.png"]
+    assert found["is_config_changed"] is True
+
+
+def test_one_examination_goes_on_at_a_time_and_is_stopped(
+    screen: Screen, mug: Path, doctor: FakeDoctor
+) -> None:
+    examine(screen)
+    doctor.end(json.dumps(PRINTED))
+    assert examined(screen)["state"] == "done"
+    (screen.workspace.configs_folder / "other.yaml").write_text(CONFIG.format(model="tiny"))
+    examine(screen)
+    refusal = examine(screen, config="other").json()["error"]
+    assert refusal == "mug is being examined; stop that first, or wait until it has ended"
+    assert examine(screen, "stop").status_code == 200
+    doctor.children[-1].wait()  # It was asked to end.
+    assert examined(screen)["state"] == "done"  # with what was found before
+    assert examine(screen, config="other").status_code == 200
+
+
+@pytest.mark.parametrize(("printed", "log"), [("", "no model\nswordfish\n"), ("[]", "x"), ('{"items"', "")])
+def test_a_doctor_that_finds_nothing_says_why(
+    screen: Screen, mug: Path, doctor: FakeDoctor, printed: str, log: str
+) -> None:
+    examine(screen)
+    doctor.end(printed, log)
+    found = examined(screen)
+    assert (found["state"], found["log"]) == ("failed", log.splitlines())
+
+
+def test_without_a_config_that_trains_on_it_nothing_is_examined(
+    screen: Screen, mug: Path, doctor: FakeDoctor
+) -> None:
+    (screen.workspace.configs_folder / "other.yaml").write_text("data: {path: data/cup}\nx: 1\n")
+    for config, reason in (("", "choose a config"), ("other", "other: "), ("../x", "choose a config")):
+        answer = examine(screen, config=config)
+        assert answer.status_code == 422
+        assert reason in answer.json()["error"]
+    assert doctor.words == []
+
+
+def test_of_several_data_sets_only_the_findings_of_this_one_are_shown() -> None:
+    of_two = json.loads(json.dumps(PRINTED).replace('"a.png"', '"0/a.png"').replace('"b.png"', '"1/b.png"'))
+    found = findings_of(of_two, prefix="1/")
+    assert found["items"] == {"b.png": PRINTED["items"]["b.png"]}
+    assert {kind: each["files"] for kind, each in found["kinds"].items()} == {
+        "dropped": ["b.png"],
+        "alike": ["b.png"],
+    }
+
+
+@pytest.mark.slow
+def test_the_doctor_itself_finds_what_it_prints_in_a_terminal(screen: Screen, mug: Path) -> None:
+    qwen_image.tiny().save_pretrained(screen.workspace.path / "tiny")
+    (mug / "broken.png").write_bytes(b"no image")
+    (mug / "broken.txt").write_text("broken")
+    assert examine(screen).status_code == 200
+    (started,) = (screen.workspace.path / ".ui" / "examined").glob("*.started.json")
+    process = Process.from_text(json.loads(started.read_text())["process"])
+    assert process is not None
+    wait_for(lambda: not process.is_alive())
+    found = examined(screen)
+    assert found["kinds"]["dropped"]["files"] == ["broken.png"]
+    assert set(found["items"]) == {"a.png", "b.png", "broken.png"}
+    assert found["items"]["b.png"]["tokens"][0] > 0
+    (crop,) = found["items"]["b.png"]["crops"]
+    assert len(crop["box"]) == 4
