@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import PHONE_PX, Browser
 from PIL import Image
 from processes import wait_for
-from screens import Screen
+from screens import Screen, server_process
 
 from diffsynth_lite.pipelines import qwen_image
 from diffsynth_lite.run_folder.process import Process
@@ -29,7 +30,7 @@ PRINTED: dict[str, Any] = {
             "crops": [{"bucket": "64x64", "box": [0, 8, 64, 56]}],
             "tokens": [9],
             "limit": 8,
-            "remarks": [],
+            "remarks": ["a caption of one word: 'mug'"],
         },
         "b.png": {"crops": [], "tokens": [2], "limit": 8, "remarks": ["cannot be used: it is no image"]},
     },
@@ -188,6 +189,37 @@ def test_of_several_data_sets_only_the_findings_of_this_one_are_shown() -> None:
         "dropped": ["b.png"],
         "alike": ["b.png"],
     }
+
+
+@pytest.mark.parametrize("width", [1280, PHONE_PX])
+def test_a_browser_shows_remarks_tokens_and_crop_at_the_item_until_it_changes(
+    screen: Screen, mug: Path, doctor: FakeDoctor, browser: Browser, width: int
+) -> None:
+    examine(screen)
+    doctor.end(json.dumps(PRINTED).replace("a caption of one word", "<img src=x onerror=alert(1)>"))
+    cell = "document.querySelector('[data-file=\"a.png\"]')"
+    with (
+        server_process(screen.workspace.path) as server,
+        browser.page(server.address.replace("/?", "/data/mug/?config=mine&"), width=width) as page,
+    ):
+        page.await_control("radio", "Black bars 1")
+        page.wait_for(f"{cell}.querySelectorAll('.remark').length === 1")
+        assert "'mug'" in page.evaluate(f"{cell}.querySelector('.remark').innerText")
+        assert page.evaluate(f"{cell}.querySelector('.tokens.over').innerText") == "9 of 8 tokens"
+        page.press("checkbox", "Show the crop")
+        page.wait_for(f"{cell}.querySelector('.crop path').getAttribute('d').includes('M0 8V56H64V8z')")
+        page.press("radio", '"a mug" 9 of 10')
+        assert page.text("#marked mark") == "a mug"
+        page.press("radio", "Cannot be used 1")
+        assert page.evaluate("[...document.querySelectorAll('.item .remark.stop')].length") == 1
+        page.press("radio", "All 2")
+        page.fill("textbox", "Caption of a.png", "another")
+        page.await_control("radio", "Changed since 1")
+        assert "1 item changed since" in page.text("#examined-head")
+        assert page.evaluate(f"{cell}.querySelector('.crop')") is None
+        assert page.nameless() == []
+        assert page.complaints == []
+        assert page.overflow_px() == 0
 
 
 @pytest.mark.slow
