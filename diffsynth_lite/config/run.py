@@ -176,6 +176,12 @@ class OutputSettings(Settings):
     """Also keep the checkpoint with the lowest loss on `validation.data`, and write its LoRA to
     `lora_best/`."""
 
+    copy_to: FilePath | None = None
+    """A folder that is there, such as ComfyUI's `models/loras`, into which the LoRA of each save is copied,
+    too, as ComfyUI reads it: `RUN.safetensors`, by the name of the run folder, and of Wan 2.2 A14B
+    `RUN-high_noise.safetensors` and `RUN-low_noise.safetensors`. A file that is not of this run is never
+    replaced. Where a copy fails, as on a full disk, the run warns and goes on. Null copies nothing."""
+
     lora_dtype: Precision = "bfloat16"
     """Precision of the LoRA files. `bfloat16` and `float16` take half the space of `float32`; how much of the
     update is lost to rounding is logged at the end. Checkpoints are in float32, whatever this is, and a run

@@ -118,6 +118,8 @@ def write_conversion(conversion: Conversion) -> None:
     with replacing(file) as temporary:
         save_file(conversion.tensors, temporary, metadata={"format": "pt"})
         add_metadata(temporary, conversion.contents.metadata)
+        # safetensors writes files that only their owner may read.
+        temporary.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def spelled(

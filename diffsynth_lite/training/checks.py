@@ -32,6 +32,7 @@ from diffsynth_lite.training.distributed.context import check_split, check_token
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
 from diffsynth_lite.training.encoding.dataset import CheckedData, read_records
+from diffsynth_lite.training.export.comfyui_copies import require_comfyui_names
 from diffsynth_lite.training.frozen_weights import check_stream, text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.layer_groups import (
     LayerGroup,
@@ -269,6 +270,7 @@ def _check_model(
     problems.attempt(_check_averaging, config, family, optimizer)
     if layers:
         problems.attempt(family.lora_files.settle, transformer, layers, rank=rank, kind=kind)
+    problems.attempt(require_comfyui_names, config, family, layers or [])
     selected = problems.attempt(select_blocks, config, len(blocks)) if blocks else []
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
     if preview_family is not None and preview_family is not family:

@@ -28,7 +28,7 @@ from diffsynth_lite.lora import (
 from diffsynth_lite.lora.metadata import NoiseRange, lora_metadata
 from diffsynth_lite.media import STRIP_FRAMES
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.run_folder.loras import lora_copies
+from diffsynth_lite.run_folder.loras import SUFFIX, lora_copies
 from diffsynth_lite.run_folder.model_card import CARD, IMAGES
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.manifest import (
@@ -42,6 +42,7 @@ from diffsynth_lite.training.data_settings import num_preview_frames, num_previe
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
+from diffsynth_lite.training.export.comfyui_copies import ComfyuiCopies
 from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.optimization.averages import AveragedWeights, MovingAverage
 from diffsynth_lite.training.optimization.optimizer_state import load_optimizer, optimizer_tensors
@@ -101,6 +102,7 @@ class Saver:
             layers=run.checked.target_layers,
         )
         self.lora_dtype: torch.dtype = getattr(torch, config.output.lora_dtype)
+        self._copies = ComfyuiCopies.of(config, run.family)
         self._keeps_best = config.output.keep_best and config.validation.data is not None
         state = start.checkpoint.documents["state"] if start.checkpoint else {}
         self.best: dict[str, Any] | None = self._comparable(state.get("best"))
@@ -287,6 +289,8 @@ class Saver:
                 card = [file for file in (export / CARD, *(export / IMAGES).glob("*")) if file.is_file()]
                 files += [file for file in card if is_file_name(file.relative_to(export).as_posix())]
                 self._run.store.keep_lora(step, export, files)
+                if export == self._run.folder.lora_folder:
+                    self._copies.write([file for file in files if file.suffix == SUFFIX])
 
     def _export(self, folder: Path, step: int, *, average: bool) -> list[Path]:
         describe, averaged = self._description(step, is_average=average), self._built.averaged

@@ -49,6 +49,7 @@ from diffsynth_lite.training.distributed.sharding import (
     shards_of,
 )
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
+from diffsynth_lite.training.export.comfyui_copies import require_copy_folder
 from diffsynth_lite.training.shortages import shortages_explained
 from diffsynth_lite.training.stopping import GracePeriod, Requests, StopRequest, remove_old_requests
 
@@ -334,6 +335,7 @@ def open_run(
         on_main_process(accelerator, remove_old_requests, folder.path)
         on_main_process(accelerator, run.write_first_settings)
         with clock.stage("checks"), run.prepared():
+            on_main_process(accelerator, require_copy_folder, config)
             download_model(checked, accelerator)
         yield run
 

@@ -39,6 +39,7 @@ from diffsynth_lite.training.distributed.context import split_model
 from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
+from diffsynth_lite.training.export.comfyui_copies import ComfyuiCopies
 from diffsynth_lite.training.frozen_weights import (
     place_weights,
     quantizable_bytes,
@@ -128,6 +129,8 @@ def encode(run: Run, start: Start) -> TrainingData:
     config, checked, accelerator = run.config, run.checked, run.accelerator
     on_main_process(accelerator, require_disk_space, run, start)
     on_main_process(accelerator, warn_of_previews, run, start)
+    contract = start.checkpoint.documents["contract"] if start.checkpoint else None
+    on_main_process(accelerator, ComfyuiCopies.of(config, run.family).require_free, contract)
     with run.clock.stage("encoding"):
         encode = encode_run if config.data.sealed is None else sealed_data
         data = encode(config, checked, accelerator)

@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 _OWN_TO_A_MACHINE = frozenset(
     [
         *("path", "transformer_file", "transformer_2_file", "init_from", "training_adapter", "model_path"),
-        *("dir", "cache_dir", "sealed", "source", "metadata", *(role.folder for role in ROLES)),
+        *("dir", "copy_to", "cache_dir", "sealed", "source", "metadata", *(role.folder for role in ROLES)),
         *("validation.data", "inputs", "last_frames", "control", "inpaint_masks"),
         *("num_workers", "cpu_threads"),
     ]
