@@ -17,6 +17,7 @@ from diffsynth_lite.lora import adapter_shapes
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
+from diffsynth_lite.training.checkpoint.comfyui_copies import require_comfyui_names
 from diffsynth_lite.training.data_settings import check_records, plan_rules, set_audio
 from diffsynth_lite.training.distilled import (
     find_preview_family,
@@ -32,7 +33,6 @@ from diffsynth_lite.training.distributed.context import check_split, check_token
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
 from diffsynth_lite.training.encoding.dataset import CheckedData, read_records
-from diffsynth_lite.training.export.comfyui_copies import require_comfyui_names
 from diffsynth_lite.training.frozen_weights import check_stream, text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.layer_groups import (
     LayerGroup,

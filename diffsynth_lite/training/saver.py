@@ -31,6 +31,7 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.run_folder.loras import SUFFIX, lora_copies
 from diffsynth_lite.run_folder.model_card import CARD, IMAGES
 from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.checkpoint.comfyui_copies import ComfyuiCopies
 from diffsynth_lite.training.checkpoint.manifest import (
     Checkpoint,
     folder_name,
@@ -42,7 +43,6 @@ from diffsynth_lite.training.data_settings import num_preview_frames, num_previe
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
-from diffsynth_lite.training.export.comfyui_copies import ComfyuiCopies
 from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.optimization.averages import AveragedWeights, MovingAverage
 from diffsynth_lite.training.optimization.optimizer_state import load_optimizer, optimizer_tensors

@@ -25,6 +25,7 @@ from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded, prepar
 from diffsynth_lite.run_folder.loras import chosen_copy
 from diffsynth_lite.run_folder.metrics import MetricsLog
 from diffsynth_lite.run_folder.progress import RunningStatus, StepReport
+from diffsynth_lite.training.checkpoint.comfyui_copies import require_copy_folder
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint
 from diffsynth_lite.training.checkpoint.resume import (
     Lineage,
@@ -49,7 +50,6 @@ from diffsynth_lite.training.distributed.sharding import (
     shards_of,
 )
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
-from diffsynth_lite.training.export.comfyui_copies import require_copy_folder
 from diffsynth_lite.training.shortages import shortages_explained
 from diffsynth_lite.training.stopping import GracePeriod, Requests, StopRequest, remove_old_requests
 

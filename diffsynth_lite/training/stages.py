@@ -24,6 +24,7 @@ from diffsynth_lite.training.builder import (
     build_run,
     build_transformer,
 )
+from diffsynth_lite.training.checkpoint.comfyui_copies import ComfyuiCopies
 from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.checkpoint.resume import data_fingerprint, extended_lineage, resolve_checkpoint
 from diffsynth_lite.training.checks import recheck_model
@@ -39,7 +40,6 @@ from diffsynth_lite.training.distributed.context import split_model
 from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
-from diffsynth_lite.training.export.comfyui_copies import ComfyuiCopies
 from diffsynth_lite.training.frozen_weights import (
     place_weights,
     quantizable_bytes,

@@ -8,7 +8,7 @@ import pytest
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import load_family
-from diffsynth_lite.training.export.comfyui_copies import ComfyuiCopies, require_comfyui_names
+from diffsynth_lite.training.checkpoint.comfyui_copies import ComfyuiCopies, require_comfyui_names
 
 
 def config_of(family: str, kind: str = "lora", folder: Path = Path("there")) -> Any:
