@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffsynth_lite.cli.arguments import train_command
-from diffsynth_lite.cli.train import load, parse_words, words_of
+from diffsynth_lite.cli.train import load, parse_words, settings_of, words_of
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import MASK
@@ -29,19 +29,22 @@ class _Way:
     working_folder: Path
 
 
-def continuation(path: Path) -> Continuation:
+def continuation(path: Path, *, within: Path | None = None) -> Continuation:
     """How the run in a folder is continued.
 
     That is the command that started it, where this machine still has its files and it still leads to this
     folder; otherwise the settings that it was started with. The folder may be somebody else's: its arguments
     are parsed as any, and code that its settings name is refused.
 
+    Args:
+        within: folder that the command has to be given in, with a config in it; None for any.
+
     Raises:
         UserError: it cannot be continued from here; the message says why.
     """
     run = RunFolder(path.resolve())
     started = StartCommand.read(run.command_file)
-    way = _as_started(run, started) or _by_settings(run, started)
+    way = _as_started(run, started, within) or _by_settings(run, started)
     if source := _resume_source(run, way.config.resume.source):
         way.parsed.resume = source
     arguments = words_of(way.parsed)
@@ -58,15 +61,20 @@ def continuation(path: Path) -> Continuation:
         )
     return Continuation(
         arguments=tuple(arguments),
+        config=way.parsed.config,
+        presets=tuple(way.parsed.presets),
+        settings=tuple(settings_of(way.parsed)),
         working_folder=way.working_folder,
         num_processes=num_processes,
         shown=shown,
     )
 
 
-def _as_started(run: RunFolder, started: StartCommand | None) -> _Way | None:
+def _as_started(run: RunFolder, started: StartCommand | None, within: Path | None) -> _Way | None:
     """By the command that started the run; None where it is not known, or does not lead to this folder."""
     folder = _folder_here(started)
+    if within is not None and folder is not None and folder.resolve() != within.resolve():
+        return None
     if started is None or folder is None or any(MASK in word for word in started.arguments):
         return None
     with suppress(UserError, OSError):
@@ -75,6 +83,11 @@ def _as_started(run: RunFolder, started: StartCommand | None) -> _Way | None:
         # Presets decide nothing that is asked for here, and loading them logs what they change.
         asked = argparse.Namespace(**vars(parsed) | {"presets": []})
         if file.exists() and not file.is_file():  # a named pipe, which nobody may write to
+            return None
+        is_cut = any("=" not in each for each in parsed.overrides)  # a value in words, by a shell
+        if within is not None and is_cut:
+            return None
+        if within is not None and file.exists() and not file.resolve().is_relative_to(within.resolve()):
             return None
         config = load(asked, file if file.exists() else parsed.config).config
         if _leads_to(run, folder, config):

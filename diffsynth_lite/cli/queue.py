@@ -165,10 +165,11 @@ def _start(queue: Queue) -> None:
 def _work(parsed: argparse.Namespace, queue: Queue) -> None:
     """Start what waits, one run a device, until nothing does: what go does, in this terminal or job."""
     from diffsynth_lite.queue.worker import Worker
+    from diffsynth_lite.ui.jobs import Jobs
 
     refuse_group(os.environ, "queue work")
     try:
-        Worker(queue).work()
+        Worker(queue, holder=Jobs(queue.workspace).captioning).work()
     except KeyboardInterrupt:
         logger.info("Ended; a run that it started goes on.")
     if parsed.json:

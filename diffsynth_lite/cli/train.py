@@ -74,6 +74,12 @@ def words_of(parsed: argparse.Namespace) -> list[str]:
     return [*config_words(parsed), *switches, *resume]
 
 
+def settings_of(parsed: argparse.Namespace) -> list[str]:
+    """The arguments of ``train`` but for config and presets, as ``section.key=value``."""
+    flags = {key: getattr(parsed, name) for name, key in _FLAG_KEYS.items()}
+    return [*parsed.overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)]
+
+
 def load(parsed: argparse.Namespace, config: str | Path) -> LoadedConfig:
     """The config that the arguments of ``train`` ask for.
 

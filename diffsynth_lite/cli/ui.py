@@ -7,6 +7,7 @@ import re
 import sys
 import webbrowser
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from diffsynth_lite.cli.console import print_lines
@@ -72,7 +73,8 @@ def run(parsed: argparse.Namespace) -> None:
         if opens_browser(os.environ, sys.platform) if parsed.open is None else parsed.open:
             webbrowser.open(address)
         try:
-            guard = build(workspace, token=token, continuation=continuation, behind=behind)
+            by_queue = partial(continuation, within=workspace.path)
+            guard = build(workspace, token=token, continuation=by_queue, behind=behind)
             serve(guard, [bound])
         except KeyboardInterrupt:
             logger.info("Ended; runs that it started continue.")

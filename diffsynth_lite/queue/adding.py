@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -13,6 +14,7 @@ from diffsynth_lite.files import parse_json
 from diffsynth_lite.queue.entry import MOST_PROCESSES, Entry
 from diffsynth_lite.queue.variants import names, variants
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.run_folder.command import Continuation
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.reading import read_run_file
 from diffsynth_lite.workspace import Workspace
@@ -54,23 +56,47 @@ def entries_of(
     problems, found = Problems(), []
     for variant, folder in zip(several, folders, strict=True):
         given = (setting for setting in variant.settings if not setting.startswith("output.dir="))
-        try:
-            entry = Entry(
-                config=_written(workspace, config),
-                folder=folder,
-                settings=tuple(given),
-                presets=tuple(presets),
-                device=device,
-                num_processes=num_processes,
-            )
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            key = str(first["loc"][0])
-            raise UserError(f"{key}: {first['input']!r}: {_EXPECTED.get(key, first['msg'])}") from None
-        problems.attempt(_check, entry, workspace)
+        entry = _entry(
+            config=_written(workspace, config),
+            folder=folder,
+            settings=tuple(given),
+            presets=tuple(presets),
+            device=device,
+            num_processes=num_processes,
+        )
+        problems.attempt(require_startable, entry, workspace)
         found.append(entry)
     problems.require_none()
     return found
+
+
+def entry_of_continuation(workspace: Workspace, run: Path, found: Continuation) -> Entry:
+    """The entry with which a run is continued.
+
+    Raises:
+        UserError: it would not start.
+    """
+    root, folder = workspace.path.resolve(), run.resolve()
+    is_here = found.working_folder.resolve() == root
+    entry = _entry(
+        config=found.config,
+        folder=folder.relative_to(root).as_posix() if folder.is_relative_to(root) else str(folder),
+        settings=tuple(each for each in found.settings if not each.startswith("output.dir=")),
+        presets=found.presets,
+        num_processes=found.num_processes,
+        working_folder="" if is_here else str(found.working_folder),
+    )
+    require_startable(entry, workspace)
+    return entry
+
+
+def _entry(**values: Any) -> Entry:
+    try:
+        return Entry(**values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = str(first["loc"][0])
+        raise UserError(f"{key}: {first['input']!r}: {_EXPECTED.get(key, first['msg'])}") from None
 
 
 def _written(workspace: Workspace, config: Path) -> str:
@@ -83,7 +109,12 @@ def _written(workspace: Workspace, config: Path) -> str:
     raise UserError(f"--config {config}: is outside of the workspace {root}; copy it to configs/ there")
 
 
-def _check(entry: Entry, workspace: Workspace) -> None:
+def require_startable(entry: Entry, workspace: Workspace) -> None:
+    """Check all of an entry that can be checked before its run starts.
+
+    Raises:
+        UserError: its config is wrong, leads out of the workspace, or has the folder of another run.
+    """
     entry.require_inside(workspace)
     if redacted(asked := entry.model_dump()) != asked:
         raise UserError(

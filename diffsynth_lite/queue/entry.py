@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from diffsynth_lite.config import LoadedConfig, load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import read_bytes
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.workspace import Workspace
 
 QueueState = Literal["waiting", "running", "done"]
@@ -41,8 +42,11 @@ class Entry(BaseModel):
         folder: of the run, its ``output.dir``.
         settings: that win over those of the config, as ``section.key=value``.
         device: for ``CUDA_VISIBLE_DEVICES``; empty for whichever the run takes by itself.
+        working_folder: of a run that was begun elsewhere and goes on by the settings in its own folder;
+            empty for the workspace.
         process: that was started, as :class:`~diffsynth_lite.run_folder.process.Process` writes it.
         started_at: seconds since 1970, as ``ended_at``; 0 before.
+        was_signalled: whether it was asked to stop by a signal, as before its first status.
         exit_code: None before the end, and where neither a worker nor the run recorded it.
         outcome: of a run that is done: the state in its folder, or "killed", "refused", "did not start".
         message: the reason, where it did not finish.
@@ -56,7 +60,9 @@ class Entry(BaseModel):
     presets: tuple[_Word, ...] = ()
     device: _Devices = ""
     num_processes: int = Field(default=1, ge=1, le=MOST_PROCESSES)
+    working_folder: str = Field(default="", pattern=r"^(/[^\x00]*|[A-Za-z]:[^\x00]*)?$", max_length=10_000)
     process: str = ""
+    was_signalled: bool = False
     started_at: float = 0.0
     ended_at: float = 0.0
     exit_code: int | None = None
@@ -69,9 +75,18 @@ class Entry(BaseModel):
         return [sys.executable, *(_TRAIN if self.num_processes == 1 else launcher), *self.arguments()]
 
     def arguments(self) -> list[str]:
-        """The arguments of ``train``, to which the workspace is the working folder."""
+        """The arguments of ``train``, in the folder of :meth:`place`."""
         presets = (word for name in self.presets for word in ("--preset", name))
         return ["--config", self.config, *presets, *self.settings, f"output.dir={self.folder}"]
+
+    def place(self, workspace: Workspace) -> Path:
+        """The folder that it is started in."""
+        return Path(self.working_folder) if self.working_folder else workspace.path
+
+    def asked(self) -> "Entry":
+        """What it asks for, without how a run of it went."""
+        kept = (*("config", "folder", "settings", "presets"), *("device", "num_processes", "working_folder"))
+        return Entry(**{name: getattr(self, name) for name in kept})
 
     def load(self, workspace: Workspace) -> LoadedConfig:
         """The config of the run.
@@ -95,10 +110,11 @@ class Entry(BaseModel):
         Raises:
             UserError: a path leads elsewhere.
         """
-        root = workspace.path.resolve()
-        if not (root / self.config).resolve().is_relative_to(root):
+        root, folder = workspace.path.resolve(), self.folder_in(workspace)
+        config = (root / self.config).resolve()
+        is_own = config == folder / RunFolder(folder).resolved_file.name
+        if not is_own and (self.working_folder or not config.is_relative_to(root)):
             raise UserError(f"config: {self.config}: is outside of {root}; copy it to configs/ there")
-        folder = self.folder_in(workspace)
         runs = workspace.runs_folder.resolve()
         if folder.parent != runs and folder not in (place.resolve() for place in workspace.runs.values()):
             raise UserError(

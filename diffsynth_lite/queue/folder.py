@@ -4,6 +4,7 @@ An entry is a file. Its state is the folder that the file is in, its place is th
 ``PAUSED`` is a file, too, with the reason as its text. Nothing else is remembered.
 """
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -299,8 +300,9 @@ def write_entry(file: Path, entry: Entry) -> None:
 
 
 def now() -> float:
-    """Seconds since 1970, to the millisecond."""
-    return round(time.time(), 3)
+    """Seconds since 1970 by the clock of files, which is some milliseconds late, so that they compare."""
+    coarse = getattr(time, "CLOCK_REALTIME_COARSE", None)  # of Linux only
+    return math.floor(1000 * (time.time() if coarse is None else time.clock_gettime(coarse))) / 1000
 
 
 def _file_name(number: int, name: str) -> str:

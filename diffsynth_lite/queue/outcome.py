@@ -32,7 +32,7 @@ def ended(entry: Entry, workspace: Workspace, *, exit_code: int | None, log: Pat
         at: when, as far as that is known, in seconds since 1970.
     """
     run = RunFolder(entry.folder_in(workspace))
-    status = (run.read_status() or {}) if _written_at(run.status_file) >= entry.started_at else {}
+    status = (run.read_status() or {}) if written_at(run.status_file) >= entry.started_at else {}
     if exit_code is None or entry.num_processes > 1:  # A launcher's own is 1, whatever the run's was.
         known = status.get("exit_code")
         exit_code = known if isinstance(known, int) else exit_code
@@ -58,10 +58,16 @@ def shows_full_disk(entry: Entry, workspace: Workspace) -> bool:
     return is_named or free_disk_bytes(entry.folder_in(workspace)) < _LEAST_FREE_BYTES
 
 
-def log_lines(log: Path, *, num_lines: int) -> list[str]:
-    """The last lines of a log, with secrets masked."""
+def log_lines(log: Path, *, num_lines: int, start: int = 0) -> list[str]:
+    """The last lines of a log, with secrets masked; none of one that is a link.
+
+    Args:
+        start: bytes at its beginning that are not read.
+    """
+    if log.is_symlink():
+        return []
     with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         text = file.read(_TAIL_BYTES).decode(errors="replace").replace("\r\n", "\n")
         lines = [line.rpartition("\r")[2] for line in text.splitlines()]
         return [redacted(line) for line in lines if line.strip()][-num_lines:]
@@ -87,7 +93,8 @@ def _outcome(status: dict[str, Any], exit_code: int | None) -> str:
     return "killed" if state == "running" else state
 
 
-def _written_at(file: Path) -> float:
+def written_at(file: Path) -> float:
+    """When a file was changed last, in seconds since 1970; 0 where there is none."""
     try:
         return file.stat().st_mtime
     except OSError:

@@ -84,17 +84,25 @@ class Worker:
 
     Args:
         command: makes the command of an entry.
+        holder: names who else has the device of this machine; empty for nobody.
         poll_s: between two looks at the queue.
     """
 
     def __init__(
-        self, queue: Queue, *, command: Callable[[Entry], list[str]] = Entry.command, poll_s: float = _POLL_S
+        self,
+        queue: Queue,
+        *,
+        command: Callable[[Entry], list[str]] = Entry.command,
+        holder: Callable[[], str] = lambda: "",
+        poll_s: float = _POLL_S,
     ) -> None:
         self._queue = queue
         self._command = command
+        self._holder = holder
         self._poll_s = poll_s
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._waits_for: RunFolder | None = None
+        self._waits_for_holder = ""
 
     def work(self) -> None:
         """Work until there is nothing to do.
@@ -140,7 +148,13 @@ class Worker:
         return is_left
 
     def _is_taken(self) -> bool:
-        """Whether a run trains here that the queue has not started, on a device that nobody knows."""
+        """Whether somebody else has a device, nobody knows which: a run of a terminal, or :attr:`holder`."""
+        if (name := self._holder()) != self._waits_for_holder:
+            self._waits_for_holder = name
+            if name:
+                logger.info("Waits for %s.", name)
+        if name:
+            return True
         if self._waits_for is not None and self._waits_for.trains_here():
             return True
         self._waits_for = self._queue.run_of_others()
@@ -181,7 +195,7 @@ class Worker:
             take_lock(log)
             child = start_detached(
                 self._command(entry),
-                cwd=self._queue.workspace.path,
+                cwd=entry.place(self._queue.workspace),
                 log=log,
                 variables={"CUDA_VISIBLE_DEVICES": entry.device} if entry.device else {},
             )

@@ -67,7 +67,7 @@
   const generator = (page) => page.querySelector("meta[name=generator]")?.content;
 
   async function ask() {
-    const answer = await fetch(location.pathname, { cache: "no-cache" });
+    const answer = await fetch(location.pathname + location.search, { cache: "no-cache" });
     if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
     if (answer.headers.get("ETag") === tag) return;
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");

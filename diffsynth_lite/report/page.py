@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,8 @@ def render(runs: Sequence[RunReport], *, served: Served | None = None) -> str:
     if len(runs) > 1:
         compared = {
             "results": results(runs),
-            "settings": differing_settings([run.settings for run in runs]),
+            "settings": differing_settings(settings := [run.settings for run in runs]),
+            "same": same_settings(settings),
             "prompts": (shared := shared_prompts(runs)),
             "has_previews": any(run.prompts for run in runs),
             "has_own_prompts": len(shared) < len({each.prompt for run in runs for each in run.prompts}),
@@ -317,10 +318,23 @@ def differing_settings(settings: Sequence[str]) -> Rows:
     Args:
         settings: of each run, as yaml; empty for a run without them.
     """
-    flat = [dict(_flat(yaml.safe_load(text) or {})) for text in settings]
+    return {key: values for key, values in _rows(settings).items() if len(set(values)) > 1}
+
+
+def same_settings(settings: Sequence[str]) -> dict[str, str]:
+    """The settings that all runs have in common, with their values, by dotted key."""
+    return {key: values[0] for key, values in _rows(settings).items() if len(set(values)) == 1}
+
+
+def _rows(settings: Sequence[str]) -> Rows:
+    flat = [_flat_settings(text) for text in settings]
     keys = dict.fromkeys(key for each in flat for key in each if key not in _OF_THE_PLACE)
-    rows = {key: [each.get(key, "") for each in flat] for key in keys}
-    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+    return {key: [each.get(key, "") for each in flat] for key in keys}
+
+
+@lru_cache(maxsize=64)
+def _flat_settings(text: str) -> Mapping[str, str]:
+    return dict(_flat(yaml.safe_load(text) or {}))
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

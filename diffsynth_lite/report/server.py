@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
@@ -74,7 +74,7 @@ class RunPages:
         self._lock = threading.Lock()
         self._runs: dict[str, _Read] = {}
         self._cards: dict[str, tuple[object, RunCard]] = {}
-        self._pages: dict[str | None, tuple[list[RunReport], Served, Answer]] = {}
+        self._pages: dict[str | tuple[str, ...] | None, tuple[list[RunReport], Served, Answer]] = {}
 
     def answer(self, path: str) -> Answer | None:
         """The content at the path of a request, as it was sent; None if there is none."""
@@ -105,6 +105,17 @@ class RunPages:
                     del self._runs[old]
                     self._pages.pop(old, None)
             return self._page(name, [report], served or Served())
+
+    def several(self, names: Sequence[str], served: Served) -> Answer | None:
+        """The page of some runs side by side; None if there is no run of one of these names."""
+        with self._lock:
+            reports = [report for name in names if (report := self._read(name)) is not None]
+            if len(reports) < len(names):
+                return None
+            key = tuple(names)
+            for old in [each for each in self._pages if isinstance(each, tuple) and each != key]:
+                del self._pages[old]
+            return self._page(key, reports, served)
 
     def file(self, name: str, file: str) -> Answer | None:
         """A preview of a run, by its path in the run folder; None for any other file."""
@@ -149,7 +160,7 @@ class RunPages:
         now = self._clock()
         return _Read(state=state, report=report, good_until=now + _WAITED_MULTIPLE * (now - began_at))
 
-    def _page(self, key: str | None, runs: list[RunReport], served: Served) -> Answer:
+    def _page(self, key: str | tuple[str, ...] | None, runs: list[RunReport], served: Served) -> Answer:
         known = self._pages.get(key)
         # By identity: comparing their content takes long.
         if known is not None and list(map(id, runs)) == list(map(id, known[0])) and served == known[1]:

@@ -62,7 +62,7 @@ class Continuation:
     """How a run is continued.
 
     Attributes:
-        arguments: of ``train``.
+        arguments: of ``train``; ``config``, ``presets`` and ``settings`` ask for the same.
         working_folder: to start in. It may be somebody else's, so no modules may be taken from it: ``python
             -P``, or the installed program.
         num_processes: that the run had; another number trains on, too.
@@ -70,6 +70,9 @@ class Continuation:
     """
 
     arguments: tuple[str, ...]
+    config: str
+    presets: tuple[str, ...]
+    settings: tuple[str, ...]
     working_folder: Path
     num_processes: int
     shown: str

@@ -19,6 +19,7 @@ from diffsynth_lite.ui.guard import LOOPBACK, Guard
 from diffsynth_lite.ui.home import routes as home
 from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.ui.pages import refused, report_answer, static_file
+from diffsynth_lite.ui.queued import QueuedRuns
 from diffsynth_lite.ui.runs import routes as runs
 from diffsynth_lite.workspace import Workspace
 
@@ -44,10 +45,9 @@ def build(
         routes=[*routes, Route("/static/{name}", static_file)],
         exception_handlers={UserError: _reason, OSError: _reason},
     )
-    jobs = Jobs(workspace)
     application.state.workspace = workspace
-    application.state.jobs = jobs
-    application.state.run_pages = RunPages(lambda: jobs.without_run() | workspace.runs)
+    application.state.jobs = Jobs(workspace)
+    application.state.run_pages = RunPages(lambda: QueuedRuns(workspace).without_run() | workspace.runs)
     application.state.continuation = continuation
     return Guard(application, token=token, behind=behind)
 

@@ -16,6 +16,7 @@ from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.queue.worker import Worker
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.process import Process
+from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.workspace import Workspace
 
 STATUS = 'printf \'{"state": "%s", "exit_code": %s, "message": "%s", "found_at": {}}\' >$RUN/status.json; '
@@ -24,6 +25,7 @@ FINISHED = f"{STATUS % ('finished', 0, '')} exit 0"
 PROGRAMS = {
     "quick": FINISHED,
     "refused": "echo 12:34:56 lora.rank: is wrong; exit 2",
+    "starting": "exec sleep 60",
     "broken": "echo Traceback; echo it broke; exit 1",
     "failed": f"{STATUS % ('failed', 1, 'a bug')} exit 1",
     "stopped": f"{STATUS % ('interrupted', 75, 'stopped by STOP')} exit 75",
@@ -97,6 +99,11 @@ class Waiting:
     def work(self) -> None:
         """Work here until there is nothing to do."""
         Worker(self.queue, command=fake_command, poll_s=0.01).work()
+
+    def work_as_the_command_does(self) -> None:
+        """The same, while nobody has a model write captions."""
+        holder = Jobs(self.queue.workspace).captioning
+        Worker(self.queue, command=fake_command, holder=holder, poll_s=0.01).work()
 
     @contextmanager
     def working(self) -> Iterator[ForkServerProcess]:

@@ -69,7 +69,9 @@ def test_previews_of_different_prompts_are_shown_run_by_run(tmp_path: Path) -> N
     page = render([first, second])
     assert "No prompt is in two of these runs" in page
     assert 'alt="second, step 200: two"' in page
-    assert page.index('id="charts"') < page.index('id="previews"') < page.index('id="settings"')
+    places = [page.index(f'id="{part}"') for part in ("settings", "charts", "previews", "same")]
+    assert places == sorted(places)  # what differs is on top, the rest is folded
+    assert '<details class="drawer"><summary>' in page[places[-1] :]
 
 
 def test_an_open_page_of_a_run_is_loaded_again_while_the_run_continues(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from screens import Screen, signed_in
 
+from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.workspace import open_workspace
 
 
@@ -14,3 +15,17 @@ def screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Screen:
     workspace = open_workspace(tmp_path / "workspace")
     monkeypatch.chdir(workspace.path)
     return signed_in(workspace)
+
+
+@pytest.fixture
+def no_worker(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The workspaces whose queue a screen had go on; no worker is started."""
+    started: list[Path] = []
+
+    def go(queue: Queue) -> None:
+        queue.unpause()
+        started.append(queue.workspace.path)
+
+    for module in ("queued", "home.queue"):
+        monkeypatch.setattr(f"diffsynth_lite.ui.{module}.start_worker", go)
+    return started

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ class Screen:
 def signed_in(workspace: Workspace, *, token: str = "the-token", behind: str | None = None) -> Screen:
     """The screen after the printed address was opened."""
     client = TestClient(
-        build(workspace, token=token, continuation=continuation, behind=behind),
+        build(
+            workspace, token=token, continuation=partial(continuation, within=workspace.path), behind=behind
+        ),
         base_url=ADDRESS,
         follow_redirects=False,
     )

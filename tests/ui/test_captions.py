@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,16 +17,19 @@ from PIL import Image
 from processes import wait_for
 from run_folders import full_folder
 from screens import INLINE, Screen
+from waiting_runs import Waiting
 
 from diffsynth_lite.captioning.cleaning import CaptionFormat
 from diffsynth_lite.captioning.instructions import CaptionLength, Goal
 from diffsynth_lite.captioning.report import CaptioningStatus, CaptionReport, CaptionRow, caption_hash
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.ui.data_sets.captioning import CHOICES
-from diffsynth_lite.ui.jobs import Job, Jobs
+from diffsynth_lite.ui.jobs import Jobs
 
 MODEL = "Qwen/Qwen3-VL-4B-Instruct"
+CONFIG = "model: {family: qwen_image, path: m}\ndata: {path: d}\noutput: {dir: runs/mine}\n"
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
@@ -33,23 +37,23 @@ class Started:
     """What was started in place of the command: processes that only sleep."""
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
+        self.commands: list[str] = []
         self.children: list[subprocess.Popen[bytes]] = []
 
-    def spawn(self, job: Job, log: int) -> "subprocess.Popen[bytes]":
-        self.jobs.append(job)
+    def spawn(self, command: list[str], **_: object) -> "subprocess.Popen[bytes]":
+        self.commands.append(" ".join(command).partition(" caption ")[2])
         self.children.append(subprocess.Popen(SLEEP, start_new_session=True))
         return self.children[-1]
 
     @property
     def command(self) -> str:
-        return " ".join(self.jobs[-1].arguments)
+        return self.commands[-1]
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     started = Started()
-    monkeypatch.setattr("diffsynth_lite.ui.jobs._spawn", started.spawn)
+    monkeypatch.setattr("diffsynth_lite.ui.jobs.start_detached", started.spawn)
     yield started
     for child in started.children:
         child.kill()
@@ -158,7 +162,7 @@ def test_a_form_that_makes_no_command_is_refused_with_the_reason(
     assert reason in ask(screen, "command", **form).json()["wrong"]
     answer = ask(screen, "write", **form)
     assert (answer.status_code, reason in answer.json()["error"]) == (422, True)
-    assert started.jobs == []
+    assert started.commands == []
 
 
 def test_the_page_has_the_trigger_of_a_config_and_no_script_of_its_own(screen: Screen, mug: Path) -> None:
@@ -197,37 +201,42 @@ def test_a_caption_is_by_a_model_while_it_has_the_text_of_the_report(screen: Scr
 def test_captions_by_a_model_and_runs_have_the_device_by_turns(
     screen: Screen, mug: Path, started: Started
 ) -> None:
-    jobs = Jobs(screen.workspace)
+    jobs, queue = Jobs(screen.workspace), Waiting(Queue(screen.workspace))
     other = screen.workspace.data_folder / "other"
     other.mkdir()
-    run = screen.workspace.runs_folder / "mine"
+    (screen.workspace.configs_folder / "mine.yaml").write_text(CONFIG)
     assert ask(screen, "write", model=MODEL).status_code == 200
     assert captioning(screen)["state"] == "starting"
     assert captioning(screen)["command"] == f"diffsynth-lite caption data/mug --model {MODEL}"
-    with pytest.raises(UserError, match="a model writes captions of mug on this device; stop it first"):
-        jobs.start(["--config", "x.yaml"], run)
+    queue.add("long-run")
+    worker = threading.Thread(target=queue.work_as_the_command_does, daemon=True)
+    worker.start()
+    wait_for(queue.queue.is_worked)
     with pytest.raises(UserError, match="a model writes captions of mug on this device"):
-        jobs.start(["data/other", "--model", MODEL], other, command="caption")
+        jobs.start(["data/other", "--model", MODEL], other)
     assert "being written already" in ask(screen, "write", model=MODEL).json()["error"]
     assert "being written already" in ask(screen, "write", endpoint="http://localhost/v1").json()["error"]
-    jobs.start(["data/other", "--endpoint", "http://localhost/v1"], other, command="caption")
+    jobs.start(["data/other", "--endpoint", "http://localhost/v1"], other)
+    assert "The next run waits: a model writes captions of mug on this device" in screen.get("/").text
+    assert queue.started() == []
     started.children[0].kill()
     wait_for(lambda: captioning(screen)["state"] == "did not start")
-    job = jobs.start(["--config", "x.yaml"], run)  # captions of a server are in nobody's way
-    assert "mine trains on this device" in ask(screen, "write", model=MODEL).json()["error"]
+    queue.await_start("long-run")  # captions of a server are in nobody's way
+    assert "long-run trains on this device" in ask(screen, "write", model=MODEL).json()["error"]
     assert ask(screen, "write", endpoint="http://localhost/v1").status_code == 200
-    assert list(jobs.without_run()) == [job.name] == ["mine"]
+    queue.end("long-run")
+    worker.join()
     for child in started.children:
         child.kill()
         child.wait()
-    full_folder(run)
+    run = full_folder(screen.workspace.runs_folder / "mine")
     (run / ".lock").write_text(f"{Process.current().as_text()}\n")
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps(status | {"state": "running"}))
     assert "mine trains on this device" in ask(screen, "write", model=MODEL).json()["error"]
 
 
-def test_captions_of_a_terminal_are_shown_and_keep_a_run_from_the_device(
+def test_captions_of_a_terminal_are_shown_and_have_the_device(
     screen: Screen, mug: Path, started: Started
 ) -> None:
     write_status(mug, process=Process.current(), phase="captioning", done=8, total=26, seconds_per_item=2.0)
@@ -240,11 +249,10 @@ def test_captions_of_a_terminal_are_shown_and_keep_a_run_from_the_device(
     )
     assert shown["options"] == {"model": MODEL}
     assert "Writing captions 8 of 26" in screen.get("/").text
-    with pytest.raises(UserError, match="a model writes captions of mug"):
-        Jobs(screen.workspace).start(["--config", "x.yaml"], screen.workspace.runs_folder / "mine")
+    assert Jobs(screen.workspace).captioning() == "a model writes captions of mug"
     elsewhere = replace(Process.current(), host="another")
     write_status(mug, process=elsewhere)
-    assert Jobs(screen.workspace).start(["--config", "x.yaml"], screen.workspace.runs_folder / "mine")
+    assert Jobs(screen.workspace).captioning() == ""
 
 
 def test_stop_sends_one_signal_to_the_command_whoever_started_it(
@@ -256,7 +264,7 @@ def test_stop_sends_one_signal_to_the_command_whoever_started_it(
     assert started.children[0].wait() == -signal.SIGINT
     shown = captioning(screen)
     assert (shown["state"], shown["log"]) == ("did not start", [])
-    child = started.spawn(started.jobs[0], 0)  # as from a terminal
+    child = started.spawn([])  # as from a terminal
     write_status(mug, process=Process.of(child.pid))
     assert ask(screen, "stop").status_code == 200
     assert child.wait() == -signal.SIGINT
@@ -267,12 +275,29 @@ def test_a_command_that_did_not_start_says_why_and_goes_on_as_it_was(
     screen: Screen, mug: Path, started: Started
 ) -> None:
     ask(screen, "write", model="none", goal="style")
-    (screen.workspace.logs_folder / "mug.captions.log").write_text("first\nnone: no such <model>\n")
+    (job,) = screen.workspace.logs_folder.glob("mug-*.json")
+    job.with_suffix(".log").write_text("first\nnone: no such <model>\n")
     started.children[0].kill()
     wait_for(lambda: captioning(screen)["state"] == "did not start")
     assert captioning(screen)["log"][-1] == "none: no such <model>"
     assert ask(screen, "go on").status_code == 200
     assert started.command == "data/mug --model none --goal style"
+
+
+def test_a_log_that_is_a_link_is_neither_followed_nor_read(
+    screen: Screen, mug: Path, started: Started, tmp_path: Path
+) -> None:
+    ask(screen, "write", model="m")
+    started.children[0].kill()
+    wait_for(lambda: captioning(screen)["state"] == "did not start")
+    (log,) = screen.workspace.logs_folder.glob("mug-*.log")
+    (tmp_path / "theirs").write_text("precious\n")
+    log.unlink()
+    log.symlink_to(tmp_path / "theirs")
+    assert captioning(screen)["log"] == []
+    assert ask(screen, "write", model="m").status_code == 200
+    assert not log.is_symlink()
+    assert (tmp_path / "theirs").read_text() == "precious\n"
 
 
 def test_what_was_stopped_goes_on_with_the_same_words_in_this_folder(
@@ -352,7 +377,7 @@ def test_only_captions_that_may_be_written_over_are_kept_for_undo(
         for path in entries
     ]
     assert found == ([kept] if kept else [])
-    is_dry = "--dry-run 3" in started.command if started.jobs else False
+    is_dry = "--dry-run 3" in started.command if started.commands else False
     assert is_dry == (form["do"] == "preview")
 
 

@@ -1,19 +1,19 @@
 """New run and the config screen: the form is a view of a file's text, and changes nothing else in it."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import PHONE_PX, Browser
-from screens import Screen, server_process
+from screens import INLINE, Screen, server_process
 
 from diffsynth_lite.config import load_config
 from diffsynth_lite.config.document import read_value, read_yaml
 from diffsynth_lite.config.editing import settings_of
 from diffsynth_lite.config.files import read_config_files, recipe_table_file
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.queue.entry import Entry
+from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.redaction import Redactor, in_force
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.planning.gpus import GPUS
@@ -45,18 +45,6 @@ def draft(screen: Screen) -> Path:
     path = screen.workspace.configs_folder / "mine.yaml"
     path.write_text(TEXT)
     return path
-
-
-class _Jobs:
-    """Takes down what would be started."""
-
-    def __init__(self) -> None:
-        self.started: list[tuple[Sequence[str], Path]] = []
-
-    def start(self, arguments: Sequence[str], run_folder: Path) -> None:
-        if self.started:
-            raise UserError("one run is there already")
-        self.started.append((arguments, run_folder))
 
 
 @pytest.mark.parametrize(
@@ -287,14 +275,52 @@ def test_two_tabs_on_one_config_in_a_browser(browser: Browser, tmp_path: Path) -
             assert refused == []
 
 
-def test_start_is_the_command_of_the_config_and_refused_with_the_reason(screen: Screen, draft: Path) -> None:
-    jobs = screen.client.app._app.state.jobs = _Jobs()
+def test_start_puts_the_config_into_the_queue_and_is_refused_with_the_reason(
+    screen: Screen, draft: Path, no_worker: list[Path]
+) -> None:
+    draft.write_text(f"{TEXT}output: {{dir: runs/qwen_lora}}\n")
     assert screen.post("/configs/mine/start").json() == {"go": "/runs/qwen_lora/"}
-    assert jobs.started == [(["--config", "configs/mine.yaml"], Path("runs/qwen_lora"))]
-    assert screen.post("/configs/mine/start").json() == {"error": "one run is there already"}
+    (run,) = Queue(screen.workspace).in_state("waiting")
+    assert run.entry == Entry(config="configs/mine.yaml", folder="runs/qwen_lora")
+    assert no_worker == [screen.workspace.path]
+    refusal = screen.post("/configs/mine/start").json()["error"]
+    assert refusal == "output.dir: runs/qwen_lora: is in the queue already (waiting)"
+    draft.write_text(f"{TEXT}output: {{dir: elsewhere/a}}\n")
+    assert "give one in runs/, such as runs/a" in screen.post("/configs/mine/start").json()["error"]
     draft.write_text(f"{TEXT}  optimizer: subprocess.Popen\n")
     refusal = screen.post("/configs/mine/start").json()["error"]
     assert "train.optimizer: subprocess.Popen is code" in refusal
-    assert refusal.endswith("in a terminal: diffsynth-lite train --config configs/mine.yaml")
+    assert refusal.endswith("start it in a terminal")
     draft.write_text(f"{TEXT}  sed: 1\n")
     assert "train.sed: unknown key" in screen.post("/configs/mine/start").json()["error"]
+
+
+def test_several_values_are_named_then_queued_and_shown_side_by_side(
+    screen: Screen, draft: Path, no_worker: list[Path]
+) -> None:
+    draft.write_text(f"{TEXT}output: {{dir: runs/mug}}\n")
+    settings = ["lora.rank=4, 8", "train.learning_rate=1e-4,2e-4"]
+    found = screen.post("/configs/mine/variants", {"settings": settings, "do": "name"}).json()
+    names = [f"mug-rank{rank}-lr{rate}" for rank in (4, 8) for rate in ("1e-4", "2e-4")]
+    assert found == {"names": names}
+    assert not Queue(screen.workspace).path.exists()
+    for settings_given, wrong in (
+        (["lora.rank=4"], None),  # one run is Start's
+        (["output.dir=a,b"], "each run gets a folder by what differs"),
+        (["lora.rank=[1"], None),
+        (["lora.rnk=1,2"], "unknown key"),
+        ([f"lora.rank={','.join(map(str, range(1, 200)))}"], "100 are the most at once"),
+    ):
+        answer = screen.post("/configs/mine/variants", {"settings": settings_given, "do": "name"}).json()
+        assert answer["names"] == []
+        assert (wrong or "") in answer.get("wrong", ""), answer
+    refusal = screen.post("/configs/mine/variants", {"settings": ["lora.rank=4,none"], "do": "add"})
+    assert (refusal.status_code, Queue(screen.workspace).in_state("waiting")) == (422, [])
+    added = screen.post("/configs/mine/variants", {"settings": settings, "do": "add"}).json()
+    assert added["names"] == names
+    assert [run.name for run in Queue(screen.workspace).in_state("waiting")] == names
+    assert no_worker == [screen.workspace.path]
+    page = screen.get(added["compare"])
+    assert page.status_code == 200
+    assert "4 runs side by side" in page.text
+    assert not INLINE.search(page.text)

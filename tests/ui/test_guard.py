@@ -104,6 +104,7 @@ def test_no_path_is_opened_that_a_request_names(screen: Screen) -> None:
         *("/runs/..%2f..%2f.ui%2ftoken/", "/runs/%2e%2e/%2e%2e/.ui/token", "/runs/../../etc/passwd"),
         *("/static/../guard.py", "/static/base.html", "/static/..%2fguard.py", "/static/%2fetc%2fpasswd"),
         *("/data/..%2f/examined", "/data/%2e%2e/examined?config=..%2fmine"),
+        *("/compare?run=..%2f.ui&run=set", "/compare?run=%2fetc&run=."),
         *("/data/set/full/..%2f..%2fconfigs%2fmine.yaml", "/data/set/full/%2fetc%2fpasswd"),
     )
     assert {path: screen.get(path).status_code for path in hostile} == dict.fromkeys(hostile, 404)
@@ -111,7 +112,9 @@ def test_no_path_is_opened_that_a_request_names(screen: Screen) -> None:
 
 def test_every_answer_has_the_policy_and_no_page_has_a_script_or_style_within(screen: Screen) -> None:
     full_folder(screen.workspace.runs_folder / "first")
-    for path in ("/", "/static/ui.js", "/runs/first/", "/nowhere", "/static/nothing.js"):
+    full_folder(screen.workspace.runs_folder / "second")
+    side_by_side = "/compare?run=first&run=second"
+    for path in ("/", "/static/ui.js", "/runs/first/", side_by_side, "/nowhere", "/static/nothing.js"):
         answer = screen.get(path)
         policy = answer.headers["content-security-policy"]
         assert "unsafe" not in policy

@@ -5,9 +5,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
+import time
 import zipfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,18 @@ from processes import wait_for
 from run_folders import full_folder
 from screens import INLINE, Screen
 from tiny_run import UNWATCHED, make_run
+from waiting_runs import Waiting
 
+from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.qwen_image import tiny
+from diffsynth_lite.queue.entry import Entry
+from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.process import Process
-from diffsynth_lite.ui.jobs import Job, Jobs
+from diffsynth_lite.ui.queued import QueuedRuns
 
+CONFIG = "model: {family: qwen_image, path: m}\ndata: {path: d}\noutput: {dir: runs/mine}\n"
 LORA = "lora/pytorch_lora_weights.safetensors"
 
 
@@ -37,10 +42,16 @@ def num_rows(folder: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
+def add(screen: Screen, folder: str, *settings: str) -> None:
+    """Queue a run of ``configs/mine.yaml`` by a server that is gone when the next requests come."""
+    entry = Entry(config="configs/mine.yaml", folder=folder, settings=settings)
+    QueuedRuns(screen.workspace).add([entry])
+
+
 def await_end(screen: Screen, name: str) -> None:
-    """Until the process that was started last has ended, and its server knows it."""
-    process = Process.from_text(Jobs(screen.workspace).all()[name].process)
-    wait_for(lambda: not process.is_alive())
+    """Until the process that was started last has ended, and the queue knows how."""
+    queue = Queue(screen.workspace)
+    wait_for(lambda: not any(queue.in_state(state) for state in ("waiting", "running")))
     state_of(screen, name)
 
 
@@ -61,10 +72,8 @@ def test_a_run_that_is_stopped_and_killed_and_continued_by_buttons_gives_the_lor
     AcceleratorState._reset_state(reset_partial_state=True)
     shutil.copy(whole.config, screen.workspace.configs_folder / "mine.yaml")
     folder = screen.workspace.runs_folder / "mine"
-    # By a server that is gone when the next requests come: the screen finds the process by its file.
-    earlier = Jobs(screen.workspace)
-    job = earlier.start(["--config", "configs/mine.yaml", *whole.settings, "output.dir=runs/mine"], folder)
-    assert state_of(screen, "mine") == "Starting"
+    add(screen, "runs/mine", *whole.settings)
+    wait_for(lambda: state_of(screen, "mine") == "Starting")
     assert 'aria-label="Stop mine"' in screen.get("/").text
     refusal = screen.post("/runs/mine/save")
     assert (refusal.status_code, refusal.json()["error"]) == (422, "mine is still starting")
@@ -72,16 +81,19 @@ def test_a_run_that_is_stopped_and_killed_and_continued_by_buttons_gives_the_lor
     process = process_of(folder)
     assert os.getsid(process.pid) == process.pid  # what ends the server does not reach it
     assert state_of(screen, "mine") == "Running"
-    other = full_folder(screen.workspace.runs_folder / "other")
-    with pytest.raises(UserError, match="mine trains on this device; stop it first"):
-        earlier.start(["--config", "configs/mine.yaml"], other)
+    full_folder(screen.workspace.runs_folder / "other")
+    add(screen, "runs/other", *whole.settings)
+    assert state_of(screen, "other") == "Waiting"
+    assert "number 1 of 1" in screen.get("/runs/other/").text
+    assert screen.post("/queue/remove", {"run": "other", "is_left": True}).json() == {"go": "/"}
+    assert state_of(screen, "other") == "Failed"  # as it was before
+    assert screen.post("/runs/mine/continue").json()["error"] == "mine runs already"
     assert screen.post("/runs/mine/stop").status_code == 200
     screen.post("/runs/mine/stop")  # once more is not a second signal
     await_end(screen, "mine")
     assert state_of(screen, "mine") == "Interrupted"
     num_before = num_rows(folder)
     assert 0 < num_before < 80
-    wait_for(lambda: earlier.state(job) == "ended")
 
     assert screen.post("/runs/mine/continue").status_code == 200
     wait_for(lambda: num_rows(folder) > num_before)
@@ -101,29 +113,69 @@ def test_a_run_that_is_stopped_and_killed_and_continued_by_buttons_gives_the_lor
     assert screen.get("/runs/mine/").status_code == 404
 
 
-def test_a_process_that_ends_before_it_trains_says_why_and_can_be_started_again(screen: Screen) -> None:
-    (screen.workspace.configs_folder / "wrong.yaml").write_text("train: {step: 3}\n")
-    earlier = Jobs(screen.workspace)
-    arguments = ["--config", "configs/wrong.yaml", "output.dir=runs/wrong"]
-    with pytest.raises(
-        UserError, match="elsewhere: is not seen here; give one in runs/, such as runs/elsewhere"
-    ):
-        earlier.start(arguments, Path("elsewhere"))
-    job = earlier.start(arguments, Path("runs/wrong"))
-    wait_for(lambda: earlier.state(job) == "did not start")
-    assert state_of(screen, "wrong") == "Did not start"
-    assert "did you mean 'steps'?" in screen.get("/runs/wrong/log").text
-    assert screen.post("/runs/wrong/again").status_code == 200
-    wait_for(lambda: state_of(screen, "wrong") == "Did not start")
-    assert 'aria-label="Start wrong again"' in screen.get("/").text
-    page = screen.get("/runs/wrong/").text
+@pytest.fixture
+def waiting(screen: Screen, no_worker: list[Path]) -> Waiting:
+    """The queue of the screen, whose runs are small programs that a worker of the test starts."""
+    (screen.workspace.configs_folder / "mine.yaml").write_text(CONFIG)
+    return Waiting(Queue(screen.workspace))
+
+
+def test_a_process_that_ends_before_it_trains_says_why_and_can_be_started_again(
+    screen: Screen, waiting: Waiting, no_worker: list[Path]
+) -> None:
+    waiting.add("refused-b")
+    waiting.work()
+    page = screen.get("/runs/refused-b/").text
+    assert state_of(screen, "refused-b") == "Did not start"
     assert "ended before it came to training, with exit code 2." in page
-    assert "data.path: is required" in page
-    assert screen.post("/runs/wrong/stop").json()["error"] == "wrong does not run"
-    assert screen.post("/runs/wrong/again").status_code == 200
-    assert screen.post("/runs/wrong/stop").status_code == 200
-    await_end(screen, "wrong")
-    assert "It was stopped before it came to training. Start again" in screen.get("/runs/wrong/").text
+    assert "<p>lora.rank: is wrong</p>" in page
+    assert "lora.rank: is wrong" in screen.get("/runs/refused-b/log").text
+    assert 'aria-label="Start refused-b again"' in screen.get("/").text
+    assert screen.post("/runs/refused-b/stop").json()["error"] == "refused-b does not run"
+    assert screen.post("/runs/refused-b/continue").status_code == 422
+    (screen.workspace.configs_folder / "mine.yaml").write_text("train: {step: 3}\n")
+    assert "did you mean 'steps'?" in screen.post("/runs/refused-b/again").json()["error"]
+    (screen.workspace.configs_folder / "mine.yaml").write_text(CONFIG)
+    assert screen.post("/runs/refused-b/again").status_code == 200
+    assert no_worker == [screen.workspace.path]
+    assert state_of(screen, "refused-b") == "Waiting"
+    assert (waiting.names("waiting"), waiting.names("done")) == (["refused-b"], [])
+
+
+def test_a_run_that_is_still_starting_gets_one_signal(screen: Screen, waiting: Waiting) -> None:
+    waiting.add("starting")
+    thread = waiting.in_thread()
+    wait_for(lambda: state_of(screen, "starting") == "Starting" and waiting.started() != [])
+    assert 'aria-label="Stop starting"' in screen.get("/").text
+    assert screen.post("/runs/starting/save").json()["error"] == "starting is still starting"
+    assert screen.post("/runs/starting/stop").status_code == 200
+    assert screen.post("/runs/starting/stop").status_code in (200, 422)  # it may have ended meanwhile
+    thread.join()
+    assert waiting.outcomes() == {"starting": ("did not start", -signal.SIGINT)}
+    assert "It was stopped before it came to training. Start again" in screen.get("/runs/starting/").text
+
+
+def test_a_run_that_was_begun_elsewhere_goes_on_there_by_the_settings_in_its_folder(
+    screen: Screen, waiting: Waiting, tmp_path: Path
+) -> None:
+    project = tmp_path / "project"
+    (project / "outputs").mkdir(parents=True)
+    run = full_folder(project / "outputs" / "theirs")
+    loaded = load_config(screen.workspace.configs_folder / "mine.yaml", ["output.dir=outputs/theirs"])
+    (run / "resolved.yaml").write_text(loaded.resolved_yaml)
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "interrupted", "exit_code": 75}))
+    assert screen.post("/add", {"kind": "runs", "folder": str(run)}).status_code == 200
+    assert f"cd {project} &amp;&amp; " in screen.get("/runs/theirs/").text
+    assert screen.post("/runs/theirs/continue").status_code == 200
+    (queued,) = waiting.queue.in_state("waiting")
+    assert queued.entry is not None
+    assert queued.entry.place(screen.workspace) == project
+    assert queued.entry.arguments() == ["--config", f"{run}/resolved.yaml", f"output.dir={run}"]
+    # Such a folder is for what the person has added only.
+    other = queued.entry.model_copy(update={"config": "configs/mine.yaml"})
+    with pytest.raises(UserError, match="is outside of"):
+        other.require_inside(screen.workspace)
 
 
 def test_a_run_of_a_terminal_is_asked_by_files_and_its_log_is_there(screen: Screen) -> None:
@@ -164,38 +216,17 @@ def test_what_a_run_left_is_downloaded_and_nothing_else(screen: Screen) -> None:
     assert not INLINE.search(page)
 
 
-def test_a_process_of_another_machine_or_a_refused_continuation_is_not_mistaken(
-    screen: Screen, monkeypatch: pytest.MonkeyPatch
+def test_a_continuation_that_is_refused_says_why_until_the_run_has_gone_on(
+    screen: Screen, waiting: Waiting
 ) -> None:
-    """A container that is gone leaves its jobs on the volume; they neither train here nor get a signal."""
-    started = []
-
-    def spawn(job: Job, log: int) -> subprocess.Popen[bytes]:
-        started.append(job)
-        child = subprocess.Popen(["true"])
-        child.wait()
-        return child
-
-    monkeypatch.setattr("diffsynth_lite.ui.jobs._spawn", spawn)
-    jobs = Jobs(screen.workspace)
-    folders = [screen.workspace.runs_folder / name for name in ("mine", "n" * 252)]
-    for folder in folders:
-        full_folder(folder)
-    elsewhere = jobs.start(["--config", "x.yaml"], folders[0])
-    file = screen.workspace.logs_folder / "mine.json"
-    file.write_text(json.dumps(asdict(elsewhere) | {"process": "process 1 on another, started x/1"}))
-    with pytest.raises(UserError, match="does not run"):
-        jobs.ask(folders[0], "stop")
-    long_name = jobs.start(["--config", "x.yaml"], folders[1])  # nothing trains here
-    assert len(started) == 2
-    assert len(long_name.name) < 200
-    assert screen.get("/").status_code == 200
-
-    (folders[0] / "status.json").write_text('{"state": "interrupted", "step": 3, "found_at": {}}')
-    (screen.workspace.logs_folder / "mine.log").write_text("the model is gated\n")
-    file.write_text(json.dumps(asdict(elsewhere) | {"exit_code": 2, "has_come": True}))
-    page = screen.get("/runs/mine/").text
-    assert "with exit code 2" in page
-    assert "the model is gated" in page
-    (folders[0] / "STOP").mkdir()
-    assert "cannot be removed" in screen.post("/runs/mine/again").json()["error"]
+    run = full_folder(screen.workspace.runs_folder / "refused")
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "interrupted", "exit_code": 75}))
+    waiting.add("refused")
+    assert state_of(screen, "refused") == "Waiting"
+    waiting.work()
+    assert state_of(screen, "refused") == "Interrupted"
+    assert "with exit code 2" in screen.get("/runs/refused/").text
+    later = time.time() + 1
+    os.utime(run / "status.json", (later, later))
+    assert "with exit code 2" not in screen.get("/runs/refused/").text

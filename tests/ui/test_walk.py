@@ -13,8 +13,10 @@ import pytest
 from browser import LIMIT_S, PHONE_PX, Browser, Page
 from screens import Server, server_process
 
+from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.testing.captioners import save_tiny_qwen3_vl
+from diffsynth_lite.workspace import Workspace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart"
 CONFIG = """extends: quickstart.yaml
@@ -75,7 +77,9 @@ def test_a_person_goes_from_images_to_a_lora_in_the_browser(browser: Browser, tm
         write_captions(browser, server, workspace, images[1:4], save_tiny_qwen3_vl(tmp_path / "captioner"))
         make_config(browser, server, workspace)
         port = int(server.root.rpartition(":")[2])
+        queue_two_more(browser, server, workspace)
         train_and_stop(browser, server, workspace / "runs" / "shapes")
+        go_on(browser, server, workspace)
         change_steps(browser, server, workspace)
         with opened(browser, server, "/runs/shapes/") as page:
             server.kill()  # The tab stays open.
@@ -173,6 +177,49 @@ def make_config(browser: Browser, server: Server, workspace: Path) -> None:
         wait_for(lambda: file.read_text().replace("\n\nlora:\n  rank: 4\n", "") == text.rstrip("\n"))
         page.press("button", "Start")
         arrive(page, "/runs/shapes/")
+
+
+def queue_two_more(browser: Browser, server: Server, workspace: Path) -> None:
+    """While the first one trains: one of them is moved up, and the queue is paused."""
+    queue = Queue(Workspace(workspace))
+    with opened(browser, server, "/configs/shapes/") as page:
+        page.press("DisclosureTriangle", "Several values")
+        page.fill("combobox", "Setting 1", "train.steps")
+        page.fill("textbox", "Values 1", "1, 2")
+        page.press("button", "Add 2 runs")
+        page.await_control("link", "side by side")
+        page.press("link", "side by side")
+        arrive(page, "/compare")
+        assert "2 runs side by side" in page.text("h1")
+    with opened(browser, server, "/", width=PHONE_PX) as page:
+        assert page.overflow_px() == 0
+        page.evaluate("""document.querySelector("[aria-label='Move shapes-steps2 up']").focus()""")
+        page.press("button", "Move shapes-steps2 up")
+        wait_for(
+            lambda: [run.name for run in queue.in_state("waiting")] == ["shapes-steps2", "shapes-steps1"]
+        )
+        page.wait_for("document.activeElement.ariaLabel === 'Move shapes-steps2 down'")  # up is off now
+        page.press("button", "Start no more")
+        page.await_control("button", "Go on")
+
+
+def go_on(browser: Browser, server: Server, workspace: Path) -> None:
+    """The one that was moved up is trained, the other taken out."""
+    queue = Queue(Workspace(workspace))
+    with opened(browser, server, "/") as page:
+        assert len(queue.in_state("waiting")) == 2
+        page.press("button", "Go on")
+        page.await_control("button", "Stop shapes-steps2")
+        page.press("button", "Take shapes-steps1 out of the queue")
+        wait_for(lambda: queue.in_state("waiting") == [])
+        wait_for(lambda: [run.name for run in queue.in_state("done")] == ["shapes", "shapes-steps2"])
+        page.wait_for("document.getElementById('queue').innerText.includes('Nothing waits.')")
+        assert not (workspace / "runs" / "shapes-steps1").exists()
+        for name in ("shapes", "shapes-steps2"):
+            page.press("checkbox", f"Choose {name}")
+        page.press("button", "Side by side")
+        arrive(page, "/compare")
+        assert "2 runs side by side" in page.text("h1")
 
 
 def train_and_stop(browser: Browser, server: Server, run: Path) -> None:

@@ -97,6 +97,44 @@
     if (go) location.assign(go);
   });
 
+  // Runs with several values: their names are shown before they are added.
+  const variants = () => [1, 2]
+    .map((number) => [byId(`v-key-${number}`).value, byId(`v-values-${number}`).value.trim()])
+    .filter(([key, values]) => key && values)
+    .map(([key, values]) => `${key}=${values}`);
+  let naming = null;
+
+  function showNames({ names = [], wrong = "" } = {}) {
+    const items = names.map((name) => Object.assign(document.createElement("li"), { textContent: name }));
+    byId("v-names").replaceChildren(...items);
+    Object.assign(byId("v-wrong"), { textContent: wrong, hidden: !wrong });
+    byId("v-add").disabled = !names.length;
+    byId("v-add").lastElementChild.textContent = names.length ? `Add ${names.length} runs` : "Add runs";
+  }
+
+  byId("variants-form").addEventListener("input", () => {
+    clearTimeout(naming);
+    byId("v-add").disabled = true;
+    naming = setTimeout(async () => {
+      await flush();
+      const settings = variants();
+      const found = await ui.post("variants", { settings, do: "name" }).catch(() => ({})); // It was shown.
+      if (String(settings) === String(variants())) showNames(found);
+    }, PAUSE_MS);
+  });
+
+  byId("variants-form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    if (byId("v-add").disabled) return;
+    byId("v-add").disabled = true;
+    await flush();
+    const { compare } = await ui.post("variants", { settings: variants(), do: "add" }).catch(() => ({})); // It was shown.
+    byId("v-add").disabled = false;
+    if (!compare) return;
+    byId("v-compare").href = compare;
+    byId("v-added").hidden = false;
+  });
+
   // Another tab or an editor may have changed the file while this tab was hidden.
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) flush();

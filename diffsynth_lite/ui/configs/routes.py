@@ -3,10 +3,10 @@
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from anyio import CapacityLimiter
 from starlette.exceptions import HTTPException
@@ -17,10 +17,14 @@ from starlette.routing import Route
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import read_bytes, write_bytes
+from diffsynth_lite.queue.adding import entries_of
+from diffsynth_lite.queue.entry import Entry
+from diffsynth_lite.queue.variants import names, variants
 from diffsynth_lite.ui.configs.draft import MAIN, changed, fields, view_of
 from diffsynth_lite.ui.configs.recipes import GOALS, cards, needs_of, recipe_named, text_on_recipe, verdicts
 from diffsynth_lite.ui.home.routes import data_set_cards
 from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
+from diffsynth_lite.ui.queued import QueuedRuns
 from diffsynth_lite.workspace import Workspace
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -39,6 +43,7 @@ def routes() -> list[Route]:
         Route("/configs/{name}/", _show),
         change_route("/configs/{name}/change", _change, limiter=changes),
         change_route("/configs/{name}/start", _start, limiter=changes),
+        change_route("/configs/{name}/variants", _variants, limiter=changes),
     ]
 
 
@@ -153,19 +158,37 @@ def _change(request: Request, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _start(request: Request, given: dict[str, Any]) -> dict[str, Any]:
-    """Start the run of a config."""
+    """Put the run of a config into the queue, and have it started."""
     path, workspace = _config(request), workspace_of(request)
-    config = load_config(path).config
-    for key, name in config.code_of_others.items():
-        raise UserError(
-            f"{key}: {name} is code that comes with neither diffsynth_lite nor torch; if you know it,"
-            f" start it in a terminal: {_command(path)}"
-        )
-    folder = Path(config.output.dir).expanduser()
-    request.app.state.jobs.start(["--config", f"configs/{path.name}"], folder)
-    folder = (workspace.path / folder).resolve()
-    known = {place.resolve(): name for name, place in workspace.runs.items()}
-    return {"go": f"/runs/{quote(known.get(folder, folder.name))}/"}
+    return {"go": f"/runs/{quote(_add(workspace, entries_of(workspace, path))[0])}/"}
+
+
+def _variants(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Runs of a config with several values: {"settings": ["key=value,value", ...], "do": "name" or "add"}.
+
+    Returns their names, or what is wrong; added ones have the address where they are side by side, too.
+    """
+    path, workspace = _config(request), workspace_of(request)
+    listed = given.get("settings")
+    settings = [str(each) for each in listed] if isinstance(listed, list) else []
+    if given.get("do") == "add":
+        added = _add(workspace, entries_of(workspace, path, settings))
+        return {"names": added, "compare": f"/compare?{urlencode([('run', name) for name in added])}"}
+    try:
+        several = variants(settings)
+        base = Path(load_config(path, several[0].settings).config.output.dir).name
+        return {"names": names(base, several) if len(several) > 1 else []}
+    except UserError as error:
+        return {"names": [], "wrong": str(error)}
+
+
+def _add(workspace: Workspace, entries: Sequence[Entry]) -> list[str]:
+    """Put entries into the queue, and have them started; returns the names by which their runs are shown."""
+    QueuedRuns(workspace).add(entries)
+    known = QueuedRuns(workspace).without_run() | workspace.runs
+    shown = {folder.resolve(): name for name, folder in known.items()}
+    folders = [entry.folder_in(workspace) for entry in entries]
+    return [shown.get(folder, folder.name) for folder in folders]
 
 
 def _config(request: Request) -> Path:

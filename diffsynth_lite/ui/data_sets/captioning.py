@@ -65,8 +65,8 @@ class Captioning:
     @classmethod
     def of(cls, folder: Path, jobs: Jobs) -> "Captioning":
         """What is known now."""
-        status, job = CaptionReport(folder).status(), jobs.of(folder, "caption")
-        job_state = "ended" if job is None else jobs.state(job)
+        status, job = CaptionReport(folder).status(), jobs.of(folder)
+        job_state = "ended" if job is None else job.state
         if status is not None and status.is_running:
             state = "running"
         elif job_state in ("starting", "did not start"):

@@ -214,7 +214,7 @@ def _caption(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     if do == "command":
         return preview_of(form, folder, workspace)
     if do == "stop":
-        jobs.stop_captions(folder)
+        jobs.stop(folder)
         return {}
     if do == "again":
         arguments = latest.again([str(file) for file in _list(given, "files")], workspace)
@@ -222,7 +222,7 @@ def _caption(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         arguments = latest.same(workspace) if do == "go on" else from_form(form, folder, workspace)
     contents = read_contents(source_of(folder, None))
     with _editor(request).replaced_by_model(replaced_by(arguments, contents, CaptionReport(folder).rows())):
-        jobs.start(arguments, folder, command="caption")
+        jobs.start(arguments, folder)
     return {}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,8 +20,11 @@ from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.report.page import duration
 from diffsynth_lite.report.record import RunState
 from diffsynth_lite.ui.data_sets.items import source_of
+from diffsynth_lite.ui.home.queue import QueueList
+from diffsynth_lite.ui.home.queue import routes as queue_routes
 from diffsynth_lite.ui.jobs import captions_in
 from diffsynth_lite.ui.pages import change_route, device, page, workspace_of
+from diffsynth_lite.ui.queued import QueuedRuns
 
 _SHOWN = 4
 _CAN_CONTINUE = ("killed", "interrupted", "stopped", "failed")
@@ -31,19 +35,30 @@ def routes() -> list[Route]:
     return [
         Route("/", _home),
         Route("/device", _device),
+        *queue_routes(),
         change_route("/add", _add),
     ]
 
 
 def _home(request: Request) -> Response:
     state = request.app.state
+    queued = QueuedRuns(state.workspace)
     cards = [
-        NamedCard(name=name, run=run, word=state.jobs.word(run.folder, run.state.name))
+        NamedCard(name=name, run=run, word=queued.word(run.folder, run.state.name))
         for name, run in state.run_pages.cards().items()
     ]
     cards.sort(key=lambda card: -(card.state.seen_at or math.inf))
-    sets = data_set_cards(state.workspace.data_sets)
-    return page(request, "home/home.html", cards=cards, sets=sets)
+    others = (f"{card.name} trains" for card in cards if card.is_live and queued.of(card.run.folder) is None)
+    waits_for = state.jobs.captioning() or next(others, "")
+    return page(
+        request,
+        "home/home.html",
+        # One that has not begun is in the queue only.
+        cards=[card for card in cards if (card.word, card.state.name) != ("waiting", "not started")],
+        sets=data_set_cards(state.workspace.data_sets),
+        queue=QueueList.of(queued, waits_for=waits_for),
+        places={card.run.folder.resolve(): f"/runs/{quote(card.name)}/" for card in cards},
+    )
 
 
 def _device(request: Request) -> Response:

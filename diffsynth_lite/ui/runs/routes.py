@@ -13,17 +13,19 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.queue.adding import entry_of_continuation
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.report.page import Served
 from diffsynth_lite.report.server import RunPages
 from diffsynth_lite.run_folder.command import Continuation
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.ui.jobs import REQUESTS, Job, Jobs
 from diffsynth_lite.ui.pages import answer, change_route, environment, navigation, report_answer, workspace_of
+from diffsynth_lite.ui.queued import REQUESTS, QueuedRuns
 from diffsynth_lite.ui.runs.downloads import downloads, zipped
 
 _LOG_LINES = 200
+_MOST_COMPARED = 24
 _STYLES = ("style.css", "ui.css", "uPlot.min.css", "report.css", "runs.css")
 _SCRIPTS = ("live.js", "uPlot.iife.min.js", "report.js", "ui.js", "runs.js")
 _PARTS = ("lead", "actions", "notes", "foot")
@@ -34,6 +36,7 @@ _CONTINUED = ("interrupted", "killed", "stopped", "diverged", "failed", "not sta
 def routes() -> list[Route]:
     """The routes of this screen."""
     return [
+        Route("/compare", _compare),
         Route("/runs/{name}/", _show),
         Route("/runs/{name}/log", _log),
         Route("/runs/{name}/previews/{file}", _preview),
@@ -43,10 +46,10 @@ def routes() -> list[Route]:
 
 
 class _Run:
-    """The run that a request names, and the process that the screen started for it last.
+    """The run that a request names, and what the queue knows of it.
 
     Attributes:
-        job_state: how far the process has come.
+        queued: its entry; None for one of a terminal.
         state: of the run in a word.
 
     Raises:
@@ -56,7 +59,7 @@ class _Run:
     def __init__(self, request: Request) -> None:
         self.workspace = workspace_of(request)
         self.pages: RunPages = request.app.state.run_pages
-        self.jobs: Jobs = request.app.state.jobs
+        self.queue = QueuedRuns(self.workspace)
         self.continuation: Callable[[Path], Continuation] = request.app.state.continuation
         self.name: str = request.path_params["name"]
         card = self.pages.card(self.name)
@@ -64,30 +67,20 @@ class _Run:
             raise HTTPException(404)
         self.card: RunCard = card
         self.folder: Path = card.folder
-        self.job = self.jobs.of(self.folder)
-        self.job_state = "ended" if self.job is None else self.jobs.state(self.job)
-        self.state = self.jobs.word(self.folder, card.state.name)
+        self.queued = self.queue.of(self.folder)
+        self.state = self.queue.word(self.folder, card.state.name)
 
     @property
     def is_stopping(self) -> bool:
         """Whether it was asked to stop and has not done so."""
         if self.state == "starting":
-            return self.job is not None and self.job.was_signalled
+            entry = self.queued.entry if self.queued is not None else None
+            return entry is not None and entry.was_signalled
         return self.state == "running" and (self.folder / REQUESTS["stop"]).exists()
-
-    def lines(self, num_lines: int) -> list[str]:
-        """The last lines of its log."""
-        return self.jobs.log(self.job, num_lines=num_lines) if self.job else []
-
-    def start(self, command: Continuation | Job) -> None:
-        """Start it again, or continue it."""
-        place, num_processes = Path(command.working_folder), command.num_processes
-        self.jobs.start(command.arguments, self.folder, working_folder=place, num_processes=num_processes)
 
     def values(self) -> dict[str, Any]:
         """What the templates show of it."""
         card, folder, path, place = self.card, RunFolder(self.folder), self.folder, self.workspace.path
-        failed_start = self.job_state == "did not start" and self.state != "running"
         command = refusal = ""
         try:
             if self.state in _CONTINUED:
@@ -103,8 +96,10 @@ class _Run:
             "config": self.name if self.name in self.workspace.configs else None,
             "has_settings": folder.resolved_file.is_file(),
             "is_stopping": self.is_stopping,
-            "failed_start": failed_start,
-            "last_line": self.lines(1) if failed_start else [],
+            "failed_start": self.queue.failed_start(path),
+            "place": self.queue.place(path),
+            "num_waiting": len(self.queue.waiting),
+            "needs_go": self.queue.needs_go,
             "step": card.state.step,
             "checkpoint": max(map(_step, folder.checkpoints_folder.glob("step-*/COMPLETE")), default=None),
             "downloads": downloads(folder).values(),
@@ -122,15 +117,26 @@ def _show(request: Request) -> Response:
     run = _Run(request)
     module = environment().get_template("runs/run.html").make_module(run.values())
     parts = {name: Markup(redacted(str(getattr(module, name)())).strip()) for name in _PARTS}
-    served = Served(
+    served = _served(request, state=run.state, **parts)
+    return report_answer(request, run.pages.page(run.name, served))
+
+
+def _compare(request: Request) -> Response:
+    """Runs side by side: ``?run=NAME&run=NAME``."""
+    names = list(dict.fromkeys(request.query_params.getlist("run")))
+    if not 1 < len(names) <= _MOST_COMPARED:
+        raise UserError(f"Choose from 2 to {_MOST_COMPARED} runs, of which {len(names)} were given")
+    return report_answer(request, request.app.state.run_pages.several(names, _served(request)))
+
+
+def _served(request: Request, **parts: Any) -> Served:
+    return Served(
         navigation=navigation(request),
-        state=run.state,
         styles=_STYLES,
         scripts=_SCRIPTS,
         early_scripts=("theme.js",),
         **parts,
     )
-    return report_answer(request, run.pages.page(run.name, served))
 
 
 def _preview(request: Request) -> Response:
@@ -139,7 +145,8 @@ def _preview(request: Request) -> Response:
 
 
 def _log(request: Request) -> Response:
-    text = "\n".join(_Run(request).lines(_LOG_LINES))
+    run = _Run(request)
+    text = "\n".join(run.queue.log(run.folder, num_lines=_LOG_LINES))
     return answer(request, text.encode(errors="replace"), "text/plain")
 
 
@@ -161,11 +168,11 @@ def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Do what a button says; what is sent with it is an empty object."""
     run, action = _Run(request), request.path_params["action"]
     if action in REQUESTS:
-        run.jobs.ask(run.folder, action)
+        run.queue.ask(run.folder, action)
     elif action == "continue":
-        run.start(run.continuation(run.folder))
-    elif action == "again" and run.job is not None:
-        run.start(run.job)
+        run.queue.add([entry_of_continuation(run.workspace, run.folder, run.continuation(run.folder))])
+    elif action == "again" and run.queued is not None and run.state == "did not start":
+        run.queue.start_again(run.queued)
     else:
         raise HTTPException(404)
     return {}

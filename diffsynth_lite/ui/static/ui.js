@@ -55,7 +55,9 @@ const ui = (() => {
   async function press(button) {
     button.disabled = true;
     try {
-      const { go } = await post(button.dataset.post, JSON.parse(button.dataset.body ?? "{}"));
+      const { go, said } = await post(button.dataset.post, JSON.parse(button.dataset.body ?? "{}"));
+      pressed = button.ariaLabel;
+      if (said) say(said);
       if (go) location.assign(go);
       else document.dispatchEvent(new Event("changed"));
     } catch {
@@ -64,6 +66,25 @@ const ui = (() => {
       button.disabled = false;
     }
   }
+
+  // A button that has another place on the new page keeps the focus, or one next to it where it is off there.
+  let pressed = null;
+  document.addEventListener("renewed", () => {
+    if (pressed && document.activeElement === document.body) {
+      const now = document.querySelector(`[aria-label="${CSS.escape(pressed)}"]`);
+      (now?.disabled ? now.parentElement.querySelector("button:enabled") : now)?.focus();
+    }
+    pressed = null;
+  });
+
+  // Runs that are chosen are shown side by side.
+  const chosen = () => [...document.querySelectorAll("[name=run]:checked")].map(({ value }) => ["run", value]);
+  const countChosen = () => byId("compare") && (byId("compare").disabled = chosen().length < 2);
+  for (const event of ["change", "renewed"]) document.addEventListener(event, countChosen);
+  countChosen(); // A browser keeps what was chosen when it loads the page again.
+  byId("main").addEventListener("click", ({ target }) => {
+    if (target.closest("#compare")) location.assign(`/compare?${new URLSearchParams(chosen())}`);
+  });
 
   // Sends what is in a form, then goes to what it made.
   document.addEventListener("submit", async (event) => {
