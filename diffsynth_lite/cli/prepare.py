@@ -58,6 +58,7 @@ def run(parsed: argparse.Namespace) -> None:
         raise UserError(
             "nothing to do: give --split-scenes, --extract-frames N, --max-side PX or --strip-bars"
         )
+    from diffsynth_lite.doctor.findings import counted
     from diffsynth_lite.preparing.folder import prepare_folder
     from diffsynth_lite.preparing.steps import Steps
 
@@ -79,7 +80,7 @@ def run(parsed: argparse.Namespace) -> None:
         print_lines(*(_table(found.items) if parsed.dry_run else ()), *_summary(parsed, found))
     if found.problems:
         lines = [f"{name}: {reason}" for name, reason in found.problems.items()]
-        raise UserError(join_lines([*lines, f"{len(lines)} files could not be prepared"]))
+        raise UserError(join_lines([*lines, f"{counted(len(lines), 'file')} could not be prepared"]))
 
 
 def _table(items: "list[Prepared]") -> list[str]:
@@ -106,18 +107,27 @@ def _after(item: "Prepared") -> str:
 
 
 def _summary(parsed: argparse.Namespace, found: "Preparation") -> list[str]:
+    from diffsynth_lite.doctor.findings import counted
+
     num_clips = sum(item.duration_s is not None for item in found.items)
     num_same = sum(item.is_copy for item in found.items)
     num_results = sum(len(item.results) for item in found.items)
+    short = {item.file: item.num_short for item in found.items if item.num_short}
+    kinds = {"image": len(found.items) - num_clips, "clip": num_clips}
+    made = "would be made" if parsed.dry_run else "made"
+    same = f", {num_same} bit for bit the same" if num_same else ""
+    before = f"; {counted(found.num_kept, 'file')} prepared before" if found.num_kept else ""
     lines = [
-        f"{parsed.folder}: {len(found.items) - num_clips} images and {num_clips} clips",
-        f"{parsed.out}: {num_results} images and clips{' would be' if parsed.dry_run else ''} made of them, "
-        f"{num_same} of which are the same bit for bit; {found.num_kept} files were prepared before",
+        f"{parsed.folder}: {' and '.join(counted(count, kind) for kind, count in kinds.items() if count)}",
+        f"{parsed.out}: {counted(num_results, 'file')} {made} of them{same}{before}",
     ]
+    if short:
+        what = f"{counted(sum(short.values()), 'scene')} of less than half a second"
+        lines.append(f"Left out: {what}, in {join_names(list(short))}")
     if found.spread_captions:
         lines.append(
-            f"The captions of {len(found.spread_captions)} clips go to each of their scenes or images, which "
-            f"may show only a part of what they describe: {join_names(found.spread_captions)}"
+            f"Captions that go to each scene or image of their clip, which may show only a part of what they "
+            f"describe: {join_names(found.spread_captions)}"
         )
     if found.not_taken:
         lines.append(f"Files that were not taken: {join_names(found.not_taken)}")

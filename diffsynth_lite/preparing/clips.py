@@ -13,6 +13,7 @@ from PIL import Image
 from diffsynth_lite.data.audio import check_audio, read_audio
 from diffsynth_lite.data.video import VideoFacts, check_video, read_frames, write_frames
 from diffsynth_lite.data.video_decoding import all_frames, rgb_image
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Audio, AudioFormat
 from diffsynth_lite.preparing.bars import common_bars
 from diffsynth_lite.preparing.images import write_image
@@ -35,7 +36,7 @@ class ClipPlan:
     """What becomes of a clip.
 
     Attributes:
-        scenes: one if it is not cut.
+        scenes: all, one if it is not cut.
     """
 
     facts: VideoFacts
@@ -48,6 +49,11 @@ class ClipPlan:
         return len(self.scenes) == 1 and self.fit.is_whole((self.facts.width, self.facts.height))
 
     @property
+    def kept(self) -> Sequence[Scene]:
+        """The scenes that something is made of: short ones are left out."""
+        return self.scenes if len(self.scenes) == 1 else [one for one in self.scenes if not one.is_short]
+
+    @property
     def is_even(self) -> bool:
         """Whether each frame is shown equally long: an AVI may repeat one without a rate that varies."""
         facts = self.facts
@@ -55,7 +61,11 @@ class ClipPlan:
 
 
 def plan_clip(path: Path, steps: Steps) -> ClipPlan:
-    """Look at a clip. To split it, all its frames are decoded."""
+    """Look at a clip. To split it, all its frames are decoded.
+
+    Raises:
+        UserError: it cannot be read, or has only short scenes.
+    """
     facts = check_video(path)
     scenes = [Scene(0, facts.num_frames, 0.0, facts.duration_s)]
     if steps.split_scenes:
@@ -68,7 +78,10 @@ def plan_clip(path: Path, steps: Steps) -> ClipPlan:
     within = steps.max_side is None or max(size) <= steps.max_side
     is_kept = len(scenes) == 1 and box is None and within
     fit = Fit.of(size, box, steps.max_side, step=1 if is_kept or steps.extract_frames else 2)
-    return ClipPlan(facts=facts, scenes=scenes, fit=fit)
+    plan = ClipPlan(facts=facts, scenes=scenes, fit=fit)
+    if not plan.kept:
+        raise UserError("has no scene of half a second; leave it out, or give no --split-scenes")
+    return plan
 
 
 def write_scenes(source: Path, plan: ClipPlan, results: Sequence[Sequence[Path]]) -> None:
@@ -78,12 +91,13 @@ def write_scenes(source: Path, plan: ClipPlan, results: Sequence[Sequence[Path]]
     Images are evenly spread: of each share of a scene the sharpest frame around the middle.
 
     Args:
-        results: for each scene one clip, with the suffix ".mp4", or its images.
+        results: for each scene that is kept one clip, with the suffix ".mp4", or its images.
     """
-    numbers = (number for number, scene in enumerate(plan.scenes) for _ in range(scene.num_frames))
+    scenes = (scene for scene in plan.scenes for _ in range(scene.num_frames))
     shown = _logged(all_frames(source), f"{source.name}: written", plan.facts.num_frames)
-    for number, pairs in groupby(zip(numbers, shown, strict=True), key=lambda pair: pair[0]):
-        scene, paths, frames = plan.scenes[number], results[number], (frame for _, frame in pairs)
+    paths_of = dict(zip(plan.kept, results, strict=True))
+    for scene, pairs in groupby(zip(scenes, shown, strict=True), key=lambda pair: pair[0]):
+        paths, frames = paths_of.get(scene, ()), (frame for _, frame in pairs)
         if all(path.exists() for path in paths):
             continue
         if paths[0].suffix == ".mp4":

@@ -9,7 +9,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,12 +19,14 @@ from typing import Any
 from diffsynth_lite.data.captions import CaptionFiles
 from diffsynth_lite.data.folder import Folder, list_folder, usable_file
 from diffsynth_lite.data.records import is_image, is_video, stem
+from diffsynth_lite.data.sources import METADATA_FILES
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, replacing, write_text
 from diffsynth_lite.preparing.clips import ClipPlan, plan_clip, write_scenes
 from diffsynth_lite.preparing.images import plan_image, prepare_image, result_suffix
 from diffsynth_lite.preparing.steps import Fit, Steps
 from diffsynth_lite.progress_log import ProgressLog
+from diffsynth_lite.run_folder.lock import open_lock
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class Prepared:
         width: as it is shown, in pixels, before; ``new_width`` is that of the results.
         duration_s: of a clip.
         num_scenes: of a clip that is looked through for cuts; else 1.
+        num_short: those of them that are left out.
         results: names below the other folder.
         is_copy: whether the result is the file, bit for bit.
     """
@@ -51,6 +55,7 @@ class Prepared:
     height: int
     duration_s: float | None = None
     num_scenes: int = 1
+    num_short: int = 0
     new_width: int
     new_height: int
     results: Sequence[str]
@@ -91,14 +96,27 @@ def prepare_folder(folder: Path, out: Path, steps: Steps, *, is_dry_run: bool = 
     if not media:
         raise UserError(f"{folder}: holds no image or clip")
     if not any(map(is_video, media)) and (steps.split_scenes or steps.extract_frames):
-        logger.warning("%s: holds no clips, so that --split-scenes and --extract-frames do nothing", folder)
-    rows = _Rows(folder, out, steps)
-    if not is_dry_run:
-        rows.begin()
+        reason = "holds no clips, so that --split-scenes and --extract-frames do nothing"
+        if not (steps.max_side or steps.strip_bars):
+            raise UserError(f"{folder}: {reason}")
+        logger.warning("%s: %s", folder, reason)
     texts = CaptionFiles(listing, media)
+    if not texts and (table := next((name for name in METADATA_FILES if name in listing.files), None)):
+        raise UserError(
+            f"{folder}: the captions are in {table}, which names the files as they are now; write each to a "
+            f"text file, such as {stem(media[0])}.txt, or move {table} out of the folder to go on without"
+        )
+    rows = _Rows(folder, out, steps)
+    with nullcontext() if is_dry_run else rows.begun():
+        return _prepare_all(media, listing, texts, rows, is_dry_run=is_dry_run)
+
+
+def _prepare_all(
+    media: Sequence[str], listing: Folder, texts: CaptionFiles, rows: "_Rows", *, is_dry_run: bool
+) -> Preparation:
     used = {*media, *(text for name in media for text in texts.names_of(name))}
     found = Preparation(
-        problems=_clashes(media, steps), not_taken=[name for name in listing.files if name not in used]
+        problems=_clashes(media, rows.steps), not_taken=[name for name in listing.files if name not in used]
     )
     names = [name for name in media if name not in found.problems]
     progress = ProgressLog("prepared %d of %d files", len(names), phase="reading")
@@ -106,11 +124,11 @@ def prepare_folder(folder: Path, out: Path, steps: Steps, *, is_dry_run: bool = 
         try:
             _prepare(name, listing, texts, rows, found, is_dry_run=is_dry_run)
         except UserError as error:
-            found.problems[name] = str(error).removeprefix(f"{folder / name}: ")
+            found.problems[name] = str(error).removeprefix(f"{listing.path / name}: ")
         except OSError as error:
             if error.errno in DISK_FULL:
                 reason = "the disk is full; make room, and the same command goes on"
-                raise RunStoppedError(f"{out}: {reason}") from error
+                raise RunStoppedError(f"{rows.out}: {reason}") from error
             raise
         progress.advance()
     return found
@@ -156,6 +174,7 @@ def _looked_at(name: str, source: Path, steps: Steps) -> tuple[Prepared, ClipPla
         height=size[1],
         duration_s=clip.facts.duration_s if clip else None,
         num_scenes=len(clip.scenes) if clip else 1,
+        num_short=len(clip.scenes) - len(clip.kept) if clip else 0,
         new_width=fit.size[0],
         new_height=fit.size[1],
         results=(name,) if is_copy else tuple(results),
@@ -165,16 +184,14 @@ def _looked_at(name: str, source: Path, steps: Steps) -> tuple[Prepared, ClipPla
 
 
 def _results_of_clip(name: str, plan: ClipPlan, steps: Steps) -> list[list[str]]:
-    """Names of the results of each scene."""
-    several = len(plan.scenes) > 1
-    starts = [
-        f"{stem(name)}{f'-{number:04d}' if several else ''}" for number in range(1, len(plan.scenes) + 1)
-    ]
+    """Names of the results of each scene that is kept."""
+    several = len(plan.kept) > 1
+    starts = [f"{stem(name)}{f'-{number:04d}' if several else ''}" for number in range(1, len(plan.kept) + 1)]
     if not steps.extract_frames:
         return [[f"{start}.mp4"] for start in starts]
     return [
         [f"{start}-{number:04d}.png" for number in range(1, min(steps.extract_frames, scene.num_frames) + 1)]
-        for start, scene in zip(starts, plan.scenes, strict=True)
+        for start, scene in zip(starts, plan.kept, strict=True)
     ]
 
 
@@ -240,20 +257,36 @@ class _Rows:
     def _read(self) -> None:
         """Read the rows; one that a kill has torn does not count."""
         first, *rows = self._path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
-        if _parsed(first) not in (self._command, {}):
+        if (command := _parsed(first)) not in (self._command, {}):
+            flags = (
+                f" --{key.replace('_', '-')}{'' if value is True else f' {value}'}"
+                for key, value in command.items()
+                if value and key not in ("version", "folder")
+            )
             raise UserError(
-                f"--out {self.out}: holds results of another folder or other flags ({first}); choose another "
-                "folder, or delete it"
+                f"--out {self.out}: holds what another command made: prepare {command.get('folder')}"
+                f"{''.join(flags)}; choose another folder, or delete it"
             )
         self._known = {str(row["file"]): row for row in map(_parsed, rows) if "file" in row}
 
-    def begin(self) -> None:
-        """Make the folder and the file, or make them ready to go on."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        for path in self.out.rglob(".tmp-*"):
-            if is_unfinished(path.name):
-                path.unlink()
-        write_text(self._path, "".join(map(_line, [self._command, *self._known.values()])))
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Scope in which no other process prepares the folder, which is made, or made ready to go on.
+
+        Raises:
+            UserError: one does, or nothing can be written there.
+        """
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            lock = open_lock(self.out / ".lock", place=f"--out {self.out}")
+        except OSError as error:
+            raise UserError(f"--out {self.out}: cannot be written to: {error.strerror}") from None
+        with lock.file:
+            for path in self.out.rglob(".tmp-*"):
+                if is_unfinished(path.name):
+                    path.unlink()
+            write_text(self._path, "".join(map(_line, [self._command, *self._known.values()])))
+            yield
 
     def known(self, name: str, source: Path) -> Prepared | None:
         """What was to become of a file, if that is the one that there was."""

@@ -37,6 +37,11 @@ class Scene:
     start_s: float
     duration_s: float
 
+    @property
+    def is_short(self) -> bool:
+        """Whether it has less than half a second, which is too little to learn from."""
+        return self.duration_s < _MIN_SCENE_S
+
 
 def find_scenes(frames: Iterable[VideoFrame], duration_s: float) -> list[Scene]:
     """The scenes of a clip, one after the other, which leave nothing out; its times are from its first frame.
@@ -52,7 +57,7 @@ def find_scenes(frames: Iterable[VideoFrame], duration_s: float) -> list[Scene]:
         small.append(tiny.to_ndarray().astype(np.uint8).ravel())
         times_s.append(frame.time)
     starts_s = [time - times_s[0] for time in times_s]
-    bounds = [0, *_cuts(small, starts_s, duration_s), len(small)]
+    bounds = [0, *_cuts(small, duration_s), len(small)]
     ends_s = [*starts_s, duration_s]
     return [
         Scene(first, after - first, starts_s[first], ends_s[after] - starts_s[first])
@@ -60,24 +65,19 @@ def find_scenes(frames: Iterable[VideoFrame], duration_s: float) -> list[Scene]:
     ]
 
 
-def _cuts(small: Sequence[npt.NDArray[np.uint8]], times_s: Sequence[float], duration_s: float) -> list[int]:
+def _cuts(small: Sequence[npt.NDArray[np.uint8]], duration_s: float) -> list[int]:
     """Indexes of the frames with which another scene begins."""
     per_second = len(small) / duration_s
     around = max(1, min(_AROUND, round(_MIN_SCENE_S * per_second) - 1))
     flash = max(1, round(_FLASH_S * per_second))
     steps = [0.0, *(_step(*pair) for pair in pairwise(small))]
-    cuts: list[int] = []
-    last_s = 0.0
-    for index, time_s in enumerate(times_s):
+
+    def is_cut(index: int) -> bool:
         neighbours = [*steps[max(0, index - around) : index], *steps[index + 1 : index + 1 + around]]
-        if (
-            steps[index] >= max(_MIN_STEP, _PROMINENCE * max(neighbours, default=0.0))
-            and min(time_s - last_s, duration_s - time_s) >= _MIN_SCENE_S
-            and _is_lasting(small, index, flash)
-        ):
-            cuts.append(index)
-            last_s = time_s
-    return cuts
+        is_high = steps[index] >= max(_MIN_STEP, _PROMINENCE * max(neighbours, default=0.0))
+        return is_high and _is_lasting(small, index, flash)
+
+    return list(filter(is_cut, range(len(small))))
 
 
 def _is_lasting(small: Sequence[npt.NDArray[np.uint8]], index: int, reach: int) -> bool:

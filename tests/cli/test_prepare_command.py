@@ -1,6 +1,7 @@
 """``diffsynth-lite prepare``: scenes, frames, sizes and bars, in another folder, and what it refuses."""
 
 import json
+import os
 from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -19,6 +20,7 @@ from diffsynth_lite.data.video_decoding import all_frames, transposition
 from diffsynth_lite.files import temporary_path
 from diffsynth_lite.media import Audio, AudioFormat
 from diffsynth_lite.preparing import clips
+from diffsynth_lite.run_folder.lock import open_lock
 
 SIZE = (96, 64)
 RATE = 16000
@@ -69,7 +71,8 @@ def prepare(raw: Path, out: Path, *flags: str) -> int:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def three_scenes(path: Path, *, fps: float = 24, audio: Audio | None = None) -> Path:
@@ -86,6 +89,29 @@ def test_scenes_are_cut_to_the_frame_and_look_the_same(raw: Path, out: Path) -> 
     written = pixels(image for path in scenes for image in frames_of(path))
     for before, after in zip(pixels(frames_of(source)), written, strict=True):
         assert np.abs(before - after).mean() < 2
+
+
+def test_a_short_scene_is_left_out_and_none_has_a_cut_inside(
+    raw: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_video(raw / "film.mp4", [*scene(0, 20), *scene(1, 9), *scene(2, 24)], fps=24)
+    assert prepare(raw, out, "--split-scenes") == 0
+    assert [len(frames_of(out / f"film-000{number}.mp4")) for number in (1, 2)] == [20, 24]
+    assert "Left out: 1 scene of less than half a second, in film.mp4\n" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_in_use_is_refused_and_left_as_it_is(
+    raw: Path, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene(0, 1)[0].save(raw / "a.png")
+    assert prepare(raw, out, "--max-side", "9") == 0
+    temporary_path(out / "b.png").touch()
+    before = names(out)
+    with open_lock(out / ".lock", place="").file:
+        assert prepare(raw, out, "--max-side", "9") == 2
+        assert names(out) == before
+    assert f"--out {out} is in use by process {os.getpid()} on" in caplog.text
+    assert prepare(raw, out, "--max-side", "9") == 0
 
 
 def test_audio_is_cut_with_its_frames(raw: Path, out: Path) -> None:
@@ -255,7 +281,7 @@ def test_a_dry_run_shows_what_would_be_and_writes_nothing(
     assert prepare(raw, out, "--split-scenes", "--max-side", "48", "--dry-run") == 0
     printed = capsys.readouterr().out
     assert "film.mp4  96 x 64, 2.4 s  3 clips, 48 x 32\n" in printed
-    assert "The captions of 1 clips go to each of their scenes" in printed
+    assert "Captions that go to each scene or image of their clip" in printed
     assert not out.exists()
     assert prepare(raw, out, "--split-scenes", "--max-side", "48", "--json") == 0
     (item,) = json.loads(capsys.readouterr().out)["items"]
@@ -309,12 +335,12 @@ def test_running_again_makes_only_what_is_new_or_changed(
     scene(4, 1)[0].save(raw / "new.png")
     capsys.readouterr()
     assert prepare(raw, out, "--split-scenes") == 0
-    assert "1 files were prepared before" in capsys.readouterr().out
+    assert "; 1 file prepared before" in capsys.readouterr().out
     assert names(out)[1:] == ["a.png", "a.txt", "film-0001.mp4", "film-0002.mp4", "new.png"]
     assert (out / "a.txt").read_text() == "edited"
     assert check_video(out / "film-0002.mp4").num_frames == 30
     assert prepare(raw, out, "--max-side", "10") == 2
-    assert "holds results of another folder or other flags" in caplog.text
+    assert f"holds what another command made: prepare {raw} --split-scenes; choose" in caplog.text
 
 
 def test_records_of_others_delete_nothing_outside(raw: Path, out: Path) -> None:
@@ -334,6 +360,9 @@ def test_records_of_others_delete_nothing_outside(raw: Path, out: Path) -> None:
         ("a.webp a.png", "--max-side 9", "a.webp: would become a.png, as a.png may; rename one"),
         ("a.mp4 a-0001.png", "--extract-frames 1", "a-0001.png: has a name as results of a.mp4 get"),
         ("notes.txt", "--max-side 9", "holds no image or clip"),
+        ("a.png", "--extract-frames 3", "holds no clips, so that --split-scenes and --extract-frames do n"),
+        ("a.png metadata.csv", "--max-side 9", "the captions are in metadata.csv, which names the files as"),
+        ("a.mp4", "--split-scenes", "a.mp4: has no scene of half a second"),
         ("a.png", "", "give --split-scenes, --extract-frames N, --max-side PX or --strip-bars"),
     ],
 )
@@ -342,8 +371,8 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     for name in files.split():
         if name.endswith(".mp4"):
-            write_video(raw / name, scene(0, 2), fps=24)
-        elif name.endswith(".txt"):
+            write_video(raw / name, [*scene(0, 8), *scene(1, 8)], fps=24)
+        elif name.endswith((".txt", ".csv")):
             (raw / name).touch()
         else:
             scene(0, 1)[0].save(raw / name)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from av.video.frame import VideoFrame
 
-from diffsynth_lite.preparing.scenes import find_scenes
+from diffsynth_lite.preparing.scenes import Scene, find_scenes
 
 WIDTH, HEIGHT, FPS = 96, 54, 24
 Frames = list[np.ndarray]
@@ -45,8 +45,7 @@ def on_threes(frames: Frames) -> Frames:
     return [frames[index // 3 * 3] for index in range(len(frames))]
 
 
-def bounds(images: Frames, times: Sequence[int] | None = None) -> list[int]:
-    """Indexes of the first frames of the scenes after the first."""
+def scenes_of(images: Frames, times: Sequence[int] | None = None) -> list[Scene]:
     frames = []
     for index, image in enumerate(images):
         frame = VideoFrame.from_ndarray(np.clip(image, 0, 255).astype(np.uint8), format="rgb24")
@@ -59,13 +58,19 @@ def bounds(images: Frames, times: Sequence[int] | None = None) -> list[int]:
     assert [scene.start_s for scene in scenes] == [
         (times or range(999))[scene.first] / FPS for scene in scenes
     ]
-    return [scene.first for scene in scenes[1:]]
+    return scenes
+
+
+def bounds(images: Frames) -> list[int]:
+    """Indexes of the first frames of the scenes after the first."""
+    return [scene.first for scene in scenes_of(images)[1:]]
 
 
 @pytest.mark.parametrize(
     ("frames", "cuts"),
     [
         (still(0) + still(1) + still(2, 13), [24, 48]),
+        (still(0) + still(1, 8) + still(2), [24, 32]),
         (pan(0, speed=3) + pan(1, speed=3), [24]),
         (still(0) + pan(1, speed=3), [24]),
         (on_threes(pan(0, speed=1, count=27)) + on_threes(pan(1, speed=1, count=27)), [27]),
@@ -89,7 +94,6 @@ def test_hard_cuts_are_found_to_the_frame(frames: Frames, cuts: list[int]) -> No
         flashed(pan(0, speed=1, count=48), at=20, count=5),
         faded(still(0), still(1)),
         [frame * min(1, index / 10) for index, frame in enumerate(still(0, 48))],
-        still(0, 11) + still(1, 24),
         [landscape(0)],
     ],
 )
@@ -97,9 +101,11 @@ def test_what_is_not_a_cut_cuts_nothing(frames: Frames) -> None:
     assert bounds(frames) == []
 
 
-def test_a_scene_lasts_half_a_second_by_the_clock() -> None:
-    frames = still(0, 20) + still(1, 20)
-    slow_then_fast = [2 * index for index in range(20)] + [40 + index for index in range(20)]
-    assert bounds(frames, slow_then_fast) == [20]
-    assert bounds(still(0, 8) + still(1, 20), list(range(0, 56, 2))) == [8]
-    assert bounds(still(0, 8) + still(1, 20)) == []
+def test_a_scene_is_short_below_half_a_second_by_the_clock() -> None:
+    def are_short(first: int, times: Sequence[int] | None = None) -> list[bool]:
+        return [scene.is_short for scene in scenes_of(still(0, first) + still(1, 20), times)]
+
+    assert are_short(11) == [True, False]
+    assert are_short(12) == [False, False]
+    assert are_short(8, range(0, 56, 2)) == [False, False]
+    assert are_short(20, [*range(0, 40, 2), *range(40, 60)]) == [False, False]
