@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from diffsynth_lite.data.captions import compact_json
+from diffsynth_lite.data.captions import compact_json, has_trigger, trigger_pattern, with_trigger
 from diffsynth_lite.files import parse_json
 
 CaptionFormat = Literal["prose", "tags", "json"]
@@ -101,6 +101,17 @@ def refusal_in(text: str) -> str:
     return _phrase(_REFUSAL.match(start))
 
 
+def with_exact_trigger(caption: str, trigger: str) -> str:
+    """The caption with the trigger as it is given: it replaces one in other capitals, or is put in front.
+
+    What is then no longer the beginning has no capital letter any more, if it is an article or a number.
+    """
+    if has_trigger(caption, trigger):
+        return re.sub(trigger_pattern(trigger), lambda _: trigger, caption, flags=re.IGNORECASE)
+    continued = caption[:1].lower() + caption[1:]
+    return with_trigger(continued if _ARTICLE.match(continued) else caption, trigger)
+
+
 def boilerplate_in(text: str) -> str:
     """Words that a captioner, and not a person, writes around a caption; empty where there are none."""
     text = _without_control(text[:_MOST_CHARACTERS]).strip()
@@ -188,12 +199,20 @@ _ARTICLE = re.compile(
 )
 _KIND = r"(?:caption|description|tags?|prompt|instruction|answer|output|response|summary|json)"
 _QUALITY = r"(?:(?:image|video|detailed|short|brief|final|training|motion|edit|suggested|concise) ){0,2}"
+_KIND_ELSEWHERE = (
+    r"(?:描述|标题|標題|说明|キャプション|beschreibung|bildbeschreibung|bildunterschrift|légende|descripción|leyenda"
+    r"|descrizione|didascalia|descrição|legenda)"
+)
 _LABELS = _pattern(
     r"(?:sure(?: thing)?|certainly|of course|absolutely|okay|ok|got it)[!.,]+\s*",
     rf"(?:here(?:'s| is| are)|below is|this is)\b[^\n:.]{{0,60}}\b{_KIND}\b[^\n:.]{{0,60}}:\s*",
     rf"(?:the )?{_QUALITY}{_KIND}(?: \d)?\s{{0,3}}[:\uff1a]\s*",
     r"(?:assistant\s{0,3}[:\n]|model\n)\s*",
-    r"(?:描述|标题|標題|说明|キャプション|beschreibung|bildbeschreibung|descripción|descrizione)\s{0,3}[:\uff1a]\s*",
+    rf"{_KIND_ELSEWHERE}\s{{0,3}}[:\uff1a]\s*",
+    r"¡?(?:natürlich|selbstverständlich|gern|gerne|bien sûr|certainement|claro|por supuesto|certo|certamente"
+    r"|com certeza|当然|當然|好的)\s?[!.,\uff01\uff0c。]+\s*",
+    rf"(?:hier (?:ist|sind|kommt)|voici|voilà|aquí (?:está|tienes|tiene)|ecco|aqui está|这是|以下是)"
+    rf"[^\n:\uff1a.]{{0,60}}(?:{_KIND_ELSEWHERE}|description)[^\n:\uff1a.]{{0,60}}[:\uff1a]\s*",
     after="+",
 )
 _MOOD = r"(?:mood|atmosphere|style|tone|composition|effect|impression|aesthetic|feeling|vibe|ambiance)"
@@ -217,6 +236,9 @@ _REFUSAL = _pattern(
     r"|am (?:not able|unable|not comfortable)|must decline|have to decline|decline to"
     r"|do(?: not|n't) (?:feel comfortable|have (?:the ability|access)|see (?:an|any)))\b[^\n]{0,40}",
     r"i'm (?:unable|not able|not comfortable)\b[^\n]{0,40}",
+    r"[^\n\"“„«]{0,150}?(?<!')\bi(?:'m| am)? (?:will not|won't|cannot|can't|can not|unable to|not able to"
+    r"|decline to|must decline to) (?:describe|caption|comply|assist|help)\b[^\n]{0,40}",
+    r"it(?:'s| is) (?:not possible|impossible) (?:for me )?to (?:describe|caption)\b[^\n]{0,40}",
     r"as an? (?:ai|artificial intelligence|language model|large language model)\b[^\n]{0,40}",
     r"(?:no image (?:was|is|has been)|there is no image|you (?:have not|haven't|did not|didn't))"
     r" (?:provided|attached|uploaded|included|provide|attach|upload|include)\b",

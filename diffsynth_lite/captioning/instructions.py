@@ -6,7 +6,7 @@ from string import Formatter
 from typing import Literal
 
 from diffsynth_lite.captioning.cleaning import CaptionFormat
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import UserError, join_names
 
 Goal = Literal["likeness", "style", "motion", "edit"]
 CaptionLength = Literal["short", "medium", "long"]
@@ -96,7 +96,7 @@ def instruction_for(request: CaptionRequest, *, kind: ItemKind, num_inputs: int 
     parts = [
         _shown(kind, num_inputs),
         _task(request, kind, num_inputs),
-        _form(request),
+        _form(request, kind),
         "Answer with the caption only.",
     ]
     return " ".join(filter(None, parts))
@@ -111,22 +111,25 @@ def fill(instruction: str, request: CaptionRequest) -> str:
         UserError: there is no text, another name in braces, or a name whose flag was not given.
     """
     values = {"trigger": request.trigger, "language": request.language, "goal": request.goal or ""}
-    filled = ""
+    filled, problems = "", []
     try:
         for literal, name, form, conversion in Formatter().parse(instruction):
             filled += literal
             if name is None:
                 continue
             if name not in values or form or conversion:
-                raise ValueError(f"{{{name[:40]}}} is not known")
-            if not values[name]:
-                raise ValueError(f"it has {{{name}}}, but --{name} was not given")
-            filled += values[name]
+                problems.append(f"{{{name[:40]}}} is not known")
+            elif not values[name]:
+                problems.append(f"it has {{{name}}}, but --{name} was not given")
+            filled += values.get(name, "")
     except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        listed = join_names(list(dict.fromkeys(problems)))
         raise UserError(
-            f"--instruction: {error}; it may have {{trigger}}, {{language}} and {{goal}}, and "
-            "{{ and }} for braces"
-        ) from None
+            f"--instruction: {listed}; it may have {{trigger}}, {{language}} "
+            "and {goal}, and {{ and }} for braces"
+        )
     if not filled.strip():
         raise UserError("--instruction: the file is empty; write what the model is to do")
     return filled.strip()
@@ -169,18 +172,20 @@ def _task(request: CaptionRequest, kind: ItemKind, num_inputs: int) -> str:
     return f"Write a caption of this {what}. {_PLAIN}"
 
 
-def _form(request: CaptionRequest) -> str:
+def _form(request: CaptionRequest, kind: ItemKind) -> str:
     language = f"Write in {request.language}."
     if request.format == "tags":
         return (
             f"Write about {_TAGS[request.length]} short tags in lower case, separated by commas, as on image "
             f"boards, the most important first; no sentences. {language}"
         )
-    words = f"about {_WORDS[request.length]} words"
+    words = f"{'' if kind == 'edit' else 'about '}{_WORDS[request.length]} words"
     if request.format == "json":
         # In front of the object, where a trigger else is put, it would be no JSON.
         begin = f'Begin the high_level_description with "{request.trigger}". ' if request.trigger else ""
         return f"{_JSON} {begin}{language} Use {words} in all."
+    if kind == "edit":
+        return f"{language} Use at most {words}, in one paragraph, without headings, lists or opinions."
     return (
         f"{language} Use {words}, in whole sentences and one paragraph, without headings, lists or opinions. "
         'Begin with what is shown, not with words such as "The image shows".'

@@ -19,7 +19,7 @@ from diffsynth_lite.captioning.choice import (
     is_as_seen,
     source_of,
 )
-from diffsynth_lite.captioning.cleaning import Cleaned, clean, refusal_in
+from diffsynth_lite.captioning.cleaning import Cleaned, clean, refusal_in, with_exact_trigger
 from diffsynth_lite.captioning.contents import Item, read_contents
 from diffsynth_lite.captioning.instructions import max_tokens, plainer
 from diffsynth_lite.captioning.limit import fitted
@@ -32,7 +32,6 @@ from diffsynth_lite.captioning.report import (
     Outcome,
     caption_hash,
 )
-from diffsynth_lite.data.captions import with_trigger
 from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import check_video, read_frames
@@ -267,7 +266,7 @@ class _Run:
         )
         if cleaned.problem:
             return cleaned
-        whole = with_trigger(cleaned.text, trigger) if trigger else cleaned.text
+        whole = with_exact_trigger(cleaned.text, trigger) if trigger else cleaned.text
         caption, cut = fitted(whole, job.limit)
         if not caption:
             return Cleaned(problem="nothing of the answer fits what the text encoder reads")

@@ -71,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=positive_count, metavar="N", help="items at once (default: 8; a CPU 1, a server 4)"
     )
-    parser.add_argument("--dtype", metavar="NAME", help="of the weights, such as bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights (default: bfloat16; on a CPU float32)",
+    )
     parser.add_argument("--quantize", choices=("none", "int8", "nf4"), help="of the weights (default: none)")
     parser.add_argument("--device", metavar="NAME", help="such as cuda:1 or cpu (default: the first GPU)")
     parser.add_argument("--json", action="store_true", help="print the result as json")
@@ -171,7 +175,7 @@ def _check(parsed: argparse.Namespace, instruction: str) -> None:
         api_address(parsed.endpoint)
     if parsed.instruction is not None:
         unused = [name for name in ("goal", "language", "length") if f"{{{name}}}" not in instruction]
-        _refuse(parsed, unused, "is part of what --instruction replaces")
+        _refuse(parsed, unused, "is part of what --instruction replaces: leave it out, or use it in the file")
     if parsed.inputs and parsed.goal != "edit":
         _refuse(parsed, ("goal",), "is not for edits; leave it or --inputs out")
     if parsed.goal == "edit" and not parsed.inputs:
@@ -212,9 +216,12 @@ def _job(parsed: argparse.Namespace, instruction: str) -> "CaptionJob":
         format=parsed.format,
         instruction=instruction,
     )
-    # One of the user's may have names that are not known.
     kind: ItemKind = "edit" if parsed.inputs else "image"
-    instruction_for(request, kind=kind, num_inputs=len(parsed.inputs))
+    try:
+        instruction_for(request, kind=kind, num_inputs=len(parsed.inputs))
+    except UserError as error:  # one of the user's may have names that are not known
+        named = f"--instruction {parsed.instruction}:"
+        raise UserError(str(error).replace("--instruction:", named)) from None
     job = CaptionJob(
         folder=parsed.folder.expanduser(),
         request=request,

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffsynth_lite.captioning.cleaning import RULES, CaptionFormat, boilerplate_in, clean, refusal_in
+from diffsynth_lite.captioning.cleaning import (
+    RULES,
+    CaptionFormat,
+    boilerplate_in,
+    clean,
+    refusal_in,
+    with_exact_trigger,
+)
 
 FORMATS = get_args(CaptionFormat)
 DIRTY = [
@@ -30,6 +37,11 @@ DIRTY = [
     ("<start_of_turn>model\nA cat sleeps.", "A cat sleeps.", "labels"),
     ("Beschreibung: Eine Katze schläft.", "Eine Katze schläft.", "labels"),
     ("描述\uff1a一只猫在睡觉。", "一只猫在睡觉。", "labels"),
+    ('Natürlich! Hier ist die Beschreibung: "Eine Katze."', "Eine Katze.", "labels"),
+    ("Bien sûr ! Voici une légende pour l'image : Un chat.", "Un chat.", "labels"),
+    ("¡Claro! Aquí está la descripción: Un gato.", "Un gato.", "labels"),
+    ("Ecco la descrizione: Un gatto.", "Un gatto.", "labels"),
+    ("好的\uff0c这是图片的描述\uff1a一只猫。", "一只猫。", "labels"),
     # openings
     ("The image shows a cat on a sofa.", "A cat on a sofa.", "openings"),
     ("The provided photo clearly shows a cat.", "A cat.", "openings"),
@@ -113,6 +125,8 @@ CLEAN = [
     "ผู้หญิงยิ้ม 👩‍👩‍👧 नमस्ते",
     "The image of a saint hangs over a bed.",
     "Model: a woman poses for a painter.",
+    "Natürlich wirkendes Licht fällt auf eine Frau; hier ist es Abend.",
+    "Voici un chat : il dort.",
 ]
 TAGS = [
     "1girl, solo, long_hair, @_@, ^_^, smile, looking at viewer",
@@ -204,6 +218,19 @@ def test_an_unfinished_answer_loses_its_last_sentence(text, expected):
     assert clean(text, is_unfinished=True, kept=["unfinished", "closings"]).text == text
 
 
+@pytest.mark.parametrize(
+    ("caption", "expected"),
+    [
+        ("OHWX Woman stands, and ohwx woman smiles.", "ohwx woman stands, and ohwx woman smiles."),
+        ("A woman sits.", "ohwx woman, a woman sits."),
+        ("Anna sits.", "ohwx woman, Anna sits."),
+        ("An ohwx womanly pose.", "ohwx woman, an ohwx womanly pose."),
+    ],
+)
+def test_the_trigger_is_spelt_as_it_is_given_or_put_in_front(caption, expected):
+    assert with_exact_trigger(caption, "ohwx woman") == expected
+
+
 def test_unfinished_tags_lose_the_last_one():
     assert clean("1girl, solo, smi", format="tags", is_unfinished=True).text == "1girl, solo"
 
@@ -233,6 +260,9 @@ def test_an_answer_without_a_caption_has_a_reason(text):
         "<think>People.</think>I cannot help with that.",
         "Es tut mir leid, aber das geht nicht.",
         "抱歉, 我无法描述。",
+        "The photo contains nudity, so I will not describe it.",
+        "It is explicit: I'm unable to describe it.",
+        "It is not possible for me to describe this.",
     ],
 )
 def test_a_refusal_is_found_before_and_after_cleaning(text):
@@ -241,12 +271,18 @@ def test_a_refusal_is_found_before_and_after_cleaning(text):
     assert boilerplate_in(text)
 
 
+def test_a_refusal_in_a_second_sentence_is_found_before_cleaning_takes_it_away():
+    assert refusal_in("This image is explicit. I can't describe it.")
+
+
 @pytest.mark.parametrize(
     "text",
     [
         'A sign that reads "I cannot" hangs over a door.',
         "A man holds a card with the words I'm sorry, but.",
         "I Can, a poster of two athletes.",
+        "A poster reads 'I will not help you', in red.",
+        "A woman reads. I'm sorry, but I can't identify her.",
     ],
 )
 def test_a_caption_with_the_words_of_a_refusal_is_none(text):

@@ -76,6 +76,9 @@ def test_the_instruction_for_an_edit_counts_its_inputs():
     assert "first 2 images" in two
     assert "image 1, image 2" in two
     assert "Replace" in one
+    assert "Use at most 60 words" in one
+    assert "Begin with what is shown" not in one
+    assert "sentences" not in one
 
 
 def test_an_edit_has_inputs_and_is_described_as_prose():
@@ -112,6 +115,7 @@ def test_an_instruction_of_ones_own_replaces_all_of_ours():
         ("Name {trigger:>9}.", "not known"),
         ('Write {"a": 1}.', "not known"),
         ("Write {.", "braces"),
+        ("Name {a} and {b}.", "{a} is not known; {b} is not known; it may"),
         ("Name {trigger}.", "--trigger was not given"),
         ("For {goal}.", "--goal was not given"),
         ("", "is empty"),

@@ -169,7 +169,7 @@ def test_the_trigger_is_put_in_front_and_what_is_not_read_is_cut(folder: Path) -
     answers = {"red": "The OHWX cat sits. It has a long tail which nobody reads.", "lime": "A cat."}
     request = CaptionRequest(trigger="ohwx cat")
     outcome = write(folder, Colours(answers), request=request, limit=limit, only=["a.png", "b.png"])
-    assert captions_in(folder) == {"a.txt": "The OHWX cat sits.\n", "b.txt": "ohwx cat, A cat.\n"}
+    assert captions_in(folder) == {"a.txt": "The ohwx cat sits.\n", "b.txt": "ohwx cat, a cat.\n"}
     row = CaptionReport(folder).rows()["a.png"]
     assert (row.cut.strip(), outcome.made["a.png"].cut) == ("It has a long tail which nobody reads.", row.cut)
     assert "2 written, 0 kept, 0 refused, 1 cut" in outcome.summary

@@ -102,8 +102,11 @@ def test_a_dry_run_prints_captions_and_writes_none(
         ("--model m --goal style --inputs x", "--goal style: is not for edits; leave it or "),
         ("--model m --inputs nowhere", "nowhere: no such folder"),
         ("--model m --instruction none.txt", "--instruction none.txt: cannot be read: No such file"),
-        ("--model m --instruction mine.txt", "--instruction: {word} is not known"),
-        ("--model m --instruction goal.txt --language French", "--language French: is part of what --instr"),
+        ("--model m --instruction mine.txt", "--instruction mine.txt: {word} is not known"),
+        (
+            "--model m --instruction goal.txt --language French",
+            "--language French: is part of what --instruction replaces: leave it out, or ",
+        ),
         ("--model ./nothing --instruction goal.txt --goal style", "there is no folder ./nothing"),
         ("--model m --trigger ohwx\udcff", r"'ohwx\udcff': is not UTF-8 text"),
         ("--model m --trigger=", "--trigger: is empty; leave it out"),
