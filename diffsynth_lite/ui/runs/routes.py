@@ -22,6 +22,7 @@ from diffsynth_lite.run_folder.command import Continuation
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.ui.pages import answer, change_route, environment, navigation, report_answer, workspace_of
 from diffsynth_lite.ui.queued import REQUESTS, QueuedRuns
+from diffsynth_lite.ui.runs import steps
 from diffsynth_lite.ui.runs.downloads import downloads, zipped
 
 _LOG_LINES = 200
@@ -41,6 +42,7 @@ def routes() -> list[Route]:
         Route("/runs/{name}/log", _log),
         Route("/runs/{name}/previews/{file}", _preview),
         Route("/runs/{name}/download/{file}", _download),
+        *steps.routes(),
         change_route("/runs/{name}/{action}", _act),
     ]
 
@@ -103,6 +105,7 @@ class _Run:
             "step": card.state.step,
             "checkpoint": max(map(_step, folder.checkpoints_folder.glob("step-*/COMPLETE")), default=None),
             "downloads": downloads(folder).values(),
+            "steps": steps.RunSteps(self.workspace, self.name, path).values(),
             "command": command,
             "refusal": refusal,
         }

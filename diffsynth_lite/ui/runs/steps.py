@@ -1,0 +1,164 @@
+"""This file shows which steps of a run have a LoRA, generates their grid, and notes which one is chosen.
+
+The grid is made by our command in a process of its own, which outlives the server. Its log, and which process
+it is, are in the workspace.
+"""
+
+import hashlib
+import os
+import shlex
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import parse_json, read_bytes, write_json
+from diffsynth_lite.queue.outcome import log_lines
+from diffsynth_lite.queue.worker import start_detached
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import choose, chosen_copy, lora_copies
+from diffsynth_lite.run_folder.process import Process
+from diffsynth_lite.ui.pages import change_route, workspace_of
+from diffsynth_lite.workspace import Workspace
+
+_MOST_BYTES = 4096
+
+
+def routes() -> list[Route]:
+    """The routes of this part of a run's screen."""
+    return [
+        Route("/runs/{name}/steps.png", _grid),
+        change_route("/runs/{name}/choose", _choose),
+        change_route("/runs/{name}/compare-steps", _compare),
+        change_route("/runs/{name}/stop-comparing", _stop),
+    ]
+
+
+class RunSteps:
+    """The LoRAs of a run by step, and the latest process that generates their grid.
+
+    Args:
+        name: of the run in the workspace.
+    """
+
+    def __init__(self, workspace: Workspace, name: str, folder: Path) -> None:
+        self._workspace, self._name, self._run = workspace, name, RunFolder(folder)
+        own = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+        self._log_file = workspace.logs_folder / f"steps-{own}.log"
+        self._process_file = workspace.logs_folder / f"steps-{own}.process"
+
+    @classmethod
+    def of(cls, request: Request) -> "RunSteps":
+        """Those of the run that a request names."""
+        name: str = request.path_params["name"]
+        card = request.app.state.run_pages.card(name)
+        if card is None:
+            raise HTTPException(404)
+        return cls(workspace_of(request), name, card.folder)
+
+    @property
+    def process(self) -> Process | None:
+        """That generates the grid now."""
+        with suppress(OSError, UserError, ValueError):
+            text = str(parse_json(read_bytes(self._process_file, most_bytes=_MOST_BYTES)))
+            found = Process.from_text(text)
+            return found if found is not None and found.is_here() and found.is_alive() else None
+        return None
+
+    @property
+    def grid(self) -> Path | None:
+        """The newest grid of steps."""
+        for grid in sorted(self._run.samples_folder.glob("*/grid.png"), reverse=True):
+            is_ours = grid.is_file() and not (grid.is_symlink() or grid.parent.is_symlink())
+            if is_ours and any(grid.parent.glob("*-step-*.png")):
+                return grid
+        return None
+
+    def values(self) -> dict[str, Any]:
+        """What the template shows of it."""
+        copies, problem, chosen = lora_copies(self._run.checkpoints_folder), "", None
+        try:
+            chosen = chosen_copy(self._run)
+        except UserError as error:
+            problem = str(error)
+        if chosen is not None and not chosen.path.is_dir():
+            problem = f"Step {chosen.step} was chosen, and its LoRA is gone. Choose another."
+        grid = self.grid
+        return {
+            "loras": [(copy.step, copy.path.name, copy == chosen) for copy in copies],
+            "chosen": chosen.step if chosen is not None and not problem else None,
+            "problem": problem,
+            "grid": grid and f"{grid.parent.name}-{grid.stat().st_mtime_ns}",
+            "is_generating": self.process is not None,
+            "last_line": log_lines(self._log_file, num_lines=1),
+            "command": shlex.join(["diffsynth-lite", *self._arguments]),
+        }
+
+    def choose(self, name: object) -> None:
+        """Write down that a LoRA is the one to use, by the name of its folder."""
+        known = {copy.path.name: copy for copy in lora_copies(self._run.checkpoints_folder)}
+        if not isinstance(name, str) or name not in known:
+            raise UserError(f"{self._name} has no LoRA of that step (any more)")
+        choose(self._run, known[name])
+
+    def compare(self) -> None:
+        """Start the command that generates the grid.
+
+        Raises:
+            UserError: it runs already, or a run trains on the device.
+        """
+        if self.process is not None:
+            raise UserError("The grid is being generated already")
+        for name, folder in self._workspace.runs.items():
+            if RunFolder(folder).trains_here():
+                raise UserError(f"{name} trains on this device; stop it first, or wait until it has ended")
+        command = [sys.executable, "-m", "diffsynth_lite.cli.main", *self._arguments]
+        try:
+            with self._log_file.open("wb") as log:
+                child = start_detached(command, cwd=self._workspace.path, log=log)
+        except OSError as error:
+            raise UserError(f"sample cannot be started: {error.strerror}") from None
+        write_json(self._process_file, Process.of(child.pid).as_text())
+        threading.Thread(target=child.wait, daemon=True).start()  # else it would stay as a zombie
+
+    def stop(self) -> None:
+        """Have the command stop."""
+        if (process := self.process) is None:
+            raise UserError("No grid is being generated")
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
+
+    @property
+    def _arguments(self) -> tuple[str, ...]:
+        path, place = self._run.path, self._workspace.path
+        shown = path.relative_to(place) if path.is_relative_to(place) else path
+        return "sample", f"--lora={shown}", "--every-checkpoint"
+
+
+def _grid(request: Request) -> Response:
+    if (grid := RunSteps.of(request).grid) is None:
+        raise HTTPException(404)
+    return FileResponse(grid, media_type="image/png")
+
+
+def _choose(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    RunSteps.of(request).choose(given.get("lora"))
+    return {}
+
+
+def _compare(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    RunSteps.of(request).compare()
+    return {}
+
+
+def _stop(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    RunSteps.of(request).stop()
+    return {}

@@ -1,0 +1,113 @@
+"""Which step was best, on the screen of a run: the grid of its steps, and the choice of one."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from processes import wait_for
+from run_folders import full_folder
+from screens import INLINE, Screen
+from tiny_run import make_run
+
+from diffsynth_lite.pipelines.qwen_image import tiny
+from diffsynth_lite.run_folder.process import Process
+from diffsynth_lite.ui.runs.steps import RunSteps
+
+
+def with_loras(folder: Path, *steps: int) -> Path:
+    for step in steps:
+        copy = folder / "checkpoints" / f"lora-{step:08d}"
+        copy.mkdir(parents=True)
+        (copy / "pytorch_lora_weights.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.mark.slow
+def test_one_button_makes_the_grid_of_all_steps_and_another_chooses_one(
+    screen: Screen, tmp_path: Path
+) -> None:
+    tiny().save_pretrained(tmp_path / "model")
+    folder = screen.workspace.runs_folder / "mine"
+    few = ("train.steps=4", f"output.dir={folder}", "validation.prompts=[a red circle]")
+    run = replace(make_run(tmp_path, tmp_path / "model"), settings=(*few, "validation.loss_items=0"))
+    assert run.train() == 0
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert screen.get("/runs/mine/steps.png").status_code == 404
+    assert screen.post("/runs/mine/compare-steps").status_code == 200
+    assert "The grid is being generated." in screen.get("/runs/mine/").text
+    refusal = screen.post("/runs/mine/compare-steps")
+    assert (refusal.status_code, refusal.json()["error"]) == (422, "The grid is being generated already")
+    steps = RunSteps(screen.workspace, "mine", folder)
+    wait_for(lambda: steps.process is None)
+    grid = (folder / "samples" / "0001" / "grid.png").read_bytes()
+    assert screen.get("/runs/mine/steps.png").content == grid
+    page = screen.get("/runs/mine/").text
+    assert 'alt="Each prompt by step: without the LoRA, then with that of each step"' in page
+    assert not INLINE.search(page)
+    assert screen.post("/runs/mine/choose", {"lora": "lora-00000002"}).status_code == 200
+    assert json.loads((folder / "chosen.json").read_text()) == {"lora": "lora-00000002"}
+    page = screen.get("/runs/mine/").text
+    assert "Step 2, chosen" in page
+    assert 'aria-label="Use step 4"' in page
+    assert page.index("Chosen LoRA, step 2") < page.index("LoRA of step 4")
+
+
+def test_only_a_lora_that_is_there_can_be_chosen_and_one_that_is_gone_is_reported(screen: Screen) -> None:
+    folder = with_loras(full_folder(screen.workspace.runs_folder / "mine"), 100, 200)
+    for lora in ("lora-00000300", "../lora-00000100", "step-00000100", "", None, 100, ["lora-00000100"]):
+        refusal = screen.post("/runs/mine/choose", {"lora": lora})
+        assert (refusal.status_code, refusal.json()["error"]) == (
+            422,
+            "mine has no LoRA of that step (any more)",
+        )
+    assert not (folder / "chosen.json").exists()
+    assert screen.post("/runs/nowhere/choose", {"lora": "lora-00000100"}).status_code == 404
+    assert screen.post("/runs/mine/choose", {"lora": "lora-00000100"}).status_code == 200
+    (folder / "checkpoints" / "lora-00000100").rename(folder / "checkpoints" / ".left-lora-00000100-1")
+    assert "Step 100 was chosen, and its LoRA is gone. Choose another." in screen.get("/runs/mine/").text
+    (folder / "chosen.json").write_text("torn")
+    assert "chosen.json: names no LoRA of the run; remove it, or choose" in screen.get("/runs/mine/").text
+
+
+def test_no_grid_is_generated_next_to_a_training_and_one_can_be_stopped(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_loras(full_folder(screen.workspace.runs_folder / "mine"), 100)
+    other = full_folder(screen.workspace.runs_folder / "other")
+    status = json.loads((other / "status.json").read_text())
+    (other / "status.json").write_text(json.dumps(status | {"state": "running"}))
+    (other / ".lock").write_text(Process.of(os.getpid()).as_text())
+    refusal = screen.post("/runs/mine/compare-steps")
+    assert refusal.status_code == 422
+    assert refusal.json()["error"].startswith("other trains on this device; stop it first")
+    (other / "status.json").write_text(json.dumps(status))
+    assert screen.post("/runs/mine/stop-comparing").json()["error"] == "No grid is being generated"
+
+    def waiting(command: object, **options: object) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    monkeypatch.setattr("diffsynth_lite.ui.runs.steps.start_detached", waiting)
+    assert screen.post("/runs/mine/compare-steps").status_code == 200
+    assert screen.post("/runs/mine/stop-comparing").status_code == 200
+    wait_for(lambda: RunSteps(screen.workspace, "mine", folder).process is None)
+
+
+def test_a_grid_behind_a_link_or_of_other_samples_is_not_shown(screen: Screen, tmp_path: Path) -> None:
+    folder = with_loras(full_folder(screen.workspace.runs_folder / "mine"), 100)
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    for place in (secret, folder / "samples" / "0001", folder / "samples" / "0002"):
+        place.mkdir(parents=True, exist_ok=True)
+    (secret / "grid.png").write_bytes(b"secret")
+    (secret / "prompt-00-seed-0-step-00000100-scale-1.png").write_bytes(b"")
+    (folder / "samples" / "0003").symlink_to(secret)
+    (folder / "samples" / "0002" / "grid.png").write_bytes(b"of one step")
+    assert screen.get("/runs/mine/steps.png").status_code == 404
+    (folder / "samples" / "0001" / "grid.png").symlink_to(secret / "grid.png")
+    (folder / "samples" / "0001" / "prompt-00-seed-0-step-00000100-scale-1.png").write_bytes(b"")
+    assert screen.get("/runs/mine/steps.png").status_code == 404
