@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from browser import PHONE_PX, Browser
+from processes import wait_for
 from screens import INLINE, Screen, server_process
 
 from diffsynth_lite.config import load_config
@@ -324,3 +326,40 @@ def test_several_values_are_named_then_queued_and_shown_side_by_side(
     assert page.status_code == 200
     assert "4 runs side by side" in page.text
     assert not INLINE.search(page.text)
+
+
+def test_the_rows_of_several_data_sets_write_their_entries_and_leave_the_rest(
+    screen: Screen, browser: Browser
+) -> None:
+    for name in ("cats", "dogs", "mugs"):
+        (screen.workspace.data_folder / name).mkdir()
+    file = screen.workspace.configs_folder / "mine.yaml"
+    file.write_text(
+        "data:  # of mine\n  path: data/cats\n  trigger: ohwx cat # the word\n  mask_dir: masks\n"
+    )
+
+    def sources() -> Any:
+        return yaml.safe_load(file.read_text())["data"].get("sources")
+
+    with (
+        server_process(screen.workspace.path) as server,
+        browser.page(server.address.replace("/?", "/configs/mine/?"), width=PHONE_PX) as page,
+    ):
+        page.press("button", "Several data sets")
+        first, second = {"path": "data/cats", "trigger": "ohwx cat"}, {"path": "data/dogs"}
+        wait_for(lambda: sources() == [first, second])
+        wait_for(lambda: "path: data/cats\n" not in file.read_text())
+        page.fill("spinbutton", "Repeats of data set 2", "3")
+        page.press("checkbox", "Preserve of data set 2")
+        wait_for(lambda: sources() == [first, second | {"repeats": 3, "preserve": True}])
+        page.press("button", "Add a data set")
+        page.fill("textbox", "Trigger of data set 3", 'a "mug": {x}')
+        wait_for(lambda: len(sources()) == 3)
+        page.press("button", "Take out data set 1")
+        third = {"path": "data/mugs", "trigger": 'a "mug": {x}'}
+        wait_for(lambda: sources() == [second | {"repeats": 3, "preserve": True}, third])
+        assert page.nameless() == []
+        assert page.complaints == []
+        assert page.overflow_px() == 0
+    assert file.read_text().startswith("data:  # of mine\n")
+    assert "mask_dir: masks" in file.read_text()

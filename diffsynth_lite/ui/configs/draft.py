@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import yaml
 
 from diffsynth_lite.config import ConfigError, ConfigProblem, load_config, section_types
-from diffsynth_lite.config.document import NULLS, has_reference, read_value, read_yaml, write_yaml
+from diffsynth_lite.config.document import NULLS, YamlError, has_reference, read_value, read_yaml, write_yaml
 from diffsynth_lite.config.editing import settings_of, with_value
 from diffsynth_lite.config.files import read_config_files
 from diffsynth_lite.config.schema import Schema, setting_schemas, takes_null, without_null, words_instead
@@ -176,6 +176,16 @@ def as_yaml(field: Field, typed: str) -> str:
     if takes_null(field.schema) or field.kind in ("choice", "plain"):
         return "null"
     return '""' if field.kind == "text" else "[]"
+
+
+def sources_of(typed: str) -> str:
+    """The entries in the field of data.sources as JSON; each setting of one is yaml on one line."""
+    entries = []
+    with suppress(YamlError, AttributeError):  # of what is no list of mappings
+        [(_, node)] = read_yaml(f"x: {typed}").value
+        listed = node.value if isinstance(node, yaml.SequenceNode) else []
+        entries = [{key.value: on_one_line(value) for key, value in each.value} for each in listed]
+    return json.dumps(entries, ensure_ascii=False, separators=(",", ":"))
 
 
 @cache

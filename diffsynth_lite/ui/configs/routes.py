@@ -20,8 +20,9 @@ from diffsynth_lite.files import read_bytes, write_bytes
 from diffsynth_lite.queue.adding import entries_of
 from diffsynth_lite.queue.entry import Entry
 from diffsynth_lite.queue.variants import names, variants
-from diffsynth_lite.ui.configs.draft import MAIN, changed, fields, view_of
+from diffsynth_lite.ui.configs.draft import MAIN, changed, fields, sources_of, view_of
 from diffsynth_lite.ui.configs.recipes import GOALS, cards, needs_of, recipe_named, text_on_recipe, verdicts
+from diffsynth_lite.ui.data_sets.captioning import shown_path
 from diffsynth_lite.ui.home.routes import data_set_cards
 from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
 from diffsynth_lite.ui.queued import QueuedRuns
@@ -115,7 +116,7 @@ def _source_file(workspace: Workspace, given: Mapping[str, str]) -> Path:
 
 def _show(request: Request) -> Response:
     """The form and the text of a config."""
-    path = _config(request)
+    path, workspace = _config(request), workspace_of(request)
     text = _text(path)
     view = view_of(path, text)
     return page(
@@ -130,6 +131,8 @@ def _show(request: Request) -> Response:
         needs=needs_of(view),
         main=MAIN,
         fields=fields(),
+        sources_of=sources_of,
+        sets=[shown_path(folder, workspace) for folder in workspace.data_sets.values()],
         sections=list(dict.fromkeys(key.partition(".")[0] for key in fields())),
     )
 
