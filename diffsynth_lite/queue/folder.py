@@ -6,6 +6,7 @@ An entry is a file. Its state is the folder that the file is in, its place is th
 
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,8 @@ Place = Literal["first", "up", "down", "last"]
 _STEP = 1000
 """Between the numbers of entries that are added one after the other; one that moves gets one between them."""
 _LONGEST_NAME = 200
+_CLOCK_OF_FILES = 5
+"""``CLOCK_REALTIME_COARSE`` of Linux, which Python does not name."""
 _MOST_BYTES = 1 << 16
 
 
@@ -301,8 +304,8 @@ def write_entry(file: Path, entry: Entry) -> None:
 
 def now() -> float:
     """Seconds since 1970 by the clock of files, which is some milliseconds late, so that they compare."""
-    coarse = getattr(time, "CLOCK_REALTIME_COARSE", None)  # of Linux only
-    return math.floor(1000 * (time.time() if coarse is None else time.clock_gettime(coarse))) / 1000
+    seconds = time.clock_gettime(_CLOCK_OF_FILES) if sys.platform == "linux" else time.time()
+    return math.floor(1000 * seconds) / 1000
 
 
 def _file_name(number: int, name: str) -> str:

@@ -12,7 +12,7 @@ from waiting_runs import Waiting
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.queue import folder as queue_folder
-from diffsynth_lite.queue.folder import Place, Queue
+from diffsynth_lite.queue.folder import Place, Queue, now
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.workspace import Workspace
 
@@ -240,3 +240,12 @@ def test_a_place_that_is_none_and_a_folder_that_cannot_be_written_are_refused(wa
     waiting.queue.path.write_text("a file")
     with pytest.raises(UserError, match="queue: cannot be written to"):
         waiting.add("a")
+
+
+def test_a_file_that_is_written_after_a_moment_is_never_older_than_it(waiting: Waiting) -> None:
+    """Files are stamped by a clock that is some milliseconds late, and entries say what came after them."""
+    for number in range(50):
+        before = now()
+        file = waiting.path / str(number)
+        file.touch()
+        assert file.stat().st_mtime >= before
