@@ -23,7 +23,15 @@ _PART_BYTES = 4 * 1024
 """Of a longer file of metrics only so many parts are read, evenly spread: some rows of each."""
 _MAX_ROWS = 120
 _MAX_POINTS = 40
-_SHOWN = ("model.path", "model.quantize", "lora.rank", "data.path", "data.dataset", "train.steps")
+_SHOWN = (
+    "model.path",
+    "model.family",
+    "model.quantize",
+    "lora.rank",
+    "data.path",
+    "data.dataset",
+    "train.steps",
+)
 _SETTING = re.compile(r"  (\w+): (.+)")
 """A setting of a section in ``resolved.yaml`` with its value on one line; to parse it all takes 30 ms."""
 
@@ -36,6 +44,7 @@ class RunCard:
         loss: smoothed.
         course: the smoothed loss from the first step to the last, in few points.
         model: name of the model or of its folder; empty where the settings are not there yet.
+        family: of the model; empty where the settings are not there yet.
         data: name of the data set.
         details: more of its settings, such as "rank 16".
         preview: path of the latest one in the folder; None before there is one.
@@ -47,6 +56,7 @@ class RunCard:
     loss: float | None
     course: Sequence[float]
     model: str
+    family: str
     data: str
     details: Sequence[str]
     preview: str | None
@@ -72,6 +82,7 @@ def read_card(path: Path) -> RunCard:
         loss=course[-1] if course else None,
         course=[value for value in evenly_spread(course, _MAX_POINTS) if value is not None],
         model=_last_name(settings.get("model.path")),
+        family=str(settings.get("model.family", "")),
         data=_last_name(settings.get("data.path") or settings.get("data.dataset")),
         details=_details(settings),
         preview=last_preview(path),

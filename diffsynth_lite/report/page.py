@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _WRITE_EVERY_S = 20.0
 _WAITED_MULTIPLE = 100
 """Pause before the next page, in times of the last one's duration: its files grow with the run."""
-SCRIPTS = ("live.js", "vendor/uPlot.iife.min.js", "report.js")
+SCRIPTS = ("live.js", "vendor/uPlot.iife.min.js", "compare.js", "report.js")
 STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
 """Files of this folder that a page needs, in this order."""
 _TEMPLATES = ("page.html", "icons.html", "run.html", "several.html")

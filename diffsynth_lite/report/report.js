@@ -163,31 +163,11 @@
 
   // --- previews: two of one prompt on top of each other, with a line to drag between them
 
-  function element(name, properties, ...children) {
-    const made = Object.assign(document.createElement(name), properties);
-    made.append(...children);
-    return made;
-  }
+  const { element, slider } = comparison;
 
-  function media(link, className) {
-    const image = link.querySelector("img");
-    if (!link.dataset.video) return element("img", { src: image.src, alt: image.alt, className });
-    // Browsers start only muted videos by themselves.
-    const plays = { loop: true, muted: true, playsInline: true, autoplay: true };
-    return element("video", { src: link.dataset.video, ...plays, className });
-  }
-
-  // The sign on the line that it can be dragged.
-  function handle() {
-    const icon = document.querySelector(".icon").cloneNode(true);
-    icon.firstElementChild.setAttribute("href", "#i-drag");
-    return element("span", { className: "handle" }, icon);
-  }
-
-  function slider(value, max, label) {
-    const input = element("input", { type: "range", min: 0, max, value });
-    input.setAttribute("aria-label", label);
-    return input;
+  function shown(link) {
+    const { src, alt } = link.querySelector("img");
+    return { src, alt, video: link.dataset.video, label: `step ${link.dataset.step}` };
   }
 
   function startPreviews(section) {
@@ -197,24 +177,10 @@
     function show(promptPlace, linkPlace) {
       const links = prompts[promptPlace];
       const [before, after] = [links[0], links[linkPlace]];
-      const compare = element("div", { className: "compare" });
-      const split = slider(chosen.get("split") ?? 50, 100, "how much of the first preview is shown");
-      const setSplit = () => compare.style.setProperty("--split", `${split.value}%`);
-      split.addEventListener("input", setSplit);
-      split.addEventListener("change", () => remember("split", split.value));
-      setSplit();
-      const [one, other] = [media(before, "before"), media(after, "after")];
-      compare.append(
-        one,
-        other,
-        element("span", { className: "veil label-before", textContent: `step ${before.dataset.step}` }),
-        element("span", { className: "veil label-after", textContent: `step ${after.dataset.step}` }),
-        handle(),
-        split,
-      );
-      // Two videos drift apart where one of them was late to load.
-      one.addEventListener("timeupdate", () => {
-        if (Math.abs(one.currentTime - other.currentTime) > 0.1) other.currentTime = one.currentTime;
+      const { compare, after: other } = comparison.make(shown(before), shown(after), {
+        name: "how much of the first preview is shown",
+        split: chosen.get("split") ?? 50,
+        onSplit: (split) => remember("split", split),
       });
       viewer.querySelector(".compare")?.remove();
       viewer.prepend(compare);

@@ -23,7 +23,15 @@ from diffsynth_lite.report.page import FILTERS
 from diffsynth_lite.report.server import Answer
 from diffsynth_lite.workspace import Workspace
 
-_STATIC_FOLDERS = ("ui/static", "ui/runs", "ui/data_sets", "ui/configs", "report", "report/vendor")
+_STATIC_FOLDERS = (
+    "ui/static",
+    "ui/runs",
+    "ui/data_sets",
+    "ui/configs",
+    "ui/tries",
+    "report",
+    "report/vendor",
+)
 _STATIC_KINDS = {".css": "text/css", ".js": "text/javascript"}
 _MAX_JSON_BYTES = 32 << 20
 _DRIVER_EVERY_S = 5.0

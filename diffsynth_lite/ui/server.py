@@ -21,6 +21,8 @@ from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.ui.pages import refused, report_answer, static_file
 from diffsynth_lite.ui.queued import QueuedRuns
 from diffsynth_lite.ui.runs import routes as runs
+from diffsynth_lite.ui.tries import routes as tries
+from diffsynth_lite.ui.tries.studio import Studio, device_holders
 from diffsynth_lite.workspace import Workspace
 
 MAX_PORT = 65535
@@ -39,7 +41,7 @@ def build(
     Args:
         continuation: how the run in a folder is continued; a ``UserError`` where it cannot be.
     """
-    screens = (home, configs, data_sets, runs)
+    screens = (home, configs, data_sets, tries, runs)
     routes = [route for screen in screens for route in screen.routes()]
     application = Starlette(
         routes=[*routes, Route("/static/{name}", static_file)],
@@ -48,6 +50,7 @@ def build(
     application.state.workspace = workspace
     application.state.jobs = Jobs(workspace)
     application.state.run_pages = RunPages(lambda: QueuedRuns(workspace).without_run() | workspace.runs)
+    application.state.studio = Studio(workspace, lambda: device_holders(workspace))
     application.state.continuation = continuation
     return Guard(application, token=token, behind=behind)
 

@@ -163,6 +163,7 @@ def _change(request: Request, given: dict[str, Any]) -> dict[str, Any]:
 def _start(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Put the run of a config into the queue, and have it started."""
     path, workspace = _config(request), workspace_of(request)
+    request.app.state.studio.end()
     return {"go": f"/runs/{quote(_add(workspace, entries_of(workspace, path))[0])}/"}
 
 
@@ -175,6 +176,7 @@ def _variants(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     listed = given.get("settings")
     settings = [str(each) for each in listed] if isinstance(listed, list) else []
     if given.get("do") == "add":
+        request.app.state.studio.end()
         added = _add(workspace, entries_of(workspace, path, settings))
         return {"names": added, "compare": f"/compare?{urlencode([('run', name) for name in added])}"}
     try:

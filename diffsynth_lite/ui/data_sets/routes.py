@@ -222,6 +222,7 @@ def _caption(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         arguments = latest.same(workspace) if do == "go on" else from_form(form, folder, workspace)
     contents = read_contents(source_of(folder, None))
     with _editor(request).replaced_by_model(replaced_by(arguments, contents, CaptionReport(folder).rows())):
+        request.app.state.studio.end()
         jobs.start(arguments, folder)
     return {}
 

@@ -24,11 +24,13 @@ from diffsynth_lite.ui.pages import answer, change_route, environment, navigatio
 from diffsynth_lite.ui.queued import REQUESTS, QueuedRuns
 from diffsynth_lite.ui.runs import steps
 from diffsynth_lite.ui.runs.downloads import downloads, zipped
+from diffsynth_lite.ui.tries.request import loras_of
+from diffsynth_lite.ui.tries.routes import studio_of
 
 _LOG_LINES = 200
 _MOST_COMPARED = 24
 _STYLES = ("style.css", "ui.css", "uPlot.min.css", "report.css", "runs.css")
-_SCRIPTS = ("live.js", "uPlot.iife.min.js", "report.js", "ui.js", "runs.js")
+_SCRIPTS = ("live.js", "uPlot.iife.min.js", "compare.js", "report.js", "ui.js", "runs.js")
 _PARTS = ("lead", "actions", "notes", "foot")
 _CONTINUED = ("interrupted", "killed", "stopped", "diverged", "failed", "not started")
 """States of runs that the same command continues."""
@@ -106,6 +108,7 @@ class _Run:
             "checkpoint": max(map(_step, folder.checkpoints_folder.glob("step-*/COMPLETE")), default=None),
             "downloads": downloads(folder).values(),
             "steps": steps.RunSteps(self.workspace, self.name, path).values(),
+            "can_be_tried": bool(loras_of(self.folder)),
             "command": command,
             "refusal": refusal,
         }
@@ -173,8 +176,10 @@ def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     if action in REQUESTS:
         run.queue.ask(run.folder, action)
     elif action == "continue":
+        studio_of(request).end()
         run.queue.add([entry_of_continuation(run.workspace, run.folder, run.continuation(run.folder))])
     elif action == "again" and run.queued is not None and run.state == "did not start":
+        studio_of(request).end()
         run.queue.start_again(run.queued)
     else:
         raise HTTPException(404)
