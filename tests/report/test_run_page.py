@@ -94,7 +94,7 @@ def test_what_others_wrote_is_text_and_no_script_but_ours_may_run(tmp_path: Path
         f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'"
         for each in page.scripts
     ]
-    assert len(hashes) == 3
+    assert len(hashes) == 4
     assert f"default-src 'none'; script-src {' '.join(hashes)}" in " ".join(page.policy.split())
 
 
