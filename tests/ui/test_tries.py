@@ -214,10 +214,12 @@ def test_the_page_offers_what_there_is_as_text(tried: Tried) -> None:
     other = make_run(tried.screen, "<b>other")
     make_run(tried.screen, "wan", family="wan")
     make_run(tried.screen, "empty", loras=())
+    (tried.run / "chosen.json").write_text('{"lora": "lora-00000040"}')
     (tried.screen.workspace.data_folder / "<i>mug").mkdir()
     page = tried.screen.get("/runs/mine/try").text
     options = [part.partition("</option>")[0] for part in page.split("<option")[1:]]
-    assert options[:4] == [
+    assert options[:5] == [
+        ' value="chosen">Chosen',
         *(' value="last">Latest', ' value="ema">Averaged', ' value="100">Step 100', ' value="40">Step 40'),
     ]
     assert options[-2:] == [' value="">none', f">&lt;b&gt;{other.name[3:]}"]
@@ -276,22 +278,31 @@ def test_another_run_and_whatever_starts_end_the_process_which_is_gone_then(
     wait_for(lambda: tried.state()["phase"] == "loading")
     tried.screen.post("/runs/other/try", {"do": "generate", "prompt": "x"})
     wait_for(lambda: len(tried.pids()) == 2)
-    first, second = tried.pids()
+    first = tried.pids()[0]
     assert not Process.of(first).is_alive()
     assert tried.state() == {"state": "none", "is_open": False, "results": []}
     wait_for(lambda: tried.screen.get("/runs/other/try/state").json()["state"] == "done")
 
-    def start(*_: Any, **__: Any) -> None:
-        assert not Process.of(second).is_alive()
+    def start(*_: Any, **__: Any) -> list[str]:
+        assert not Process.of(tried.pids()[-1]).is_alive()
+        return ["mine"]
 
     monkeypatch.setattr(Jobs, "start", start)
+    monkeypatch.setattr("diffsynth_lite.ui.configs.routes._add", start)
+    monkeypatch.setattr("diffsynth_lite.ui.runs.routes.entry_of_continuation", start)
+    monkeypatch.setattr("diffsynth_lite.ui.queued.QueuedRuns.add", start)
     (tried.screen.workspace.data_folder / "mug").mkdir()
-    assert tried.screen.post("/data/mug/captioning", {"do": "write", "model": "m"}).status_code == 200
     (tried.screen.workspace.configs_folder / "c.yaml").write_text((tried.run / "resolved.yaml").read_text())
-    tried.generate("x", "done")
-    second = tried.pids()[-1]
-    assert tried.screen.post("/configs/c/start").status_code == 200
-    assert tried.journal()[-1] == {"ask": "end"}
+    for path, given in (
+        ("/data/mug/captioning", {"do": "write", "model": "m"}),
+        ("/configs/c/start", {}),
+        ("/configs/c/variants", {"do": "add", "settings": []}),
+        ("/runs/mine/continue", {}),
+    ):
+        tried.generate("x", "done")
+        assert tried.screen.post(path, given).status_code == 200, path
+        assert not tried.state()["is_open"]
+    assert len(tried.pids()) == 6
 
 
 def test_next_to_a_training_it_generates_only_where_both_fit(

@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from diffsynth_lite.data.folder import usable_file
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.loras import SUFFIX, exports_of, lora_copies
+from diffsynth_lite.run_folder.loras import CHOSEN, SUFFIX, chosen_copy, exports_of, lora_copies
 from diffsynth_lite.run_folder.reading import require_run_file
 from diffsynth_lite.ui.data_sets.captioning import shown_path
 from diffsynth_lite.workspace import Workspace
@@ -35,6 +36,9 @@ def loras_of(folder: Path) -> dict[str, str]:
     """The LoRAs that a run has, by what names them after an ``@``, with words for people."""
     run = RunFolder(folder)
     exports = [which for which, place in exports_of(run).items() if any(place.glob(f"*{SUFFIX}"))]
+    with suppress(UserError):  # the file that names it is damaged
+        chosen = chosen_copy(run)
+        exports = [CHOSEN] * (chosen is not None and chosen.path.is_dir()) + exports
     steps = [str(copy.step) for copy in reversed(lora_copies(run.checkpoints_folder))]
     return {which: _WORDS.get(which, which.capitalize()) for which in exports} | {
         step: f"Step {int(step):,}" for step in steps
