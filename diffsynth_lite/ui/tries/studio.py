@@ -149,9 +149,7 @@ class Studio:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                with self._lock:
-                    if self._process is process:
-                        self._take(json.loads(line))
+                self._take(process, json.loads(line))
         process.wait()
         gone.set()
         assert process.stdin is not None
@@ -165,7 +163,12 @@ class Studio:
                 last = " ".join(log_lines(self._log, num_lines=1))
                 self._state = {"state": "failed", "error": f"The process ended. {last}".strip()}
 
-    def _take(self, answer: dict[str, Any]) -> None:
+    def _take(self, process: "subprocess.Popen[str]", answer: dict[str, Any]) -> None:
+        with self._lock:
+            if self._process is process:
+                self._note(answer)
+
+    def _note(self, answer: dict[str, Any]) -> None:
         state = answer["state"]
         if answer["id"] not in (None, self._number) or state == "ready":
             return
