@@ -8,74 +8,138 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Generic, TextIO, TypeVar
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.files import parse_json
+from diffsynth_lite.redaction import redacted
 
-_LAST = ("done", "failed", "dropped")
+_Kind = TypeVar("_Kind", bound="Request")
+
+_LAST = ("done", "counted", "failed", "cancelled", "dropped")
 """States after which a request has no more answers."""
+_END_S = 3.0
+"""Time for a program to end by itself."""
 
 
-class Requests:
+class Request(BaseModel):
+    """A line that came in; arguments that are not of its kind are refused.
+
+    Attributes:
+        id: that its answers have.
+        cancels: whether it ends what is answered, and does not wait for that.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    id: int | str | None = None
+    cancels: bool = True
+
+
+class Requests(Generic[_Kind]):
     """The requests of another program, to iterate over: the newest, once the one before is answered.
 
-    They end when no line comes any more, or none has come for long.
+    They end when no line comes any more, or none has come for long. ``{"ask": "cancel"}`` ends what is
+    answered and drops what waits; ``{"ask": "end"}`` ends the requests, too.
 
     Args:
-        lines: each a JSON object, with an ``id`` that its answers have; read in a thread of its own.
+        kind: of the requests.
+        lines: each a JSON object; read in a thread of its own.
         answers: takes a line for each answer.
         idle_s: seconds without a request after which they end.
     """
 
-    def __init__(self, lines: Iterable[bytes], answers: TextIO, *, idle_s: float) -> None:
-        self._answers, self._idle_s = answers, idle_s
+    def __init__(self, kind: type[_Kind], lines: Iterable[bytes], answers: TextIO, *, idle_s: float) -> None:
+        self._kind, self._answers, self._idle_s = kind, answers, idle_s
         self._changed, self._writing = threading.Condition(), threading.Lock()
-        self._waiting: dict[str, Any] | None = None
-        self._is_closed = False
+        self._waiting: _Kind | None = None
+        self._is_closed = self._is_outdated = False
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[_Kind]:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None or self._is_closed, self._idle_s)
                 taken, self._waiting = self._waiting, None
+                self._is_outdated = False
             if taken is None:
                 return
             yield taken
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the request that is answered now is no longer the newest."""
-        with self._changed:
-            return self._waiting is not None
+    def require_wanted(self) -> None:
+        """Go on only if nothing came that ends what is answered now.
 
-    def answer(self, request: dict[str, Any], state: str, **more: object) -> None:
-        """Write an answer, or a part of one."""
-        line = json.dumps({"id": request.get("id"), "state": state} | more, default=str, ensure_ascii=False)
+        Raises:
+            RunInterrupted: it is no longer wanted.
+        """
+        with self._changed:
+            if self._is_outdated:
+                raise RunInterrupted("no longer wanted")
+
+    @contextmanager
+    def answering(self, request: _Kind, *, outdated: str) -> Iterator[None]:
+        """Scope in which a request is answered.
+
+        Args:
+            outdated: its state where :meth:`require_wanted` ends that.
+        """
+        try:
+            yield
+        except RunInterrupted:
+            self.answer(request, outdated)
+        except (UserError, RunStoppedError) as error:
+            self.fail(request, error)
+
+    def answer(self, request: _Kind | None, state: str, **more: object) -> None:
+        """Write an answer, or a part of one; None is none of a request."""
+        self._write(request and request.id, state, more)
+
+    def fail(self, request: _Kind | None, error: Exception) -> None:
+        """Answer with an error, in one line."""
+        self.answer(request, "failed", error=redacted("; ".join(str(error).splitlines())))
+
+    def _write(self, name: object, state: str, more: Mapping[str, object]) -> None:
+        line = json.dumps({"id": name, "state": state} | dict(more), default=str, ensure_ascii=False)
         with self._writing, suppress(BrokenPipeError):
             self._answers.write(f"{line}\n")
             self._answers.flush()
 
     def _read(self, lines: Iterable[bytes]) -> None:
         for line in lines:
+            given: Any = None
             try:
-                request = parse_json(line)
-                if not isinstance(request, dict):
-                    raise ValueError("not a JSON object")
+                given = parse_json(line)
+                ask = given.get("ask") if isinstance(given, dict) else None
+                self._take(None if ask in ("cancel", "end") else self._kind.model_validate(given))
             except ValueError as error:
-                self.answer({}, "failed", error=f"request: {error}")
-                continue
-            with self._changed:
-                dropped, self._waiting = self._waiting, request
-                self._changed.notify()
-            if dropped is not None:
-                self.answer(dropped, "dropped")
+                name = given.get("id") if isinstance(given, dict) else None
+                self._write(name, "failed", {"error": f"not a request: {_reason(error)}"})
+            else:
+                if ask == "end":
+                    break
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+
+    def _take(self, request: _Kind | None) -> None:
+        with self._changed:
+            dropped, self._waiting = self._waiting, request
+            self._is_outdated |= request is None or request.cancels
+            self._changed.notify()
+        if dropped is not None:
+            self.answer(dropped, "dropped")
+
+
+def _reason(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
 @contextmanager
@@ -91,69 +155,125 @@ def standard_lines() -> Iterator[tuple[BinaryIO, TextIO]]:
 class Served:
     """A program that serves :class:`Requests`, started when it is first asked, and again where it has ended.
 
+    Ctrl+C in the terminal of this program is not for it: it ends as this one does.
+
     Args:
         command: that starts it, with its arguments.
-        folder: where it runs.
+        folder: where it runs; no modules are taken from there.
+        log: new file for what it says besides answers; None is with what this program says.
+        heard: takes each answer to what was asked last, in another thread.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
-        self._command, self._folder = command, folder
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        log: Path | None = None,
+        heard: Callable[[dict[str, Any]], None] = lambda answer: None,
+    ) -> None:
+        self._command, self._folder, self._log, self._heard = command, folder, log, heard
         self._lock, self._last_id = threading.Lock(), 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._answers: dict[int, list[dict[str, Any]]] = {}
+        self._answers: list[dict[str, Any]] = []
 
     def ask(self, **request: object) -> int:
-        """Ask, in place of what was asked before; returns the name of the request's answers."""
+        """Ask, in place of what was asked before; returns the name of the request's answers.
+
+        Raises:
+            UserError: the program cannot be started.
+        """
         with self._lock:
             self._last_id += 1
-            self._answers = {self._last_id: []}
-            line = json.dumps({"id": self._last_id} | request).encode() + b"\n"
+            self._answers = []
             for _ in range(2):  # it may end, as nothing was asked for long, while it is written to
                 if self._process is None or self._process.poll() is not None:
                     self._process = self._started()
-                assert self._process.stdin is not None
-                with suppress(OSError):
-                    self._process.stdin.write(line)
-                    self._process.stdin.flush()
+                if self._write(self._process, {"id": self._last_id} | request):
                     break
                 self._process.wait()
             return self._last_id
 
+    def cancel(self) -> None:
+        """End what is answered, which then says so; the program stays."""
+        with self._lock:
+            if self._process is not None:
+                self._write(self._process, {"ask": "cancel"})
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the program runs."""
+        with self._lock:
+            return self._process is not None and self._process.poll() is None
+
     def answers(self, name: int) -> list[dict[str, Any]]:
         """What has been answered so far; none where something newer was asked.
 
-        The last one is "failed" where the program ended before it had answered.
+        Of how far it is ("working") only the newest is kept. The last one is "failed" where the program ended
+        before it had answered.
         """
         with self._lock:
-            return list(self._answers.get(name, ()))
+            return list(self._answers) if name == self._last_id else []
 
     def close(self) -> None:
-        """End the program: it sees that nobody asks any more."""
+        """End the program: it sees that nobody asks any more. It is gone when this returns."""
         with self._lock:
-            if self._process and self._process.stdin:
-                with suppress(OSError):
-                    self._process.stdin.close()
+            process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            self._command, cwd=self._folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def _started(self) -> "subprocess.Popen[bytes]":
+        with ExitStack() as files:
+            try:
+                process = subprocess.Popen(
+                    self._command,
+                    cwd=self._folder,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=files.enter_context(self._log.open("wb")) if self._log else None,
+                    env={**os.environ, "PYTHONSAFEPATH": "1"},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise UserError(f"{self._command[0]} cannot be started: {error.strerror}") from None
         threading.Thread(target=self._collect, args=(process,), daemon=True).start()
         return process
 
-    def _collect(self, process: subprocess.Popen[bytes]) -> None:
-        with process:  # waits for it, and closes its pipes
-            for line in process.stdout or ():
-                self._take(line)
-        error = f"{self._command[0]} ended with exit code {process.returncode}"
-        with self._lock:
-            for name, found in self._answers.items() if process is self._process else ():
-                if not found or found[-1]["state"] not in _LAST:
-                    found.append({"id": name, "state": "failed", "error": error})
+    def _write(self, process: "subprocess.Popen[bytes]", request: Mapping[str, object]) -> bool:
+        """Whether the program could be told."""
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            return True
+        return False
 
-    def _take(self, line: bytes) -> None:
-        with suppress(ValueError, KeyError, TypeError):  # what a library printed is not an answer
-            answer = parse_json(line)
-            with self._lock:
-                # Of what was asked before nobody wants to know.
-                self._answers.get(answer["id"], []).append(answer)
+    def _collect(self, process: "subprocess.Popen[bytes]") -> None:
+        # Waits for it, and closes its pipes: one may hold what it did not read.
+        with suppress(OSError), process:
+            for line in process.stdout or ():
+                with suppress(ValueError, KeyError, TypeError):  # what a library printed is not an answer
+                    self._take(process, parse_json(line))
+        error = f"{self._command[0]} ended with exit code {process.returncode}"
+        self._take(process, {"id": None, "state": "failed", "error": error})
+
+    def _take(self, process: "subprocess.Popen[bytes]", answer: dict[str, Any]) -> None:
+        """Keep an answer; one without a name is about the program, and so to what was asked last."""
+        name, state = answer["id"], answer["state"]
+        with self._lock:
+            is_past = name not in (None, self._last_id) or self._process not in (process, None)
+            last = self._answers[-1]["state"] if self._answers else ""
+            if is_past or last in _LAST:
+                return
+            if last == state == "working":
+                self._answers.pop()
+            self._answers.append(answer | {"id": self._last_id})
+        self._heard(answer)

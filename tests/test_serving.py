@@ -11,19 +11,35 @@ from typing import Any
 
 import pytest
 
-from diffsynth_lite.serving import Requests, Served
+from diffsynth_lite import serving
+from diffsynth_lite.errors import RunInterrupted, UserError
+from diffsynth_lite.serving import Request, Requests, Served
 
 ECHO = """
-from diffsynth_lite.serving import Requests, standard_lines
+import sys
+import time
+from diffsynth_lite.serving import Request, Requests, standard_lines
+class Asked(Request):
+    text: str = ""
+    ends: bool = False
+    works: bool = False
 with standard_lines() as (lines, answers):
-    requests = Requests(lines, answers, idle_s=60)
+    requests = Requests(Asked, lines, answers, idle_s=60)
     for request in requests:
         print("what a library prints")
-        if request.get("ends"):
+        if request.ends:
             raise SystemExit(3)
-        requests.answer(request, "part", echo=request["text"])
-        requests.answer(request, "done")
+        with requests.answering(request, outdated="cancelled"):
+            while request.works:
+                requests.answer(request, "working", done=1)
+                requests.require_wanted()
+                time.sleep(0.002)
+            requests.answer(request, "part", echo=request.text)
+            requests.answer(request, "done")
 """
+
+
+ENDS = ("done", "failed", "cancelled")
 
 
 def states(answers: io.StringIO) -> list[tuple[Any, str]]:
@@ -42,16 +58,17 @@ def test_the_newest_request_wins_and_the_last_is_answered_though_no_more_come() 
         yield b"[3]\n"
         yield b'{"id": 4}\n'
 
-    requests = Requests(lines(), answers, idle_s=60)
+    requests = Requests(Request, lines(), answers, idle_s=60)
     order = []
     for request in requests:
-        order.append(request["id"])
-        if request["id"] == 1:
-            assert not requests.is_outdated
+        order.append(request.id)
+        if request.id == 1:
+            requests.require_wanted()
             has_first.set()
             while (2, "dropped") not in states(answers):
                 time.sleep(0.001)
-            assert requests.is_outdated
+            with pytest.raises(RunInterrupted):
+                requests.require_wanted()
         requests.answer(request, "done")
     assert order == [1, 4]
     assert sorted(map(str, states(answers))) == sorted(
@@ -66,12 +83,12 @@ def test_requests_end_where_none_comes_for_long() -> None:
         never.wait(60)
         yield b""
 
-    assert list(Requests(lines(), io.StringIO(), idle_s=0.01)) == []
+    assert list(Requests(Request, lines(), io.StringIO(), idle_s=0.01)) == []
     never.set()
 
 
 def answered(served: Served, name: int) -> list[dict[str, Any]]:
-    while not (found := served.answers(name)) or found[-1]["state"] not in ("done", "failed"):
+    while not (found := served.answers(name)) or found[-1]["state"] not in ENDS:
         time.sleep(0.005)
     return found
 
@@ -95,3 +112,33 @@ def test_a_program_is_asked_started_again_and_ended(tmp_path: Path, monkeypatch:
     assert process is not None
     served.close()
     assert process.wait(60) == 0
+
+
+def test_a_program_tells_how_far_it_is_and_can_be_cancelled_and_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setattr(serving, "_END_S", 0.01)
+    heard = list[str]()
+    log = tmp_path / "log"
+    with pytest.raises(UserError, match="nothing cannot be started: No such file"):
+        Served(["nothing"], tmp_path).ask()
+    served = Served(
+        [sys.executable, "-c", ECHO], tmp_path, log=log, heard=lambda one: heard.append(one["state"])
+    )
+    served.cancel()
+    assert not served.is_open
+    name = served.ask(works=True)
+    while heard.count("working") < 3:
+        time.sleep(0.002)
+    served.cancel()
+    assert [one["state"] for one in answered(served, name)] == ["working", "cancelled"]
+    assert served.is_open
+    assert heard[-1] == "cancelled"
+    name = served.ask(works=True)
+    while not served.answers(name):
+        time.sleep(0.002)
+    served.close()  # it is told only that nobody asks any more, and would go on
+    assert not served.is_open
+    assert answered(served, name)[-1]["error"].endswith("exit code -9")
+    assert log.read_text() == "what a library prints\n" * 2

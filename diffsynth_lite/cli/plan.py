@@ -136,14 +136,15 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _serve(parsed: argparse.Namespace) -> None:
-    given = [parsed.config, parsed.gpu, parsed.device_gib, *parsed.overrides, *parsed.presets]
+    given = [parsed.config, parsed.overrides, parsed.presets, parsed.gpu, parsed.device_gib]
+    given += [parsed.host_gib < math.inf, parsed.processes > 1, parsed.all, parsed.json, parsed.require_fit]
     if any(given):
-        raise UserError("--serve: takes configs, settings and cards from requests; leave them out here")
+        raise UserError("--serve: takes all else from requests, and answers in JSON; leave out the rest here")
     with standard_lines() as (lines, answers):
-        requests = Requests(lines, answers, idle_s=60 * parsed.serve)
         with importing_libraries():
-            from diffsynth_lite.training.planning.live_plan import LivePlan
+            from diffsynth_lite.training.planning.live_plan import LivePlan, PlanRequest
 
+        requests = Requests(PlanRequest, lines, answers, idle_s=60 * parsed.serve)
         LivePlan(requests, kept_counts_folder(os.environ)).serve()
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import run_of
 from diffsynth_lite.run_folder.reading import require_run_file
 from diffsynth_lite.sampling.request import GivenLora, SampleRequest, find_lora, loras_by_step, require_new
+from diffsynth_lite.serving import Requests, standard_lines
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +135,7 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _serve(parsed: argparse.Namespace, first: SampleRequest) -> None:
-    from diffsynth_lite.sampling.serving import SampleServer
+    from diffsynth_lite.sampling.serving import AskedSamples, serve_samples
 
     if parsed.config is None and first.run is not None:
         parsed.config = first.run.resolved_file  # also for the LoRAs of other runs
@@ -141,14 +143,11 @@ def _serve(parsed: argparse.Namespace, first: SampleRequest) -> None:
     def request_of(given: dict[str, Any]) -> SampleRequest:
         return _request(argparse.Namespace(**(vars(parsed) | given)))
 
-    # What libraries print would be taken for answers.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        # Without a buffer, whose lock would be held at the end of the program.
-        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:
-            kept = kept_counts_folder(os.environ)
-            server = SampleServer(request_of, answers, idle_s=60 * parsed.serve, kept=kept)
-            server.serve(first.config, first.run, lines)
+    with standard_lines() as (lines, answers):
+        # Nobody takes the images of a program that is gone.
+        wanted = chain(lines, [b'{"ask": "end"}'])
+        requests = Requests(AskedSamples, wanted, answers, idle_s=60 * parsed.serve)
+        serve_samples(requests, first.config, first.run, request_of, kept_counts_folder(os.environ))
 
 
 def _request(parsed: argparse.Namespace) -> SampleRequest:

@@ -23,8 +23,9 @@ from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.progress_log import watched
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.sampling.request import SampleRequest, find_lora
-from diffsynth_lite.sampling.serving import SampleServer
+from diffsynth_lite.sampling.serving import AskedSamples, serve_samples
 from diffsynth_lite.sampling.session import SampleSession
+from diffsynth_lite.serving import Requests
 
 DEFAULTS: dict[str, Any] = {
     "lora": ["{run}"],
@@ -187,9 +188,9 @@ class Served:
 
     def serve(self) -> list[dict[str, Any]]:
         config, folder = load_config(self._run.config).config, RunFolder(self._run.folder)
-        server = SampleServer(lambda given: request_in(self._run, given), self.answers, idle_s=0.05)
         with os.fdopen(self._read, "rb", buffering=0) as lines:
-            server.serve(config, folder, lines)
+            requests = Requests(AskedSamples, lines, self.answers, idle_s=0.05)
+            serve_samples(requests, config, folder, lambda given: request_in(self._run, given))
             os.close(self._write)
         return [json.loads(line) for line in self.answers.getvalue().splitlines()]
 

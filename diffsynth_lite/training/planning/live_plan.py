@@ -9,13 +9,11 @@ a newer question came.
 import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import PositiveFloat, PositiveInt
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.errors import RunInterrupted, UserError
-from diffsynth_lite.serving import Requests
+from diffsynth_lite.serving import Request, Requests
 from diffsynth_lite.training.planning.answer import Answer
 from diffsynth_lite.training.planning.gpus import gpu_named
 from diffsynth_lite.training.planning.kept_counts import KeptCounts
@@ -27,21 +25,17 @@ from diffsynth_lite.training.planning.subject import family_without_weights
 _NUM_KEPT = 4
 
 
-class PlanRequest(BaseModel):
+class PlanRequest(Request):
     """A question, with the arguments of ``diffsynth-lite plan`` by their names.
 
     Attributes:
-        id: that its answers have.
         text: of the config, in place of what its file has.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    id: int | str | None = None
     config: str
     text: str | None = None
-    overrides: list[str] = []
-    presets: list[str] = []
+    overrides: tuple[str, ...] = ()
+    presets: tuple[str, ...] = ()
     gpu: str | None = None
     device_gib: PositiveFloat | None = None
     host_gib: PositiveFloat = math.inf
@@ -55,25 +49,19 @@ class LivePlan:
         folder: of the counts of earlier plans; None is none.
     """
 
-    def __init__(self, requests: Requests, folder: Path | None) -> None:
+    def __init__(self, requests: Requests[PlanRequest], folder: Path | None) -> None:
         self._requests, self._folder = requests, folder
         self._kept: list[tuple[RunPlanner, ExitStack]] = []
 
     def serve(self) -> None:
         """Answer until no more requests come."""
         for request in self._requests:
-            try:
+            with self._requests.answering(request, outdated="dropped"):
                 self._answer(request)
-            except RunInterrupted:
-                self._requests.answer(request, "dropped")
-            except (UserError, ValidationError) as error:
-                self._requests.answer(request, "failed", error=str(error))
-            else:
                 self._requests.answer(request, "done")
         self._keep(0)
 
-    def _answer(self, request: dict[str, Any]) -> None:
-        wanted = PlanRequest.model_validate(request)
+    def _answer(self, wanted: PlanRequest) -> None:
         loaded = load_config(wanted.config, wanted.overrides, presets=wanted.presets, text=wanted.text)
         gpu = gpu_here() if wanted.gpu is None else gpu_named(wanted.gpu)
         device_gib = gpu.training_gib if gpu and wanted.device_gib is None else wanted.device_gib
@@ -90,18 +78,16 @@ class LivePlan:
             )
             planner = next((one for one, _ in self._kept if one.asked == asked), None)
             if planner is None:
-                planner = RunPlanner(asked, family, KeptCounts(self._folder, family, self._require_newest))
+                planner = RunPlanner(
+                    asked, family, KeptCounts(self._folder, family, self._requests.require_wanted)
+                )
                 self._keep(_NUM_KEPT - 1)
                 self._kept.append((planner, opened.pop_all()))
             for name, part in Answer(planner, asked).parts():
-                self._requests.answer(request, "part", part=name, plan=part)
+                self._requests.answer(wanted, "part", part=name, plan=part)
 
     def _keep(self, number: int) -> None:
         """Close all but so many of the last plans."""
         while len(self._kept) > number:
             _, opened = self._kept.pop(0)
             opened.close()
-
-    def _require_newest(self) -> None:
-        if self._requests.is_outdated:
-            raise RunInterrupted("a newer question came")

@@ -13,27 +13,33 @@ from test_memory_count import config_of
 from diffsynth_lite.cli import plan
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.core.gradient import KEEP
+from diffsynth_lite.errors import RunInterrupted
+from diffsynth_lite.serving import Requests
 from diffsynth_lite.training.planning import choices
 from diffsynth_lite.training.planning.kept_counts import KeptCounts
-from diffsynth_lite.training.planning.live_plan import LivePlan
+from diffsynth_lite.training.planning.live_plan import LivePlan, PlanRequest
 
 PARTS = ["memory", "time", "phases", "choices"]
 
 
-class Asked:
+class Asked(Requests[PlanRequest]):
     """Requests that are there already; the next one comes during a count where it ``hurries``."""
 
     def __init__(self, *requests: dict[str, Any], hurries: bool = False) -> None:
-        self.requests, self.answers, self.is_outdated = requests, list[dict[str, Any]](), False
-        self._hurries = hurries
+        self.answers = list[dict[str, Any]]()
+        self._requests, self._hurries = [PlanRequest.model_validate(one) for one in requests], hurries
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for place, request in enumerate(self.requests):
-            self.is_outdated = self._hurries and place + 1 < len(self.requests)
+    def __iter__(self) -> Iterator[PlanRequest]:
+        for place, request in enumerate(self._requests):
+            self._is_newest = not self._hurries or place + 1 == len(self._requests)
             yield request
 
-    def answer(self, request: dict[str, Any], state: str, **more: Any) -> None:
-        self.answers.append({"id": request["id"], "state": state} | more)
+    def require_wanted(self) -> None:
+        if not self._is_newest:
+            raise RunInterrupted
+
+    def answer(self, request: PlanRequest | None, state: str, **more: Any) -> None:
+        self.answers.append({"id": request and request.id, "state": state} | more)
 
     def of(self, name: int) -> list[str]:
         """The parts of an answer, then its state."""
@@ -98,10 +104,10 @@ def test_a_newer_question_ends_a_count_and_a_wrong_one_is_answered(
     LivePlan(asked, None).serve()
     assert asked.of(1) == ["dropped"]
     assert asked.of(2) == [*PARTS, "done"]
-    wrong = Asked(request_of(1, "lora.rnk=5"), {"id": 2}, request_of(3, gpu="RTX 1"), request_of(4, gib=3))
+    wrong = Asked(request_of(1, "lora.rnk=5"), request_of(3, gpu="RTX 1"))
     LivePlan(wrong, None).serve()
-    assert [one["state"] for one in wrong.answers] == ["failed"] * 4
-    for one, word in zip(wrong.answers, ("did you mean 'rank'", "config", "RTX 1", "gib"), strict=True):
+    assert [one["state"] for one in wrong.answers] == ["failed"] * 2
+    for one, word in zip(wrong.answers, ("did you mean 'rank'", "RTX 1"), strict=True):
         assert word in one["error"]
 
 
@@ -115,14 +121,20 @@ def test_the_command_serves_requests_and_takes_no_config_of_its_own(
 
     @contextmanager
     def lines() -> Iterator[Any]:
-        yield [json.dumps(request_of(1)).encode()], answers
+        yield [json.dumps(given).encode() for given in (request_of(1, gib=3), request_of(2))], answers
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setattr(plan, "standard_lines", lines)
     assert main(["plan", "--serve"]) == 0
-    states = [json.loads(line)["state"] for line in answers.getvalue().splitlines()]
-    assert states == ["part"] * 4 + ["done"]
-    assert main(["plan", "--serve", "1", "--config", "qwen_lora.yaml"]) == 2
-    assert "--serve: takes configs" in caplog.text
+    wrong, *parts = [json.loads(line) for line in answers.getvalue().splitlines()]
+    assert wrong["error"].startswith("not a request: gib: ")
+    assert [one["state"] for one in parts] == ["part"] * 4 + ["done"]
+    for words in (
+        *("--config=qwen_lora.yaml", "--preset=character", "--gpu=4090", "--device-gib=24", "--host-gib=32"),
+        *("--processes=2", "--all", "--json", "--require-fit", "lora.rank=8"),
+    ):
+        caplog.clear()
+        assert main(["plan", words, "--serve=1"]) == 2
+        assert "--serve: takes all else from requests" in caplog.text
     assert main(["plan", "--gpu=4090"]) == 2
     assert "--config: is missing" in caplog.text
