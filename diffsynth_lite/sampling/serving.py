@@ -57,12 +57,11 @@ def serve_samples(
         for asked in requests:
             with requests.answering(asked, outdated="cancelled"), watched(_watcher(requests, asked)):
                 given = asked.model_dump(include=set(SampleArguments.model_fields), exclude_none=True)
-                request = request_of(given)
-                if asked.ask == "count":
-                    needs = session.count_bytes(request, kept)
-                    requests.answer(asked, "counted", **_counted(needs, session.device))
-                else:
-                    requests.answer(asked, "done", **asdict(session.generate(request)))
+                if asked.ask == "generate":
+                    requests.answer(asked, "done", **asdict(session.generate(request_of(given))))
+                    continue
+                needs = session.count_bytes(request_of(given), kept)
+                requests.answer(asked, "counted", **_counted(needs, session.device))
 
 
 def _watcher(requests: Requests[AskedSamples], asked: AskedSamples) -> Callable[[str, int, int], None]:
