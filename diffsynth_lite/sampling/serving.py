@@ -57,11 +57,16 @@ def serve_samples(
         for asked in requests:
             with requests.answering(asked, outdated="cancelled"), watched(_watcher(requests, asked)):
                 given = asked.model_dump(include=set(SampleArguments.model_fields), exclude_none=True)
-                if asked.ask == "generate":
-                    requests.answer(asked, "done", **asdict(session.generate(request_of(given))))
-                    continue
-                needs = session.count_bytes(request_of(given), kept)
-                requests.answer(asked, "counted", **_counted(needs, session.device))
+                state, found = _answer(session, request_of(given), asked, kept)
+                requests.answer(asked, state, **found)
+
+
+def _answer(
+    session: SampleSession, request: SampleRequest, asked: AskedSamples, kept: Path | None
+) -> tuple[str, dict[str, Any]]:
+    if asked.ask == "count":
+        return "counted", _counted(session.count_bytes(request, kept), session.device)
+    return "done", asdict(session.generate(request))
 
 
 def _watcher(requests: Requests[AskedSamples], asked: AskedSamples) -> Callable[[str, int, int], None]:
