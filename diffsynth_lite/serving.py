@@ -248,7 +248,7 @@ class Served:
         return process
 
     def _write(self, process: "subprocess.Popen[bytes]", request: Mapping[str, object]) -> bool:
-        """Whether the program could be told."""
+        """Write to the program; returns whether it was there to read."""
         assert process.stdin is not None
         with suppress(OSError):
             process.stdin.write(json.dumps(request).encode() + b"\n")

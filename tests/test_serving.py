@@ -138,7 +138,7 @@ def test_a_program_tells_how_far_it_is_and_can_be_cancelled_and_killed(
     name = served.ask(works=True)
     while not served.answers(name):
         time.sleep(0.002)
-    served.close()  # it is told only that nobody asks any more, and would go on
+    served.close()  # nobody asks any more, but it would go on
     assert not served.is_open
     assert answered(served, name)[-1]["error"].endswith("exit code -9")
     assert log.read_text() == "what a library prints\n" * 2
