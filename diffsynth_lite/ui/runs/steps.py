@@ -155,7 +155,9 @@ def _choose(request: Request, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(request: Request, given: dict[str, Any]) -> dict[str, Any]:
-    RunSteps.of(request).compare()
+    steps = RunSteps.of(request)
+    request.app.state.studio.end()
+    steps.compare()
     return {}
 
 
