@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from diffsynth_lite.captioning.contents import Contents, Item
@@ -65,6 +65,7 @@ class Choice:
         unusable: the others without a caption, with the reasons.
         num_kept: items whose captions stay.
         locked: names of those of them that were to be replaced, and are several or cannot be read.
+        sharing: items whose caption file is that of another item, which is named, too.
         started_at: when the job was started, in seconds since 1970; at first if it was interrupted since.
     """
 
@@ -72,6 +73,7 @@ class Choice:
     unusable: Mapping[str, str]
     num_kept: int
     locked: Sequence[str]
+    sharing: Sequence[str]
     started_at: float
 
 
@@ -91,21 +93,33 @@ def choose(job: CaptionJob, contents: Contents, report: CaptionReport) -> Choice
     asked_for = [item for item in contents.items if item.file in names]
     rows, since = report.rows(), _first_start(job, report)
     items, locked, unusable = [], [], {}
+    sharing: list[str] = []
     claimed: set[Path] = set()
+    first_at: dict[Path, str] = {}
     for item in asked_for:
+        place = caption_path(job.folder, item)
+        if (first := first_at.setdefault(place, item.file)) != item.file:
+            sharing.append(f"{item.file} ({first})")
         if item.is_locked:
-            locked += [item.file] * (job.replaced == "all" or (job.replaced != "none" and bool(job.only)))
-        elif item.captions and not _is_replaced(job.replaced, item, rows.get(item.file), since):
+            locked += [item.file] * (job.replaced != "none")
+        elif item.captions and not _is_replaced(job, item, rows.get(item.file), since):
             continue
         elif item.path is None or item.problem:
             unusable[item.file] = item.problem or "cannot be used"
-        elif (place := caption_path(job.folder, item)) not in claimed:  # cat.png and cat.jpg share cat.txt
+        elif place not in claimed:  # cat.png and cat.jpg share cat.txt
             claimed.add(place)
             items.append(item)
     num_kept = len(asked_for) - len(items) - len(unusable)
     if job.num_shown:
         items = evenly_spread(items, job.num_shown)
-    return Choice(items=items, unusable=unusable, num_kept=num_kept, locked=locked, started_at=since)
+    return Choice(
+        items=items,
+        unusable=unusable,
+        num_kept=num_kept,
+        locked=locked,
+        sharing=sharing,
+        started_at=since,
+    )
 
 
 def caption_path(folder: Path, item: Item) -> Path:
@@ -135,6 +149,8 @@ def _require_items(job: CaptionJob, contents: Contents) -> None:
         )
     for path in job.inputs:
         list_folder(path, allow_outside=False)
+        if path.samefile(job.folder):
+            raise UserError(f"--inputs {path}: is the folder itself; name that of the images before the edit")
     if not contents.items:
         raise UserError("\n".join(contents.problems) or f"{job.folder}: holds no image or clip")
 
@@ -147,7 +163,9 @@ def _names_of(job: CaptionJob, known: Sequence[str]) -> set[str]:
     for given in job.only:
         below = Path(os.path.relpath(given, job.folder)).as_posix()
         if (name := next((name for name in (given, below) if name in known), None)) is None:
-            hint = did_you_mean(given, known).strip() or f"there are {join_names(known[:3])}, ..."
+            same = [name for name in known if PurePosixPath(name).name == Path(given).name]
+            near = f"did you mean '{same[0]}'?" if len(same) == 1 else did_you_mean(given, known).strip()
+            hint = near or f"there are {join_names(known[:3])}, ..."
             raise UserError(f"--only {given}: is not an item of {job.folder}; {hint}")
         names.add(name)
     return names
@@ -160,11 +178,26 @@ def _first_start(job: CaptionJob, report: CaptionReport) -> float:
     return status.started_at
 
 
-def _is_replaced(replaced: Replaced, item: Item, row: CaptionRow | None, since: float) -> bool:
-    """Whether the caption of an item is written again; what this job wrote before an interruption stays."""
-    if not is_by_model(row, item.captions[0]):
-        return replaced == "all"
-    return replaced != "none" and row is not None and row.written_at < since
+def _is_replaced(job: CaptionJob, item: Item, row: CaptionRow | None, since: float) -> bool:
+    """Whether the caption of an item is written again.
+
+    What this job wrote before an interruption stays, and what somebody made of that; not what was there
+    before, where it was stopped between the row and the caption.
+    """
+    is_answered = row is not None and row.written_at >= since
+    if is_by_model(row, item.captions[0]):
+        return job.replaced != "none" and not is_answered
+    return job.replaced == "all" and not (
+        is_answered and _changed_at(caption_path(job.folder, item)) >= since
+    )
+
+
+def _changed_at(path: Path) -> float:
+    """In seconds since 1970; 0 where there is no such file."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def inputs_of(item: Item) -> list[Path]:

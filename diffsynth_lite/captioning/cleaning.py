@@ -128,7 +128,16 @@ def boilerplate_in(text: str) -> str:
 
 
 def _phrase(found: re.Match[str] | None) -> str:
-    return " ".join(found.group().split())[:_LONGEST_PHRASE] if found else ""
+    if not found:
+        return ""
+    text, is_cut = found.group(), found.string[found.end() : found.end() + 1].isalnum()
+    return shortened(text.rpartition(" ")[0] or text if is_cut else text, _LONGEST_PHRASE)
+
+
+def shortened(text: str, most: int) -> str:
+    """Text on one line of up to so many characters, cut between words where it has some."""
+    text = _one_line(text)
+    return text if len(text) <= most else text[:most].rpartition(" ")[0] or text[:most]
 
 
 def _in_order(removed: Collection[str]) -> tuple[str, ...]:
@@ -433,9 +442,8 @@ def _compact(text: str, is_unfinished: bool) -> tuple[str, str]:
         if problem := _schema_problem(value):
             return "", problem
         compact = compact_json(value)
-    except ValueError as error:
-        reason = "the limit of tokens ended it" if is_unfinished else str(error)[:100]
-        return "", f"not JSON: {reason}"
+    except ValueError:
+        return "", "not JSON: the limit of tokens ended it" if is_unfinished else "the answer is not JSON"
     return min(_one_line(_without_control(compact)), text, key=len), ""
 
 

@@ -42,15 +42,18 @@ class Contents:
     problems: Sequence[str] = ()
 
 
-def read_contents(source: Source) -> Contents:
+def read_contents(source: Source, *, logs_skipped: bool = False) -> Contents:
     """The items of a folder. Images and clips are not opened.
+
+    Args:
+        logs_skipped: the kinds of files that are skipped, and the media without a row, are logged.
 
     Raises:
         UserError: the folder cannot be listed.
     """
     assert source.folder is not None
     as_written = source.model_copy(update={"trigger": None, "captions": "required"})
-    found = _find(as_written.model_copy(update={"captions": "none"}))
+    found = _find(as_written.model_copy(update={"captions": "none"}), logs_skipped=logs_skipped)
     folder = list_folder(source.folder, allow_outside=source.allow_outside)
     media: dict[str, Path | None] = {record.name: record.target for record in found.records}
     companions = {
@@ -92,9 +95,9 @@ def table_of(folder: Folder) -> str | None:
     return next((name for name in METADATA_FILES if name in folder.files), None)
 
 
-def _find(source: Source) -> FoundRecords:
+def _find(source: Source, *, logs_skipped: bool = False) -> FoundRecords:
     assert source.folder is not None
-    return find_records([source], media_store=source.folder, on_bad_item="skip", logs_skipped=False)
+    return find_records([source], media_store=source.folder, on_bad_item="skip", logs_skipped=logs_skipped)
 
 
 def _captions(folder: Folder, files: CaptionFiles, name: str) -> tuple[tuple[str, ...], list[str], str]:

@@ -7,6 +7,7 @@ limit) is tried 4 times, after 1, 4 and 16 s, or after what the server asks for,
 import contextvars
 import ipaddress
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import httpx2
 
 from diffsynth_lite.captioning.captioner import Answer, Question
+from diffsynth_lite.captioning.cleaning import shortened
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.files import parse_json
 from diffsynth_lite.media import jpeg_url
@@ -33,6 +35,7 @@ _OF_THE_ITEM = (400, 413, 415, 422)
 _MOST_UNANSWERED = 3  # questions in a row
 _THINKING_TOKENS = 4096
 _LONGEST_REASON = 200  # characters
+_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class ChatServer:
         self._left_out: set[str] = set()
         self._extra_tokens = 0
         self._num_unanswered = 0
+        self._logged: dict[str, int] = {}  # by the first of the threads with that to log
         if not key.isascii() or not key.isprintable():
             raise UserError(f"{key_variable}: has characters that no key has, such as a line break")
         is_here = is_this_machine(endpoint)
@@ -110,6 +114,7 @@ class ChatServer:
     def answer(self, questions: Sequence[Question], *, max_tokens: int) -> list[Answer]:
         """See :class:`Captioner`."""
         found: dict[int, Answer] = {}
+        self._logged = {}
 
         def ask(place: int, question: Question) -> None:
             try:
@@ -198,11 +203,15 @@ class ChatServer:
                 reason, asked_s = self._reason(reply), reply.retry_after_s
                 is_gone = reply.status == 429
             except httpx2.TransportError as error:
-                reason = self._line(f"{_WHAT_FAILED.get(type(error), 'the connection was lost')} ({error})")
+                detail = _NUMBER.sub("", str(error)).strip()
+                what = _WHAT_FAILED.get(type(error), "the connection was lost")
+                reason = self._line(f"{what} ({detail})" if detail else what)
                 is_gone = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError)
             if pause_s is not None:
                 wait_s = min(max(pause_s, asked_s), _LONGEST_PAUSE_S)
-                logger.warning("%s: %s; trying again in %.0f s", self.address, reason, wait_s)
+                line = f"{self.address}: {reason}; trying again in {wait_s:.0f} s"
+                if self._logged.setdefault(line, threading.get_ident()) == threading.get_ident():
+                    logger.warning("%s", line)
                 self._sleep(wait_s)
         self._num_unanswered += 1
         if is_gone or self._num_unanswered >= _MOST_UNANSWERED:
@@ -269,7 +278,7 @@ class ChatServer:
     def _line(self, text: str, most: int = _LONGEST_REASON) -> str:
         """One printable line, without the key."""
         text = self._redactor.text(text[: 4 * most])
-        return " ".join("".join(one if one.isprintable() else " " for one in text).split())[:most]
+        return shortened("".join(one if one.isprintable() else " " for one in text), most)
 
 
 _WHAT_FAILED: dict[type[Exception], str] = {

@@ -1,5 +1,6 @@
 """This file writes the captions of a folder: it asks about its items in batches, and reports each answer."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,11 +36,13 @@ from diffsynth_lite.captioning.report import (
 from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import check_video, read_frames
-from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
+from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, join_names
 from diffsynth_lite.files import DISK_FULL, is_unfinished, is_young, write_text
 from diffsynth_lite.progress_log import Phase, ProgressLog, current_watch, watched
 from diffsynth_lite.run_folder.lock import open_lock
 from diffsynth_lite.run_folder.process import Process
+
+logger = logging.getLogger(__name__)
 
 MAX_SIDE = 1024
 """Pixels of the longer side of an image, as a captioner gets it."""
@@ -69,16 +72,23 @@ def write_captions(
     report = CaptionReport(job.folder)
     contents = read_contents(source_of(job))
     choice = choose(job, contents, report)
+    if choice.sharing:
+        names = join_names(choice.sharing)
+        logger.warning(
+            "These share the caption file of another item; rename them to have their own: %s", names
+        )
     captioner = open_captioner() if choice.items else None
-    with _locked(report):
-        run = _Run(job, report, choice, logs_progress=logs_progress)
+    with _locked(report, is_needed=not job.num_shown) as is_locked:
+        run = _Run(job, report, choice, has_report=is_locked, logs_progress=logs_progress)
         run.finish(captioner)
         return run.outcome
 
 
 @contextmanager
-def _locked(report: CaptionReport) -> Iterator[None]:
+def _locked(report: CaptionReport, *, is_needed: bool) -> Iterator[bool]:
     """Scope in which no other command writes captions in the folder; what a killed one left is removed.
+
+    It is given whether the folder can be written to, which only a dry run does not need.
 
     Raises:
         UserError: one does, nothing can be written there, or what is there leads elsewhere.
@@ -90,13 +100,16 @@ def _locked(report: CaptionReport) -> Iterator[None]:
         report.folder.mkdir(exist_ok=True)
         lock = open_lock(report.lock_file, place=str(report.folder.parent))
     except OSError as error:
-        raise UserError(f"{report.folder} cannot be written to: {error.strerror}") from error
+        if is_needed:
+            raise UserError(f"{report.folder} cannot be written to: {error.strerror}") from error
+        yield False
+        return
     with lock.file:
         for left in report.folder.parent.rglob(".tmp-*"):
             is_old = left.parent == report.folder or not is_young(left)  # the screen writes captions, too
             if is_old and is_unfinished(left.name) and left.is_file():
                 left.unlink(missing_ok=True)
-        yield
+        yield True
 
 
 _Asked = tuple[Item, Question]
@@ -106,12 +119,13 @@ class _Run:
     """One start of a job, under the lock of its folder."""
 
     def __init__(
-        self, job: CaptionJob, report: CaptionReport, choice: Choice, *, logs_progress: bool
+        self, job: CaptionJob, report: CaptionReport, choice: Choice, *, has_report: bool, logs_progress: bool
     ) -> None:
-        self.outcome = Outcome(refused=dict(choice.unusable), kept=choice.num_kept, locked=choice.locked)
+        self.outcome = Outcome(failed=dict(choice.unusable), kept=choice.num_kept, locked=choice.locked)
         self._job = job
         self._report = report
         self._items = choice.items
+        self._has_report = has_report
         self._logs_progress = logs_progress
         self._outer_watch = current_watch()
         self._written_at = 0.0
@@ -126,12 +140,14 @@ class _Run:
     def finish(self, captioner: Captioner | None) -> None:
         """Do what is left of the job; None where nothing is."""
         with self._recorded(), watched(self._show_phase):
-            if captioner is not None:
-                self._show_phase("loading", 0, 0)
-                with captioner as loaded:
-                    self._ask_all(loaded)
-            if not self._job.num_shown:
-                write_page(self._job, self._report, self.outcome)
+            try:
+                if captioner is not None:
+                    self._show_phase("loading", 0, 0)
+                    with captioner as loaded:
+                        self._ask_all(loaded)
+            finally:
+                if not self._job.num_shown:
+                    write_page(self._job, self._report, self.outcome)
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -191,7 +207,7 @@ class _Run:
                 self._write_status(
                     done=done,
                     seconds_per_item=self.outcome.seconds / done,
-                    refused=dict(self.outcome.refused),
+                    failed=dict(self.outcome.failed),
                     preview=preview if job.num_shown else {},
                 )
                 progress.reach(done)
@@ -203,7 +219,9 @@ class _Run:
             try:
                 images = _images_of(item, self._job.num_frames)
             except (UserError, OSError) as error:
-                self.outcome.refused[item.file] = str(error).removeprefix(f"{item.path}: ")
+                of_system = error.strerror if isinstance(error, OSError) else ""
+                reason = f"cannot be read: {of_system}" if of_system else str(error)
+                self.outcome.failed[item.file] = reason.removeprefix(f"{item.path}: ")
                 continue
             asked.append((item, Question(images=images, instruction=self._job.instruction_of(item))))
         return asked
@@ -233,9 +251,9 @@ class _Run:
         for (item, question), answer in zip(asked, answers, strict=True):
             cleaned = self._cleaned(answer)
             if cleaned.problem:
-                self.outcome.refused[item.file] = cleaned.problem
+                self.outcome.failed[item.file] = cleaned.problem
                 continue
-            self.outcome.refused.pop(item.file, None)
+            self.outcome.failed.pop(item.file, None)
             row = CaptionRow(
                 file=item.file,
                 hash=caption_hash(cleaned.text),
@@ -287,13 +305,14 @@ class _Run:
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise
-            self.outcome.refused[item.file] = f"its caption cannot be written: {error.strerror}"
+            self.outcome.failed[item.file] = f"its caption cannot be written: {error.strerror}"
             return
         self.outcome.made[item.file] = made
 
     def _write_status(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
-        self._report.write_status(self._status)
+        if self._has_report:
+            self._report.write_status(self._status)
         self._written_at = time.monotonic()
 
 

@@ -72,8 +72,8 @@ def _sections(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> dict[
     for item in read_contents(source_of(job)).items:
         row, texts = rows.get(item.file), "\n".join(item.captions)
         made, remark = Cleaned(text=texts), item.problem
-        if item.file in outcome.refused:
-            name, remark = "Without a caption", outcome.refused[item.file]
+        if item.file in outcome.failed:
+            name, remark = "Without a caption", outcome.failed[item.file]
         elif item.file in outcome.made:
             name, made = "Written now", outcome.made[item.file]
         elif texts and row is not None and is_by_model(row, texts):

@@ -66,7 +66,7 @@ class CaptioningStatus:
         phase: "downloading" and "loading", then "captioning".
         done: items that were answered, of ``total``, as far as this start has to do with them.
         seconds_per_item: so far; 0 before the first.
-        refused: items without a caption, by the reason.
+        failed: items without a caption, by the reason.
         preview: captions of a dry run, by item; none of them is in a file.
         message: how far its phase is, and at last how it ended.
     """
@@ -80,7 +80,7 @@ class CaptioningStatus:
     total: int = 0
     seconds_per_item: float = 0.0
     model: str = ""
-    refused: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
     preview: Mapping[str, str] = field(default_factory=dict)
     message: str = ""
 
@@ -97,7 +97,7 @@ class Outcome:
 
     Attributes:
         made: the captions, written or only shown, by item.
-        refused: items without a caption, by the reason.
+        failed: items without a caption, by the reason.
         model: what was asked; empty where nothing was.
         kept: number of captions that stay.
         appeared: items whose caption was written or changed by somebody while the model answered; it stays.
@@ -106,7 +106,7 @@ class Outcome:
     """
 
     made: dict[str, Cleaned] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
     model: str = ""
     kept: int = 0
     appeared: list[str] = field(default_factory=list)
@@ -115,20 +115,28 @@ class Outcome:
 
     @property
     def summary(self) -> str:
-        """All numbers in a line."""
-        num_cut = sum(bool(made.cut) for made in self.made.values())
-        num_cleaned = sum(bool(made.removed) for made in self.made.values())
-        return (
-            f"{len(self.made)} written, {self.kept + len(self.appeared)} kept, {len(self.refused)} refused, "
-            f"{num_cut} cut, {num_cleaned} cleaned, in {self.seconds:.0f} s "
-            f"({self.items_per_minute:.3g} items a minute)"
-        )
+        """All numbers in a line; of what went otherwise only those that are not 0."""
+        counts = {
+            "failed": len(self.failed),
+            "cut": sum(bool(made.cut) for made in self.made.values()),
+            "cleaned": sum(bool(made.removed) for made in self.made.values()),
+        }
+        parts = [f"{len(self.made)} written", f"{self.kept + len(self.appeared)} kept"]
+        parts += [f"{count} {what}" for what, count in counts.items() if count]
+        if self.seconds:
+            parts.append(f"in {rounded(self.seconds)} s ({rounded(self.items_per_minute)} items a minute)")
+        return ", ".join(parts)
 
     @property
     def items_per_minute(self) -> float:
         """Of the items that were answered; 0 where there is none."""
-        num_answered = len(self.made) + len(self.appeared) + len(self.refused)
+        num_answered = len(self.made) + len(self.appeared) + len(self.failed)
         return 60 * num_answered / self.seconds if self.seconds else 0.0
+
+
+def rounded(number: float) -> str:
+    """A number of a summary: from ten on without decimals."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
 
 
 class CaptionReport:

@@ -148,7 +148,8 @@ def run(parsed: argparse.Namespace) -> None:
     instruction = _instruction(parsed.instruction)
     _check(parsed, instruction)
     console: Console = parsed.console
-    with _interrupted_by_signals(command(*parsed.words)):
+    safe = f"the captions so far are written, and it goes on with {command(*parsed.words)}"
+    with _interrupted_by_signals("it was a dry run, and nothing is written" if parsed.dry_run else safe):
         job = _job(parsed, instruction)
         from diffsynth_lite.captioning.job import write_captions
 
@@ -157,6 +158,9 @@ def run(parsed: argparse.Namespace) -> None:
                 job, partial(_captioner, parsed, os.environ), logs_progress=not console.is_terminal
             )
     _print(parsed, job, outcome)
+    if outcome.failed:
+        counted = "1 item is" if len(outcome.failed) == 1 else f"{len(outcome.failed)} items are"
+        raise UserError(f"{counted} without a caption; the same command asks again for what is missing")
 
 
 def _check(parsed: argparse.Namespace, instruction: str) -> None:
@@ -233,9 +237,9 @@ def _job(parsed: argparse.Namespace, instruction: str) -> "CaptionJob":
         num_shown=parsed.dry_run,
         arguments=tuple(word for word in parsed.words[1:] if word != "--json"),
     )
+    # Wrong flags are reported before a tokenizer is fetched and libraries are imported.
+    choose(job, read_contents(source_of(job), logs_skipped=True), CaptionReport(job.folder))
     if parsed.config or parsed.family:
-        # Wrong flags are reported before a tokenizer is fetched.
-        choose(job, read_contents(source_of(job)), CaptionReport(job.folder))
         limit_of = limit_of_config if parsed.config else limit_of_family
         return replace(job, limit=limit_of(parsed.config or parsed.family, trigger=request.trigger))
     return job
@@ -281,7 +285,7 @@ def _captioner(parsed: argparse.Namespace, environment: Mapping[str, str]) -> Ca
 
 
 @contextmanager
-def _interrupted_by_signals(again: str) -> Iterator[None]:
+def _interrupted_by_signals(ending: str) -> Iterator[None]:
     """Scope that a signal to stop ends at any place.
 
     Raises:
@@ -295,8 +299,7 @@ def _interrupted_by_signals(again: str) -> Iterator[None]:
         if time.monotonic() - received_at < _SAME_EVENT_S:
             return
         received_at = time.monotonic()
-        name = signal.Signals(number).name
-        raise RunInterrupted(f"{name}: stopped; the captions so far are written, and it goes on with {again}")
+        raise RunInterrupted(f"{signal.Signals(number).name}: stopped; {ending}")
 
     numbers = [getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)]
     # nohup has SIGHUP ignored
@@ -316,6 +319,8 @@ def _progress(console: Console) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
+    from diffsynth_lite.captioning.report import rounded
+
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("loading", total=None, counts="")
@@ -327,7 +332,7 @@ def _progress(console: Console) -> Iterator[None]:
                 progress.reset(task, description=phase)
             counts, speed = f"{100 * done // total} %" if total else "", progress.tasks[0].speed
             if phase == "captioning":
-                counts = f"{done} of {total}{f', {60 * speed:.3g} a minute' if speed else ''}"
+                counts = f"{done} of {total}{f', {rounded(60 * speed)} a minute' if speed else ''}"
             progress.update(task, completed=done, total=total or None, counts=counts)
 
         with watched(watch):
@@ -348,9 +353,9 @@ def _print(parsed: argparse.Namespace, job: "CaptionJob", outcome: "Outcome") ->
         lines.append(f"Not replaced, as they are several or cannot be read: {join_names(outcome.locked)}")
     if outcome.appeared:
         lines.append(f"Kept, as somebody wrote them in the meantime: {join_names(outcome.appeared)}")
-    lines += [f"> {name}: {reason}" for name, reason in list(outcome.refused.items())[:_MAX_NAMED]]
-    if len(outcome.refused) > _MAX_NAMED:
-        lines.append(f"> and {len(outcome.refused) - _MAX_NAMED} more, on the page")
+    lines += [f"> {name}: {reason}" for name, reason in list(outcome.failed.items())[:_MAX_NAMED]]
+    if len(outcome.failed) > _MAX_NAMED:
+        lines.append(f"> and {len(outcome.failed) - _MAX_NAMED} more, on the page")
     if job.num_shown:
         lines.append(outcome.summary.replace(" written", " shown and not written"))
     else:
@@ -376,7 +381,7 @@ def _result(job: "CaptionJob", outcome: "Outcome", page: Path) -> dict[str, Any]
         "kept": outcome.kept,
         "appeared": outcome.appeared,
         "locked": list(outcome.locked),
-        "refused": outcome.refused,
+        "failed": outcome.failed,
         "cut": {name: made.cut for name, made in outcome.made.items() if made.cut},
         "cleaned": {name: made.removed for name, made in outcome.made.items() if made.removed},
         "seconds": round(outcome.seconds, 3),

@@ -98,7 +98,7 @@ def find_records(
         on_bad_item: "skip" leaves out items that cannot be read, without a problem.
         part: part whose records are read; no file of other records is opened, not even a caption.
         are_entries: their settings are entries of ``data.sources``, for messages; several always are.
-        logs_skipped: the kinds of files that are skipped are logged.
+        logs_skipped: the kinds of files that are skipped, and the media without a row, are logged.
     """
     records: list[Record] = []
     unread: dict[str, str] = {}
@@ -242,7 +242,7 @@ class _Reader:
             {path for record in records for path in record.files[1:]} if self._source.pair_columns else set()
         )
         left_out = [name for name in media if name not in row_of_name and folder.path / name not in used]
-        if left_out:
+        if left_out and self._logs_skipped:
             counts = (len(left_out), len(media), join_names(left_out))
             logger.warning("%s: %d of %d files have no row and are left out: %s", table.where, *counts)
         return records

@@ -296,6 +296,7 @@ def test_a_caption_with_the_words_of_a_refusal_is_none(text):
         ("Here is a caption: a cat.", "Here is a caption:"),
         ("A cat. Overall, the image is calm.", "Overall, the"),
         ("A cat.<|im_end|>", "<|im_end|>"),
+        (f"I cannot {'describe ' * 9}", f"I cannot {'describe ' * 4}".strip()),
         ("<think>A cat.", "<think>"),
     ],
 )

@@ -161,6 +161,19 @@ def test_an_answer_that_comes_in_drops_is_given_up_by_the_clock(server, pauses):
         assert "no answer within 300 s" in ask(captioner)[0].problem
 
 
+def test_what_several_items_meet_at_once_is_logged_once(captioner, server, caplog):
+    all_are_here = threading.Barrier(4, timeout=30)
+
+    def fail(handler):
+        all_are_here.wait()
+        reply("later", 500)(handler)
+
+    server.next = [fail] * 4
+    questions = [Question(images=[image()], instruction="Describe.")] * 4
+    assert [answer.text for answer in ask(captioner, *questions)] == ["A cat."] * 4
+    assert [line.partition(": ")[2] for line in caplog.messages] == ["500 later; trying again in 1 s"]
+
+
 def test_an_item_that_the_server_fails_on_does_not_end_the_command(captioner, server):
     server.next = [reply("crashed", 500)] * 4
     first, second = ask(captioner)[0], ask(captioner)[0]
@@ -181,7 +194,7 @@ def test_a_server_that_is_gone_ends_the_command(pauses):
         address = server.endpoint
     with (
         ChatServer(address, model="some-model", sleep=pauses.append) as captioner,
-        pytest.raises(UserError, match="cannot be reached"),
+        pytest.raises(UserError, match=r"cannot be reached \(Connection refused\), 4 times"),
     ):
         ask(captioner)
     assert pauses == [1, 4, 16]
@@ -250,6 +263,7 @@ def test_a_field_that_the_server_does_not_support_is_left_out_from_then_on(capti
     [
         (chat("", finish="content_filter"), "content filter"),
         (chat(None, refusal="I cannot\nhelp."), "refused: I cannot help."),
+        (chat(None, refusal="I cannot " * 40), f"refused: {'I cannot ' * 22}I"),
         (chat(" \n"), "empty"),
         (chat(None, reasoning_content="A cat?"), "empty"),
         (b"<!DOCTYPE html><html>Welcome</html>", "<!DOCTYPE html>"),

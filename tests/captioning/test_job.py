@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_each_item_without_a_caption_gets_one_and_the_others_stay(folder: Path) 
         "d.txt": "A yellow square.\n",
         "e.txt": "A magenta square.\n",
     }
-    assert (list(outcome.made), outcome.kept, outcome.refused) == (["a.png", "d.png", "e.png"], 2, {})
+    assert (list(outcome.made), outcome.kept, outcome.failed) == (["a.png", "d.png", "e.png"], 2, {})
     report = CaptionReport(folder)
     rows = report.rows()
     assert rows.keys() == outcome.made.keys()
@@ -56,7 +57,7 @@ def test_each_item_without_a_caption_gets_one_and_the_others_stay(folder: Path) 
     assert (status.state, status.phase, status.done, status.total) == ("finished", "captioning", 3, 3)
     assert (status.model, status.arguments, status.message) == ("colours", ("pictures",), outcome.summary)
     assert status.seconds_per_item > 0
-    assert outcome.summary.startswith("3 written, 2 kept, 0 refused, 0 cut, 0 cleaned, in ")
+    assert outcome.summary.startswith("3 written, 2 kept, in 0.0 s (")
 
 
 def test_nothing_is_opened_where_every_item_has_a_caption(folder: Path) -> None:
@@ -97,7 +98,7 @@ def test_only_what_may_be_replaced_is_written_again(
     after = captions_in(folder)
     assert {name for name in after if after[name] != before[name]} == set(changed)
     assert after.keys() == before.keys()
-    assert outcome.locked == (["f.png"] if replaced == "all" and not only else [])
+    assert outcome.locked == (["f.png"] if replaced != "none" and not only else [])
 
 
 def test_what_somebody_writes_while_a_model_answers_stays(folder: Path) -> None:
@@ -114,14 +115,18 @@ def test_what_somebody_writes_while_a_model_answers_stays(folder: Path) -> None:
     found = captions_in(folder)
     assert (found["a.caption"], found["b.txt"], found["c.txt"]) == ("mine", "mine now", "A blue square.\n")
     assert "a.txt" not in found
-    assert outcome.summary.startswith("3 written, 2 kept, 0 refused")
+    assert outcome.summary.startswith("3 written, 2 kept, in ")
 
 
-def test_two_items_that_share_a_caption_file_are_asked_about_once(folder: Path) -> None:
+def test_two_items_that_share_a_caption_file_are_asked_about_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     Image.new("RGB", (48, 32), "blue").save(folder / "a.jpg")
     captioner = Colours()
     outcome = write(folder, captioner)
     assert (len(captioner.asked), outcome.kept) == (5, 1)
+    assert "share the caption file of another item; " in caplog.text
+    assert caplog.text.endswith(": a.png (a.jpg)\n")
 
 
 def test_a_file_that_cannot_be_read_is_named_and_the_rest_goes_on(folder: Path) -> None:
@@ -131,11 +136,11 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_goes_on(folder: Path) 
     (folder / "g.png").symlink_to(folder.parent / "elsewhere.png")
     outcome = write(folder)
     assert list(outcome.made) == ["b.png", "d.png", "e.png"]
-    assert outcome.refused.keys() == {"a.png", "c.png", "f.mp4", "g.png"}
-    assert outcome.refused["a.png"].startswith("not a PNG, JPEG")
+    assert outcome.failed.keys() == {"a.png", "c.png", "f.mp4", "g.png"}
+    assert outcome.failed["a.png"].startswith("not a PNG, JPEG")
     status = CaptionReport(folder).status()
     assert status is not None
-    assert (status.refused, status.done) == (outcome.refused, 6)
+    assert (status.failed, status.done) == (outcome.failed, 6)
 
 
 def test_a_refusal_is_asked_once_more_and_never_written(folder: Path) -> None:
@@ -158,10 +163,10 @@ def test_a_refusal_is_asked_once_more_and_never_written(folder: Path) -> None:
     assert asked == [asked[0], plainer(asked[0])]
     assert CaptionReport(folder).rows()["b.png"].instruction == plainer(asked[0])
     assert len(captioner.asked) == 7
-    assert list(outcome.refused) == ["a.png", "c.png", "d.png", "e.png"]
-    assert outcome.refused["a.png"].startswith("the model refused: I'm sorry")
-    assert outcome.refused["d.png"] == "the server refuses it"
-    assert all(outcome.refused.values())
+    assert list(outcome.failed) == ["a.png", "c.png", "d.png", "e.png"]
+    assert outcome.failed["a.png"].startswith("the model refused: I'm sorry")
+    assert outcome.failed["d.png"] == "the server refuses it"
+    assert all(outcome.failed.values())
 
 
 def test_the_trigger_is_put_in_front_and_what_is_not_read_is_cut(folder: Path) -> None:
@@ -172,10 +177,10 @@ def test_the_trigger_is_put_in_front_and_what_is_not_read_is_cut(folder: Path) -
     assert captions_in(folder) == {"a.txt": "The ohwx cat sits.\n", "b.txt": "ohwx cat, a cat.\n"}
     row = CaptionReport(folder).rows()["a.png"]
     assert (row.cut.strip(), outcome.made["a.png"].cut) == ("It has a long tail which nobody reads.", row.cut)
-    assert "2 written, 0 kept, 0 refused, 1 cut" in outcome.summary
+    assert "2 written, 0 kept, 1 cut, in " in outcome.summary
     none = TokenLimit(num_tokens=0, count=limit.count)
     outcome = write(folder, request=request, limit=none, only=["c.png"])
-    assert outcome.refused == {"c.png": "nothing of the answer fits what the text encoder reads"}
+    assert outcome.failed == {"c.png": "nothing of the answer fits what the text encoder reads"}
 
 
 def test_in_json_the_trigger_is_put_into_the_first_sentence(folder: Path) -> None:
@@ -226,7 +231,7 @@ def test_the_inputs_of_an_edit_come_before_its_result(folder: Path, tmp_path: Pa
     assert [len(question.images) for question in captioner.asked] == [2] * 4
     assert captioner.asked[0].images[0].getpixel((0, 0)) == (255, 255, 255)
     assert outcome.made["b.png"].text == "A lime square."
-    assert list(outcome.refused) == ["a.png"]
+    assert list(outcome.failed) == ["a.png"]
 
 
 @pytest.mark.parametrize("table", ["metadata.csv", "metadata.jsonl"])
@@ -248,6 +253,11 @@ def test_items_are_asked_for_by_their_names_or_paths(folder: Path, monkeypatch: 
         return [item.file for item in choose(job, read_contents(source_of(job)), report).items]
 
     assert chosen("b.png", str(folder / "a.png"), "pictures/c.png") == ["a.png", "b.png", "c.png"]
+    (folder / "sub dir").mkdir()
+    (folder / "b.png").rename(folder / "sub dir" / "deep.png")
+    with pytest.raises(UserError, match=r"--only deep\.png: .*; did you mean 'sub dir/deep\.png'\?"):
+        chosen("deep.png")
+    (folder / "sub dir" / "deep.png").rename(folder / "b.png")
     with pytest.raises(UserError, match=r"--only b\.pgn: is not an item of .*; did you mean 'b\.png'\?"):
         chosen("a.png", "b.pgn")
     assert not report.folder.exists()
@@ -271,6 +281,11 @@ def test_a_dry_run_writes_no_caption_and_no_row(folder: Path) -> None:
     assert status is not None
     assert status.preview == {name: made.text for name, made in outcome.made.items()}
     assert (captions_in(folder), report.rows(), report.page_file.exists()) == ({}, {}, False)
+    shutil.rmtree(report.folder)
+    report.folder.touch()  # so that nothing can be written there
+    assert write(folder, num_shown=3).made == outcome.made
+    with pytest.raises(UserError, match="cannot be written to"):
+        write(folder)
 
 
 def test_a_captioner_that_fails_leaves_the_captions_so_far(folder: Path) -> None:
@@ -284,7 +299,7 @@ def test_a_captioner_that_fails_leaves_the_captions_so_far(folder: Path) -> None
         status = CaptionReport(folder).status()
         assert status is not None
         assert (status.state, status.message) == ("failed", "the server is gone")
-        assert status.refused == {}
+        assert status.failed == {}
     assert list(captions_in(folder)) == ["a.txt", "b.txt", "d.txt"]
     write(folder)
     assert len(captions_in(folder)) == 5
@@ -317,7 +332,7 @@ def test_a_caption_that_cannot_be_written_is_named_and_the_rest_goes_on(
 ) -> None:
     (folder / "a.png").rename(folder / f"{'a' * 250}.png")
     outcome = write(folder)
-    assert list(outcome.refused.values()) == ["its caption cannot be written: File name too long"]
+    assert list(outcome.failed.values()) == ["its caption cannot be written: File name too long"]
     assert len(captions_in(folder)) == 4
 
 
@@ -338,6 +353,7 @@ def test_a_job_that_is_interrupted_goes_on_where_it_was(folder: Path, replaced: 
 
     with pytest.raises(RunInterrupted):
         write(folder, Colours({"yellow": interrupt}, batch_size=1), replaced=replaced)
+    assert "A lime square." in CaptionReport(folder).page_file.read_text()
     status = CaptionReport(folder).status()
     assert status is not None
     assert (status.state, status.message, status.done) == ("stopped", "SIGTERM: stopped", 3)
@@ -348,6 +364,27 @@ def test_a_job_that_is_interrupted_goes_on_where_it_was(folder: Path, replaced: 
     again = Colours()
     write(folder, again, replaced=replaced)
     assert len(again.asked) == (0 if replaced == "none" else 5), "it was finished, so this is a new job"
+
+
+def test_what_somebody_made_of_a_caption_stays_when_an_interrupted_job_goes_on(folder: Path) -> None:
+    def interrupt(_: Question) -> str:
+        raise RunInterrupted("SIGTERM: stopped")
+
+    before, later = time.time() - 9, time.time() + 9
+    for name in ("b.txt", "d.txt"):
+        (folder / name).write_text("mine")
+        os.utime(folder / name, (before, before))
+    with pytest.raises(RunInterrupted):
+        write(folder, Colours({"yellow": interrupt}, batch_size=1), replaced="all")
+    (folder / "a.txt").write_text("changed by hand")
+    os.utime(folder / "a.txt", (later, later))
+    (folder / "b.txt").write_text("as after a kill between the row and the caption")
+    os.utime(folder / "b.txt", (before, before))
+    write(folder, replaced="all")
+    assert list(captions_in(folder).values()) == [
+        "changed by hand",
+        *(f"A {colour} square.\n" for colour in list(COLOURS.values())[1:]),
+    ]
 
 
 def write_slowly(folder: Path, is_asked: object) -> None:

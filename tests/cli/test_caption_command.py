@@ -52,28 +52,42 @@ def captions_in(folder: Path) -> dict[str, str]:
 
 
 def test_it_writes_captions_and_names_the_page_and_what_comes_next(
-    images: Path, tiny_captioner: Path, capsys: pytest.CaptureFixture[str]
+    images: Path,
+    tiny_captioner: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (images / "3.png").write_bytes(b"damaged")
     words = ["--model", str(tiny_captioner), "--trigger", "ohwx", "--length", "short"]
     arguments = ["caption", str(images), *words]
-    assert main(arguments) == 0
+    assert main(arguments) == 2
+    assert caplog.messages[-1].startswith("1 item is without a caption; the same command asks again")
     found = captions_in(images)
     assert found.keys() == {"0.txt", "1.txt", "2.txt"}
     assert all(text.startswith("ohwx, ") for text in found.values())
     printed = capsys.readouterr().out
     assert "> 3.png: not a PNG, JPEG" in printed
-    assert "\n3 written, 0 kept, 1 refused, " in printed
+    assert "\n3 written, 0 kept, 1 failed, " in printed
     assert f"Page with all captions: {images}/.captions/captions.html\n" in printed
     assert printed.endswith(f"Next: {command('init', str(images))}\n")
     status = CaptionReport(images).status()
     assert status is not None
     assert (status.state, status.arguments) == ("finished", tuple(arguments[1:]))
-    assert main([*arguments, "--json", "--replace", "model"]) == 0
+    assert main([*arguments, "--json", "--replace", "model"]) == 2
     result = json.loads(capsys.readouterr().out)
     assert {f"{Path(name).stem}.txt": f"{text}\n" for name, text in result["written"].items()} == found
-    assert (result["kept"], result["refused"].keys(), result["preview"]) == (0, {"3.png"}, {})
+    assert (result["kept"], result["failed"].keys(), result["preview"]) == (0, {"3.png"}, {})
     assert result["items_per_minute"] > 0
+
+
+def test_what_cannot_be_read_is_named_before_anything_is_loaded(
+    images: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in images.iterdir():
+        file.rename(file.with_suffix(".heic"))
+    assert main(["caption", str(images), "--model", "m"]) == 2
+    assert "skipped files: 4 heic; save heic as png or jpg" in caplog.messages[-2]
+    assert caplog.messages[-1].endswith("holds no image or clip")
 
 
 def test_a_dry_run_prints_captions_and_writes_none(
@@ -101,6 +115,7 @@ def test_a_dry_run_prints_captions_and_writes_none(
         ("--model m --goal edit", "--goal edit: name the folder of the images before the edit, "),
         ("--model m --goal style --inputs x", "--goal style: is not for edits; leave it or "),
         ("--model m --inputs nowhere", "nowhere: no such folder"),
+        ("--model m --inputs itself", "--inputs itself: is the folder itself; name that of the images bef"),
         ("--model m --instruction none.txt", "--instruction none.txt: cannot be read: No such file"),
         ("--model m --instruction mine.txt", "--instruction mine.txt: {word} is not known"),
         (
@@ -118,11 +133,20 @@ def test_a_dry_run_prints_captions_and_writes_none(
 def test_what_cannot_be_is_refused_in_a_line_before_anything_is_loaded(
     images: Path, arguments: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    Path("itself").symlink_to(images, target_is_directory=True)
     Path("mine.txt").write_text("Describe {word}.")
     Path("goal.txt").write_text("Describe it for {goal}.")
     assert main(["caption", str(images), *arguments.split()]) == 2
     assert message in caplog.messages[-1]
     assert not (images / ".captions").exists()
+
+
+def test_a_type_of_weights_that_is_none_is_refused_whatever_there_is_to_write(
+    images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["caption", str(images), "--model", "m", "--dtype", "float99"])
+    assert "--dtype: invalid choice: 'float99'" in capsys.readouterr().err
 
 
 def test_the_text_encoder_of_a_config_limits_captions(

@@ -389,7 +389,7 @@ def test_a_start_that_is_refused_leaves_nothing_to_undo(screen: Screen, mug: Pat
 
 def test_hostile_answers_stay_text(screen: Screen, mug: Path) -> None:
     markup = "</script><script>pwned()</script>"
-    write_status(mug, "finished", preview={"a.png": markup}, refused={markup: markup}, message=markup)
+    write_status(mug, "finished", preview={"a.png": markup}, failed={markup: markup}, message=markup)
     assert "<script>pwned" not in screen.get("/data/mug/").text
     assert captioning(screen)["preview"] == {"a.png": markup}
     (mug / ".captions" / "status.json").write_text(json.dumps({"state": ["x"], "process": 3}))

@@ -44,7 +44,7 @@
   };
 
   function showJob() {
-    const { state, done = 0, total = 0, options = {}, refused = {}, preview = {}, log = [] } = job;
+    const { state, done = 0, total = 0, options = {}, failed = {}, preview = {}, log = [] } = job;
     const isUnfinished = ["stopped", "killed", "failed", "did not start"].includes(state);
     byId("job").hidden = !(isActive() || ((wasActive || isUnfinished) && !isClosed));
     if (byId("job").hidden) return;
@@ -59,18 +59,18 @@
     setCommand("job-command", job.command);
     const said = log.join("\n") || endings[state] || job.message || "";
     show("job-log", isActive() || (isDry() && state === "finished") ? "" : said);
-    showRefused(Object.entries(refused));
+    showFailed(Object.entries(failed));
     showPreview(Object.entries(preview));
     byId("job-stop").hidden = !isActive();
     byId("job-close").hidden = isActive() || isOpen;
     byId("job-on").hidden = !isUnfinished || isDry();
   }
 
-  function showRefused(refused) {
-    const [note, list] = [byId("job-refused"), byId("job-refused").querySelector("ul")];
-    note.hidden = !refused.length;
-    note.querySelector("p").textContent = `${plural(refused.length, "item")} without a caption:`;
-    list.replaceChildren(...refused.map(([file, reason]) => element("li", { textContent: `${file}: ${reason}` })));
+  function showFailed(failed) {
+    const [note, list] = [byId("job-failed"), byId("job-failed").querySelector("ul")];
+    note.hidden = !failed.length;
+    note.querySelector("p").textContent = `${plural(failed.length, "item")} without a caption:`;
+    list.replaceChildren(...failed.map(([file, reason]) => element("li", { textContent: `${file}: ${reason}` })));
   }
 
   function showPreview(preview) {
