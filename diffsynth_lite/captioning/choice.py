@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -94,21 +95,18 @@ def choose(job: CaptionJob, contents: Contents, report: CaptionReport) -> Choice
     rows, since = report.rows(), _first_start(job, report)
     items, locked, unusable = [], [], {}
     sharing: list[str] = []
-    claimed: set[Path] = set()
-    first_at: dict[Path, str] = {}
+    claimed: dict[Path, str] = {}
     for item in asked_for:
-        place = caption_path(job.folder, item)
-        if (first := first_at.setdefault(place, item.file)) != item.file:
-            sharing.append(f"{item.file} ({first})")
         if item.is_locked:
             locked += [item.file] * (job.replaced != "none")
         elif item.captions and not _is_replaced(job, item, rows.get(item.file), since):
             continue
         elif item.path is None or item.problem:
             unusable[item.file] = item.problem or "cannot be used"
-        elif place not in claimed:  # cat.png and cat.jpg share cat.txt
-            claimed.add(place)
+        elif (first := claimed.setdefault(caption_path(job.folder, item), item.file)) == item.file:
             items.append(item)
+        else:  # cat.png and cat.jpg share cat.txt
+            sharing.append(f"{item.file} ({first})")
     num_kept = len(asked_for) - len(items) - len(unusable)
     if job.num_shown:
         items = evenly_spread(items, job.num_shown)
@@ -187,17 +185,11 @@ def _is_replaced(job: CaptionJob, item: Item, row: CaptionRow | None, since: flo
     is_answered = row is not None and row.written_at >= since
     if is_by_model(row, item.captions[0]):
         return job.replaced != "none" and not is_answered
-    return job.replaced == "all" and not (
-        is_answered and _changed_at(caption_path(job.folder, item)) >= since
-    )
-
-
-def _changed_at(path: Path) -> float:
-    """In seconds since 1970; 0 where there is no such file."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    if job.replaced != "all" or not is_answered:
+        return job.replaced == "all"
+    with suppress(OSError):
+        return caption_path(job.folder, item).stat().st_mtime < since
+    return True
 
 
 def inputs_of(item: Item) -> list[Path]:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -73,22 +73,21 @@ def write_captions(
     contents = read_contents(source_of(job))
     choice = choose(job, contents, report)
     if choice.sharing:
-        names = join_names(choice.sharing)
-        logger.warning(
-            "These share the caption file of another item; rename them to have their own: %s", names
-        )
+        text = "These share the caption file of another item; rename them to have their own: %s"
+        logger.warning(text, join_names(choice.sharing))
     captioner = open_captioner() if choice.items else None
-    with _locked(report, is_needed=not job.num_shown) as is_locked:
-        run = _Run(job, report, choice, has_report=is_locked, logs_progress=logs_progress)
+    with _locked(report, is_needed=not job.num_shown):
+        run = _Run(job, report, choice, logs_progress=logs_progress)
         run.finish(captioner)
         return run.outcome
 
 
 @contextmanager
-def _locked(report: CaptionReport, *, is_needed: bool) -> Iterator[bool]:
+def _locked(report: CaptionReport, *, is_needed: bool) -> Iterator[None]:
     """Scope in which no other command writes captions in the folder; what a killed one left is removed.
 
-    It is given whether the folder can be written to, which only a dry run does not need.
+    Args:
+        is_needed: whether the folder has to be one that can be written to.
 
     Raises:
         UserError: one does, nothing can be written there, or what is there leads elsewhere.
@@ -102,14 +101,14 @@ def _locked(report: CaptionReport, *, is_needed: bool) -> Iterator[bool]:
     except OSError as error:
         if is_needed:
             raise UserError(f"{report.folder} cannot be written to: {error.strerror}") from error
-        yield False
+        yield
         return
     with lock.file:
         for left in report.folder.parent.rglob(".tmp-*"):
             is_old = left.parent == report.folder or not is_young(left)  # the screen writes captions, too
             if is_old and is_unfinished(left.name) and left.is_file():
                 left.unlink(missing_ok=True)
-        yield True
+        yield
 
 
 _Asked = tuple[Item, Question]
@@ -119,13 +118,12 @@ class _Run:
     """One start of a job, under the lock of its folder."""
 
     def __init__(
-        self, job: CaptionJob, report: CaptionReport, choice: Choice, *, has_report: bool, logs_progress: bool
+        self, job: CaptionJob, report: CaptionReport, choice: Choice, *, logs_progress: bool
     ) -> None:
         self.outcome = Outcome(failed=dict(choice.unusable), kept=choice.num_kept, locked=choice.locked)
         self._job = job
         self._report = report
         self._items = choice.items
-        self._has_report = has_report
         self._logs_progress = logs_progress
         self._outer_watch = current_watch()
         self._written_at = 0.0
@@ -139,15 +137,13 @@ class _Run:
 
     def finish(self, captioner: Captioner | None) -> None:
         """Do what is left of the job; None where nothing is."""
-        with self._recorded(), watched(self._show_phase):
-            try:
-                if captioner is not None:
-                    self._show_phase("loading", 0, 0)
-                    with captioner as loaded:
-                        self._ask_all(loaded)
-            finally:
-                if not self._job.num_shown:
-                    write_page(self._job, self._report, self.outcome)
+        with self._recorded(), watched(self._show_phase), ExitStack() as at_any_end:
+            if not self._job.num_shown:
+                at_any_end.callback(write_page, self._job, self._report, self.outcome)
+            if captioner is not None:
+                self._show_phase("loading", 0, 0)
+                with captioner as loaded:
+                    self._ask_all(loaded)
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -311,7 +307,7 @@ class _Run:
 
     def _write_status(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
-        if self._has_report:
+        with suppress(*([OSError] if self._job.num_shown else [])):  # a dry run may have no place for it
             self._report.write_status(self._status)
         self._written_at = time.monotonic()
 

@@ -124,7 +124,7 @@ class Outcome:
         parts = [f"{len(self.made)} written", f"{self.kept + len(self.appeared)} kept"]
         parts += [f"{count} {what}" for what, count in counts.items() if count]
         if self.seconds:
-            parts.append(f"in {rounded(self.seconds)} s ({rounded(self.items_per_minute)} items a minute)")
+            parts.append(f"in {self.seconds:,.1f} s ({self.items_per_minute:,.1f} items a minute)")
         return ", ".join(parts)
 
     @property
@@ -132,11 +132,6 @@ class Outcome:
         """Of the items that were answered; 0 where there is none."""
         num_answered = len(self.made) + len(self.appeared) + len(self.failed)
         return 60 * num_answered / self.seconds if self.seconds else 0.0
-
-
-def rounded(number: float) -> str:
-    """A number of a summary: from ten on without decimals."""
-    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
 
 
 class CaptionReport:

@@ -319,8 +319,6 @@ def _progress(console: Console) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    from diffsynth_lite.captioning.report import rounded
-
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("loading", total=None, counts="")
@@ -332,7 +330,7 @@ def _progress(console: Console) -> Iterator[None]:
                 progress.reset(task, description=phase)
             counts, speed = f"{100 * done // total} %" if total else "", progress.tasks[0].speed
             if phase == "captioning":
-                counts = f"{done} of {total}{f', {rounded(60 * speed)} a minute' if speed else ''}"
+                counts = f"{done} of {total}{f', {60 * speed:,.1f} a minute' if speed else ''}"
             progress.update(task, completed=done, total=total or None, counts=counts)
 
         with watched(watch):
