@@ -102,10 +102,10 @@ def lacks_files(error: BaseException) -> bool:
     return os.strerror(errno.EMFILE) in text or "received 0 items of ancdata" in text
 
 
-def join_names(names: Sequence[str]) -> str:
-    """``names`` joined by semicolons; those past the twentieth are only counted."""
-    named = "; ".join(names[:_MAX_NAMED])
-    return named if len(names) <= _MAX_NAMED else f"{named}; and {len(names) - _MAX_NAMED} more"
+def join_names(names: Sequence[str], most: int = _MAX_NAMED) -> str:
+    """``names`` joined by semicolons; those past the twentieth, or another number, are only counted."""
+    named = "; ".join(names[:most])
+    return named if len(names) <= most else f"{named}; and {len(names) - most} more"
 
 
 def join_lines(lines: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from diffsynth_lite.captioning.instructions import CaptionRequest, Goal, ItemKin
 from diffsynth_lite.cli.arguments import command, positive_count
 from diffsynth_lite.cli.console import hide_progress_bars, print_lines
 from diffsynth_lite.config.files import did_you_mean
+from diffsynth_lite.data.captions import EXAMPLE_MODEL
 from diffsynth_lite.data.folder import is_unicode
 from diffsynth_lite.errors import RunInterrupted, UserError, join_names
 from diffsynth_lite.progress_log import Phase, watched
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXAMPLE_MODEL = "Qwen/Qwen3-VL-4B-Instruct"
 _DEFAULT_KEY = "OPENAI_API_KEY"
 _MAX_NAMED = 10
 _NUM_SHOWN = 5

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffsynth_lite.cli.arguments import add_preset_argument, command
-from diffsynth_lite.cli.caption import EXAMPLE_MODEL
 from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.config import load_config
 from diffsynth_lite.config.document import shortened
@@ -175,7 +174,7 @@ def _write_for_folder(
     lines = [
         f"{found.path}: {found.summary}",
         *(f"> {problem}" for problem in found.problems),
-        *_captions_to_write(parsed.folder, inputs),
+        *_preset_of_captions(parsed),
         *(
             [
                 f"> {start.family} does not train on {join_names(found.strays)}; a run stops at such files: "
@@ -191,16 +190,11 @@ def _write_for_folder(
     return start, lines
 
 
-def _captions_to_write(folder: Path, inputs: Sequence[Path]) -> list[str]:
-    """A line with the command that writes the captions of a folder, where some are missing."""
-    from diffsynth_lite.captioning.contents import read_contents
-    from diffsynth_lite.data import Source
+def _preset_of_captions(parsed: argparse.Namespace) -> list[str]:
+    """A line with the preset for what the captions of a folder were written for, unless one was given."""
+    from diffsynth_lite.doctor.starting_point import flag_of_captions
 
-    source = Source(path=str(folder), input_dirs=list(map(str, inputs)))
-    items = read_contents(source).items
-    missing = [item for item in items if not (item.captions or item.is_locked or item.problem)]
-    if not missing:
+    goal = flag_of_captions(parsed.folder, "--goal")
+    if parsed.presets or goal not in ("likeness", "style", "motion"):
         return []
-    words = [word for path in inputs for word in ("--inputs", str(path))]
-    write = command("caption", str(folder), *words, "--model", EXAMPLE_MODEL)
-    return [f"> {len(missing)} of {len(items)} have no caption; a model writes them: {write}"]
+    return [f"> The captions were written with --goal {goal}: --preset {goal} has settings for that"]

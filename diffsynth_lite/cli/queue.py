@@ -77,10 +77,8 @@ def _add_arguments_of_add(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Do one thing to the queue of a workspace."""
-    workspace = _workspace(parsed)
     parsed.here = Path.cwd()
-    if parsed.task is _add:
-        parsed.config = find_config_file(parsed.config).resolve()
+    workspace = _workspace(parsed)
     os.chdir(workspace.path)  # Paths in its configs are relative to it.
     parsed.task(parsed, Queue(workspace))
 
@@ -88,10 +86,22 @@ def run(parsed: argparse.Namespace) -> None:
 def _workspace(parsed: argparse.Namespace) -> Workspace:
     path: Path = Path.cwd() if parsed.workspace is None else parsed.workspace.expanduser()
     if is_workspace(path) or (parsed.workspace is not None and parsed.task is _add):
+        if parsed.task is _add:
+            parsed.config = _config(Workspace(path), parsed.config)
         return open_workspace(path)
     makes = command("queue", "add", "--workspace", "my_workspace", "--config", "FILE")
     hint = "" if parsed.workspace else "go to one, or name one with --workspace; "
     raise UserError(f"{path}: is not a workspace; {hint}this makes one: {makes}")
+
+
+def _config(workspace: Workspace, given: str) -> Path:
+    """The config to add: a bare name is looked for in the workspace first; nothing outside is taken."""
+    from diffsynth_lite.queue.adding import name_in
+
+    own = workspace.configs_folder / given
+    file = (own if Path(given).name == given and own.is_file() else find_config_file(given)).resolve()
+    name_in(workspace, file)
+    return file
 
 
 def _add(parsed: argparse.Namespace, queue: Queue) -> None:

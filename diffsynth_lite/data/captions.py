@@ -4,6 +4,7 @@ import codecs
 import json
 import logging
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.data.folder import Folder, is_unicode
-from diffsynth_lite.data.records import Record, is_video, stem
+from diffsynth_lite.data.records import Record, Source, is_video, stem
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.files import parse_json
 
@@ -29,12 +30,22 @@ CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 """Characters of scripts without spaces between words, for the brackets of a pattern."""
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
+EXAMPLE_MODEL = "Qwen/Qwen3-VL-4B-Instruct"
+"""A model that writes captions, for messages."""
+
 MAX_TAGS = 500
 """Most frequent tags of a source that are reported."""
 _MAX_TAG_LETTERS = 128
 """A longer one is a sentence."""
 _MAX_COUNTED = 50_000
 """Distinct tags of a source that are counted at once, which takes some 10 MB."""
+
+
+def caption_command(source: Source, *words: str) -> str:
+    """The command that has a model write the captions of a folder, with further words."""
+    inputs = (word for folder in source.input_dirs for word in ("--inputs", folder))
+    folder = str(source.folder or "FOLDER")
+    return shlex.join(["diffsynth-lite", "caption", folder, *inputs, "--model", EXAMPLE_MODEL, *words])
 
 
 class MissingCaption(UserError):
@@ -225,11 +236,15 @@ class CaptionFiles:
 
     Attributes:
         orphans: text files that belong to nothing.
+        shared: such as ``cat.png and cat.jpg``, for those that have one name and so share their captions.
     """
 
     def __init__(self, folder: Folder, targets: Sequence[str]) -> None:
         self._folder = folder
-        stems = {stem(name) for name in targets}
+        stems: dict[str, list[str]] = {}
+        for name in targets:
+            stems.setdefault(stem(name), []).append(name)
+        self.shared = [" and ".join(names) for names in stems.values() if len(names) > 1]
         self._texts: dict[str, list[tuple[int, str]]] = {}
         orphans = []
         for name in folder.files:
@@ -275,8 +290,13 @@ class CaptionFiles:
         except OSError as error:
             raise UserError(f"{name}: cannot be read: {error.strerror}") from error
 
-    def warn_of_orphans(self) -> None:
-        """Name the text files that belong to nothing."""
+    def warn(self) -> None:
+        """Name the text files that belong to nothing, or to several items."""
+        if self.shared:
+            logger.warning(
+                "%s: share their captions, as their names differ in the ending only; rename one of each: %s",
+                *(self._folder.path, join_names(self.shared)),
+            )
         if self.orphans:
             logger.warning(
                 "%s: %d caption files belong to no image or clip: %s",

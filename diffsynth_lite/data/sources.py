@@ -12,6 +12,7 @@ from diffsynth_lite.data.captions import (
     CAPTION_SUFFIXES,
     CaptionFiles,
     MissingCaption,
+    caption_command,
     captions_in,
     has_trigger,
     with_trigger,
@@ -207,7 +208,7 @@ class _Reader:
         own = [name for name in media if self._owns(name)]
         records = self._collect(own, read_name, where=str(folder.path), label=lambda name: name)
         if reads_texts:
-            texts.warn_of_orphans()
+            texts.warn()
         return records
 
     def _metadata_in(self, folder: Folder, *, has_texts: bool) -> Path | None:
@@ -335,9 +336,11 @@ class _Reader:
         if bad:
             self.unread |= {f"{self._prefix}{name}": reason for name, reason in bad.items()}
             problems = [f"{name}: {reason}" for name, reason in bad.items()]
+            only_captions = all(reason.startswith("no caption: ") for reason in bad.values())
+            named = join_names(problems, 3) if only_captions else join_names(problems)
             self.problems.append(
-                f"{where}: {len(problems)} of {len(keys)} items cannot be used: {join_names(problems)}"
-                f"{self._hint_at_captions() if self._lacks_captions else ''}"
+                f"{where}: {len(problems)} of {len(keys)} items cannot be used: {named}"
+                f"{self._hint_at_captions(where) if self._lacks_captions else ''}"
             )
         return records
 
@@ -362,15 +365,18 @@ class _Reader:
             level = logging.WARNING if remedies else logging.INFO
             logger.log(level, "%s: skipped files: %s%s", folder.path, counts, "".join(remedies))
 
-    def _hint_at_captions(self) -> str:
-        """How to train on the items that lack one all the same."""
+    def _hint_at_captions(self, where: str) -> str:
+        """What writes captions next to the items, and how to train on those that lack one all the same."""
+        write = ""
+        if where == str(self._source.folder):
+            write = f"; {caption_command(self._source)} writes captions"
         given, trigger = self._source.trigger, "" if self._source.trigger else " data.trigger=WORD"
         settings = f"data.captions=optional{trigger}"
         if self._is_entry:  # its settings are in a list, which the command line takes as a whole
             settings = (
                 f"captions: optional{'' if given else ' and trigger: WORD'} in its entry of data.sources"
             )
-        return f"; or set {settings}: {given or 'the word'} is then the caption of those without one"
+        return f"{write}; or set {settings}: {given or 'the word'} is then the caption of those without one"
 
 
 def _row_label(table: Table) -> Callable[[int], str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from diffsynth_lite.captioning.instructions import Goal
 from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.data.captions import caption_command
 from diffsynth_lite.doctor.examined import MUCH_CROPPED, CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, Findings, counted
 from diffsynth_lite.doctor.images import BLURRED
@@ -25,13 +26,12 @@ _CAPTION_REMEDIES = {
     "misspelt_trigger": "with the trigger spelt in another way, which the model learns as other words; spell "
     "it as in data.trigger",
     "one_word": "with a caption of one word, so that all else they show binds to the trigger; describe what "
-    "may change, or let diffsynth-lite caption do it",
+    "may change, or let {caption} do it",
     "other_script": "with a caption in another script than the others; write all in the language of prompts",
-    "refusal": "with a captioner's refusal as caption; write it, or let diffsynth-lite caption --replace all "
-    "--only FILE do it",
+    "refusal": "with a captioner's refusal as caption; write it, or let {caption} do it",
     "boilerplate": "with a phrase of captioners, which prompts do not have; take it out",
-    "not_json": "with a caption that is not the JSON it should be; mend it, or write it again with "
-    "diffsynth-lite caption --format json --replace all --only FILE",
+    "not_json": "with a caption that is not the JSON it should be; mend it, or let "
+    "{caption} --format json write it again",
 }
 
 
@@ -63,7 +63,7 @@ def advise(
         *about_disk,
         *_about_number(data, goal),
         *_about_phrases(data, found.captions, goal),
-        *_about_captions(found.captions),
+        *_about_captions(data, found.captions),
         *_about_copies(found),
         *_about_flaws(found),
         *_about_sizes(data),
@@ -87,7 +87,7 @@ def advise_on_held_out(data: ExaminedData, found: Findings) -> list[str]:
                 "memorization",
             )
         ),
-        *_about_captions(found.captions),
+        *_about_captions(data, found.captions),
         *_about_copies(found),
         *_about_flaws(found),
         *_about_sizes(data),
@@ -101,8 +101,8 @@ def _about_bad_items(data: ExaminedData) -> list[str]:
 
 
 def _about_number(data: ExaminedData, goal: Goal | None) -> list[str]:
-    if goal is None:
-        return []
+    if goal is None or any(reason.startswith("no caption: ") for reason in data.dropped.values()):
+        return []  # with their captions there are more
     noun, least, most = USUAL_NUMBERS[goal]
     learned = [item.record.name for item in data.items if not data.sources[item.record.source].preserve]
     number = len(set(learned))
@@ -119,10 +119,11 @@ def _about_phrases(data: ExaminedData, captions: CaptionFindings, goal: Goal | N
         return []
     named = [f"{one.text!r} ({one.num_captions} of {one.num_all})" for one in captions.constant[:_NAMED]]
     more = len(captions.constant) - _NAMED
+    others = f" and {counted(more, 'phrase')} more" if more > 0 else ""
     trigger = "the trigger" if any(source.trigger for source in data.sources) else "a trigger"
     what = goal if goal in ("likeness", "style", "motion") else "likeness or style"
     return [
-        f"Most captions have {', '.join(named)}{f' and {more} phrases more' if more > 0 else ''}: the "
+        f"Most captions have {', '.join(named)}{others}: the "
         f"{what} binds to these words and not to {trigger}. Leave them out of the captions, or make them "
         "data.trigger."
     ]
@@ -145,13 +146,15 @@ def _about_flaws(found: Findings) -> list[str]:
     ]
 
 
-def _about_captions(captions: CaptionFindings) -> list[str]:
+def _about_captions(data: ExaminedData, captions: CaptionFindings) -> list[str]:
     remarks = []
     for kind, words in _CAPTION_REMEDIES.items():
         named = captions.remarks.get(kind, {})
         details = {name: remark.partition(": ")[2] for name, remark in named.items()}
         names = [f"{name} ({detail})" if detail else name for name, detail in details.items()]
-        remarks += _remark(names, "item", words.format(limit=captions.limit))
+        remarks += _remark(
+            names, "item", words.format(limit=captions.limit, caption=_caption_command(data, list(named)))
+        )
     if captions.same:
         caption, count = captions.same[0]
         others = len(captions.same) - 1
@@ -160,12 +163,27 @@ def _about_captions(captions: CaptionFindings) -> list[str]:
     return remarks
 
 
+def _caption_command(data: ExaminedData, names: Sequence[str]) -> str:
+    """The command that writes the captions of the first of some items again."""
+    index, several = 0, len(data.sources) > 1
+    if several and names:
+        index = int(names[0].partition("/")[0])
+        names = [name.partition("/")[2] for name in names if name.startswith(f"{index}/")]
+    items = (word for name in names[:_NAMED] for word in ("--only", name))
+    return caption_command(data.sources[index], "--replace", "all", *items)
+
+
 def _about_copies(found: Findings) -> list[str]:
-    copies = [name for names in found.equal for name in names[1:]]
+    equal, alike = ([_group(names) for names in groups] for groups in (found.equal, found.alike))
     return [
-        *_remark(copies, "copy", "of files that are there already; each is an item of its own"),
-        *_remark([names[0] for names in found.alike], "group", "of items that look alike"),
+        *_remark(equal, "group", "of equal files, each of which is an item of its own"),
+        *_remark(alike, "group", "of items that look alike"),
     ]
+
+
+def _group(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"({', '.join(names[:_NAMED])}{more})"
 
 
 def _about_sizes(data: ExaminedData) -> list[str]:

@@ -109,7 +109,8 @@ def _other_script(text: str, *, usual: str) -> str:
 def _one_word(text: str) -> str:
     words = _WORD.findall(text)
     is_one = len(words) == 1 or (len(words) < 4 and all(map(_IS_CJK.match, words)))
-    return f"a caption of one word: {text.strip()!r}" if is_one else ""
+    # JSON that is cut off is remarked on as such.
+    return f"a caption of one word: {text.strip()!r}" if is_one and text[0] != "{" else ""
 
 
 def _misspelt(text: str, *, trigger: str) -> str:

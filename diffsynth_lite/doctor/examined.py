@@ -24,6 +24,7 @@ from diffsynth_lite.data import (
     remedy_of_bad,
     summary_of_bad,
 )
+from diffsynth_lite.data.captions import caption_command
 from diffsynth_lite.doctor.findings import ItemCrop, ItemFindings
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import audio_shape
@@ -88,6 +89,9 @@ class ExaminedData:
             given = "data.captions=optional data.trigger=WORD"
             if settings.sources:
                 given = "captions: optional and trigger: WORD in its entry of data.sources"
+            lacking = next(name for name, why in self.dropped.items() if why.startswith("no caption"))
+            index = int(lacking.partition("/")[0]) if len(self.sources) > 1 else 0
+            ways.append(f"This writes captions: {caption_command(self.sources[index])}")
             ways.append(f"What has no caption can be trained on one word: {given}")
         return ". ".join(ways)
 

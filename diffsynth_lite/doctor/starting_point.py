@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import isqrt
 from pathlib import Path
 from statistics import median_low
@@ -14,6 +15,7 @@ import yaml
 from PIL import Image
 from pydantic import ValidationError
 
+from diffsynth_lite.captioning.report import CaptionReport
 from diffsynth_lite.config import Config, find_config_file, load_config
 from diffsynth_lite.config.document import shortened
 from diffsynth_lite.config.files import Preset, if_in_clone, schema_line
@@ -390,8 +392,14 @@ def _settings(
     if found.mask_dir:
         yield "data", "inpaint_mask_dir", str(found.mask_dir), "white is what is regenerated"
         yield "data", "random_masks", 0, ""
-    if trigger := _trigger([record.captions[0] for record in found.records]):
-        yield "data", "trigger", trigger, "every caption begins with it"
+    given = flag_of_captions(found.path, "--trigger")
+    if trigger := given or _trigger([record.captions[0] for record in found.records]):
+        yield (
+            "data",
+            "trigger",
+            trigger,
+            f"{'the captions were written' if given else 'every caption begins'} with it",
+        )
     yield from (("data", *setting) for setting in _proposed_sizes(found.sizes, config))
     yield "output", "dir", f"runs/{out.stem}", "the LoRA, checkpoints, previews and logs"
     yield "model", "path", config.model.path, "a hub id, downloaded on first use, or a pipeline's folder"
@@ -456,6 +464,14 @@ def _proposed_sizes(
                 f"the shortest has {min(lengths)} frames at {data.fps:g} a second, the longest {max(lengths)}"
             )
             yield "frame_counts", sorted(wanted), why
+
+
+def flag_of_captions(folder: Path, flag: str) -> str:
+    """The value of a flag in the latest command that wrote captions in a folder; empty where it has none."""
+    status = CaptionReport(folder).status()
+    arguments = status.arguments if status else ()
+    words = [part for word in arguments for part in (word.split("=", 1) if word[:2] == "--" else [word])]
+    return next((value for word, value in pairwise(words) if word == flag), "")
 
 
 def _trigger(captions: Sequence[str]) -> str | None:

@@ -57,7 +57,7 @@ def entries_of(
     for variant, folder in zip(several, folders, strict=True):
         given = (setting for setting in variant.settings if not setting.startswith("output.dir="))
         entry = _entry(
-            config=_written(workspace, config),
+            config=name_in(workspace, config),
             folder=folder,
             settings=tuple(given),
             presets=tuple(presets),
@@ -99,7 +99,7 @@ def _entry(**values: Any) -> Entry:
         raise UserError(f"{key}: {first['input']!r}: {_EXPECTED.get(key, first['msg'])}") from None
 
 
-def _written(workspace: Workspace, config: Path) -> str:
+def name_in(workspace: Workspace, config: Path) -> str:
     """The config as an entry names it: by its path in the workspace, or as a recipe by its name."""
     file, root = config.resolve(), workspace.path.resolve()
     if file.is_relative_to(root):

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from tiny_run import tiny_image
 
+from diffsynth_lite.captioning.report import CaptioningStatus, CaptionReport
 from diffsynth_lite.cli.arguments import command
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
@@ -81,20 +82,30 @@ def test_captions_that_are_missing_are_to_be_written_by_a_command(
         assert main(["init", str(images), *arguments]) == 0
         return capsys.readouterr().out
 
-    assert "have no caption" not in printed("--out", "all.yaml")
-    (images / "1.txt").unlink()
-    write = command("caption", "my images", "--model", "Qwen/Qwen3-VL-4B-Instruct")
-    line = f"> 1 of 3 have no caption; a model writes them: {write}\n"
-    assert line in printed("--out", "some.yaml")
+    assert "no caption" not in printed("--out", "all.yaml")
     for text in images.glob("*.txt"):
         text.unlink()
-    assert line.replace("1 of", "3 of") in printed("--out", "none.yaml")
+    write = "diffsynth-lite caption 'my images' --model Qwen/Qwen3-VL-4B-Instruct writes captions; or"
+    assert write in printed("--out", "none.yaml")
     images.rename("before")
     images.mkdir()
     tiny_image(120, 90, 10).save(images / "0.png")
     inputs = ["--inputs", "before"]
-    write = f"1 of 1 have no caption; a model writes them: {write}"
     assert write.replace(" --model", f" {shlex.join(inputs)} --model") in printed("--out", "e.yaml", *inputs)
+
+
+def test_the_captions_trigger_and_goal_are_those_of_the_command_that_wrote_them(
+    images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("my images", "--trigger=ohwx woman", "--goal", "style")
+    status = CaptioningStatus(state="finished", process="", arguments=words)
+    CaptionReport(images).write_status(status)
+    assert main(["init", str(images), "--out", "mine.yaml"]) == 0
+    assert load_config("mine.yaml").config.data.trigger == "ohwx woman"
+    assert (
+        "> The captions were written with --goal style: --preset style has settings"
+        in capsys.readouterr().out
+    )
 
 
 def test_editors_find_the_schema_of_what_it_writes(images: Path) -> None:

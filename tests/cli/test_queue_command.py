@@ -116,6 +116,15 @@ def test_a_workspace_is_named_or_is_the_working_folder_and_add_makes_one(
     assert lines[3].endswith("report new/runs/a-rank1 new/runs/a-rank2 --out new/runs/qwen_lora.html")
     monkeypatch.chdir(tmp_path)
     assert "queue go --workspace new" in printed(capsys, "list", "--workspace", "new")[-1]
+    # A bare name is one of the workspace first; no workspace is made for a config that is not in it.
+    monkeypatch.chdir(tmp_path)
+    for place in (Path(), Path("new/configs")):
+        (place / "mine.yaml").write_text(CONFIG)
+    printed(capsys, "add", "--workspace", "new", "--config", "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert main(["queue", "add", "--workspace", "other", "--config", "mine.yaml"]) == 2
+    assert f"is outside of the workspace {tmp_path / 'other'}; copy it to configs/ there" in caplog.text
+    assert not Path("other").exists()
     monkeypatch.chdir(tmp_path / "new")
     assert "a-rank1" in printed(capsys, "list")[1]
 

@@ -88,21 +88,27 @@ def test_all_unusable_captions_are_named_at_once(folder, write_image):
     assert "\n" not in message
 
 
-def test_a_long_list_of_problems_ends_in_a_count(folder, write_image):
+@pytest.mark.parametrize(("text", "last"), [(None, 2), ("", 19)])
+def test_a_long_list_of_problems_ends_in_a_count(folder, write_image, text, last):
     for index in range(25):
-        write_image(f"{index:02}.png")
-    with pytest.raises(UserError, match=r"25 of 25 .*; and 5 more") as error:
+        path = write_image(f"{index:02}.png")
+        if text is not None:
+            path.with_suffix(".txt").write_text(text)
+    with pytest.raises(UserError, match=rf"25 of 25 .*; and {24 - last} more") as error:
         read(folder)
-    assert "19.png" in str(error.value)
-    assert "20.png" not in str(error.value)
+    assert f"{last:02}.png" in str(error.value)
+    assert f"{last + 1:02}.png" not in str(error.value)
 
 
-def test_caption_files_without_image_are_warned_of(folder, write_image, caplog):
+def test_caption_files_without_image_or_of_several_are_warned_of(folder, write_image, caplog):
     write_image("a.png").with_suffix(".txt").write_text("kept")
+    write_image("a.jpg")
     (folder / "photo.txt").write_text("belongs to photo.heic")
     with caplog.at_level(logging.WARNING):
         read(folder)
     assert "photo.txt" in caplog.text
+    assert f"{folder}: share their captions, as their names differ in the ending only" in caplog.text
+    assert caplog.text.count(": a.jpg and a.png") == 1
 
 
 def test_files_that_are_not_read_are_counted_by_kind(folder, write_image, caplog):
@@ -315,7 +321,7 @@ def test_the_problems_of_all_sources_are_named_at_once(folder, write_image, tmp_
     lines = str(error.value).split("\n")
     for line, problem in zip(
         lines,
-        ["no caption: write a.txt; or set captions: optional and", "no such folder", "no such folder"],
+        ["no caption: write a.txt; diffsynth-lite caption ", "no such folder", "no such folder"],
         strict=True,
     ):
         assert f": {problem}" in line

@@ -41,6 +41,7 @@ def test_good_captions_have_no_remark(name: str) -> None:
         ),
         ("boilerplate", "ohwx woman, The image shows her on a bridge.", None),
         ("not_json", '{"high_level_description": "ohwx woman', "JSON that cannot be parsed"),
+        ("not_json", '{"a": ', "JSON that cannot be parsed"),
         ("not_json", "{'description': 'ohwx woman'}", "JSON that cannot be parsed"),
     ],
 )

@@ -73,7 +73,7 @@ def test_every_planted_defect_is_found_at_its_item_and_advised_on(workplace: Wor
     for words, names in {
         "spelt in another way": "misspelt.png ('ohxw woman')",
         "of one word": "one word.png ('bridge')",
-        "refusal as caption": "refusal.png",
+        "refusal as caption": "data --model Qwen/Qwen3-VL-4B-Instruct --replace all --only refusal.png",
         "phrase of captioners": "boilerplate.png ('The image shows')",
         "not the JSON": "json.png",
         "another script": "script.png",

@@ -30,6 +30,8 @@ def load_tokenizer(folder: Path, class_name: str | None = None) -> Any:
         # Unless it is False, transformers asks for consent at the terminal.
         tokenizer = tokenizer_class.from_pretrained(folder, trust_remote_code=False)
         if isinstance(tokenizer, PreTrainedTokenizerBase):
+            # Its warning of a long text has no use: captions are counted uncut, and cut to be encoded.
+            tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
             tokenizer("a")  # some of its settings are first read then
     except Exception as error:  # tokenizers has no class of errors of its own
         reason = _what_is_wrong(folder, tokenizer_class) or shortened(error)
