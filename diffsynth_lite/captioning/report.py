@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,6 +182,13 @@ class CaptionReport:
             return CaptioningStatus(**{**values, "arguments": tuple(values["arguments"])})
         except (OSError, UserError, ValueError, TypeError, LookupError):
             return None
+
+    def flag(self, name: str) -> str:
+        """The value that a flag such as ``--goal`` had in the latest command; empty where it had none."""
+        status = self.status()
+        arguments = status.arguments if status else ()
+        words = [part for word in arguments for part in (word.split("=", 1) if word[:2] == "--" else [word])]
+        return next((value for word, value in pairwise(words) if word == name), "")
 
     def write_status(self, status: CaptioningStatus) -> None:
         """Replace ``status.json``; on a full disk the old file is overwritten in place.

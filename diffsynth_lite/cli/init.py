@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffsynth_lite.captioning.report import CaptionReport
 from diffsynth_lite.cli.arguments import add_preset_argument, command
 from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.config import load_config
@@ -192,9 +193,7 @@ def _write_for_folder(
 
 def _preset_of_captions(parsed: argparse.Namespace) -> list[str]:
     """A line with the preset for what the captions of a folder were written for, unless one was given."""
-    from diffsynth_lite.doctor.starting_point import flag_of_captions
-
-    goal = flag_of_captions(parsed.folder, "--goal")
+    goal = CaptionReport(parsed.folder).flag("--goal")
     if parsed.presets or goal not in ("likeness", "style", "motion"):
         return []
     return [f"> The captions were written with --goal {goal}: --preset {goal} has settings for that"]

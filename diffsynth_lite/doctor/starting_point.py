@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import isqrt
 from pathlib import Path
 from statistics import median_low
@@ -392,7 +391,7 @@ def _settings(
     if found.mask_dir:
         yield "data", "inpaint_mask_dir", str(found.mask_dir), "white is what is regenerated"
         yield "data", "random_masks", 0, ""
-    given = flag_of_captions(found.path, "--trigger")
+    given = CaptionReport(found.path).flag("--trigger")
     if trigger := given or _trigger([record.captions[0] for record in found.records]):
         yield (
             "data",
@@ -464,14 +463,6 @@ def _proposed_sizes(
                 f"the shortest has {min(lengths)} frames at {data.fps:g} a second, the longest {max(lengths)}"
             )
             yield "frame_counts", sorted(wanted), why
-
-
-def flag_of_captions(folder: Path, flag: str) -> str:
-    """The value of a flag in the latest command that wrote captions in a folder; empty where it has none."""
-    status = CaptionReport(folder).status()
-    arguments = status.arguments if status else ()
-    words = [part for word in arguments for part in (word.split("=", 1) if word[:2] == "--" else [word])]
-    return next((value for word, value in pairwise(words) if word == flag), "")
 
 
 def _trigger(captions: Sequence[str]) -> str | None:
