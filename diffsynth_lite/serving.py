@@ -162,6 +162,7 @@ class Served:
         folder: where it runs; no modules are taken from there.
         log: new file for what it says besides answers; None is with what this program says.
         heard: takes each answer to what was asked last, in another thread.
+        variables: of its environment, in addition to those of this process.
     """
 
     def __init__(
@@ -171,8 +172,10 @@ class Served:
         *,
         log: Path | None = None,
         heard: Callable[[dict[str, Any]], None] = lambda answer: None,
+        variables: Mapping[str, str] = {},
     ) -> None:
         self._command, self._folder, self._log, self._heard = command, folder, log, heard
+        self._variables = variables
         self._lock, self._last_id = threading.Lock(), 0
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: list[dict[str, Any]] = []
@@ -239,7 +242,7 @@ class Served:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=files.enter_context(self._log.open("wb")) if self._log else None,
-                    env={**os.environ, "PYTHONSAFEPATH": "1"},
+                    env={**os.environ, "PYTHONSAFEPATH": "1", **self._variables},
                     start_new_session=True,
                 )
             except OSError as error:

@@ -14,6 +14,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.server import RunPages
 from diffsynth_lite.run_folder.command import Continuation
 from diffsynth_lite.ui.configs import routes as configs
+from diffsynth_lite.ui.configs.live_plan import LivePlan
 from diffsynth_lite.ui.data_sets import routes as data_sets
 from diffsynth_lite.ui.guard import LOOPBACK, Guard
 from diffsynth_lite.ui.home import routes as home
@@ -51,6 +52,7 @@ def build(
     application.state.jobs = Jobs(workspace)
     application.state.run_pages = RunPages(lambda: QueuedRuns(workspace).without_run() | workspace.runs)
     application.state.studio = Studio(workspace, lambda: device_holders(workspace))
+    application.state.live_plan = LivePlan.of(workspace.path)
     application.state.continuation = continuation
     return Guard(application, token=token, behind=behind)
 

@@ -1,9 +1,9 @@
 // The form and the text of a config: what is typed is sent at each pause, and all is shown as the file then has it.
 "use strict";
-(() => {
+const configForm = (() => {
   const PAUSE_MS = 300;
   const INPUTS = ".field > :is(input, select, textarea), #text";
-  const PARTS = ".field > :not(input, select, textarea), #own, #extends, #problems, #needs";
+  const PARTS = ".field > :not(input, select, textarea), #own, #extends, #problems";
   const byId = (id) => document.getElementById(id);
   const waiting = new Map(); // what is typed and not yet sent, by its element
   let sent = document; // the page as the server sent it last
@@ -40,6 +40,7 @@
     if (!answer?.ok) return;
     sent = new DOMParser().parseFromString(await answer.text(), "text/html");
     show(options);
+    document.dispatchEvent(new Event("renewed"));
   }
 
   function goTo(line) {
@@ -164,4 +165,5 @@
     });
   }
   if (!byId("no-form").hidden) choose(byId("tab-text"));
+  return { change, text: () => sent.getElementById("text").value };
 })();

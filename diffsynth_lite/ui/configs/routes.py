@@ -20,11 +20,13 @@ from diffsynth_lite.files import read_bytes, write_bytes
 from diffsynth_lite.queue.adding import entries_of
 from diffsynth_lite.queue.entry import Entry
 from diffsynth_lite.queue.variants import names, variants
+from diffsynth_lite.redaction import redacted
 from diffsynth_lite.ui.configs.draft import MAIN, changed, fields, sources_of, view_of
+from diffsynth_lite.ui.configs.live_plan import LivePlan, host_gib
 from diffsynth_lite.ui.configs.recipes import GOALS, cards, needs_of, recipe_named, text_on_recipe, verdicts
 from diffsynth_lite.ui.data_sets.captioning import shown_path
 from diffsynth_lite.ui.home.routes import data_set_cards
-from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
+from diffsynth_lite.ui.pages import answer, change_route, digest, environment, page, workspace_of
 from diffsynth_lite.ui.queued import QueuedRuns
 from diffsynth_lite.workspace import Workspace
 
@@ -45,6 +47,8 @@ def routes() -> list[Route]:
         change_route("/configs/{name}/change", _change, limiter=changes),
         change_route("/configs/{name}/start", _start, limiter=changes),
         change_route("/configs/{name}/variants", _variants, limiter=changes),
+        change_route("/configs/{name}/plan", _ask, limiter=CapacityLimiter(1)),
+        Route("/configs/{name}/plan", _plan),
     ]
 
 
@@ -129,6 +133,8 @@ def _show(request: Request) -> Response:
         view=view,
         hash=digest(text.encode()),
         needs=needs_of(view),
+        cards=cards(),
+        host_gib=host_gib(),
         main=MAIN,
         fields=fields(),
         sources_of=sources_of,
@@ -138,7 +144,10 @@ def _show(request: Request) -> Response:
 
 
 def _change(request: Request, given: dict[str, Any]) -> dict[str, Any]:
-    """Change one setting, {"hash", "key", "value"}, where null takes it out; or all, {"hash", "text"}."""
+    """Change one setting, {"hash", "key", "value"}, where null takes it out; or all, {"hash", "text"}.
+
+    {"hash", "plan"} writes the settings that fit, by the plan of that number.
+    """
     path = _config(request)
     text, new, value = _text(path), given.get("text"), given.get("value")
     if given.get("hash") != digest(text.encode()):
@@ -147,6 +156,8 @@ def _change(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         # A browser's text field has one kind of line break.
         new = new.replace("\r\n", "\n")
         new = new.replace("\n", "\r\n") if "\r\n" in text else new
+    elif "plan" in given:
+        new = request.app.state.live_plan.fitting(given["plan"], path, text)
     else:
         new = changed(text, str(given.get("key")), None if value is None else str(value))
     try:
@@ -158,6 +169,23 @@ def _change(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     if new != text:
         write_bytes(path, content)
     return {}
+
+
+def _ask(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Ask for the plan of a config as it is now: {"gpu", "host_gib"}; returns the number of the plan."""
+    path = _config(request)
+    gpu = cards().get(str(given.get("gpu"))) or next(iter(cards().values()))
+    plans: LivePlan = request.app.state.live_plan
+    return {"number": plans.ask(path, _text(path), gpu, str(given.get("host_gib", "")))}
+
+
+def _plan(request: Request) -> Response:
+    """What is known so far of a plan: ``?number=``."""
+    path = _config(request)
+    plans: LivePlan = request.app.state.live_plan
+    plan = plans.plan(request.query_params.get("number", ""), path)
+    text = environment().get_template("configs/plan.html").render(plan=plan, file=f"configs/{path.name}")
+    return answer(request, redacted(text).encode(errors="replace"), "text/html")
 
 
 def _start(request: Request, given: dict[str, Any]) -> dict[str, Any]:

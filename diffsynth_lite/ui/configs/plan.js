@@ -1,0 +1,77 @@
+// The plan next to the form: asked for at each change of the file, and shown part by part as it is counted.
+"use strict";
+(() => {
+  const ASK_EVERY_MS = 250;
+  const SECRET_AFTER_MS = 500;
+  const byId = (id) => document.getElementById(id);
+  let newest = 0; // question of this tab
+  let asking = Promise.resolve();
+  let number = 0; // that the server gave the plan that is shown
+
+  // What stood there stays, and is dimmed, until there is something of the new plan.
+  function show(page) {
+    for (const id of ["plan-said", "plan"]) {
+      const now = page.getElementById(id);
+      byId(id).ariaBusy = now.matches("[data-open]") && !now.children.length;
+      if (byId(id).ariaBusy === "true" || byId(id).innerHTML === now.innerHTML) continue;
+      byId(id).replaceChildren(...document.importNode(now, true).childNodes);
+    }
+  }
+
+  function said(text) {
+    byId("plan-said").replaceChildren(Object.assign(document.createElement("p"), { textContent: text }));
+  }
+
+  async function follow(own) {
+    let tag = null;
+    while (own === newest) {
+      const answer = document.hidden ? null : await fetch(`plan?number=${number}`, { cache: "no-cache" }).catch(() => ({}));
+      if (own !== newest) return;
+      if (answer && !answer.ok) return said("No plan: the server does not answer.");
+      if (answer && answer.headers.get("ETag") !== tag) {
+        tag = answer.headers.get("ETag");
+        const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+        if (own !== newest) return;
+        show(page);
+        if (!page.querySelector("[data-open]")) return;
+      }
+      await new Promise((resolve) => setTimeout(resolve, ASK_EVERY_MS));
+    }
+  }
+
+  // One question after the other, as the newest is the one that is answered.
+  function ask() {
+    const own = ++newest;
+    asking = asking.then(async () => {
+      if (own !== newest) return;
+      if (!sessionStorage.getItem("secret")) return said("No plan: this tab may only look.");
+      const given = { gpu: byId("gpu").value, host_gib: byId("host").value };
+      const found = await ui.post("plan", given).catch(() => ({})); // The reason was shown.
+      if (!found.number) return;
+      number = found.number;
+      follow(own);
+    });
+  }
+
+  for (const id of ["gpu", "host"]) {
+    const kept = localStorage.getItem(`plan-${id}`);
+    const isThere = id === "host" || [...byId("gpu").options].some((option) => option.value === kept);
+    if (kept !== null && isThere) byId(id).value = kept;
+    byId(id).addEventListener("change", ({ target }) => {
+      localStorage.setItem(`plan-${id}`, target.value);
+      ask();
+    });
+  }
+  document.addEventListener("renewed", ask);
+  byId("plan").addEventListener("click", async ({ target }) => {
+    if (target.closest("[data-again]")) ask();
+    if (!target.closest("[data-use]")) return;
+    const before = configForm.text();
+    byId("plan").focus();
+    await configForm.change({ plan: number });
+    if (configForm.text() === before) return;
+    ui.say("The settings that fit were written.", { undo: () => configForm.change({ text: before }) });
+  });
+  // A tab that another one opened has its secret a little later.
+  setTimeout(ask, sessionStorage.getItem("secret") ? 0 : SECRET_AFTER_MS);
+})();
