@@ -88,7 +88,7 @@ FREE = _changes(
     *("logging.run_name=another", "logging.wandb_mode=offline"),
     *("output.dir", "output.checkpoint_every_minutes=1", "output.keep_every_steps=2"),
     *("output.keep_best=false", "output.lora_dtype=float16", "output.checkpoint_every_steps=1"),
-    *("output.keep_checkpoints=1", "output.keep_adapters=1"),
+    *("output.keep_checkpoints=1", "output.keep_adapters=1", "output.copy_to=."),
 )
 """Free to change, and every number stays the same. ``output.dir`` is changed in each case below."""
 
