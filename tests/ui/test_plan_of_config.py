@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from screens import Screen
+from browser import PHONE_PX, Browser
+from screens import Screen, server_process
 
 from diffsynth_lite.config import load_config
 from diffsynth_lite.serving import Served
 from diffsynth_lite.ui.configs.live_plan import LivePlan, Plan
 
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "mini_qwen_image"
 TEXT = "extends: qwen_lora.yaml\nlora:\n  rank: 4  # small\n"
 FAKE = """
 import json, os, pathlib, sys, time
@@ -163,3 +165,31 @@ def test_host_memory_that_does_not_suffice_is_in_the_verdict() -> None:
     parts |= {"limit_host_gib": 32.0, "uncounted": "why"}
     assert Plan(parts=parts).verdict == "Does not fit: 40.0 of 32.0 GiB of host memory (training only)"
     assert Plan(parts=parts | {"fits": None}).verdict == ""
+
+
+def test_a_person_sees_that_it_does_not_fit_uses_what_does_and_takes_it_back(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    with server_process(tmp_path / "workspace") as server:
+        path = tmp_path / "workspace" / "configs" / "mine.yaml"
+        batch = "  global_batch_size: 256\n  micro_batch_size: 256\n  use_gradient_checkpointing: false\n"
+        path.write_text(f"extends: quickstart.yaml\nmodel:\n  path: {MODEL}\ntrain:\n{batch}")
+        text = path.read_text()
+        with browser.page(server.address, width=PHONE_PX) as page:
+            page.await_control("link", "New run")
+            page.load(f"{server.root}/configs/mine/", height=900, dark=True)
+            page.wait_for("document.getElementById('start') && document.readyState === 'complete'")
+            page.fill("combobox", "Card", "RTX 3060 8GB")
+            page.fill("spinbutton", "Host memory, GiB", "16")
+            page.wait_for("document.querySelector('[data-use]')")
+            assert "Does not fit: " in page.text("#plan-said")
+            assert page.evaluate("document.querySelectorAll('[role=meter]').length") == 5
+            assert (page.nameless(), page.overflow_px()) == ([], 0)
+            page.press("button", "Use these")
+            page.wait_for("document.getElementById('plan-said').innerText.startsWith('Fits: ')")
+            assert load_config(path).config.train.use_gradient_checkpointing
+            page.press("button", "Undo")
+            page.wait_for("document.getElementById('plan-said').innerText.startsWith('Does not fit: ')")
+            assert path.read_text() == text
+            assert page.complaints == []
