@@ -42,6 +42,8 @@
   // One question after the other, as the newest is the one that is answered.
   function ask() {
     const own = ++newest;
+    const use = byId("plan").querySelector("[data-use]");
+    if (use) use.disabled = true; // It is of an older question.
     asking = asking.then(async () => {
       if (own !== newest) return;
       if (!sessionStorage.getItem("secret")) return said("No plan: this tab may only look.");
