@@ -261,13 +261,13 @@ def test_stop_sends_one_signal_to_the_command_whoever_started_it(
     assert "no captions of mug are being written" in ask(screen, "stop").json()["error"]
     ask(screen, "write", model=MODEL)
     assert ask(screen, "stop").status_code == 200
-    assert started.children[0].wait() == -signal.SIGINT
+    assert started.children[0].wait(timeout=60) == -signal.SIGINT
     shown = captioning(screen)
     assert (shown["state"], shown["log"]) == ("did not start", [])
     child = started.spawn([])  # as from a terminal
     write_status(mug, process=Process.of(child.pid))
     assert ask(screen, "stop").status_code == 200
-    assert child.wait() == -signal.SIGINT
+    assert child.wait(timeout=60) == -signal.SIGINT
     assert captioning(screen)["state"] == "killed"
 
 
