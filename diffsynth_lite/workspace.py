@@ -5,8 +5,10 @@ A name that a browser sends is looked up among the names that are there; no path
 
 import os
 import secrets
+import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, write_json
@@ -25,7 +27,7 @@ class Workspace:
         runs_folder: where runs that the screen starts have their folders.
         trash_folder: where files go that were removed from a data set.
         logs_folder: of the processes that the screen started.
-        settings_file: has the folders elsewhere that were added to this workspace.
+        settings_file: has :attr:`settings`, and with them the folders elsewhere that were added.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,6 +38,7 @@ class Workspace:
         self.trash_folder = path / "trash"
         self.logs_folder = path / ".ui" / "logs"
         self.settings_file = path / ".ui" / "settings.json"
+        self._setting = threading.Lock()
 
     @property
     def data_sets(self) -> dict[str, Path]:
@@ -65,19 +68,30 @@ class Workspace:
         """
         if kind not in ("data", "runs"):
             raise UserError(f"kind: {kind}: give data or runs")
-        try:
-            folder = folder.expanduser()
-            is_there = folder.is_absolute() and folder.is_dir()
-        # A name that is too long, a user who is not there, a zero.
-        except (OSError, RuntimeError, ValueError):
-            is_there = False
-        if not is_there:
-            raise UserError(f"{str(folder)[:200]}: is not a folder on this machine; give its whole path")
+        folder = folder_here(folder)
         if kind == "runs" and not find_runs([folder]):
             raise UserError(f"{folder}: holds no run; give the output.dir of a run, or a folder of such")
-        settings = self._settings()
-        settings[kind] = list(dict.fromkeys([*settings.get(kind, ()), str(folder)]))
-        write_json(self.settings_file, settings)
+        self.set(kind, list(dict.fromkeys([*self._listed(kind), str(folder)])))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the person has set for this workspace, by name; somebody else may have written the file.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        try:
+            read = parse_json(self.settings_file.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise UserError(f"{self.settings_file}: {error}; mend or remove the file") from None
+        return read if isinstance(read, dict) else {}
+
+    def set(self, name: str, value: Any) -> None:
+        """Write a setting, which json can express; all others stay as they are."""
+        with self._setting:
+            write_json(self.settings_file, self.settings | {name: value})
 
     def token(self) -> str:
         """What the printed address carries; made once, so that pages stay valid when the server restarts."""
@@ -89,17 +103,11 @@ class Workspace:
         return file.read_text().strip()
 
     def _added(self, kind: str) -> list[Path]:
-        return [folder for text in self._settings().get(kind, ()) if (folder := Path(text)).is_dir()]
+        return [folder for folder in map(Path, self._listed(kind)) if folder.is_dir()]
 
-    def _settings(self) -> dict[str, list[str]]:
-        try:
-            read = parse_json(self.settings_file.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except ValueError as error:
-            raise UserError(f"{self.settings_file}: {error}; mend or remove the file") from None
-        given = read if isinstance(read, dict) else {}
-        return {kind: [str(one) for one in each] for kind, each in given.items() if isinstance(each, list)}
+    def _listed(self, kind: str) -> list[str]:
+        found = self.settings.get(kind)
+        return [str(one) for one in found] if isinstance(found, list) else []
 
 
 def open_workspace(path: Path) -> Workspace:
@@ -124,6 +132,23 @@ def open_workspace(path: Path) -> Workspace:
     except OSError as error:
         raise UserError(f"{path}: cannot be a workspace: {error.strerror}; give another folder") from None
     return Workspace(path)
+
+
+def folder_here(folder: Path) -> Path:
+    """A folder that a person has named by its whole path.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        folder = folder.expanduser()
+        is_there = folder.is_absolute() and folder.is_dir()
+    # A name that is too long, a user who is not there, a zero.
+    except (OSError, RuntimeError, ValueError):
+        is_there = False
+    if not is_there:
+        raise UserError(f"{str(folder)[:200]}: is not a folder on this machine; give its whole path")
+    return folder
 
 
 def is_workspace(path: Path) -> bool:

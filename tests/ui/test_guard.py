@@ -1,6 +1,5 @@
 """Who is let in to the screen, what they may do there, and that no path is opened that a browser names."""
 
-import json
 import re
 import stat
 from pathlib import Path
@@ -176,11 +175,15 @@ def test_a_folder_with_something_else_in_it_is_no_workspace(tmp_path: Path, name
 
 
 def test_folders_elsewhere_are_added_by_their_path(screen: Screen, tmp_path: Path) -> None:
+    screen.workspace.set("other", "of somebody else")
     for folder in (tmp_path / "a" / "cats", tmp_path / "b" / "cats"):
         folder.mkdir(parents=True)
         assert screen.post("/add", {"kind": "data", "folder": str(folder)}).status_code == 200
     assert screen.workspace.data_sets == {"cats": tmp_path / "a/cats", "cats~2": tmp_path / "b/cats"}
-    assert json.loads(screen.workspace.settings_file.read_text())["data"][0] == str(tmp_path / "a/cats")
+    assert screen.workspace.settings == {
+        "other": "of somebody else",
+        "data": [str(tmp_path / "a" / "cats"), str(tmp_path / "b" / "cats")],
+    }
     for given, reason in (
         ({"kind": "data", "folder": "cats"}, "is not a folder on this machine"),
         ({"kind": "data", "folder": "~nobody-here/y"}, "is not a folder on this machine"),
