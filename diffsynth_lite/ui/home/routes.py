@@ -20,6 +20,8 @@ from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.report.page import duration
 from diffsynth_lite.report.record import RunState
 from diffsynth_lite.ui.data_sets.items import source_of
+from diffsynth_lite.ui.home.example import example_folder
+from diffsynth_lite.ui.home.example import routes as example_routes
 from diffsynth_lite.ui.home.queue import QueueList
 from diffsynth_lite.ui.home.queue import routes as queue_routes
 from diffsynth_lite.ui.jobs import captions_in
@@ -36,6 +38,7 @@ def routes() -> list[Route]:
         Route("/", _home),
         Route("/device", _device),
         *queue_routes(),
+        *example_routes(),
         change_route("/add", _add),
     ]
 
@@ -58,6 +61,7 @@ def _home(request: Request) -> Response:
         sets=data_set_cards(state.workspace.data_sets),
         queue=QueueList.of(queued, waits_for=waits_for),
         places={card.run.folder.resolve(): f"/runs/{quote(card.name)}/" for card in cards},
+        has_example=example_folder() is not None,
     )
 
 
