@@ -253,7 +253,7 @@ class Served:
     def _write(self, process: "subprocess.Popen[bytes]", request: Mapping[str, object]) -> bool:
         """Write to the program; returns whether it was there to read."""
         assert process.stdin is not None
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # its stdin is closed once it has closed its stdout
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             return True
@@ -265,8 +265,9 @@ class Served:
             for line in process.stdout or ():
                 with suppress(ValueError, KeyError, TypeError):  # what a library printed is not an answer
                     self._take(process, parse_json(line))
-        error = f"{self._command[0]} ended with exit code {process.returncode}"
-        self._take(process, {"id": None, "state": "failed", "error": error})
+        code = process.returncode
+        error = f"{self._command[0]} ended with exit code {code}"
+        self._take(process, {"id": None, "state": "failed", "error": error, "exit_code": code})
 
     def _take(self, process: "subprocess.Popen[bytes]", answer: dict[str, Any]) -> None:
         """Keep an answer; one without a name is about the program, and so to what was asked last."""

@@ -114,6 +114,21 @@ def test_a_program_is_asked_started_again_and_ended(tmp_path: Path, monkeypatch:
     assert process.wait(60) == 0
 
 
+def test_a_program_that_is_about_to_end_is_started_again_when_it_is_asked(tmp_path: Path) -> None:
+    program = (
+        "import os, time; print(input().replace('}', ', \"state\": \"done\"}'), flush=True); os.close(1)"
+    )
+    served = Served([sys.executable, "-S", "-c", f"{program}; time.sleep(0.3)"], tmp_path)
+    for _ in range(2):
+        assert answered(served, served.ask())[0]["state"] == "done"
+        process = served._process
+        assert process is not None
+        assert process.stdin is not None
+        while not process.stdin.closed:
+            time.sleep(0.002)
+    served.close()
+
+
 def test_a_program_tells_how_far_it_is_and_can_be_cancelled_and_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,10 @@ from processes import wait_for
 from run_folders import full_folder
 from screens import INLINE, Screen
 
+from diffsynth_lite import serving
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.ui.jobs import Jobs
-from diffsynth_lite.ui.tries import studio
 from diffsynth_lite.ui.tries.studio import Studio, device_holders
 
 HOSTILE = '"><img src=x onerror=alert(1)> $(x); `y` é\n@/etc/passwd'
@@ -27,6 +27,7 @@ import json, os, sys, time
 journal = open(sys.argv[1], "a")
 print(json.dumps(["began", os.getpid(), *sys.argv[2:]]), file=journal, flush=True)
 free = os.environ["FREE"]
+counted = {"device_bytes": 5 << 30, "free_device_bytes": int(free) if free else None}
 
 def answer(asked, state, **more):
     print(json.dumps({"id": asked and asked["id"], "state": state, **more}), flush=True)
@@ -37,12 +38,13 @@ for line in sys.stdin:
     asked = json.loads(line)
     print(json.dumps(asked), file=journal, flush=True)
     prompt = asked.get("prompt", [""])[0]
-    if asked["ask"] == "end":
-        break
-    elif asked["ask"] == "count":
-        answer(asked, "counted", device_bytes=5 << 30, free_device_bytes=int(free) if free else None)
-    elif asked["ask"] == "cancel":
-        answer(asked, "cancelled")
+    if asked["ask"] == "cancel":
+        answer(last, "cancelled" if last["ask"] == "generate" else "counted", **counted)
+        continue
+    last = asked
+    if asked["ask"] == "count":
+        if prompt != "long count":
+            answer(asked, "counted", **counted)
     elif prompt == "die":
         sys.exit("torch is broken")
     elif prompt == "wrong":
@@ -54,6 +56,7 @@ for line in sys.stdin:
         answer(asked, "working", phase="generating", done=0, total=1, ticks=7)
         if prompt != "long":
             answer(asked, "done", grid="samples/0007/grid.png", columns={})
+print(json.dumps({"ask": "end"}), file=journal, flush=True)
 """
 
 
@@ -272,7 +275,7 @@ def test_one_process_generates_for_one_request_after_the_other(tried: Tried) -> 
 def test_another_run_and_whatever_starts_end_the_process_which_is_gone_then(
     tried: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(studio, "_END_S", 0.1)
+    monkeypatch.setattr(serving, "_END_S", 0.1)
     make_run(tried.screen, "other")
     tried.generate("stuck", "working")
     wait_for(lambda: tried.state()["phase"] == "loading")
@@ -330,6 +333,14 @@ def test_next_to_a_training_it_generates_only_where_both_fit(
     tried.holders.append("second")
     wait_for(lambda: tried.state()["state"] == "failed")
     assert tried.state()["error"] == "second began to use the device."
+
+
+def test_what_is_cancelled_while_its_memory_is_counted_is_not_generated(tried: Tried) -> None:
+    tried.holders.append("live")
+    tried.generate("long count", "working")
+    tried.post("cancel")
+    wait_for(lambda: tried.state()["state"] == "cancelled")
+    assert [entry["ask"] for entry in tried.journal()[1:]] == ["count", "cancel"]
 
 
 def test_a_run_that_trains_has_the_device_and_captions_by_a_server_do_not(screen: Screen) -> None:
