@@ -5,10 +5,19 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
 from diffsynth_lite.cli.arguments import positive_number
 from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.errors import UserError, join_names
-from diffsynth_lite.run_folder.loras import chosen_or, find_lora_place
+from diffsynth_lite.run_folder.loras import (
+    SUFFIX,
+    chosen_or,
+    comfyui_file,
+    contract_of,
+    find_lora_place,
+    run_of,
+)
 
 if TYPE_CHECKING:  # Wrong arguments are reported before torch is imported, which takes seconds.
     from diffsynth_lite.lora.conversion import FamilyNames, Target
@@ -30,7 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="LoRA file, folder with one, run (its chosen LoRA, else the latest), or its RUN@STEP, @last, "
         "@best, @ema or @chosen",
     )
-    parser.add_argument("target", metavar="OUT", type=Path, help="file to write, which must not exist yet")
+    parser.add_argument(
+        "target",
+        metavar="OUT",
+        type=Path,
+        help="file to write; with --to comfyui also a folder that is there, such as ComfyUI's models/loras, "
+        "into which the LoRA of a run goes as RUN.safetensors, as output.copy_to does",
+    )
     parser.add_argument(
         "--to",
         required=True,
@@ -38,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="diffusers: its names of layers, alpha folded into lora_B; comfyui: what ComfyUI takes of this "
         "family; kohya: the names of sd-scripts and musubi-tuner, not all of which ComfyUI takes, and a "
         "tensor of alpha for each layer",
+    )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="write over a file that is there; that of the same run in a folder is replaced without it",
     )
     parser.add_argument(
         "--alpha",
@@ -63,13 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> None:
     """Convert, and print what came of it."""
     target = parsed.target.expanduser()
-    if target.suffix != ".safetensors":
-        raise UserError(f"{target}: is the file to write; name one that ends in .safetensors")
-    if target.exists():
+    if target.is_dir() and parsed.to == "comfyui":
+        _copy(parsed, target)
+        return
+    if target.suffix != SUFFIX:
+        raise UserError(f"{target}: is the file to write; name one that ends in {SUFFIX}")
+    if target.exists() and not (parsed.replace and target.is_file()):
         raise UserError(f"{target}: is there already; name another file, or remove it")
     source = find_lora_place(chosen_or(parsed.source))
     import torch
-    from safetensors import SafetensorError
 
     from diffsynth_lite.lora.conversion import convert, write_conversion
     from diffsynth_lite.lora.reading import read_contents
@@ -98,6 +120,36 @@ def run(parsed: argparse.Namespace) -> None:
             "ComfyUI takes only some layers of this family by these names: for ComfyUI use --to comfyui."
         )
     print_lines(*lines)
+
+
+def _copy(parsed: argparse.Namespace, folder: Path) -> None:
+    """Copy the files of a LoRA into a folder of ComfyUI."""
+    if parsed.alpha or parsed.dtype != "keep" or parsed.without_text_encoders:
+        raise UserError(
+            f"{folder}: is a folder, which takes the LoRA with its alpha, dtype and layers; name a file in it"
+        )
+    source = find_lora_place(chosen_or(parsed.source))
+    run = run_of(source)
+    files = [source] if source.is_file() else sorted(source.glob(f"*{SUFFIX}"))
+    targets = {
+        file: comfyui_file(folder, run.path.resolve().name, file.name) if run else folder / file.name
+        for file in files
+    }
+    for file, target in targets.items():
+        is_ours = contract_of(file) is not None and contract_of(target) == contract_of(file)
+        if target.exists() and not (is_ours or parsed.replace):
+            raise UserError(f"{target}: is there already, and not of this run; move it, or give --replace")
+    from diffsynth_lite.lora.reading import read_contents
+    from diffsynth_lite.training.checkpoint.comfyui_copies import write_copy
+
+    for file, target in targets.items():
+        contents = read_contents(file)
+        name, names = _family_of(contents, parsed.family, "comfyui")
+        try:
+            write_copy(contents, target, names)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{target}: could not be written ({error})") from error
+        print_lines(f"{target}: {file}, {name}, as ComfyUI reads it")
 
 
 def _family_of(contents: "LoraContents", asked: str | None, to: "Target") -> tuple[str, "FamilyNames"]:

@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument(
+        "--license",
+        metavar="ID",
+        help="licence in the header of the card that is sent, as the hub names it, such as apache-2.0 "
+        "(default: the card's own, which is that of the base model)",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="list what would be published, and send nothing"
     )
 
@@ -46,10 +52,11 @@ def run(parsed: argparse.Namespace) -> None:
         run = run_of(lora) or RunFolder(folder)
     else:
         raise UserError(f"--lora {parsed.lora}: {parsed.folder} names a LoRA already; leave one of them out")
-    publication = Publication.of_run(run, lora, parsed.to)
+    publication = Publication.of_run(run, lora, parsed.to, parsed.license)
     print_lines(
         f"To {parsed.to}{', private' if parsed.private else ''}:",
         *(f"  {name}  {format_bytes(size)}" for name, size in publication.sizes.items()),
+        f"Licence: {publication.licence or 'none; name it with --license, or in the header of the card'}",
     )
     if parsed.dry_run:
         print_lines("Nothing was sent.")

@@ -94,6 +94,11 @@ class LoraContents:
     has_alpha: bool
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is no DoRA and no LoKr."""
+        return all(isinstance(update, LoraPair) for update in self.updates.values())
+
+    @property
     def pairs(self) -> dict[str, LoraPair]:
         """The updates of a plain LoRA."""
         pairs = {key: update for key, update in self.updates.items() if isinstance(update, LoraPair)}

@@ -64,6 +64,29 @@ def run_of(place: Path) -> RunFolder | None:
     return next((folder for folder in folders if folder.holds_run()), None)
 
 
+def metadata_of(file: Path) -> dict[str, str]:
+    """The metadata of a LoRA file; none where it cannot be read."""
+    with suppress(OSError, SafetensorError), safe_open(file, "np") as opened:
+        return dict(opened.metadata() or {})
+    return {}
+
+
+def contract_of(file: Path) -> str | None:
+    """What the LoRAs of a run have in common, and those of no other run; None of another program's."""
+    return metadata_of(file).get("diffsynth_lite.contract")
+
+
+def comfyui_file(folder: Path, run: str, file: str) -> Path:
+    """The copy of a LoRA file in a folder of ComfyUI, ``RUN.safetensors`` or ``RUN-high_noise.safetensors``.
+
+    Args:
+        run: name of the run's folder.
+        file: name of the file, as the family has it.
+    """
+    expert = Path(file).stem.removeprefix("pytorch_lora_weights").strip("_")
+    return folder / f"{'-'.join(filter(None, [run, expert]))}{SUFFIX}"
+
+
 def find_lora_place(given: str, *, key: str = "") -> Path:
     """The LoRA that a text names: a file, or the folder that holds it.
 
@@ -194,10 +217,7 @@ def _require_lora(place: Path, name: str) -> None:
 
 def _metadata(folder: Path) -> dict[str, str]:
     """Of a LoRA file; of several those of the first."""
-    for file in sorted(folder.glob(f"*{SUFFIX}")):
-        with suppress(OSError, SafetensorError), safe_open(file, "np") as opened:
-            return dict(opened.metadata() or {})
-    return {}
+    return next(filter(None, map(metadata_of, sorted(folder.glob(f"*{SUFFIX}")))), {})
 
 
 def _has_lora(folder: Path) -> bool:

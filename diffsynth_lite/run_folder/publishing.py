@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token, hf_hub_download
+from huggingface_hub import CardData, CommitOperationAdd, HfApi, ModelCard, get_token, hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not listed there
 
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _NAMED_IMAGE = re.compile(rf"(?<![\w/-])(?:\./)?({IMAGES}/[\w-]+\.\w+)")
 """Path of an image next to the card; the same path inside a URL is not one."""
+_LICENCE = re.compile("[a-z0-9][a-z0-9.+-]*")
+_HEADER = re.compile(r"\A\s*---\r?\n(.*?)^---", re.DOTALL | re.MULTILINE)
+_LICENCE_KEYS = re.compile(r"^license(?:_name|_link)?:.*\n(?:[ \t].*\n)*", re.MULTILINE)
 _NO_RIGHTS = "log in with `hf auth login` and a token that may write there, or publish to a name of your own"
 _REMEDIES = {401: _NO_RIGHTS, 403: _NO_RIGHTS, 404: _NO_RIGHTS}
 
@@ -36,11 +39,13 @@ class Publication:
     Attributes:
         repository: such as ``ann/my-lora``.
         files: the LoRA and the images that the card names, by their path there.
+        licence: that the header of the card names; empty for none.
     """
 
     repository: str
     card: str
     files: Mapping[str, Path]
+    licence: str
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -50,8 +55,14 @@ class Publication:
         }
 
     @classmethod
-    def of_run(cls, run: RunFolder, lora_folder: Path, repository: str) -> "Publication":
-        """A LoRA of a run with its card, whose code then loads the LoRA from the repository."""
+    def of_run(
+        cls, run: RunFolder, lora_folder: Path, repository: str, licence: str | None = None
+    ) -> "Publication":
+        """A LoRA of a run with its card, whose code then loads the LoRA from the repository.
+
+        Args:
+            licence: in place of the one in the card's header; None leaves it.
+        """
         _require_repository_name(repository, "--to")
         if not run.holds_run():
             raise UserError(f"{run.path}: holds no run; give the output.dir of one")
@@ -62,14 +73,18 @@ class Publication:
                 "(lora_ema with train.ema_decay, lora_best with validation.data)"
             )
         card = _read_card(lora_folder / CARD)
-        _require_public_base(card, lora_folder / CARD)
+        header = _header_of(card, lora_folder / CARD)
+        is_ours = is_as_written(card)
+        if licence is not None:
+            card = _with_licence(card, licence)
         for name in sorted(set(_NAMED_IMAGE.findall(card))):
             files[name] = lora_folder / name
             if not files[name].is_file():
                 raise UserError(f"{lora_folder / CARD}: names {name}, which is not there")
-        if is_as_written(card):
+        if is_ours:
             card = marked(card.replace(LORA_FOLDER, repository))
-        return cls(repository=repository, card=card, files=files)
+        own = header.get("license_name") if header.get("license") == "other" else header.get("license")
+        return cls(repository=repository, card=card, files=files, licence=str(licence or own or ""))
 
     def send(self, *, private: bool) -> str:
         """Make the repository, unless it is there, and commit the files that differ from those in it.
@@ -137,15 +152,26 @@ def _require_repository_name(name: str, key: str) -> None:
         )
 
 
-def _require_public_base(card: str, path: Path) -> None:
-    """The hub refuses a card whose base model is a path, and a path is private."""
+def _header_of(card: str, path: Path) -> CardData:
+    """The header of a card; the hub refuses one whose base model is a path, and a path is private."""
     try:
-        found = ModelCard(card, ignore_metadata_errors=True).data.get("base_model")
+        header: CardData = ModelCard(card, ignore_metadata_errors=True).data
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: its header cannot be read ({' '.join(str(error).split())})") from error
+    found = header.get("base_model")
     named = found if isinstance(found, list) else [] if found is None else [found]
     for base in named:
         _require_repository_name(str(base), f"{path}, base_model")
+    return header
+
+
+def _with_licence(card: str, licence: str) -> str:
+    if not _LICENCE.fullmatch(licence):
+        raise UserError(f"--license: {licence!r} is not a licence of the hub; give one such as apache-2.0")
+    found = _HEADER.match(card)
+    kept = _LICENCE_KEYS.sub("", found[1]) if found else ""
+    rest = card[found.end() :] if found else f"\n\n{card}"
+    return f"---\n{kept}license: {licence}\n---{rest}"
 
 
 @contextmanager

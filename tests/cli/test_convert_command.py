@@ -184,3 +184,60 @@ def test_a_file_that_is_there_is_not_replaced(flux_file: Path, caplog: pytest.Lo
     assert main(["convert", str(flux_file), str(flux_file.with_name("x.pt")), "--to", "diffusers"]) == 2
     assert "name one that ends in .safetensors" in caplog.text
     assert flux_file.read_bytes() == before
+    shutil.copy(flux_file, out := flux_file.with_name("out.safetensors"))
+    assert main(["convert", str(flux_file), str(out), "--to", "diffusers", "--replace"]) == 0
+    assert out.read_bytes() != before
+
+
+def test_a_folder_of_comfyui_gets_each_file_by_the_name_of_the_run_and_keeps_those_of_others(
+    flux_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, theirs = tmp_path / "mine", tmp_path / "loras"
+    for folder in (run / "lora", theirs):
+        folder.mkdir(parents=True)
+    (run / "status.json").write_text('{"found_at": ""}')
+    for expert in ("high_noise", "low_noise"):
+        file = run / "lora" / f"pytorch_lora_weights_{expert}.safetensors"
+        save_file(load_file(flux_file), file, METADATA | {"diffsynth_lite.contract": "a"})
+    asked = ["convert", str(run), str(theirs), "--to", "comfyui"]
+    assert main([*asked, "--dtype", "float16"]) == 2
+    assert "is a folder, which takes the LoRA with its alpha, dtype and layers" in caplog.messages[-1]
+    assert main(asked) == 0
+    copies = theirs / "mine-high_noise.safetensors", theirs / "mine-low_noise.safetensors"
+    assert sorted(theirs.iterdir()) == list(copies)
+    out = tmp_path / "out.safetensors"
+    assert main(["convert", str(file), str(out), "--to", "comfyui"]) == 0
+    assert [copy.read_bytes() for copy in copies] == [out.read_bytes()] * 2
+    copies[0].write_bytes(b"torn")
+    save_file(load_file(out), copies[1], {"diffsynth_lite.contract": "b"})
+    for foreign in copies:
+        before = copies[1].read_bytes()
+        assert main(asked) == 2
+        assert f"{foreign}: is there already, and not of this run" in caplog.messages[-1]
+        assert copies[1].read_bytes() == before
+        shutil.copy(out, foreign)
+    copies[0].write_bytes(b"torn")
+    assert main([*asked, "--replace"]) == 0
+    assert [copy.read_bytes() for copy in copies] == [out.read_bytes()] * 2
+
+
+def test_a_dora_is_copied_for_comfyui_as_it_is_where_comfyui_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs, dora = tmp_path / "loras", tmp_path / "dora.safetensors"
+    theirs.mkdir()
+    layer = "transformer.transformer_blocks.0.attn.to_q"
+    save_file(
+        {
+            f"{layer}.lora_A.weight": torch.ones(2, 6),
+            f"{layer}.lora_B.weight": torch.ones(6, 2),
+            f"{layer}.lora_magnitude_vector": torch.ones(6),
+        },
+        dora,
+    )
+    asked = ["convert", str(dora), str(theirs), "--to", "comfyui", "--family"]
+    assert main([*asked, "hunyuan_video"]) == 2
+    assert "dora.safetensors: is a DoRA" in caplog.messages[-1]
+    assert list(theirs.iterdir()) == []
+    assert main([*asked, "qwen_image"]) == 0
+    assert (theirs / "dora.safetensors").read_bytes() == dora.read_bytes()

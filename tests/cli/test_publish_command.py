@@ -66,6 +66,7 @@ def test_the_lora_its_card_and_the_images_of_the_card_arrive_in_one_commit_and_n
         f"  README.md  {len(card)} bytes",
         "  pytorch_lora_weights.safetensors  68.4 KiB",
         "  pictures/prompt-00.png  7 bytes",
+        "Licence: none; name it with --license, or in the header of the card",
         "Nothing was sent.",
     ]
 
@@ -103,6 +104,35 @@ def test_only_what_changed_is_committed_and_a_card_edited_there_gives_way_to_one
     assert hub.files["pytorch_lora_weights.safetensors"] == b"at step 200"
     assert main(["publish", f"{run.path}@200", "--lora=best", f"--to={REPOSITORY}"]) == 2
     assert "names a LoRA already" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("header", "licence", "sent_header", "printed"),
+    [
+        ("base_model: a/b\n", "mit", "base_model: a/b\nlicense: mit\n", "mit"),
+        ("license: other\nlicense_name: |\n  own\na: b\n", "mpl-2.0", "a: b\nlicense: mpl-2.0\n", "mpl-2.0"),
+        ("", "cc-by-4.0", "license: cc-by-4.0\n", "cc-by-4.0"),
+        ("license: other\nlicense_name: own\n", None, "license: other\nlicense_name: own\n", "own"),
+    ],
+)
+def test_the_licence_that_is_asked_for_is_in_the_header_of_the_card_that_is_sent(
+    run: RunFolder,
+    hub: Hub,
+    capsys: pytest.CaptureFixture[str],
+    header: str,
+    licence: str | None,
+    sent_header: str,
+    printed: str,
+) -> None:
+    is_ours, text = licence == "mit", "# LoRA\nlicense: x"
+    card = f"---\n{header}---\n{text}" if header else text
+    (run.lora_folder / "README.md").write_text(marked(card) if is_ours else card)
+    assert publish(run, *([f"--license={licence}"] if licence else [])) == 0
+    assert f"Licence: {printed}\n" in capsys.readouterr().out
+    sent = hub.files["README.md"].decode()
+    assert sent.startswith(f"---\n{sent_header}---\n")
+    assert sent.partition("---\n")[2].partition("---\n")[2].partition("<!--")[0].strip() == text
+    assert is_as_written(sent) is is_ours
 
 
 def write_card(text: str) -> Change:
@@ -163,4 +193,6 @@ def test_what_the_hub_refuses_commits_nothing_and_a_public_repository_is_not_tak
     for name in ("name", "a/b/c", "../x", "owner/na me", ""):
         assert publish(run, to=name) == 2
         assert f"--to: {name!r} is not the name of a repository" in caplog.messages[-1]
+    assert publish(run, "--license", "MIT license") == 2
+    assert "--license: 'MIT license' is not a licence of the hub" in caplog.messages[-1]
     assert (hub.files, hub.commits) == ({}, [])

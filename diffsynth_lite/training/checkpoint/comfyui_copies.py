@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.files import write_bytes
 from diffsynth_lite.lora.conversion import FamilyNames, convert, write_conversion
-from diffsynth_lite.lora.reading import read_contents
+from diffsynth_lite.lora.reading import LoraContents, read_contents
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.run_folder.loras import SUFFIX
+from diffsynth_lite.run_folder.loras import comfyui_file, contract_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,6 @@ class ComfyuiCopies:
     folder: Path | None
     name: str
     family: ModelFamily
-    is_plain: bool
 
     @classmethod
     def of(cls, config: Config, family: ModelFamily) -> "ComfyuiCopies":
@@ -87,7 +86,7 @@ class ComfyuiCopies:
         given = config.output.copy_to
         folder = None if given is None else Path(given).expanduser()
         name = Path(config.output.dir).expanduser().resolve().name
-        return cls(folder, name, family, config.lora.kind == "lora")
+        return cls(folder, name, family)
 
     def require_free(self, contract: Mapping[str, Any] | None) -> None:
         """Check that the files there are this run's, or not there yet.
@@ -97,7 +96,7 @@ class ComfyuiCopies:
         """
         digest = contract and hashlib.sha256(json.dumps(contract, sort_keys=True).encode()).hexdigest()
         for target in map(self._target, self.family.lora_files.by_name if self.folder else ()):
-            if target.exists() and (digest is None or _contract_of(target) != digest):
+            if target.exists() and (digest is None or contract_of(target) != digest):
                 raise UserError(
                     f"{_KEY}: {target} is there already, and not of this run; move or remove it, or give "
                     "output.dir another name"
@@ -105,34 +104,31 @@ class ComfyuiCopies:
 
     def write(self, files: Sequence[Path]) -> None:
         """Copy the files of a LoRA, each whole or not at all; warns where that fails, as a run goes on."""
+        names = FamilyNames(layers=self.family.lora_layers, comfyui=self.family.lora_spelling)
         for file in files if self.folder else ():
             target = self._target(file.name)
             try:
-                self._write(file, target)
+                write_copy(read_contents(file), target, names)
             except (OSError, SafetensorError, UserError) as error:
                 logger.warning(
                     "%s: %s could not be written (%s). The run goes on; its LoRA is %s.",
                     *(_KEY, target, " ".join(str(error).split()), file),
                 )
 
-    def _write(self, file: Path, target: Path) -> None:
-        if not target.parent.is_dir():
-            raise UserError(f"{target.parent} is gone")
-        if not self.is_plain:
-            write_bytes(target, file.read_bytes())
-            return
-        names = FamilyNames(layers=self.family.lora_layers, comfyui=self.family.lora_spelling)
-        write_conversion(convert(read_contents(file), names, "comfyui", target))
-
     def _target(self, name: str) -> Path:
         assert self.folder is not None
-        expert = Path(name).stem.removeprefix("pytorch_lora_weights").strip("_")
-        return self.folder / f"{'-'.join(filter(None, [self.name, expert]))}{SUFFIX}"
+        return comfyui_file(self.folder, self.name, name)
 
 
-def _contract_of(file: Path) -> str | None:
-    try:
-        with safe_open(file, "pt") as opened:
-            return (opened.metadata() or {}).get("diffsynth_lite.contract")
-    except (OSError, SafetensorError):
-        return None
+def write_copy(contents: LoraContents, target: Path, names: FamilyNames) -> None:
+    """Write a LoRA into a folder of ComfyUI as ComfyUI reads it, whole or not at all.
+
+    Raises:
+        UserError: the folder is gone, or ComfyUI takes no such LoRA of this family.
+    """
+    if not target.parent.is_dir():
+        raise UserError(f"{target.parent} is gone")
+    if contents.is_plain or names.comfyui.is_converted_for_comfyui:
+        write_conversion(convert(contents, names, "comfyui", target))
+    else:
+        write_bytes(target, contents.file.read_bytes())
