@@ -93,6 +93,26 @@ class Workspace:
         with self._setting:
             write_json(self.settings_file, self.settings | {name: value})
 
+    def archived_at(self) -> dict[str, float]:
+        """When the runs that were archived had gone on last, in seconds since 1970, by their marks."""
+        marks = self.settings.get("archived")
+        marks = marks if isinstance(marks, dict) else {}
+        return {mark: float(at) for mark, at in marks.items() if isinstance(at, int | float)}
+
+    def mark_of(self, folder: Path) -> str:
+        """What names a run folder in this workspace, also when both are moved."""
+        return folder.as_posix().removeprefix(f"{self.path.as_posix()}/")
+
+    def archive(self, folder: Path, at: float | None) -> None:
+        """Archive the run in a folder, in which nothing is changed.
+
+        Args:
+            at: when it has gone on last: one that goes on later is archived no more. None takes it out.
+        """
+        marks = self.archived_at()
+        marks.pop(self.mark_of(folder), None)
+        self.set("archived", marks if at is None else marks | {self.mark_of(folder): at})
+
     def token(self) -> str:
         """What the printed address carries; made once, so that pages stay valid when the server restarts."""
         file = self.path / ".ui" / "token"

@@ -4,9 +4,10 @@ A file of the queue may be somebody else's: it names a config and settings and n
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -122,9 +123,9 @@ class Entry(BaseModel):
                 f"runs/{folder.name}"
             )
 
-    def folder_in(self, workspace: Workspace) -> Path:
+    def folder_in(self, workspace: Workspace, resolve: Callable[[Path], Path] = Path.resolve) -> Path:
         """The folder of the run."""
-        return (workspace.path / Path(self.folder).expanduser()).resolve()
+        return resolve(workspace.path / Path(self.folder).expanduser())
 
     def shares_device(self, other: "Entry") -> bool:
         """Whether both would run on one device: a run without a device of its own may take any."""
@@ -162,29 +163,47 @@ class QueuedRun:
     def read(cls, file: Path, state: QueueState, workspace: Workspace) -> "QueuedRun | None":
         """The file of that path; None where it is gone."""
         number, _, name = file.stem.partition("-")
-        entry, refusal = None, ""
         try:
-            changed_at = file.stat().st_mtime
-            entry = Entry.model_validate_json(read_bytes(file, most_bytes=_MOST_BYTES))
-            # Whatever ran, its folder is only looked at.
-            entry.require_inside(workspace) if state == "waiting" else entry.folder_in(workspace)
+            status = file.stat()
+            if state == "done":
+                key = status.st_ino, status.st_mtime_ns, status.st_size
+                entry, refusal = _read_done(file, workspace, key)
+            else:
+                entry, refusal = _read(file, state, workspace)
         except FileNotFoundError:
             return None
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            refusal = f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
-        except (OSError, RuntimeError, UserError) as error:  # no name of a file, the home of nobody
-            refusal = str(error)
         return cls(
             id=file.stem,
             number=int(number) if number.isdecimal() else 0,
             name=name,
             state=state,
             file=file,
-            entry=None if refusal else entry,
+            entry=entry,
             refusal=refusal,
-            changed_at=changed_at,
+            changed_at=status.st_mtime,
         )
+
+
+@lru_cache(maxsize=4096)
+def _read_done(file: Path, workspace: Workspace, version: tuple[int, ...]) -> tuple[Entry | None, str]:
+    """Of what is done, which changes no more and may be hundreds of files that a screen looks at often."""
+    return _read(file, "done", workspace)
+
+
+def _read(file: Path, state: QueueState, workspace: Workspace) -> tuple[Entry | None, str]:
+    """The content of a file, or why it is refused."""
+    try:
+        entry = Entry.model_validate_json(read_bytes(file, most_bytes=_MOST_BYTES))
+        # Whatever ran, its folder is only looked at.
+        entry.require_inside(workspace) if state == "waiting" else entry.folder_in(workspace)
+    except FileNotFoundError:
+        raise
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        return None, f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
+    except (OSError, RuntimeError, UserError) as error:  # no name of a file, the home of nobody
+        return None, str(error)
+    return entry, ""
 
 
 def read_state(folder: Path, state: QueueState, workspace: Workspace) -> list[QueuedRun]:

@@ -123,10 +123,14 @@ class RunPages:
             folder = self._find().get(name)
         return _file(folder / file) if folder is not None and is_preview(folder, file) else None
 
-    def cards(self) -> dict[str, RunCard]:
-        """What a list shows of each run."""
+    def cards(self, folders: Mapping[str, Path] | None = None) -> dict[str, RunCard]:
+        """What a list shows of each run.
+
+        Args:
+            folders: of all runs of now, where they are known already.
+        """
         with self._lock:
-            folders = self._find()
+            folders = self._find() if folders is None else folders
             self._cards = {name: held for name, held in self._cards.items() if name in folders}
             return {name: self._card(name, folder) for name, folder in folders.items()}
 
@@ -137,8 +141,10 @@ class RunPages:
             return None if folder is None else self._card(name, folder)
 
     def _card(self, name: str, folder: Path) -> RunCard:
-        state, known = RunFolder(folder).changes(), self._cards.get(name)
-        if known is None or known[0] != state:
+        run, known = RunFolder(folder), self._cards.get(name)
+        state = run.card_changes()
+        is_gone = known is not None and known[1].state.is_running and run.is_abandoned()
+        if known is None or known[0] != state or is_gone:
             known = self._cards[name] = state, read_card(folder)
         return known[1]
 

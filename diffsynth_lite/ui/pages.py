@@ -25,6 +25,7 @@ from diffsynth_lite.workspace import Workspace
 
 _STATIC_FOLDERS = (
     "ui/static",
+    "ui/home",
     "ui/runs",
     "ui/data_sets",
     "ui/configs",
@@ -81,14 +82,7 @@ def navigation(request: Request) -> Markup:
 
 def _shell(request: Request) -> dict[str, Any]:
     """The values of the navigation."""
-    workspace = workspace_of(request)
-    counts = {"data_sets": workspace.data_sets, "configs": workspace.configs, "runs": workspace.runs}
-    return {
-        "workspace": workspace,
-        "counts": {name: len(found) for name, found in counts.items()},
-        "device": device(),
-        "path": request.url.path,
-    }
+    return {"workspace": workspace_of(request), "device": device(), "path": request.url.path}
 
 
 def answer(request: Request, content: bytes, media_type: str) -> Response:

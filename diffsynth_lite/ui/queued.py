@@ -14,7 +14,7 @@ from diffsynth_lite.queue.entry import Entry, QueuedRun
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.queue.outcome import log_lines, written_at
 from diffsynth_lite.queue.worker import start_worker
-from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.folder import RunFolder, resolver
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.workspace import Workspace
 
@@ -30,6 +30,7 @@ class QueuedRuns:
     Attributes:
         waiting: runs that will be started, in their order.
         needs_go: whether no worker will start them, as after a restart of the machine.
+        resolve: ``Path.resolve`` of run folders.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -38,11 +39,12 @@ class QueuedRuns:
         self.waiting = [run for run in self.snapshot.in_state("waiting") if run.entry]
         self.needs_go = self.snapshot.paused is not None or not self.snapshot.is_worked
         runs = [run for state in ("done", "waiting", "running") for run in self.snapshot.in_state(state)]
-        self._runs = {run.entry.folder_in(workspace): run for run in runs if run.entry}
+        self.resolve = resolver()
+        self._runs = {run.entry.folder_in(workspace, self.resolve): run for run in runs if run.entry}
 
     def of(self, folder: Path) -> QueuedRun | None:
         """The entry of the run in a folder: that which waits or runs, or else the latest."""
-        return self._runs.get(folder.resolve())
+        return self._runs.get(self.resolve(folder))
 
     def word(self, folder: Path, state: str) -> str:
         """A run's state in a word: that of its entry where that has not come to its folder.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,6 +13,7 @@ from waiting_runs import Waiting
 from diffsynth_lite.queue.entry import Entry
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.process import Process
+from diffsynth_lite.ui.home import run_list
 from diffsynth_lite.ui.queued import QueuedRuns
 
 CONFIG = "model: {family: qwen_image, path: m}\ndata: {path: d}\noutput: {dir: runs/mine}\n"
@@ -174,3 +176,106 @@ def test_runs_are_chosen_and_shown_side_by_side_by_their_names(screen: Screen) -
         assert screen.get(f"/compare?{query}").status_code == 404
     for query in ("", "run=one", "run=one&run=one", "&".join(f"run={number}" for number in range(30))):
         assert screen.get(f"/compare?{query}").status_code == 422
+
+
+def shown(screen: Screen, query: str = "") -> list[str]:
+    """Names of the runs that have a card, in their order."""
+    return re.findall(r'aria-label="Choose ([^"]+)"', screen.get(f"/{query}").text)
+
+
+def make_runs(screen: Screen) -> None:
+    """Of some states and families, each newer than the one before."""
+    rows = "cat-a finished flux, cat-b failed wan, dog finished wan, odd ? sdxl"
+    for number, row in enumerate(rows.split(", "), 1):
+        name, state, family = row.split()
+        settings = make_run(screen, name, state=state, time=1000.0 * number) / "resolved.yaml"
+        settings.write_text(settings.read_text().replace("path:", f"family: {family}\n  path:"))
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        ("", ["odd", "dog", "cat-b", "cat-a"]),
+        ("?q=CAT", ["cat-b", "cat-a"]),
+        ("?q=wan+mini&show=finished", ["dog"]),
+        ("?q=failed", ["cat-b"]),
+        ("?show=continue", ["cat-b"]),
+        ("?show=nothing", ["odd", "dog", "cat-b", "cat-a"]),
+        ("?show=archived", []),
+        ("?q=<b>", []),
+    ],
+)
+def test_runs_are_found_by_words_and_by_state_the_newest_first(
+    screen: Screen, query: str, names: list[str]
+) -> None:
+    make_runs(screen)
+    assert shown(screen, query) == names
+    text = screen.get(f"/{query}").text
+    assert not INLINE.search(text)
+    assert ("No run is like this." in text) == (not names)
+
+
+def test_many_runs_are_shown_a_page_at_a_time(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_list, "_A_PAGE", 2)
+    make_runs(screen)
+    for query, names, count in (
+        ("", ["odd", "dog"], "1 to 2 of 4"),
+        ("?page=2", ["cat-b", "cat-a"], "3 to 4 of 4"),
+        ("?page=999999", ["cat-b", "cat-a"], "3 to 4 of 4"),
+        ("?page=-1", ["odd", "dog"], "1 to 2 of 4"),
+        ("?page=\u00b2", ["odd", "dog"], "1 to 2 of 4"),
+        ("?q=o&page=1", ["odd", "dog"], None),
+        ("?q=t&show=all&page=2", ["cat-a"], "3 to 3 of 3"),
+    ):
+        assert shown(screen, query) == names, query
+        found = re.search(r"\d+ to \d+ of \d+", screen.get(f"/{query}").text)
+        assert (found and found[0]) == count, query
+    last = screen.get("/?q=t&show=all&page=2").text
+    assert 'href="?q=t&amp;show=all&amp;page=1#runs">Newer runs' in last
+    assert "Older runs" not in last
+    assert 'aria-label="All 4"' in screen.get("/?page=2").text
+
+
+def test_an_archived_run_is_left_out_until_it_is_taken_out_or_goes_on(screen: Screen) -> None:
+    make_runs(screen)
+    folder = screen.workspace.runs_folder / "dog"
+    before = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+    assert 'data-post="/runs/dog/archive"' in screen.get("/").text
+    for name in ("dog", "cat-a"):
+        assert "is archived" in screen.post(f"/runs/{name}/archive", {"is_archived": True}).json()["said"]
+    assert before == {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+    assert (shown(screen), shown(screen, "?show=archived")) == (["odd", "cat-b"], ["dog", "cat-a"])
+    assert 'aria-label="Take dog out of the archive"' in screen.get("/?show=archived").text
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"time": 99_000.0}))
+    assert shown(screen) == ["dog", "odd", "cat-b"]
+    assert screen.post("/runs/cat-a/archive", {"is_archived": False}).status_code == 200
+    assert shown(screen, "?show=archived") == []
+    assert screen.post("/runs/..%2Fdog/archive").status_code == 404
+    screen.workspace.settings_file.write_text("{")
+    assert "mend or remove the file" in screen.get("/").json()["error"]
+
+
+def test_a_run_that_runs_or_waits_is_not_archived(
+    screen: Screen, waiting: Waiting, no_worker: list[Path]
+) -> None:
+    folders = [make_run(screen, name, state="interrupted", time=1.0) for name in ("live", "next")]
+    for folder in folders:
+        assert screen.post(f"/runs/{folder.name}/archive").status_code == 200
+    (folders[0] / ".lock").write_text(f"{Process.current().as_text()}\n")
+    (folders[0] / "status.json").write_text('{"state": "running", "step": 4, "time": 1.0, "found_at": {}}')
+    waiting.add("next")
+    assert shown(screen) == ["live", "next"]
+    assert "archive" not in screen.get("/").text.partition('id="found"')[2]
+    for name, word in (("live", "running"), ("next", "waiting")):
+        assert f"{name} is {word}" in screen.post(f"/runs/{name}/archive").json()["error"]
+
+
+def test_a_run_whose_trainer_dies_and_one_that_goes_on_are_shown_so_by_the_next_look(screen: Screen) -> None:
+    run = make_run(screen, "mine", state="running", exit_code=None)
+    (run / ".lock").write_text(f"{Process.current().as_text()}\n")
+    assert 'aria-label="Stop mine"' in screen.get("/").text
+    (run / ".lock").write_text("process 4194400 on " + os.uname().nodename)
+    assert 'aria-label="Continue mine"' in screen.get("/").text
+    (run / "previews" / "step-00000040-prompt-00-a5f44a.png").touch()
+    assert "/runs/mine/previews/step-00000040-" in screen.get("/").text

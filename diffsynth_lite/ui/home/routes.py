@@ -1,12 +1,13 @@
 """This file shows Home, with a card of each run and data set, and takes in folders that are elsewhere."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from anyio import CapacityLimiter
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -17,52 +18,85 @@ from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.sources import METADATA_FILES, find_records
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.card import RunCard
-from diffsynth_lite.report.page import duration
-from diffsynth_lite.report.record import RunState
 from diffsynth_lite.ui.data_sets.items import source_of
 from diffsynth_lite.ui.home.example import example_folder
 from diffsynth_lite.ui.home.example import routes as example_routes
 from diffsynth_lite.ui.home.queue import QueueList
 from diffsynth_lite.ui.home.queue import routes as queue_routes
+from diffsynth_lite.ui.home.run_list import KINDS, PENDING, NamedCard, RunList
 from diffsynth_lite.ui.jobs import captions_in
 from diffsynth_lite.ui.pages import change_route, device, page, workspace_of
 from diffsynth_lite.ui.queued import QueuedRuns
+from diffsynth_lite.workspace import Workspace
 
 _SHOWN = 4
-_CAN_CONTINUE = ("killed", "interrupted", "stopped", "failed")
 
 
 def routes() -> list[Route]:
     """The routes of this screen."""
+    one_by_one = CapacityLimiter(1)  # Each rewrites a file.
     return [
         Route("/", _home),
         Route("/device", _device),
         *queue_routes(),
         *example_routes(),
-        change_route("/add", _add),
+        change_route("/add", _add, limiter=one_by_one),
+        change_route("/runs/{name}/archive", _archive, limiter=one_by_one),
     ]
 
 
 def _home(request: Request) -> Response:
-    state = request.app.state
-    queued = QueuedRuns(state.workspace)
-    cards = [
-        NamedCard(name=name, run=run, word=queued.word(run.folder, run.state.name))
-        for name, run in state.run_pages.cards().items()
-    ]
-    cards.sort(key=lambda card: -(card.state.seen_at or math.inf))
+    state, workspace = request.app.state, workspace_of(request)
+    queued, runs = QueuedRuns(workspace), workspace.runs
+    cards = _named(workspace, state.run_pages.cards(queued.without_run() | runs), queued)
     others = (f"{card.name} trains" for card in cards if card.is_live and queued.of(card.run.folder) is None)
     waits_for = state.jobs.captioning() or next(others, "")
+    # One that has not begun is in the queue only.
+    begun = [card for card in cards if (card.word, card.state.name) != ("waiting", "not started")]
     return page(
         request,
         "home/home.html",
-        # One that has not begun is in the queue only.
-        cards=[card for card in cards if (card.word, card.state.name) != ("waiting", "not started")],
-        sets=data_set_cards(state.workspace.data_sets),
+        runs=RunList.of(begun, request.query_params),
+        kinds=KINDS,
+        num_runs=len(runs),
+        sets=data_set_cards(workspace.data_sets),
         queue=QueueList.of(queued, waits_for=waits_for),
-        places={card.run.folder.resolve(): f"/runs/{quote(card.name)}/" for card in cards},
+        places={queued.resolve(card.run.folder): f"/runs/{quote(card.name)}/" for card in cards},
         has_example=example_folder() is not None,
     )
+
+
+def _named(workspace: Workspace, runs: Mapping[str, RunCard], queued: QueuedRuns) -> list[NamedCard]:
+    archived = workspace.archived_at()
+    return [
+        NamedCard(
+            name=name,
+            run=run,
+            word=(word := queued.word(run.folder, run.state.name)),
+            is_archived=word not in PENDING
+            and _seen_at(run) <= archived.get(workspace.mark_of(run.folder), -1),
+        )
+        for name, run in runs.items()
+    ]
+
+
+def _seen_at(run: RunCard) -> float:
+    return run.state.seen_at or 0.0
+
+
+def _archive(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Leave a run out of Home, until it goes on: {"is_archived": false} brings it back."""
+    workspace, name = workspace_of(request), request.path_params["name"]
+    run = request.app.state.run_pages.card(name)
+    if run is None:
+        raise HTTPException(404)
+    if given.get("is_archived") is False:
+        workspace.archive(run.folder, None)
+        return {"said": f"{name} is on Home again."}
+    if (word := QueuedRuns(workspace).word(run.folder, run.state.name)) in PENDING:
+        raise UserError(f"{name} is {word}; stop it or take it out of the queue first")
+    workspace.archive(run.folder, _seen_at(run))
+    return {"said": f"{name} is archived: its folder stays as it is, and the filter Archived shows it."}
 
 
 def _device(request: Request) -> Response:
@@ -73,55 +107,6 @@ def _add(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Show a folder that is elsewhere: {"kind": "data" or "runs", "folder": its whole path}."""
     workspace_of(request).add(str(given.get("kind")), Path(str(given.get("folder"))))
     return {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamedCard:
-    """A run in few words.
-
-    Attributes:
-        name: in the workspace.
-        headline: what the person wants to know of a run that trains.
-        steps: how far it got, or which of its steps is the best.
-        word: the state of the run, or of its process where that has not come to it.
-        kind: "finished", "continue" for one that can be continued, or "other".
-    """
-
-    name: str
-    run: RunCard
-    word: str
-
-    @property
-    def state(self) -> RunState:
-        return self.run.state
-
-    @property
-    def is_live(self) -> bool:
-        return self.word in ("running", "starting")
-
-    @property
-    def about(self) -> str:
-        return ", ".join(filter(None, (self.run.model, *self.run.details)))
-
-    @property
-    def headline(self) -> str:
-        left = self.state.seconds_left
-        if self.state.phase:
-            return self.state.title
-        return "Starting" if left is None else f"{duration(left)} left"
-
-    @property
-    def steps(self) -> str:
-        total, best = self.state.total_steps, self.run.best_step
-        if self.state.name == "finished":
-            return f"{self.state.step:,} steps" + (f", best {best:,}" if best is not None else "")
-        return f"{self.state.step:,} of {total:,} steps" if total else f"{self.state.step:,} steps"
-
-    @property
-    def kind(self) -> str:
-        if self.state.name == "finished":
-            return "finished"
-        return "continue" if self.state.name in _CAN_CONTINUE else "other"
 
 
 @dataclass(frozen=True, kw_only=True)
