@@ -108,7 +108,7 @@ def way(found: LoadedConfig, recipe: LoadedConfig, changes: Mapping[str, Any]) -
     config = found.config
     with family_without_weights(config) as family:
         asked = PlanInput.of(found, family)
-        needs = RunPlanner(asked, family, KeptCounts(None, family)).as_configured.needs
+        configured = RunPlanner(asked, family, KeptCounts(None, family)).as_configured
     means = {
         config.model.quantize: config.model.quantize != "none",
         "streaming": config.memory.stream_blocks != 0,
@@ -119,9 +119,9 @@ def way(found: LoadedConfig, recipe: LoadedConfig, changes: Mapping[str, Any]) -
         "recipe": found.path.name,
         "settings": changes,
         "means": [name for name, is_used in means.items() if is_used],
-        "device_gib": round(needs.device_in(None) / _GIB, 1),
-        "host_gib": round(needs.host_in(None) / _GIB, 1),
-        "only_training": bool(needs.uncounted),
+        "device_gib": round(configured.device_in(None) / _GIB, 1),
+        "host_gib": round(configured.host_in(None) / _GIB, 1),
+        "only_training": bool(configured.uncounted),
     }
 
 

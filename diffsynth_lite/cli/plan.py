@@ -124,7 +124,7 @@ def run(parsed: argparse.Namespace) -> None:
             print_lines(json.dumps(answer.as_json(), indent=2))
         else:
             _print(Console(emoji=False, highlight=False), answer, shows_all=parsed.all)
-            if room is not None and (best := answer.best) is not None:
+            if room is not None and (best := answer.planner.best) is not None:
                 config_file, *words = config_words(parsed)[1:]
                 words += [] if best.recipe else as_overrides(best.changes)
                 words = ["--config", best.recipe or config_file, *words]
@@ -159,15 +159,15 @@ def kept_counts_folder(environment: Mapping[str, str]) -> Path | None:
 
 def _print(console: Console, answer: "Answer", *, shows_all: bool) -> None:
     """Print the answer, then what it is made of."""
-    planner, needs = answer.planner, answer.planner.as_configured.needs
+    planner, way = answer.planner, answer.planner.as_configured
     print_lines(*answer.lines, "", *_subject_lines(answer))
-    console.print(_needs(needs.step, num_shards=planner.settings.num_shards))
-    if needs.uncounted:
-        print_lines(needs.uncounted)
+    console.print(_needs(way.step, num_shards=planner.settings.num_shards))
+    if way.uncounted:
+        print_lines(way.uncounted)
     else:
-        rows = {str(phase.name): (phase.device, phase.host) for phase in needs.phases}
+        rows = {str(phase.name): (phase.device, phase.host) for phase in way.phases}
         console.print(_table("Peak of each phase, GiB", rows))
-        print_lines(_most(needs.phases))
+        print_lines(_most(way.phases))
     if planner.room is not None:
         print_lines(*_choice_lines(answer, shows_all=shows_all))
 

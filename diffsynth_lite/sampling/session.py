@@ -44,8 +44,6 @@ from diffsynth_lite.training.planning.kept_counts import KeptCounts
 from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
 from diffsynth_lite.training.planning.subject import (
     counter_of,
-    largest_size,
-    num_inputs_of,
     step_settings,
 )
 from diffsynth_lite.training.preview_requests import check_previews
@@ -213,8 +211,7 @@ class SampleSession:
         loras = [lora.tensors for lora in self._check(config, request)]
         num_values = sum(tensor.numel() for tensors in loras for tensor in tensors.values())
         subject = config, self.family
-        sizes: dict[str, Any] = {"size": largest_size(*subject), "num_inputs": num_inputs_of(*subject)}
-        phases = PhaseCounter(*subject, counter_of(*subject, KeptCounts(kept, self.family)), **sizes)
+        phases = PhaseCounter(*subject, counter_of(*subject, KeptCounts(kept, self.family)))
         return phases.sampling(step_settings(*subject), torch.float32.itemsize * num_values)
 
     def _check(self, config: Config, request: SampleRequest) -> list[_ReadLora]:

@@ -25,9 +25,8 @@ from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.distributed.agreement import from_main_process, on_all_processes, on_main_process
 from diffsynth_lite.training.distributed.devices import mean_gradients
 from diffsynth_lite.training.distributed.watchdog import Watchdog
-from diffsynth_lite.training.memory_report import report_graphs, report_memory
+from diffsynth_lite.training.memory_report import StepComparison, report_graphs, report_memory
 from diffsynth_lite.training.optimization.optimizers import learned_rate
-from diffsynth_lite.training.planning.comparison import StepComparison
 from diffsynth_lite.training.saver import Saver
 from diffsynth_lite.training.session import Run
 from diffsynth_lite.training.stopping import Asked, ShutdownBudget

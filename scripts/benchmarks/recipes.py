@@ -30,8 +30,6 @@ from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
 from diffsynth_lite.training.planning.subject import (
     counter_of,
     family_without_weights,
-    largest_size,
-    num_inputs_of,
     step_settings,
 )
 
@@ -109,10 +107,9 @@ def needs_of(name: str) -> Needs:
     config: Config = load_config(f"{name}.yaml").config
     with family_without_weights(config) as family:
         counter, settings = counter_of(config, family), step_settings(config, family)
-        size, num_inputs = largest_size(config, family), num_inputs_of(config, family)
         host_gib = config.memory.host_gib
         return Needs(
-            phases=PhaseCounter(config, family, counter, size=size, num_inputs=num_inputs).count(settings),
+            phases=PhaseCounter(config, family, counter).count(settings),
             step=counter.count(settings),
             # As much as the offload takes where no setting says it.
             offload_ratio=0.5 if host_gib is None else 1.0,

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from diffsynth_lite.report.page import duration
 from diffsynth_lite.training.planning.choices import Choice, as_overrides
-from diffsynth_lite.training.planning.gpus import Gpu
 from diffsynth_lite.training.planning.plan_input import PlanInput
 from diffsynth_lite.training.planning.planner import RunPlanner, Way
 
@@ -29,27 +28,15 @@ class Answer:
     planner: RunPlanner
     asked: PlanInput
 
-    @property
-    def best(self) -> Way | None:
-        """A way that fits, or with no card the run as configured; None where nothing fits."""
-        return self.planner.best
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The card that is named, or that of this machine."""
-        return self.asked.gpu
-
     def parts(self) -> Iterator[tuple[PartName, dict[str, Any]]]:
         """The answer for programs, part by part, each counted when it is asked for; the last is all of it."""
         planner, room = self.planner, self.planner.room
         step, limits = planner.step, self._limits()
         host = room.host_needed(step) if room else step.host
         yield "memory", {"step_gib": _gib(step.device), "step_host_gib": _gib(host), **limits}
-        seconds = self._timed(planner.seconds)
-        yield (
-            "time",
-            {"configured_step_s": seconds, "configured_run_s": seconds and seconds * self.asked.steps},
-        )
+        seconds = self.seconds(planner)
+        run_s = seconds and seconds * self.asked.steps
+        yield "time", {"configured_step_s": seconds, "configured_run_s": run_s}
         yield "phases", {**self._needs(), **limits, "phases": self._phases()}
         yield "choices", self.as_json()
 
@@ -57,7 +44,7 @@ class Answer:
     def fits(self) -> bool | None:
         """Whether the run fits as configured; None where no card is known."""
         room = self.planner.room
-        return None if room is None else self.planner.as_configured.needs.fits(room)
+        return None if room is None else self.planner.as_configured.fits(room)
 
     @property
     def lines(self) -> list[str]:
@@ -67,9 +54,9 @@ class Answer:
     @property
     def verdict(self) -> str:
         """Whether it fits, and what is needed of what there is."""
-        room, needs = self.planner.room, self.planner.as_configured.needs
-        device, host = needs.device_in(room) / _GIB, needs.host_in(room) / _GIB
-        only = " (training only)" if self.planner.as_configured.needs.uncounted else ""
+        room, way = self.planner.room, self.planner.as_configured
+        device, host = way.device_in(room) / _GIB, way.host_in(room) / _GIB
+        only = " (training only)" if way.uncounted else ""
         if room is None:
             return f"Needs {device:.1f} GiB of the GPU and {host:.1f} GiB of host memory{only}."
         limit = room.device / _GIB
@@ -78,25 +65,23 @@ class Answer:
         with_host = ""
         if math.isfinite(room.host):
             with_host = f", and {host:.1f} of {room.host / _GIB:.1f} GiB of host memory"
-        card = f" your {self.gpu.name}" if self.gpu else ""
+        card = f" your {self.asked.gpu.name}" if self.asked.gpu else ""
         processes = self.asked.num_processes
         each = f", in each of {processes} processes" if processes > 1 else ""
         word = "Fits" if self.fits else "Does not fit"
         return f"{word}{card}: {device:.{digits}f} of {limit:.{digits}f} GiB{with_host}{each}{only}."
 
-    def seconds(self, way: Way | Choice | None) -> float | None:
+    def seconds(self, way: Way | Choice | RunPlanner | None) -> float | None:
         """Of a step; None where the speed of the card is not known."""
-        return self._timed(way.seconds) if way else None
-
-    def _timed(self, seconds: float) -> float | None:
-        return seconds if self.gpu and self.gpu.is_timed else None
+        return way.seconds if way and self.asked.gpu and self.asked.gpu.is_timed else None
 
     @property
     def _other_numbers(self) -> Sequence[str]:
         """The settings of the best way that make it another run."""
-        recipe = self.best.recipe if self.best else ""
-        own = self.best.other_numbers if self.best else ()
-        return self.asked.other_numbers[recipe] if recipe else own
+        best = self.planner.best
+        if best is None:
+            return ()
+        return self.asked.other_numbers[best.recipe] if best.recipe else best.other_numbers
 
     def is_configured(self, choice: Choice) -> bool:
         """Whether these are the settings of the config, or those that it leaves to the run."""
@@ -105,7 +90,8 @@ class Answer:
 
     def as_json(self) -> dict[str, Any]:
         """The same for programs: sizes in GiB, times in seconds."""
-        planner, best, seconds = self.planner, self.best, self.seconds(self.best)
+        planner, best = self.planner, self.planner.best
+        seconds = self.seconds(best)
         return {
             **self._needs(),
             **self._limits(),
@@ -130,19 +116,19 @@ class Answer:
         }
 
     def _needs(self) -> dict[str, Any]:
-        room, needs = self.planner.room, self.planner.as_configured.needs
+        room, way = self.planner.room, self.planner.as_configured
         return {
             "fits": self.fits,
-            "needed_gib": _gib(needs.device_in(room)),
-            "needed_host_gib": _gib(needs.host_in(room)),
-            "uncounted": needs.uncounted or None,
+            "needed_gib": _gib(way.device_in(room)),
+            "needed_host_gib": _gib(way.host_in(room)),
+            "uncounted": way.uncounted or None,
         }
 
     def _limits(self) -> dict[str, Any]:
         room = self.planner.room
         has_limit = room is not None and math.isfinite(room.host)
         return {
-            "gpu": self.gpu.name if self.gpu else None,
+            "gpu": self.asked.gpu.name if self.asked.gpu else None,
             "limit_gib": _gib(room.device) if room else None,
             "limit_host_gib": _gib(room.host) if room and has_limit else None,
         }
@@ -155,30 +141,31 @@ class Answer:
                 "in_tiles_gib": _gib(phase.least_device),
                 "host_gib": _gib(phase.host),
             }
-            for phase in self.planner.as_configured.needs.phases
+            for phase in self.planner.as_configured.phases
         ]
 
     def _remedy(self) -> str:
+        best = self.planner.best
         if self.planner.room is None:
             return "For what fits your card: --gpu 'RTX 4090', or its memory: --device-gib 24"
-        if self.best is None:
+        if best is None:
             return "Nothing that is known makes it fit. Smaller or shorter data, or a smaller model, may."
         if self.fits:
             return "Nothing needs to change."
         others = ", ".join(self._other_numbers)
         numbers = f" (changes results: {others})" if others else ""
-        if self.best.recipe:
-            return f"The recipe for this card fits{numbers}: --config {self.best.recipe}"
-        return f"It fits with these settings{numbers}: {shlex.join(as_overrides(self.best.changes))}"
+        if best.recipe:
+            return f"The recipe for this card fits{numbers}: --config {best.recipe}"
+        return f"It fits with these settings{numbers}: {shlex.join(as_overrides(best.changes))}"
 
     def _time(self) -> str:
-        if self.best is None:
+        if self.planner.best is None:
             return "Time: none, as nothing fits."
-        if self.gpu is None:
+        if self.asked.gpu is None:
             return "Time: not known without the name of a card, as in --gpu 'RTX 4090'."
-        seconds, steps = self.seconds(self.best), self.asked.steps
+        seconds, steps = self.seconds(self.planner.best), self.asked.steps
         if seconds is None:
-            return f"Time: not known. {self.gpu.remark}"
+            return f"Time: not known. {self.asked.gpu.remark}"
         with_that, run = "" if self.fits else "with that ", duration(seconds * steps)
         return (
             f"Time: {with_that}{seconds:.3g} s a step of batch {self.asked.config.train.global_batch_size}, "

@@ -109,7 +109,7 @@ def suggest_settings(config: Config, family: ModelFamily, accelerator: Accelerat
     timer = timer_of(config, counter, gpu_here())
     taken = counter.count(settings).device
     # The step did not fit, even if its estimate does.
-    room = _room_of(config, _whole_device_bytes(config, accelerator.device))
+    room = _room_of(config, _device_bytes(config, accelerator.device, is_taken=True))
     room = replace(room, device=min(room.device, taken - 1))
     message = f"A step is estimated to take {format_bytes(taken)} of the device; "
     formats = settings.quantize, *filter(_is_there, SMALLER_FORMATS)
@@ -247,21 +247,18 @@ def _room_of(config: Config, device_bytes: float) -> MemoryBudget:
     )
 
 
-def _device_bytes(config: Config, device: torch.device) -> float:
-    """The memory of a device that training steps may take; infinite on the CPU."""
+def _device_bytes(config: Config, device: torch.device, *, is_taken: bool = False) -> float:
+    """The memory of a device that training steps may take; infinite on the CPU.
+
+    Args:
+        is_taken: whether this process holds most of it already.
+    """
     if config.memory.device_gib is not None:
         return config.memory.device_gib * 1024**3
     if device.type != "cuda":
         return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    return COUNTED_SHARE * free
-
-
-def _whole_device_bytes(config: Config, device: torch.device) -> float:
-    """The same where this process holds most of it already."""
-    if config.memory.device_gib is not None or device.type != "cuda":
-        return _device_bytes(config, device)
-    return COUNTED_SHARE * torch.cuda.get_device_properties(device).total_memory
+    free, whole = torch.cuda.mem_get_info(device)
+    return COUNTED_SHARE * (whole if is_taken else free)
 
 
 def _host_bytes(config: Config) -> float:

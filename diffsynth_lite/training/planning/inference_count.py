@@ -2,8 +2,7 @@
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from PIL import Image
@@ -19,7 +18,6 @@ from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, encoder_quantizations
 from diffsynth_lite.pipelines.base.vae_tiles import has_frames
-from diffsynth_lite.training.data_settings import fps_of, num_preview_frames, num_preview_layers
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.without_weights import (
@@ -28,7 +26,7 @@ from diffsynth_lite.training.planning.without_weights import (
     frozen_component,
     without_weights,
 )
-from diffsynth_lite.training.preview_requests import preview_size
+from diffsynth_lite.training.preview_requests import any_preview
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _WORDS = 100
@@ -39,23 +37,25 @@ _COPIES_OF_PIXELS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderBytes:
-    """Bytes that an encoder takes.
+class LoadedBytes:
+    """Bytes that an encoder takes, or what is loaded to generate previews.
 
     Attributes:
-        device: its weights on the device, with the slots of streamed ones.
-        calls: peak on the device in addition to the weights, while it encodes.
-        host: its weights in host memory.
+        device: weights on the device, with the slots of streamed ones.
+        calls: peak on the device in addition to all weights.
+        host: weights in host memory.
         passing: peak in host memory in addition, while it is loaded or its inputs are read.
+        calls_in_tiles: of previews, ``calls`` where the autoencoder decodes in tiles, as on a full device.
     """
 
-    device: int
-    calls: int
-    host: int
-    passing: int
+    device: int = 0
+    calls: int = 0
+    host: int = 0
+    passing: int = 0
+    calls_in_tiles: int = 0
 
 
-def count_prompt_encoder(config: Config, family: ModelFamily, size: Bucket, num_inputs: int) -> EncoderBytes:
+def count_prompt_encoder(config: Config, family: ModelFamily, size: Bucket, num_inputs: int) -> LoadedBytes:
     """The text encoders that are not trained, with a prompt as long as may be; prompts come one by one.
 
     Args:
@@ -78,7 +78,7 @@ def count_prompt_encoder(config: Config, family: ModelFamily, size: Bucket, num_
         quantization.apply_to(encoders[name])
     on_device, on_host = memory.num_bytes(list(encoders.values()), _META)
     is_filled_in_place = bool(quantizations) or on_host > 0
-    return EncoderBytes(
+    return LoadedBytes(
         device=on_device,
         calls=_calls_with_longest_prompt(family, memory, dtype, size, num_inputs),
         host=on_host,
@@ -106,7 +106,7 @@ def _calls_with_longest_prompt(
     return counted.peak
 
 
-def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_inputs: int) -> EncoderBytes:
+def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_inputs: int) -> LoadedBytes:
     """The autoencoder and models that are loaded with it, with an image or clip; these come one by one."""
     dtype = getattr(torch, config.model.vae_dtype)
     counted = StandIns()
@@ -117,52 +117,29 @@ def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_i
     sizes = [(size.width, size.height, size.num_frames)]
     if num_inputs:
         sizes.append((*family.edits.input_size(size.width, size.height), 1))
-    channels = _num_channels(vae)
+    channels: int = vae.config.get("input_channels", vae.config.get("in_channels", _RGB))
+    if channels != _RGBA:  # some that take patches of images have the channels of a patch here
+        channels = _RGB
     for width, height, num_frames in sizes:
         frames = [num_frames] if has_frames(vae) else []
         with torch.no_grad():
             vae.encode(torch.zeros((), dtype=dtype).expand(1, channels, *frames, height, width))
     copies = sum(copied_bytes(family, config.model.path, name, one) for name, one in copied.loaded.items())
     pixels = channels * size.width * size.height * size.num_images
-    return EncoderBytes(
+    return LoadedBytes(
         device=sum(weight.nbytes for one in copied.loaded.values() for weight in one.parameters()),
         calls=counted.peak,
-        host=0,
         passing=max(copies, pixels * (1 + _COPIES_OF_PIXELS * torch.float32.itemsize)),
     )
-
-
-def _num_channels(vae: Any) -> int:
-    """Channels of the images that an autoencoder takes; those of some are transparent."""
-    in_channels: int = vae.config.get("input_channels", vae.config.get("in_channels", _RGB))
-    # Some that take patches of images have the channels of a patch here.
-    return in_channels if in_channels == _RGBA else _RGB
 
 
 _NUM_STEPS = 2
 """Denoising steps: each takes as much memory as the others, and some samplers take no fewer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreviewBytes:
-    """Bytes that generating a preview takes in addition to the model that is trained.
-
-    Attributes:
-        weights: on the device, of the components that are loaded for it.
-        calls: peak on the device in addition to all weights.
-        calls_in_tiles: the same, where the autoencoder decodes in tiles, as it does when the device is full.
-        copies: in host memory while these weights are loaded.
-    """
-
-    weights: int
-    calls: int
-    calls_in_tiles: int
-    copies: int
-
-
 def count_preview(
     config: Config, family: ModelFamily, counter: MemoryCounter, settings: StepSettings
-) -> PreviewBytes:
+) -> LoadedBytes:
     """A preview, generated by the family's own pipeline, with a prompt as long as may be."""
     counted = StandIns()
     # All experts, also those that are not trained.
@@ -179,37 +156,29 @@ def count_preview(
     decoded = [call.peak for call in counted.calls if call.method == "decode"]
     others = [call.peak for call in counted.calls if call.method != "decode"]
     loaded = copied.loaded.items()
-    return PreviewBytes(
-        weights=sum(weight.nbytes for _, one in loaded for weight in one.parameters()),
+    return LoadedBytes(
+        device=sum(weight.nbytes for _, one in loaded for weight in one.parameters()),
         calls=counted.peak,
+        passing=sum(copied_bytes(family, config.model.path, name, one) for name, one in loaded),
         calls_in_tiles=max(*others, decoded[-1]),
-        copies=sum(copied_bytes(family, config.model.path, name, one) for name, one in loaded),
     )
 
 
 def preview_request(config: Config, family: ModelFamily) -> PreviewRequest:
     """A preview as a run generates it, but in few steps, with a prompt of ones as long as may be."""
-    validation = config.validation
-    width, height = preview_size(config, family)
-    num_frames = num_preview_frames(config, family)
-    num_layers = num_preview_layers(config, family)
-    conditioning = family.example_conditioning(family.latents_shape(width, height, num_frames + num_layers))
+    validation, request = config.validation, any_preview(config, family)
+    size, num_frames = (request.width, request.height), request.num_frames
+    conditioning = family.example_conditioning(family.latents_shape(*size, num_frames + request.num_layers))
     assert conditioning is not None, "training steps were counted before"
     num_inputs = bool(validation.inputs or family.needs_inputs) + bool(validation.last_frames)
     has_control = bool(validation.control) or family.record_kinds == ("control",)
     has_mask = bool(validation.inpaint_masks) or family.record_kinds == ("inpaint",)
-    return PreviewRequest(
+    return replace(
+        request,
         conditioning=conditioning,
         negative=conditioning,
-        inputs=(Image.new("RGB", (width, height)),) * num_inputs,
-        control=(Image.new("RGB", (width, height)),) * num_frames * has_control,
-        inpaint_mask=(Image.new("L", (width, height), 255),) * num_frames * has_mask,
-        width=width,
-        height=height,
-        num_frames=num_frames,
-        fps=fps_of(config, family),
-        num_layers=num_layers,
+        inputs=(Image.new("RGB", size),) * num_inputs,
+        control=(Image.new("RGB", size),) * num_frames * has_control,
+        inpaint_mask=(Image.new("L", size, 255),) * num_frames * has_mask,
         num_inference_steps=_NUM_STEPS,
-        guidance_scale=validation.guidance_scale,
-        seed=validation.seed,
     )

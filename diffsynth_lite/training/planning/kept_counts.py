@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,31 +23,6 @@ _MOST_FILES = 500
 """The oldest go; a plan has about 12, of 1 to 20 KB."""
 _MOST_BYTES = 2**24
 _Count = TypeVar("_Count")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountInput:
-    """All that one count of a plan depends on: what the planner reads of the code, a folder and a config.
-
-    Attributes:
-        count: which one it is.
-        code: versions of the libraries, and a hash of this package.
-        components: hash of the files of each component in the folder.
-        settings: by name, as they are in the config or as they follow from it, such as sizes.
-    """
-
-    count: str
-    code: Mapping[str, str]
-    family: str
-    trained: tuple[str, ...]
-    with_audio: bool
-    components: Mapping[str, str]
-    settings: Mapping[str, Any]
-
-    @property
-    def key(self) -> str:
-        """A hash, the same for equal inputs."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=repr).encode()).hexdigest()
 
 
 class KeptCounts:
@@ -88,7 +62,7 @@ class KeptCounts:
             return count()
         adapter = TypeAdapter(kind)
         try:
-            path = self._folder / f"{self.input_of(name, settings).key}.json"
+            path = self._folder / f"{self.key_of(name, settings)}.json"
         except (OSError, UserError) as error:
             logger.debug("%s is counted: %s", name, error)
             return count()
@@ -108,21 +82,17 @@ class KeptCounts:
             logger.debug("the count of %s is not kept: %s", name, error)
         return made
 
-    def input_of(self, name: str, settings: Mapping[str, Any]) -> CountInput:
-        """What a count depends on."""
+    def key_of(self, name: str, settings: Mapping[str, Any]) -> str:
+        """A hash of all that a count depends on: what the planner reads of code, a folder and a config."""
         family = self._family
         if not self._components:
             parts = (*family.components, *family.components_without_weights)
             self._components = {part: family.folder.fingerprint(part) for part in parts}
-        return CountInput(
-            count=name,
-            code=_versions(),
-            family=type(family).__qualname__,
-            trained=family.trained,
-            with_audio=family.with_audio,
-            components=self._components,
-            settings=settings,
+        read = (
+            *(name, _versions(), type(family).__qualname__, family.trained, family.with_audio),
+            *(self._components, settings),
         )
+        return hashlib.sha256(json.dumps(read, sort_keys=True, default=repr).encode()).hexdigest()
 
     def _keep(self, path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,6 +106,7 @@ class KeptCounts:
 
 @cache
 def _versions() -> Mapping[str, str]:
+    """Of the libraries, and a hash of this package."""
     digest = hashlib.sha256()
     for file in sorted(_PACKAGE.rglob("*.py")):
         digest.update(f"{file.relative_to(_PACKAGE)}\n".encode() + file.read_bytes())

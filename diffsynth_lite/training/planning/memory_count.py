@@ -191,8 +191,9 @@ class MemoryCounter:
         streamed = [block for model in models for block in model.streamed(settings.stream_blocks).values()]
         resident = sum(model.share(num_shards) for model in models) - sum(block.plain for block in streamed)
         slots = settings.stream_slots * max((block.packed for block in streamed), default=0)
-        exchange = self._exchange
-        exchanged = exchange.num_bytes(settings.micro_batch_size, settings.itemsize) if exchange else 0
+        exchanged = 0
+        if self._exchange:
+            exchanged = self._exchange.num_bytes(settings.micro_batch_size, settings.itemsize)
         return MemoryCount(
             weights=resident + self._frozen.num_bytes,
             slots=slots + max(model.gathered(num_shards) for model in models),
@@ -236,31 +237,30 @@ class MemoryCounter:
         Quantization(format=counted_format(settings.quantize), layers=layers, device=_META).apply_to(model)
         return model
 
-    def counted_as(self, settings: StepSettings) -> Any:
-        """Equal for settings that share a count of activations, which takes a second or more."""
-        return self._count_of(settings)[0]
+    def counted_as(self, settings: StepSettings) -> tuple[StepSettings, tuple[int, ...]]:
+        """Equal for settings that share a count of activations, which takes a second or more.
 
-    def _count_of(self, settings: StepSettings) -> tuple[tuple[StepSettings, tuple[int, ...]], FewBlocks]:
-        """The step that is counted for these settings, and the blocks that represent theirs."""
+        The step that is counted for them, and the blocks that represent theirs.
+        """
         settings = settings.in_effect()
-        few = self._few_blocks(settings)
-        return (replace(settings, policy=few.policy), few.kinds), few
+        few = self.few_blocks(settings)
+        return replace(settings, policy=few.policy), few.kinds
 
     def _step_cost(self, settings: StepSettings) -> StepCost:
         """The cost of a step; each kind of step is counted once, for any number of blocks."""
-        in_effect = settings.in_effect()
-        if in_effect not in self._costs:
-            self._costs[in_effect] = self._cost_in_effect(in_effect)
-        return self._costs[in_effect]
-
-    def _cost_in_effect(self, settings: StepSettings) -> StepCost:
-        key, few = self._count_of(settings)
-        counted, kinds = key
-        if key not in self._steps:
-            subject = {**self.subject, "step": repr(counted), "blocks": kinds}
-            self._steps[key] = self.kept.of("step", subject, CountedStep, lambda: self._counted(counted, few))
-        found = self._steps[key].stretched(few.repeats)
-        return replace(found, peak=found.peak + self.lora_bytes) if counted.accumulates else found
+        settings = settings.in_effect()
+        if settings not in self._costs:
+            key, few = self.counted_as(settings), self.few_blocks(settings)
+            counted, kinds = key
+            if key not in self._steps:
+                subject = {**self.subject, "step": repr(counted), "blocks": kinds}
+                self._steps[key] = self.kept.of(
+                    "step", subject, CountedStep, lambda: self._counted(counted, few)
+                )
+            cost = self._steps[key].stretched(few.repeats)
+            gradients = self.lora_bytes if counted.accumulates else 0
+            self._costs[settings] = replace(cost, peak=cost.peak + gradients)
+        return self._costs[settings]
 
     def _counted(self, settings: StepSettings, few: FewBlocks) -> CountedStep:
         """A step of the first model with a few of its blocks."""
@@ -282,13 +282,10 @@ class MemoryCounter:
         needed[recomputed] = set(step.engine.needed_matmuls)
         return replace(counted, lasting=model.lasting)
 
-    def _few_blocks(self, settings: StepSettings) -> FewBlocks:
+    def few_blocks(self, settings: StepSettings) -> FewBlocks:
+        """The blocks that represent all."""
         num_neighbours = max(1, settings.resident_blocks, settings.prefetched_blocks)
         return self._block_lists.few(settings.policy, num_neighbours=num_neighbours)
-
-    def counted_blocks(self, settings: StepSettings) -> object:
-        """Which blocks represent all, in a form that compares equal for the same ones."""
-        return self._few_blocks(settings).kinds
 
     def _model_of(self, settings: StepSettings, few: FewBlocks) -> MetaModel:
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
@@ -325,7 +322,7 @@ class MemoryCounter:
         """The first model, with a few of its blocks and its LoRA, on meta, as it is called for previews."""
         # The pipeline calls each of several models by itself; the prepared one is all of them in one.
         precision = settings.mixed_precision if len(self.family.trained) == 1 else "no"
-        model = self._built(settings, self._few_blocks(settings), precision).model.eval()
+        model = self._built(settings, self.few_blocks(settings), precision).model.eval()
         return self._first.parts_of(model)[self._first.trained[0]]
 
 

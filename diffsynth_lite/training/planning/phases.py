@@ -3,16 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.weights import SLOTS_TO_GENERATE
-from diffsynth_lite.data import Bucket
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.planning.choices import MemoryBudget, setting_of
 from diffsynth_lite.training.planning.inference_count import (
-    EncoderBytes,
-    PreviewBytes,
+    LoadedBytes,
     count_media_encoder,
     count_preview,
     count_prompt_encoder,
@@ -20,7 +18,7 @@ from diffsynth_lite.training.planning.inference_count import (
 )
 from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
-from diffsynth_lite.training.planning.subject import with_changes
+from diffsynth_lite.training.planning.subject import largest_size, num_inputs_of, with_changes
 from diffsynth_lite.training.planning.without_weights import copied_bytes, frozen_component
 from diffsynth_lite.training.preview_requests import preview_size
 
@@ -54,19 +52,26 @@ class Phase:
     host: int
     least_device: int
 
+    @classmethod
+    def of(cls, name: PhaseName, device: int, host: int) -> Self:
+        """One that always needs as much of the device."""
+        return cls(name=name, device=device, host=host, least_device=device)
+
     def fits(self, device_bytes: float, host_bytes: float) -> bool:
         """Whether it takes no more than this."""
         return self.least_device <= device_bytes and self.host <= host_bytes
 
 
 class PhaseCounter:
-    """Counts the phases of a run, in one process."""
+    """Counts the phases of a run, in one process.
 
-    def __init__(
-        self, config: Config, family: ModelFamily, counter: MemoryCounter, *, size: Bucket, num_inputs: int
-    ) -> None:
+    Attributes:
+        size: the largest that is trained on.
+    """
+
+    def __init__(self, config: Config, family: ModelFamily, counter: MemoryCounter) -> None:
         self.config, self.family, self._counter = config, family, counter
-        self.size, self._num_inputs = size, num_inputs
+        self.size, self._num_inputs = largest_size(config, family), num_inputs_of(config, family)
         self._known: dict[str, Any] = {}
 
     def count(self, settings: StepSettings) -> list[Phase]:
@@ -82,17 +87,20 @@ class PhaseCounter:
         """
         match name:
             case "encoding media":
-                return self._encoding(name, self._media)
+                return self._encoding(name, self._encoder("media", count_media_encoder))
             case "encoding prompts":
-                return self._encoding(name, self._prompts)
+                return self._encoding(name, self._encoder("prompts", count_prompt_encoder))
             case "loading":
                 return self._loading(self._counter.count(settings), settings)
             case "training":
-                return self._training(self._counter.count(settings))
+                step, resident = self._counter.count(settings), self._resident_encoders
+                # A batch is encoded between two steps.
+                peak = max(step.device, step.between_steps + resident.calls)
+                return Phase.of(name, resident.device + peak, resident.host + step.host)
             case "generating previews" if self.config.validation.prompts:
                 return self._previewing(self._counter.count(settings), settings)
             case "generating previews":
-                return _phase(name, 0, 0)
+                return Phase.of(name, 0, 0)
 
     def changed(self, changes: Mapping[str, object]) -> "PhaseCounter":
         """The same with other settings, by key, that change neither the steps nor the data."""
@@ -116,31 +124,24 @@ class PhaseCounter:
         counted: _Counted = self._known[key]
         return counted
 
-    @property
-    def _media(self) -> EncoderBytes:
-        subject = self.config, self.family, self.size, self._num_inputs
+    def _encoder(self, name: str, count: Callable[..., LoadedBytes]) -> LoadedBytes:
         sizes = {"size": self.size, "num_inputs": self._num_inputs}
-        return self._once("media", EncoderBytes, lambda: count_media_encoder(*subject), sizes)
+        return self._once(name, LoadedBytes, lambda: count(self.config, self.family, **sizes), sizes)
 
-    @property
-    def _prompts(self) -> EncoderBytes:
-        subject = self.config, self.family, self.size, self._num_inputs
-        sizes = {"size": self.size, "num_inputs": self._num_inputs}
-        return self._once("prompts", EncoderBytes, lambda: count_prompt_encoder(*subject), sizes)
-
-    def _encoding(self, name: PhaseName, encoder: EncoderBytes) -> Phase:
+    def _encoding(self, name: PhaseName, encoder: LoadedBytes) -> Phase:
         """One encoder after the other, unless both stay."""
         resident = self._resident_encoders
         device, host = max(encoder.device, resident.device), max(encoder.host, resident.host)
-        return _phase(name, device + encoder.calls, host + encoder.passing)
+        return Phase.of(name, device + encoder.calls, host + encoder.passing)
 
     @property
-    def _resident_encoders(self) -> EncoderBytes:
+    def _resident_encoders(self) -> LoadedBytes:
         """The encoders that stay next to the model, where data are encoded while it trains."""
         if self.config.data.cache:
-            return EncoderBytes(device=0, calls=0, host=0, passing=0)
-        encoders = self._media, self._prompts
-        return EncoderBytes(
+            return LoadedBytes()
+        media = self._encoder("media", count_media_encoder)
+        encoders = media, self._encoder("prompts", count_prompt_encoder)
+        return LoadedBytes(
             device=sum(one.device for one in encoders),
             calls=max(one.calls for one in encoders),
             host=sum(one.host for one in encoders),
@@ -153,7 +154,7 @@ class PhaseCounter:
         if settings.quantize == "none" and not settings.stream_blocks and settings.num_shards == 1:
             copied = self._once("copied", int, lambda: self._copied(settings), {"dtype": settings.dtype})
         device = step.weights + step.slots + step.lora
-        return _phase(
+        return Phase.of(
             "loading",
             self._resident_encoders.device + device,
             self._resident_encoders.host + step.weights_on_host + copied,
@@ -163,12 +164,6 @@ class PhaseCounter:
         family, where = self.family, self.config.model.path
         parts = {name: frozen_component(family, name, settings.dtype) for name in family.trained}
         return sum(copied_bytes(family, where, name, part) for name, part in parts.items())
-
-    def _training(self, step: MemoryCount) -> Phase:
-        resident = self._resident_encoders
-        # A batch is encoded between two steps.
-        peak = max(step.device, step.between_steps + resident.calls)
-        return _phase("training", resident.device + peak, resident.host + step.host)
 
     def _previewing(self, step: MemoryCount, settings: StepSettings) -> Phase:
         """The model without gradients; between two steps."""
@@ -187,7 +182,7 @@ class PhaseCounter:
             settings: of the model's weights.
             lora_bytes: of all LoRAs on it.
         """
-        step, prompts = self._counter.count(settings), self._prompts
+        step, prompts = self._counter.count(settings), self._encoder("prompts", count_prompt_encoder)
         model = self._bytes_without_adapter(step) + step.slots + lora_bytes
         encoder = prompts.device + prompts.calls
         found = self._generating(step, settings, model, step.weights_on_host)
@@ -210,26 +205,21 @@ class PhaseCounter:
         subject = self.config, self.family, self._counter, settings
         others = {
             **self._counter.subject,
-            "blocks": self._counter.counted_blocks(settings),
+            "blocks": self._counter.few_blocks(settings).kinds,
             "formats": (settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision),
             "size": (request.width, request.height, request.num_frames, request.num_layers, request.fps),
             "media": (len(request.inputs), len(request.control), len(request.inpaint_mask)),
         }
-        preview = self._once("preview", PreviewBytes, lambda: count_preview(*subject), others)
-        held, host = held + preview.weights, host + preview.copies
+        preview = self._once("preview", LoadedBytes, lambda: count_preview(*subject), others)
+        held, host = held + preview.device, host + preview.passing
         if set(self.family.denoisers) - set(self.family.trained):
             # The other expert generates, too, and waits in host memory, or is sharded as well.
-            other = replace(step, slots=0, weights_on_host=0)
-            if settings.num_shards == 1:
-                other = self._counter.count(
-                    replace(settings, stream_blocks="all", stream_slots=SLOTS_TO_GENERATE)
-                )
+            is_whole = settings.num_shards == 1
+            other = self._generator(settings) if is_whole else replace(step, slots=0, weights_on_host=0)
             held, host = held + self._bytes_without_adapter(other) + other.slots, host + other.weights_on_host
         if self.config.validation.model_path is not None:
             # All of another model, with the LoRA once more.
-            other = self._counter.count(
-                replace(settings, stream_blocks="all", stream_slots=SLOTS_TO_GENERATE)
-            )
+            other = self._generator(settings)
             held += self._bytes_without_adapter(other) + other.slots + self._counter.lora_bytes
             host += other.weights_on_host
         return Phase(
@@ -239,13 +229,13 @@ class PhaseCounter:
             least_device=held + preview.calls_in_tiles,
         )
 
+    def _generator(self, settings: StepSettings) -> MemoryCount:
+        """A model that only generates, next to the trained one."""
+        return self._counter.count(replace(settings, stream_blocks="all", stream_slots=SLOTS_TO_GENERATE))
+
     def _bytes_without_adapter(self, other: MemoryCount) -> int:
         """Bytes of the weights of a model that only generates: no training adapter is on it."""
         return other.weights - self._counter.training_adapter_bytes
-
-
-def _phase(name: PhaseName, device: int, host: int) -> Phase:
-    return Phase(name=name, device=device, host=host, least_device=device)
 
 
 _Changes = dict[str, Any]
@@ -259,35 +249,23 @@ _IN_TILES: _Changes = {"model.vae_tiling": True}
 _IN_BFLOAT16: _Changes = {"model.vae_dtype": "bfloat16"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """Settings with which a phase fits.
-
-    Attributes:
-        after: its memory with them; None where none are known, and ``changes`` is empty.
-    """
-
-    before: Phase
-    changes: _Changes
-    after: Phase | None
-
-
-def remedies(phases: PhaseCounter, settings: StepSettings, room: MemoryBudget) -> Iterator[Remedy]:
+def remedies(
+    phases: PhaseCounter, settings: StepSettings, room: MemoryBudget
+) -> Iterator[tuple[Phase, _Changes]]:
     """For each phase that does not fit, the first settings that make it fit: those that change least.
 
-    Settings that make the steps themselves fit are not searched.
+    They are empty where none are known. Settings that make the steps themselves fit are not searched.
     """
-    for before in phases.count(settings):
-        if before.fits(room.device, room.host):
-            continue
-        found = Remedy(before=before, changes={}, after=None)
-        for changes in _helping(before, phases, settings):
-            number = changes.get("memory.stream_blocks", settings.stream_blocks)
-            after = phases.changed(changes).phase(before.name, replace(settings, stream_blocks=number))
-            if after.fits(room.device, room.host):
-                found = Remedy(before=before, changes=changes, after=after)
-                break
-        yield found
+
+    def helps(phase: Phase, changes: _Changes) -> bool:
+        number = changes.get("memory.stream_blocks", settings.stream_blocks)
+        after = phases.changed(changes).phase(phase.name, replace(settings, stream_blocks=number))
+        return after.fits(room.device, room.host)
+
+    for phase in phases.count(settings):
+        if not phase.fits(room.device, room.host):
+            tried = _helping(phase, phases, settings)
+            yield phase, next((changes for changes in tried if helps(phase, changes)), {})
 
 
 def _helping(phase: Phase, phases: PhaseCounter, settings: StepSettings) -> Iterator[_Changes]:

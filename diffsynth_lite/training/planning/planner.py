@@ -7,7 +7,6 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.planning.choices import (
@@ -25,25 +24,33 @@ from diffsynth_lite.training.planning.plan_input import PlanInput
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.subject import (
     counter_of,
-    largest_size,
-    num_inputs_of,
     step_settings,
     timer_of,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
-    """The memory of a run under some settings of its steps.
+class Way:
+    """How a run can be made: as its config has it, with other settings, or by another recipe.
 
     Attributes:
+        step: the memory of its steps.
         phases: all of a run, or only training where a family loads its models in a way of its own.
         uncounted: why the other phases are not counted; empty where they are.
+        seconds: of an optimizer step.
+        changes: settings that differ from those of the config, by dotted key.
+        recipe: name of the config that takes its place; empty for none.
+        other_numbers: those that make it another run, with other losses and weights; of a recipe its input
+            has them.
     """
 
     step: MemoryCount
     phases: Sequence[Phase]
-    uncounted: str = ""
+    uncounted: str
+    seconds: float
+    changes: Mapping[str, Any]
+    recipe: str = ""
+    other_numbers: tuple[str, ...] = ()
 
     def fits(self, room: MemoryBudget) -> bool:
         """Whether all phases, and what processes share, fit."""
@@ -58,25 +65,6 @@ class Needs:
         """Bytes of the host in the largest phase."""
         least = room.host_needed(self.step) if room else 0
         return max(least, *(phase.host for phase in self.phases))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """How a run can be made: as its config has it, with other settings, or by another recipe.
-
-    Attributes:
-        seconds: of an optimizer step.
-        changes: settings that differ from those of the config, by dotted key.
-        recipe: name of the config that takes its place; empty for none.
-        other_numbers: those that make it another run, with other losses and weights; of a recipe its input
-            has them.
-    """
-
-    needs: Needs
-    seconds: float
-    changes: Mapping[str, Any]
-    recipe: str = ""
-    other_numbers: tuple[str, ...] = ()
 
 
 class RunPlanner:
@@ -96,12 +84,11 @@ class RunPlanner:
     def __init__(self, asked: PlanInput, family: ModelFamily, kept: KeptCounts) -> None:
         self.asked, self.config, self.room = asked, asked.config, asked.room
         config, num_processes = asked.config, asked.num_processes
-        self.size = largest_size(config, family)
         self._counter = counter_of(config, family, kept)
         self._timer = timer_of(config, self._counter, asked.gpu, num_processes=num_processes)
         self.given = step_settings(config, family, num_processes=num_processes)
-        num_inputs = num_inputs_of(config, family)
-        self._phases = PhaseCounter(config, family, self._counter, size=self.size, num_inputs=num_inputs)
+        self._phases = PhaseCounter(config, family, self._counter)
+        self.size = self._phases.size
         self._family, self._kept = family, kept
 
     @cached_property
@@ -118,8 +105,7 @@ class RunPlanner:
         own, found = self.settings, self.choices
         if self.room is None or any(one.settings == own or not one.overrides(self.config) for one in found):
             return found
-        step = self.as_configured.needs.step
-        configured = Choice(settings=own, count=step, seconds=self.as_configured.seconds)
+        configured = Choice(settings=own, count=self.step, seconds=self.seconds)
         return sorted([*found, configured], key=lambda choice: choice.seconds)
 
     @property
@@ -158,36 +144,37 @@ class RunPlanner:
 
         With no card it is the run as configured; None where nothing fits.
         """
-        if self.room is None or self.as_configured.needs.fits(self.room):
+        if self.room is None or self.as_configured.fits(self.room):
             return self.as_configured
-        recipes = (self._by_recipe(name, config) for name, config in self.asked.recipes)
-        ways = chain(recipes, self._repaired(self.room))
-        return next((way for way in ways if way.needs.fits(self.room)), None)
+        ways = chain(self._by_recipes(), self._repaired(self.room))
+        return next((way for way in ways if way.fits(self.room)), None)
 
-    def _by_recipe(self, name: str, config: Config) -> Way:
-        planner = RunPlanner(replace(self.asked, config=config, recipes=()), self._family, self._kept)
-        return replace(planner.as_configured, recipe=name)
+    def _by_recipes(self) -> Iterator[Way]:
+        for name, config in self.asked.recipes:
+            planner = RunPlanner(replace(self.asked, config=config, recipes=()), self._family, self._kept)
+            yield replace(planner.as_configured, recipe=name)
 
     def _repaired(self, room: MemoryBudget) -> Iterator[Way]:
         """With what helps the other phases; steps are changed where they do not fit themselves."""
-        kinds = [self.settings] if room.fits(self.as_configured.needs.step) else []
+        kinds = [self.settings] if room.fits(self.step) else []
         for settings in (*kinds, *(choice.settings for choice in self.choices)):
             changes = {} if settings is self.settings else changed_settings(settings, self.config)
             with suppress(UserError):  # the other phases are not counted
-                for remedy in remedies(self._phases, settings, room):
-                    changes |= remedy.changes
+                for _, remedy in remedies(self._phases, settings, room):
+                    changes |= remedy
             number = changes.get("memory.stream_blocks", settings.stream_blocks)
             yield self._way(replace(settings, stream_blocks=number), changes)
 
     def _way(self, settings: StepSettings, changes: Mapping[str, Any]) -> Way:
-        step = self._counter.count(settings)
+        step, uncounted = self._counter.count(settings), ""
         try:
-            needs = Needs(step=step, phases=self._phases.changed(changes).count(settings))
+            phases = self._phases.changed(changes).count(settings)
         except UserError as error:  # steps are counted all the same
-            steps = Phase(name="training", device=step.device, host=step.host, least_device=step.device)
-            needs = Needs(step=step, phases=[steps], uncounted=str(error))
+            phases, uncounted = [Phase.of("training", step.device, step.host)], str(error)
         return Way(
-            needs=needs,
+            step=step,
+            phases=phases,
+            uncounted=uncounted,
             seconds=self._timer.seconds(settings),
             changes=changes,
             other_numbers=tuple(key for key in changes if key in OTHER_NUMBERS),

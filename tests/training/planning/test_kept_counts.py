@@ -17,13 +17,11 @@ from diffsynth_lite.core.planning.meters import Work
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.checks import bind_family
 from diffsynth_lite.training.planning import kept_counts
-from diffsynth_lite.training.planning.inference_count import EncoderBytes, PreviewBytes
+from diffsynth_lite.training.planning.inference_count import LoadedBytes
 from diffsynth_lite.training.planning.kept_counts import KeptCounts
 from diffsynth_lite.training.planning.phases import READ, PhaseCounter
 from diffsynth_lite.training.planning.subject import (
     counter_of,
-    largest_size,
-    num_inputs_of,
     step_settings,
     with_changes,
 )
@@ -31,11 +29,10 @@ from diffsynth_lite.training.planning.subject import (
 BEFORE = Segment(change=1, extra=2, host_change=0, work=Work(3, 4, 5))
 RELEASE = Segment(change=-1, extra=0, host_change=6, work=Work())
 STEP = CountedStep((("before", BEFORE), (("release", None), RELEASE)), lasting=7)
-ENCODER = EncoderBytes(device=1, calls=2, host=3, passing=4)
+LOADED = LoadedBytes(device=1, calls=2, host=3, passing=4, calls_in_tiles=1)
 COUNTED: dict[Any, Any] = {
     CountedStep: STEP,
-    EncoderBytes: ENCODER,
-    PreviewBytes: PreviewBytes(weights=1, calls=2, calls_in_tiles=3, copies=4),
+    LoadedBytes: LOADED,
     int: 5,
 }
 READ_AS_IT_IS = {*(key for keys in READ.values() for key in keys), "lora.rank", "lora.dropout", "lora.kind"}
@@ -75,16 +72,15 @@ class Noted(KeptCounts):
         self.keys = set[str]()
 
     def of(self, name: str, settings: Mapping[str, Any], kind: Any, count: Callable[[], Any]) -> Any:
-        self.keys.add(self.input_of(name, settings).key)
+        self.keys.add(self.key_of(name, settings))
         return COUNTED[kind]
 
 
 def count_all(config: Config, family: ModelFamily, kept: KeptCounts) -> list[Any]:
     """All phases; steps are one of them."""
     counter = counter_of(config, family, kept)
-    size, num_inputs = largest_size(config, family), num_inputs_of(config, family)
-    phases = PhaseCounter(config, family, counter, size=size, num_inputs=num_inputs)
-    return [phases.count(step_settings(config, family)), counter.count(step_settings(config, family))]
+    settings = step_settings(config, family)
+    return [PhaseCounter(config, family, counter).count(settings), counter.count(settings)]
 
 
 def keys_of(config: Config, family: ModelFamily) -> set[str]:
@@ -246,12 +242,12 @@ def test_a_count_is_found_as_it_was_made(kept: Callable[[], KeptCounts], kind: A
 def test_a_damaged_or_foreign_file_is_counted_again_and_replaced(
     kept: Callable[[], KeptCounts], content: bytes, tmp_path: Path
 ) -> None:
-    kept().of("one", {}, EncoderBytes, lambda: ENCODER)
+    kept().of("one", {}, LoadedBytes, lambda: LOADED)
     (file,) = (tmp_path / "kept").iterdir()
     whole = file.read_bytes()
     file.write_bytes(content)
     again = kept()
-    assert again.of("one", {}, EncoderBytes, lambda: ENCODER) == ENCODER
+    assert again.of("one", {}, LoadedBytes, lambda: LOADED) == LOADED
     assert again.num_reused == 0
     assert file.read_bytes() == whole
     # Whole, but of another kind.
@@ -283,10 +279,10 @@ def test_counts_of_a_family_from_elsewhere_or_of_other_code_are_not_reused(
 ) -> None:
     one = kept()
     one.of("one", {}, int, lambda: 8)
-    before = one.input_of("one", {})
+    before = one.key_of("one", {})
+    assert {"torch", "diffusers", "peft", "diffsynth_lite"} <= set(kept_counts._versions())
     monkeypatch.setattr(kept_counts, "_versions", lambda: {"torch": "0.1"})
-    assert one.input_of("one", {}).key != before.key
-    assert {"torch", "diffusers", "peft", "diffsynth_lite"} <= set(before.code)
+    assert one.key_of("one", {}) != before
     family = one._family
     elsewhere = type("Mine", (type(family),), {"__module__": "my_package.mine"})(family.folder)
     assert KeptCounts(tmp_path / "kept", elsewhere).of("one", {}, int, lambda: 9) == 9

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,11 +33,10 @@ from diffsynth_lite.training.planning import inference_count, memory_count
 from diffsynth_lite.training.planning.choices import MemoryBudget
 from diffsynth_lite.training.planning.inference_count import preview_request
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
-from diffsynth_lite.training.planning.phases import OTHER_NUMBERS, Phase, PhaseCounter, Remedy, remedies
+from diffsynth_lite.training.planning.phases import OTHER_NUMBERS, Phase, PhaseCounter, remedies
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.subject import (
     counter_of,
-    largest_size,
     step_settings,
     with_changes,
 )
@@ -223,8 +223,7 @@ def config_of(family: str, folder: Path, *overrides: str) -> Config:
 
 
 def counter_of_phases(config: Config, family: ModelFamily) -> PhaseCounter:
-    counter = counter_of(config, family)
-    return PhaseCounter(config, family, counter, size=largest_size(config, family), num_inputs=0)
+    return PhaseCounter(config, family, counter_of(config, family))
 
 
 def by_name(phases: Iterable[Phase]) -> dict[str, Phase]:
@@ -275,24 +274,23 @@ def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> No
     phases = counter_of_phases(config, family)
     plain = by_name(phases.count(settings))
 
-    def helping(name: str, *, device: float, host: float = math.inf) -> Remedy:
-        found = remedies(phases, settings, MemoryBudget(device=device, host=host))
-        return next(remedy for remedy in found if remedy.before == plain[name])
+    def helping(name: str, *, device: float, host: float = math.inf) -> dict[str, Any]:
+        return dict(remedies(phases, settings, MemoryBudget(device=device, host=host)))[plain[name]]
 
     prompts, media = plain["encoding prompts"].device, plain["encoding media"].device
     streamed = helping("encoding prompts", device=prompts - 1)
-    assert streamed.changes == {"memory.stream_text_encoder": True}
-    assert streamed.after is not None
-    assert streamed.after.device < prompts
-    assert streamed.after.host > 0
+    assert streamed == {"memory.stream_text_encoder": True}
+    after = phases.changed(streamed).phase("encoding prompts", settings)
+    assert after.device < prompts
+    assert after.host > 0
     # What is streamed waits on the host.
-    quantised = helping("encoding prompts", device=prompts - 1, host=streamed.after.host - 1)
-    assert quantised.changes == {"model.text_encoder_quantize": "int8"}
-    assert OTHER_NUMBERS & (streamed.changes | quantised.changes).keys() == quantised.changes.keys()
-    assert helping("encoding media", device=media - 1).changes == {"model.vae_tiling": True}
-    assert helping("encoding media", device=1).after is None
+    quantised = helping("encoding prompts", device=prompts - 1, host=after.host - 1)
+    assert quantised == {"model.text_encoder_quantize": "int8"}
+    assert OTHER_NUMBERS & (streamed | quantised).keys() == quantised.keys()
+    assert helping("encoding media", device=media - 1) == {"model.vae_tiling": True}
+    assert helping("encoding media", device=1) == {}
     smaller = helping("generating previews", device=plain["generating previews"].least_device - 1)
-    assert smaller.changes == {"model.vae_dtype": "bfloat16"}
+    assert smaller == {"model.vae_dtype": "bfloat16"}
 
     # Another model that is drawn on: its LoRA, two slots of its blocks, and what is outside of these.
     elsewhere = by_name(phases.changed({"validation.model_path": "elsewhere"}).count(settings))
@@ -310,11 +308,11 @@ def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> No
     assert resident["loading"].device - plain["loading"].device == encoders
     assert 0 < encoders < prompts + media
     budget = MemoryBudget(device=resident["training"].device - 1, host=math.inf)
-    for remedy in remedies(live, settings, budget):
-        assert remedy.changes == {"data.cache": True}
+    for _, remedy in remedies(live, settings, budget):
+        assert remedy == {"data.cache": True}
     # What schedule-free trains waits while its average draws; it keeps as much as AdamW.
     counter = counter_of(with_changes(config, {"train.optimizer": "schedule_free"}), family)
-    averaging = PhaseCounter(config, family, counter, size=phases.size, num_inputs=0)
+    averaging = PhaseCounter(config, family, counter)
     waiting = averaging.phase("generating previews", settings).device - plain["generating previews"].device
     assert waiting == counter.lora_bytes
     assert (

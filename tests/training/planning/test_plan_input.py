@@ -31,7 +31,8 @@ WITHOUT_EFFECT = {
         "train.warmup_steps",
         "lora.alpha",
     ),  # of an optimizer that is tried
-    *("validation.seed", "validation.negative_prompt"),  # of a preview whose numbers do not matter
+    # Of a preview whose numbers do not matter, in few steps.
+    *("validation.seed", "validation.negative_prompt", "validation.num_inference_steps"),
 }
 """What is read all the same."""
 
