@@ -2,25 +2,24 @@
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from diffsynth_lite.captioning.cleaning import Cleaned
 from diffsynth_lite.captioning.contents import Contents, Item
-from diffsynth_lite.captioning.instructions import CaptionRequest, ItemKind, instruction_for
-from diffsynth_lite.captioning.limit import TokenLimit
+from diffsynth_lite.captioning.instructions import CaptionRequest
+from diffsynth_lite.captioning.limit import Fits
 from diffsynth_lite.captioning.report import CaptionReport, CaptionRow, is_by_model
 from diffsynth_lite.config.files import did_you_mean
 from diffsynth_lite.data.captions import CAPTION_SUFFIXES, read_text
 from diffsynth_lite.data.folder import list_folder
-from diffsynth_lite.data.records import Source, is_video, stem
+from diffsynth_lite.data.records import Source, stem
 from diffsynth_lite.data.sources import METADATA_FILES
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.media import evenly_spread
-
-Replaced = Literal["none", "model", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class CaptionJob:
     Attributes:
         folder: with the images and clips.
         inputs: folders with the images that those in ``folder`` are edits of.
-        limit: of a caption; None for any length.
+        limit: finds what a text encoder reads of a caption; None for any length.
         replaced: which captions are written again: those that a model wrote and nobody changed, or all.
         only: names of the items, or their paths; empty takes all.
         kept_rules: names of the rules of cleaning that are not applied.
@@ -42,49 +41,71 @@ class CaptionJob:
     folder: Path
     request: CaptionRequest
     inputs: Sequence[Path] = ()
-    limit: TokenLimit | None = None
-    replaced: Replaced = "none"
+    limit: Callable[[], Fits] | None = None
+    replaced: Literal["none", "model", "all"] = "none"
     only: Sequence[str] = ()
     kept_rules: Collection[str] = ()
     num_frames: int = 8
     num_shown: int = 0
     arguments: tuple[str, ...] = ()
 
-    def instruction_of(self, item: Item) -> str:
-        """What a captioner is asked to write about an item."""
-        num_inputs = len(inputs_of(item))
-        kind: ItemKind = "clip" if is_video(item.file) else "edit" if num_inputs else "image"
-        return instruction_for(self.request, kind=kind, num_inputs=num_inputs)
+    @property
+    def source(self) -> Source:
+        """Its data set."""
+        return Source(path=str(self.folder), input_dirs=[str(path) for path in self.inputs])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What a command does with the items of a folder.
+@dataclass(kw_only=True)
+class Outcome:
+    """What a command does with the items of a folder, and what it did.
 
     Attributes:
         items: that get a caption.
-        unusable: the others without a caption, with the reasons.
-        num_kept: items whose captions stay.
-        locked: names of those of them that were to be replaced, and are several or cannot be read.
-        sharing: items whose caption file is that of another item, which is named, too.
         started_at: when the job was started, in seconds since 1970; at first if it was interrupted since.
+        made: the captions, written or only shown, by item.
+        failed: items without a caption, by the reason.
+        model: what was asked; empty where nothing was.
+        kept: number of captions that stay.
+        locked: items that were to be replaced, and have several captions or one that cannot be read.
+        sharing: items whose caption file is that of another item, which is named, too.
+        appeared: items whose caption was written or changed by somebody while the model answered; it stays.
+        seconds: that all answers took.
     """
 
     items: Sequence[Item]
-    unusable: Mapping[str, str]
-    num_kept: int
-    locked: Sequence[str]
-    sharing: Sequence[str]
     started_at: float
+    made: dict[str, Cleaned] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    model: str = ""
+    kept: int = 0
+    locked: list[str] = field(default_factory=list)
+    sharing: list[str] = field(default_factory=list)
+    appeared: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def summary(self) -> str:
+        """All numbers in a line; of what went otherwise only those that are not 0."""
+        counts = {
+            "failed": len(self.failed),
+            "cut": sum(bool(made.cut) for made in self.made.values()),
+            "cleaned": sum(bool(made.removed) for made in self.made.values()),
+        }
+        parts = [f"{len(self.made)} written", f"{self.kept + len(self.appeared)} kept"]
+        parts += [f"{count} {what}" for what, count in counts.items() if count]
+        if self.seconds:
+            parts.append(f"in {self.seconds:,.1f} s ({self.items_per_minute:,.1f} items a minute)")
+        return ", ".join(parts)
+
+    @property
+    def items_per_minute(self) -> float:
+        """Of the items that were answered; 0 where there is none."""
+        num_answered = len(self.made) + len(self.appeared) + len(self.failed)
+        return 60 * num_answered / self.seconds if self.seconds else 0.0
 
 
-def source_of(job: CaptionJob) -> Source:
-    """The data set of a job."""
-    return Source(path=str(job.folder), input_dirs=[str(path) for path in job.inputs])
-
-
-def choose(job: CaptionJob, contents: Contents, report: CaptionReport) -> Choice:
-    """The items that a job is to write captions for. Nothing is opened but the report.
+def choose(job: CaptionJob, contents: Contents, report: CaptionReport) -> Outcome:
+    """What a job will do. Nothing is opened but the report.
 
     Raises:
         UserError: an item that is asked for is not there, or the captions are in a table.
@@ -92,46 +113,34 @@ def choose(job: CaptionJob, contents: Contents, report: CaptionReport) -> Choice
     _require_items(job, contents)
     names = _names_of(job, [item.file for item in contents.items])
     asked_for = [item for item in contents.items if item.file in names]
-    rows, since = report.rows(), _first_start(job, report)
-    items, locked, unusable = [], [], {}
-    sharing: list[str] = []
-    claimed: dict[Path, str] = {}
+    status = report.status()
+    goes_on = status and status.state != "finished" and status.arguments == job.arguments
+    since = status.started_at if status and goes_on and not job.num_shown else time.time()
+    rows, items, claimed = report.rows(), list[Item](), dict[str, str]()
+    outcome = Outcome(items=items, started_at=since)
     for item in asked_for:
         if item.is_locked:
-            locked += [item.file] * (job.replaced != "none")
+            outcome.locked += [item.file] * (job.replaced != "none")
         elif item.captions and not _is_replaced(job, item, rows.get(item.file), since):
             continue
         elif item.path is None or item.problem:
-            unusable[item.file] = item.problem or "cannot be used"
-        elif (first := claimed.setdefault(caption_path(job.folder, item), item.file)) == item.file:
+            outcome.failed[item.file] = item.problem or "cannot be used"
+        elif (first := claimed.setdefault(item.caption_file, item.file)) == item.file:
             items.append(item)
         else:  # cat.png and cat.jpg share cat.txt
-            sharing.append(f"{item.file} ({first})")
-    num_kept = len(asked_for) - len(items) - len(unusable)
+            outcome.sharing.append(f"{item.file} ({first})")
+    outcome.kept = len(asked_for) - len(items) - len(outcome.failed)
     if job.num_shown:
-        items = evenly_spread(items, job.num_shown)
-    return Choice(
-        items=items,
-        unusable=unusable,
-        num_kept=num_kept,
-        locked=locked,
-        sharing=sharing,
-        started_at=since,
-    )
-
-
-def caption_path(folder: Path, item: Item) -> Path:
-    """The file that the caption of an item is written to."""
-    return folder / (item.caption_files[0] if item.caption_files else f"{stem(item.file)}.txt")
+        outcome.items = evenly_spread(items, job.num_shown)
+    return outcome
 
 
 def is_as_seen(folder: Path, item: Item) -> bool:
     """Whether the caption of an item is still the one that was read when the job began, or missing."""
-    place = caption_path(folder, item)
     if not item.caption_files:
         return not any(os.path.lexists(folder / f"{stem(item.file)}{suffix}") for suffix in CAPTION_SUFFIXES)
     try:
-        return read_text(place).strip() == "".join(item.captions)
+        return read_text(folder / item.caption_file).strip() == "".join(item.captions)
     except FileNotFoundError:
         return True
     except (OSError, UserError):
@@ -169,13 +178,6 @@ def _names_of(job: CaptionJob, known: Sequence[str]) -> set[str]:
     return names
 
 
-def _first_start(job: CaptionJob, report: CaptionReport) -> float:
-    status = report.status()
-    if status is None or status.state == "finished" or status.arguments != job.arguments or job.num_shown:
-        return time.time()
-    return status.started_at
-
-
 def _is_replaced(job: CaptionJob, item: Item, row: CaptionRow | None, since: float) -> bool:
     """Whether the caption of an item is written again.
 
@@ -188,10 +190,5 @@ def _is_replaced(job: CaptionJob, item: Item, row: CaptionRow | None, since: flo
     if job.replaced != "all" or not is_answered:
         return job.replaced == "all"
     with suppress(OSError):
-        return caption_path(job.folder, item).stat().st_mtime < since
+        return (job.folder / item.caption_file).stat().st_mtime < since
     return True
-
-
-def inputs_of(item: Item) -> list[Path]:
-    """The images that an item is an edit of, in their order."""
-    return [path for setting, path in item.companions if setting == "input"]

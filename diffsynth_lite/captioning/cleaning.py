@@ -4,11 +4,11 @@ The phrases are English, with the most common ones of some other languages.
 """
 
 import re
-import unicodedata
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from diffsynth_lite.data.captions import compact_json, has_trigger, trigger_pattern, with_trigger
 from diffsynth_lite.files import parse_json
@@ -67,28 +67,29 @@ def clean(
     """
     removed: set[str] = set()
 
-    def apply(text: str, rules: Mapping[str, Callable[[str], str]]) -> str:
-        for name, rule in rules.items():
-            if name not in kept and (changed := rule(text)) != text:
+    def apply(text: str, *names: str) -> str:
+        for name in names:
+            if name not in kept and (changed := _RULES[name](text, format)) != text:
                 removed.add(name)
                 text = changed
         return text.strip()
 
-    thought = _without_control(apply(text, {"thinking": _without_thinking})[: 2 * _MOST_CHARACTERS])
-    text, rules = thought[:_MOST_CHARACTERS].strip(), _rules(format)
+    def result(text: str, problem: str = "") -> Cleaned:
+        return Cleaned(text=text, removed=tuple(filter(removed.__contains__, RULES)), problem=problem)
+
+    text = _without_control(apply(text, "thinking")[: 2 * _MOST_CHARACTERS])[:_MOST_CHARACTERS].strip()
     for is_last in (False, True):
         for _round in range(_MOST_ROUNDS):
-            if (changed := apply(text, rules)) == text:
+            if (changed := apply(text, *_REPEATED[format])) == text:
                 break
             text = changed
         else:
-            return Cleaned(removed=_in_order(removed), problem="the answer is not a caption")
+            return result("", "the answer is not a caption")
         if is_unfinished and not is_last and format != "json":
-            text = apply(text, {"unfinished": partial(_without_last, format=format)})
-    problem = "" if text else "nothing of the answer is a caption"
+            text = apply(text, "unfinished")
     if text and format == "json":
-        text, problem = _compact(text, is_unfinished)
-    return Cleaned(text=text, removed=_in_order(removed), problem=problem)
+        return result(*_compact(text, is_unfinished))
+    return result(text, "" if text else "nothing of the answer is a caption")
 
 
 def refusal_in(text: str) -> str:
@@ -138,26 +139,6 @@ def shortened(text: str, most: int) -> str:
     """Text on one line of up to so many characters, cut between words where it has some."""
     text = _one_line(text)
     return text if len(text) <= most else text[:most].rpartition(" ")[0] or text[:most]
-
-
-def _in_order(removed: Collection[str]) -> tuple[str, ...]:
-    return tuple(name for name in RULES if name in removed)
-
-
-def _rules(format: CaptionFormat) -> dict[str, Callable[[str], str]]:
-    if format == "json":
-        return {"tokens": _without_tokens, "labels": _outermost_braces, "lines": _one_line}
-    words: dict[str, Callable[[str], str]] = {
-        "tokens": _without_tokens,
-        "markdown": partial(_without_markdown, format=format),
-        "labels": _without_labels,
-        "quotes": _without_quotes,
-        "openings": partial(_without_opening, format=format),
-        "closings": _without_closings,
-    }
-    if format == "tags":
-        return words | {"repetition": _distinct_tags, "lines": _one_line}
-    return words | {"repetition": _without_repetition, "lines": _one_line}
 
 
 def _pattern(*alternatives: str, after: str = "") -> re.Pattern[str]:
@@ -259,26 +240,19 @@ _REFUSAL = _pattern(
 _SENTENCE_END = re.compile(r"[.!?…]['\"”\u2019»)\]*]{0,4}(?=\s)|[。\uff01\uff1f]['\"”\u2019」』]{0,4}")
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\s\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 _UNSEEN = "\u200b\u2060\ufeff\ufffe\uffff\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+_PRINTABLE: dict[int, str | None] = {
+    **dict.fromkeys([*range(32), *range(127, 160)], " "),
+    **dict.fromkeys([*range(0xD800, 0xE000), *map(ord, _UNSEEN)]),
+    **dict.fromkeys(map(ord, "\n\r\x85\u2028\u2029"), "\n"),
+    ord("\t"): "\t",
+}
 _EDGE = ".,;:!?\"'()*。\uff0c"
 _QUOTES = ('""', "''", "“”", "\u2018\u2019", "«»", "»«", "„“", "「」", "『』", "``")
 
 
 def _without_control(text: str) -> str:
     """Control characters become spaces; marks that turn the direction of text, and halves of pairs, go."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(map(_visible, text.replace("\r\n", "\n")))
-
-
-def _visible(character: str) -> str:
-    if character in "\n\t":
-        return character
-    if character in "\r\x85\u2028\u2029":
-        return "\n"
-    category = unicodedata.category(character)
-    if category == "Cs" or character in _UNSEEN:
-        return ""
-    return " " if category == "Cc" else character
+    return text.replace("\r\n", "\n").translate(_PRINTABLE)
 
 
 def _without_thinking(text: str) -> str:
@@ -312,7 +286,7 @@ _INLINE = (
 _ITALICS = re.compile(r"(?<![\w*])\*(?![\s*])([^*\n]*[^*\s])\*(?![\w*])")
 
 
-def _without_markdown(text: str, *, format: CaptionFormat) -> str:
+def _without_markdown(text: str, format: CaptionFormat) -> str:
     for pattern in _INLINE if format == "tags" else (*_INLINE, _ITALICS):
         text = pattern.sub(r"\1", text)
     text = _HEADINGS.sub("", text).strip() or re.sub(r"^#{1,6}[ \t]+", "", text)
@@ -320,8 +294,7 @@ def _without_markdown(text: str, *, format: CaptionFormat) -> str:
     lines: list[str] = []
     for line in text.split("\n"):
         item = _LINE_MARKS.sub("", line)
-        is_next = item != line and lines and lines[-1].strip() and lines[-1].rstrip()[-1] not in _EDGE
-        if is_next:
+        if item != line and lines and lines[-1].strip() and lines[-1].rstrip()[-1] not in _EDGE:
             lines[-1] += ","
         lines.append(item)
     return "\n".join(lines)
@@ -334,15 +307,12 @@ def _without_labels(text: str) -> str:
 
 def _without_quotes(text: str) -> str:
     text = text.strip()
-    for pair in _QUOTES:
-        opening, closing = pair[0], pair[1]
-        is_quoted = len(text) > 1 and text[0] == opening and text[-1] == closing
-        if is_quoted and opening not in text[1:-1] and closing not in text[1:-1]:
-            return text[1:-1]
-    return text
+    inner = text[1:-1]
+    is_quoted = len(text) > 1 and text[0] + text[-1] in _QUOTES
+    return inner if is_quoted and text[0] not in inner and text[-1] not in inner else text
 
 
-def _without_opening(text: str, *, format: CaptionFormat) -> str:
+def _without_opening(text: str, format: CaptionFormat) -> str:
     found = _OPENING.match(text)
     rest = text[found.end() :] if found else ""
     if not rest.strip():
@@ -353,12 +323,8 @@ def _without_opening(text: str, *, format: CaptionFormat) -> str:
 
 
 def _sentence_starts(text: str) -> list[int]:
-    starts = [0]
-    for end in _SENTENCE_END.finditer(text):
-        following = end.end() + len(text[end.end() :]) - len(text[end.end() :].lstrip())
-        if following < len(text):
-            starts.append(following)
-    return starts
+    rests = (text[end.end() :].lstrip() for end in _SENTENCE_END.finditer(text))
+    return [0, *(len(text) - len(rest) for rest in rests if rest)]
 
 
 def _without_closings(text: str) -> str:
@@ -368,11 +334,6 @@ def _without_closings(text: str) -> str:
     while len(starts) > 1 and _CLOSING.match(text, starts[-1]):
         text = text[: starts.pop()].rstrip()
     return text
-
-
-def _without_repetition(text: str) -> str:
-    """One period of an end that is periodic in its words, and of what is said six times before the end."""
-    return _RUN.sub(r"\1", _without_periodic_end(text))
 
 
 def _without_periodic_end(text: str) -> str:
@@ -403,18 +364,14 @@ def _num_equal(names: list[str], period: int) -> int:
     return equal
 
 
-def _tags(text: str) -> Iterator[str]:
-    return filter(None, (tag.strip() for tag in re.split(r"[,\uff0c、;\n]", text)))
-
-
 def _distinct_tags(text: str) -> str:
-    distinct = {tag.casefold(): tag for tag in reversed(list(_tags(text.rstrip(" ."))))}
-    tags = list(reversed(distinct.values()))
-    joined = ", ".join(tags)
-    return joined if len(joined) <= len(text) else ",".join(tags)
+    tags = filter(None, map(str.strip, re.split(r"[,\uff0c、;\n]", text.rstrip(" ."))))
+    distinct = {tag.casefold(): tag for tag in reversed([*tags])}
+    joined = ", ".join(reversed(distinct.values()))
+    return joined if len(joined) <= len(text) else joined.replace(", ", ",")
 
 
-def _without_last(text: str, *, format: CaptionFormat) -> str:
+def _without_last(text: str, format: CaptionFormat) -> str:
     """The text up to its last complete sentence or tag; without one, up to its last comma or word."""
     if format == "tags":
         return text[: max(text.rfind(","), 0)] or text
@@ -435,33 +392,61 @@ def _outermost_braces(text: str) -> str:
     return text[start : end + 1] if 0 <= start < end else text
 
 
+_RULES: Mapping[str, Callable[[str, CaptionFormat], str]] = {
+    "thinking": lambda text, _: _without_thinking(text),
+    "tokens": lambda text, _: _without_tokens(text),
+    "markdown": _without_markdown,
+    "labels": lambda text, format: (_outermost_braces if format == "json" else _without_labels)(text),
+    "quotes": lambda text, _: _without_quotes(text),
+    "openings": _without_opening,
+    "closings": lambda text, _: _without_closings(text),
+    # One period of an end that is periodic in its words, and of what is there six times before the end.
+    "repetition": lambda text, format: (
+        _distinct_tags(text) if format == "tags" else _RUN.sub(r"\1", _without_periodic_end(text))
+    ),
+    "unfinished": _without_last,
+    "lines": lambda text, _: _one_line(text),
+}
+_OF_WORDS = [name for name in RULES if name not in ("thinking", "unfinished")]
+_REPEATED: Mapping[CaptionFormat, Sequence[str]] = {
+    "prose": _OF_WORDS,
+    "tags": _OF_WORDS,
+    "json": ("tokens", "labels", "lines"),
+}
+"""Rules that are applied until nothing changes."""
+
+
+class _Thing(BaseModel):
+    type: Literal["obj"]
+    desc: str
+
+
+class _Letters(BaseModel):
+    type: Literal["text"]
+    text: str
+    desc: str
+
+
+class _Parts(BaseModel):
+    background: str
+    elements: list[Annotated[_Thing | _Letters, Field(discriminator="type")]]
+
+
+class _IdeogramCaption(BaseModel):
+    high_level_description: str = ""
+    compositional_deconstruction: _Parts
+
+
 def _compact(text: str, is_unfinished: bool) -> tuple[str, str]:
     """The JSON of a caption without white space, and why it is none."""
     try:
         value = parse_json(text)
-        if problem := _schema_problem(value):
-            return "", problem
+        _IdeogramCaption.model_validate(value)
         compact = compact_json(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        return "", f"the JSON is not one of Ideogram 4: {place or 'all of it'}: {first['msg']}"
     except ValueError:
         return "", "not JSON: the limit of tokens ended it" if is_unfinished else "the answer is not JSON"
     return min(_one_line(_without_control(compact)), text, key=len), ""
-
-
-def _schema_problem(value: Any) -> str:
-    """Why a value is not a caption of Ideogram 4; empty where it is one."""
-    if not isinstance(value, dict):
-        return "the JSON is not an object"
-    if not isinstance(value.get("high_level_description", ""), str):
-        return "high_level_description is not text"
-    parts = value.get("compositional_deconstruction")
-    if not isinstance(parts, dict) or not isinstance(parts.get("background"), str):
-        return "the JSON has no compositional_deconstruction with a background"
-    elements = parts.get("elements")
-    if not isinstance(elements, list):
-        return "compositional_deconstruction has no list of elements"
-    for element in elements:
-        has_type = isinstance(element, dict) and element.get("type") in ("obj", "text")
-        needed = ("desc", "text") if has_type and element["type"] == "text" else ("desc",)
-        if not has_type or not all(isinstance(element.get(key), str) for key in needed):
-            return "an element is neither an obj with a desc nor a text with a text and a desc"
-    return ""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffsynth_lite.data.captions import CaptionFiles, read_text
+from diffsynth_lite.data.captions import CaptionFiles, read_caption
 from diffsynth_lite.data.folder import Folder, list_folder
-from diffsynth_lite.data.records import Source
+from diffsynth_lite.data.records import Source, stem
 from diffsynth_lite.data.sources import METADATA_FILES, FoundRecords, find_records
 from diffsynth_lite.errors import UserError, join_names
 
@@ -33,6 +33,16 @@ class Item:
     companions: Sequence[tuple[str, Path]] = ()
     problem: str = ""
 
+    @property
+    def inputs(self) -> list[Path]:
+        """The images that it is an edit of, in their order."""
+        return [path for setting, path in self.companions if setting == "input"]
+
+    @property
+    def caption_file(self) -> str:
+        """The file that its caption is written to."""
+        return self.caption_files[0] if self.caption_files else f"{stem(self.file)}.txt"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
@@ -51,17 +61,20 @@ def read_contents(source: Source, *, logs_skipped: bool = False) -> Contents:
     Raises:
         UserError: the folder cannot be listed.
     """
+
+    def find(captions: str, *, logs_skipped: bool = False) -> FoundRecords:
+        as_written = source.model_copy(update={"trigger": None, "captions": captions})
+        return find_records(
+            [as_written], media_store=folder.path, on_bad_item="skip", logs_skipped=logs_skipped
+        )
+
     assert source.folder is not None
-    as_written = source.model_copy(update={"trigger": None, "captions": "required"})
-    found = _find(as_written.model_copy(update={"captions": "none"}), logs_skipped=logs_skipped)
     folder = list_folder(source.folder, allow_outside=source.allow_outside)
-    media: dict[str, Path | None] = {record.name: record.target for record in found.records}
-    companions = {
-        record.name: [(role.setting, path) for role, paths in record.by_role.items() for path in paths]
-        for record in found.records
-    }
+    found = find("none", logs_skipped=logs_skipped)
+    records = {record.name: record for record in found.records}
+    media: dict[str, Path | None] = {name: record.target for name, record in records.items()}
     if (table := source.metadata or table_of(folder)) is not None:
-        written = _find(as_written)
+        written = find("required")
         rows = [f"{row}: {reason}" for row, reason in written.unread.items()]
         problems = [*written.problems, *([join_names(rows)] if rows else [])]
         of_rows = {record.name: record.captions for record in written.records}
@@ -76,6 +89,7 @@ def read_contents(source: Source, *, logs_skipped: bool = False) -> Contents:
     items = []
     for name, path in sorted(media.items()):
         captions, names, problem = texts[name]
+        by_role = records[name].by_role if name in records else {}
         items.append(
             Item(
                 file=name,
@@ -83,7 +97,7 @@ def read_contents(source: Source, *, logs_skipped: bool = False) -> Contents:
                 captions=captions,
                 caption_files=tuple(names),
                 is_locked=table is not None or len(names) > 1 or bool(problem),
-                companions=companions.get(name, ()),
+                companions=[(role.setting, each) for role, paths in by_role.items() for each in paths],
                 problem="; ".join(filter(None, (found.unread.get(name, ""), problem))),
             )
         )
@@ -95,36 +109,11 @@ def table_of(folder: Folder) -> str | None:
     return next((name for name in METADATA_FILES if name in folder.files), None)
 
 
-def _find(source: Source, *, logs_skipped: bool = False) -> FoundRecords:
-    assert source.folder is not None
-    return find_records([source], media_store=source.folder, on_bad_item="skip", logs_skipped=logs_skipped)
-
-
 def _captions(folder: Folder, files: CaptionFiles, name: str) -> tuple[tuple[str, ...], list[str], str]:
     """The captions of an item, the files that hold them, and why they cannot be read."""
     names = files.names_of(name)
     try:
-        if len(names) > 1:
-            return files.of(name), names, ""
-        found = [read_caption(folder, one) for one in names]
+        captions = files.of(name) if len(names) > 1 else (read_caption(folder, one) for one in names)
+        return tuple(filter(None, captions)), names, ""
     except UserError as error:
         return (), names, str(error)
-    return tuple(filter(None, found)), names, ""
-
-
-def read_caption(folder: Folder, name: str) -> str:
-    """The text of a caption file without white space around it; empty where it does not exist.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    if name not in folder.files:
-        return ""
-    try:
-        return read_text(folder.use(name)).strip()
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise UserError(f"{name}: cannot be read: {error.strerror}") from error
-    except UserError as error:
-        raise UserError(f"{name}: {error}" if name not in str(error) else str(error)) from None

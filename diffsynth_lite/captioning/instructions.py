@@ -10,7 +10,6 @@ from diffsynth_lite.errors import UserError, join_names
 
 Goal = Literal["likeness", "style", "motion", "edit"]
 CaptionLength = Literal["short", "medium", "long"]
-ItemKind = Literal["image", "clip", "edit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +19,7 @@ class CaptionRequest:
     Attributes:
         goal: what a LoRA is to learn from them; None for a plain description.
         trigger: the word that stands for the subject, such as "ohwx woman"; empty where there is none.
-        instruction: replaces all of ours; see :func:`fill`. Empty for ours.
+        instruction: replaces all of ours; empty for ours.
     """
 
     goal: Goal | None = None
@@ -77,40 +76,38 @@ _JSON = (
 )
 
 
-def instruction_for(request: CaptionRequest, *, kind: ItemKind, num_inputs: int = 0) -> str:
+_TASKS: Mapping[Goal | None, str] = {"likeness": _LIKENESS, "style": _STYLE, "motion": _MOTION}
+
+
+def instruction_for(request: CaptionRequest, *, is_clip: bool = False, num_inputs: int = 0) -> str:
     """What is asked about an item.
 
     Args:
         num_inputs: images that an edit is made from; they come before its result.
-
-    Raises:
-        UserError: the request's own instruction has a name in braces that is not known; the goal is an edit
-            and the item has no inputs; or an edit is asked for in another form than prose.
     """
     if request.instruction:
-        return fill(request.instruction, request)
-    if request.goal == "edit" and kind != "edit":
-        raise UserError("--goal edit: no image is known that this was made from; --inputs names their folder")
-    if kind == "edit" and request.format != "prose":
-        raise UserError(f"--format {request.format}: what changes in an edit is written as prose")
-    parts = [
-        _shown(kind, num_inputs),
-        _task(request, kind, num_inputs),
-        _form(request, kind),
-        "Answer with the caption only.",
-    ]
-    return " ".join(filter(None, parts))
+        return request.instruction
+    if num_inputs:
+        images = "; call the inputs image 1, image 2" if num_inputs > 1 else ""
+        shown = "The second image was made by editing the first."
+        if num_inputs > 1:
+            shown = f"The last image was made from the first {num_inputs} images."
+        parts = [shown, _EDIT.format(images=images)]
+    else:
+        goal = None if request.goal == "motion" and not is_clip else request.goal
+        name = _BY_TRIGGER.format(trigger=request.trigger) if request.trigger else _BY_CLASS
+        task = _TASKS.get(goal, _PLAIN).format(name=name)
+        frames = "The images are frames of one video clip, in their order. " if is_clip else ""
+        parts = [f"{frames}Write a caption of this {'video' if is_clip else 'image'}.", task]
+    return " ".join([*parts, _form(request, is_edit=num_inputs > 0), "Answer with the caption only."])
 
 
-def fill(instruction: str, request: CaptionRequest) -> str:
-    """A user's own instruction, with the values of {trigger}, {language} and {goal}.
-
-    ``{{`` and ``}}`` are braces.
+def fill(instruction: str, values: Mapping[str, str], *, where: str) -> str:
+    """A user's own instruction, with values such as that of {trigger}; ``{{`` and ``}}`` are braces.
 
     Raises:
-        UserError: there is no text, another name in braces, or a name whose flag was not given.
+        UserError: there is no text, another name in braces, or a name without a value.
     """
-    values = {"trigger": request.trigger, "language": request.language, "goal": request.goal or ""}
     filled, problems = "", []
     try:
         for literal, name, form, conversion in Formatter().parse(instruction):
@@ -125,13 +122,10 @@ def fill(instruction: str, request: CaptionRequest) -> str:
     except ValueError as error:
         problems.append(str(error))
     if problems:
-        listed = join_names(list(dict.fromkeys(problems)))
-        raise UserError(
-            f"--instruction: {listed}; it may have {{trigger}}, {{language}} "
-            "and {goal}, and {{ and }} for braces"
-        )
+        listed, known = join_names(list(dict.fromkeys(problems))), ", ".join(f"{{{name}}}" for name in values)
+        raise UserError(f"{where}: {listed}; it may have {known}, and {{{{ and }}}} for braces")
     if not filled.strip():
-        raise UserError("--instruction: the file is empty; write what the model is to do")
+        raise UserError(f"{where}: is empty; write what the model is to do")
     return filled.strip()
 
 
@@ -150,43 +144,20 @@ def max_tokens(request: CaptionRequest) -> int:
     return _TOKENS["long" if request.instruction else request.length]
 
 
-def _shown(kind: ItemKind, num_inputs: int) -> str:
-    if kind == "clip":
-        return "The images are frames of one video clip, in their order."
-    if kind == "edit" and num_inputs > 1:
-        return f"The last image was made from the first {num_inputs} images."
-    return "The second image was made by editing the first." if kind == "edit" else ""
-
-
-def _task(request: CaptionRequest, kind: ItemKind, num_inputs: int) -> str:
-    if kind == "edit":
-        return _EDIT.format(images="; call the inputs image 1, image 2" if num_inputs > 1 else "")
-    what = "video" if kind == "clip" else "image"
-    if request.goal == "likeness":
-        name = _BY_TRIGGER.format(trigger=request.trigger) if request.trigger else _BY_CLASS
-        return f"Write a caption of this {what}. {_LIKENESS.format(name=name)}"
-    if request.goal == "style":
-        return f"Write a caption of this {what}. {_STYLE}"
-    if request.goal == "motion" and kind == "clip":
-        return f"Write a caption of this video. {_MOTION}"
-    return f"Write a caption of this {what}. {_PLAIN}"
-
-
-def _form(request: CaptionRequest, kind: ItemKind) -> str:
-    language = f"Write in {request.language}."
+def _form(request: CaptionRequest, *, is_edit: bool) -> str:
+    language, words = f"Write in {request.language}.", f"{_WORDS[request.length]} words"
     if request.format == "tags":
         return (
             f"Write about {_TAGS[request.length]} short tags in lower case, separated by commas, as on image "
             f"boards, the most important first; no sentences. {language}"
         )
-    words = f"{'' if kind == 'edit' else 'about '}{_WORDS[request.length]} words"
     if request.format == "json":
         # In front of the object, where a trigger else is put, it would be no JSON.
         begin = f'Begin the high_level_description with "{request.trigger}". ' if request.trigger else ""
-        return f"{_JSON} {begin}{language} Use {words} in all."
-    if kind == "edit":
+        return f"{_JSON} {begin}{language} Use about {words} in all."
+    if is_edit:
         return f"{language} Use at most {words}, in one paragraph, without headings, lists or opinions."
     return (
-        f"{language} Use {words}, in whole sentences and one paragraph, without headings, lists or opinions. "
-        'Begin with what is shown, not with words such as "The image shows".'
+        f"{language} Use about {words}, in whole sentences and one paragraph, without headings, lists or "
+        'opinions. Begin with what is shown, not with words such as "The image shows".'
     )

@@ -4,35 +4,20 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from PIL import Image
 
 from diffsynth_lite.captioning.captioner import Answer, Captioner, Question
-from diffsynth_lite.captioning.choice import (
-    CaptionJob,
-    Choice,
-    caption_path,
-    choose,
-    inputs_of,
-    is_as_seen,
-    source_of,
-)
+from diffsynth_lite.captioning.choice import CaptionJob, Outcome, choose, is_as_seen
 from diffsynth_lite.captioning.cleaning import Cleaned, clean, refusal_in, with_exact_trigger
 from diffsynth_lite.captioning.contents import Item, read_contents
-from diffsynth_lite.captioning.instructions import max_tokens, plainer
-from diffsynth_lite.captioning.limit import fitted
+from diffsynth_lite.captioning.instructions import instruction_for, max_tokens, plainer
+from diffsynth_lite.captioning.limit import Fits, fitted
 from diffsynth_lite.captioning.page import write_page
-from diffsynth_lite.captioning.report import (
-    CaptioningState,
-    CaptioningStatus,
-    CaptionReport,
-    CaptionRow,
-    Outcome,
-    caption_hash,
-)
+from diffsynth_lite.captioning.report import CaptioningStatus, CaptionReport, CaptionRow, caption_hash
 from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import check_video, read_frames
@@ -49,7 +34,6 @@ MAX_SIDE = 1024
 MAX_SIDE_OF_MANY = 512
 """Of more than three images or frames, which share the room for tokens."""
 _FEW_IMAGES = 3
-_BACKGROUND = "white"
 _STATUS_EVERY_S = 1.0
 
 
@@ -70,16 +54,15 @@ def write_captions(
         RunStoppedError: the disk is full.
     """
     report = CaptionReport(job.folder)
-    contents = read_contents(source_of(job))
-    choice = choose(job, contents, report)
-    if choice.sharing:
+    outcome = choose(job, read_contents(job.source, logs_skipped=True), report)
+    if outcome.sharing:
         text = "These share the caption file of another item; rename them to have their own: %s"
-        logger.warning(text, join_names(choice.sharing))
-    captioner = open_captioner() if choice.items else None
+        logger.warning(text, join_names(outcome.sharing))
+    fits = job.limit() if job.limit else lambda _: True
+    captioner = open_captioner() if outcome.items else None
     with _locked(report, is_needed=not job.num_shown):
-        run = _Run(job, report, choice, logs_progress=logs_progress)
-        run.finish(captioner)
-        return run.outcome
+        _Run(job, report, outcome, fits, logs_progress=logs_progress).finish(captioner)
+    return outcome
 
 
 @contextmanager
@@ -118,12 +101,9 @@ class _Run:
     """One start of a job, under the lock of its folder."""
 
     def __init__(
-        self, job: CaptionJob, report: CaptionReport, choice: Choice, *, logs_progress: bool
+        self, job: CaptionJob, report: CaptionReport, outcome: Outcome, fits: Fits, *, logs_progress: bool
     ) -> None:
-        self.outcome = Outcome(failed=dict(choice.unusable), kept=choice.num_kept, locked=choice.locked)
-        self._job = job
-        self._report = report
-        self._items = choice.items
+        self._job, self._report, self._outcome, self._fits = job, report, outcome, fits
         self._logs_progress = logs_progress
         self._outer_watch = current_watch()
         self._written_at = 0.0
@@ -131,37 +111,32 @@ class _Run:
             state="running",
             process=Process.current().as_text(),
             arguments=job.arguments,
-            started_at=choice.started_at,
-            total=len(choice.items),
+            started_at=outcome.started_at,
+            total=len(outcome.items),
         )
 
     def finish(self, captioner: Captioner | None) -> None:
-        """Do what is left of the job; None where nothing is."""
-        with self._recorded(), watched(self._show_phase), ExitStack() as at_any_end:
-            if not self._job.num_shown:
-                at_any_end.callback(write_page, self._job, self._report, self.outcome)
-            if captioner is not None:
-                self._show_phase("loading", 0, 0)
-                with captioner as loaded:
-                    self._ask_all(loaded)
-
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
-        """Scope after which ``status.json`` has how the job ended.
+        """Do what is left of the job; None where nothing is.
 
         Raises:
             RunStoppedError: the disk is full.
-            UserError: the report cannot be written.
+            UserError: the report cannot be written, or no further question can be answered.
         """
         try:
             self._write_status()
-            yield
-            self._write_status(state="finished", message=self.outcome.summary)
+            try:
+                if captioner is not None:
+                    self._show_phase("loading", 0, 0)
+                    self._caption_all(captioner)
+            finally:
+                if not self._job.num_shown:
+                    write_page(self._job, self._report, self._outcome)
+            self._write_status(state="finished", message=self._outcome.summary)
         except BaseException as error:
             was_stopped = isinstance(error, RunInterrupted | KeyboardInterrupt)
-            state: CaptioningState = "stopped" if was_stopped else "failed"
             with suppress(OSError):
-                self._write_status(state=state, message=str(error) or type(error).__name__)
+                message = str(error) or type(error).__name__
+                self._write_status(state="stopped" if was_stopped else "failed", message=message)
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise RunStoppedError(
                     f"no space left on the disk ({error}); captions already written are intact, and the same "
@@ -181,30 +156,32 @@ class _Run:
             message = f"{phase}{f', {100 * done // total} %' if total else ''}"
             self._write_status(phase=phase, message=message)
 
-    def _ask_all(self, captioner: Captioner) -> None:
+    def _caption_all(self, captioner: Captioner) -> None:
         """Ask about all items, in batches; the images of the next one are read meanwhile."""
-        size, items, job = captioner.batch_size, self._items, self._job
-        self.outcome.model = captioner.name
-        self._write_status(phase="captioning", message="", model=captioner.name)
-        text = "captions: %d of %d" if self._logs_progress else None
-        progress = ProgressLog(text, len(items), phase="captioning")
-        began_at = time.perf_counter()
+        items, outcome, size = self._outcome.items, self._outcome, captioner.batch_size
         batches = [items[start : start + size] for start in range(0, len(items), size)]
-        with ThreadPoolExecutor(1) as pool:
+        with watched(self._show_phase), captioner as loaded, ThreadPoolExecutor(1) as pool:
+            outcome.model = loaded.name
+            self._write_status(phase="captioning", message="", model=loaded.name)
+            text = "captions: %d of %d" if self._logs_progress else None
+            progress = ProgressLog(text, len(items), phase="captioning")
+            began_at = time.perf_counter()
             coming = pool.submit(self._loaded, batches[0])
             for place, batch in enumerate(batches, start=1):
-                loaded = coming.result()
+                asked = coming.result()
                 if place < len(batches):
                     coming = pool.submit(self._loaded, batches[place])
-                self._caption(captioner, loaded)
+                refused = self._ask(loaded, asked)
+                again = [(item, replace(one, instruction=plainer(one.instruction))) for item, one in refused]
+                self._ask(loaded, again)
                 done = self._status.done + len(batch)
-                self.outcome.seconds = time.perf_counter() - began_at
-                preview = {name: made.text for name, made in self.outcome.made.items()}
+                outcome.seconds = time.perf_counter() - began_at
+                preview = {name: made.text for name, made in outcome.made.items()}
                 self._write_status(
                     done=done,
-                    seconds_per_item=self.outcome.seconds / done,
-                    failed=dict(self.outcome.failed),
-                    preview=preview if job.num_shown else {},
+                    seconds_per_item=outcome.seconds / done,
+                    failed=dict(outcome.failed),
+                    preview=preview if self._job.num_shown else {},
                 )
                 progress.reach(done)
 
@@ -217,16 +194,13 @@ class _Run:
             except (UserError, OSError) as error:
                 of_system = error.strerror if isinstance(error, OSError) else ""
                 reason = f"cannot be read: {of_system}" if of_system else str(error)
-                self.outcome.failed[item.file] = reason.removeprefix(f"{item.path}: ")
+                self._outcome.failed[item.file] = reason.removeprefix(f"{item.path}: ")
                 continue
-            asked.append((item, Question(images=images, instruction=self._job.instruction_of(item))))
+            instruction = instruction_for(
+                self._job.request, is_clip=is_video(item.file), num_inputs=len(item.inputs)
+            )
+            asked.append((item, Question(images=images, instruction=instruction)))
         return asked
-
-    def _caption(self, captioner: Captioner, asked: Sequence[_Asked]) -> None:
-        """Ask about a batch, and once more what the model refuses."""
-        refused = self._ask(captioner, asked)
-        again = [(item, replace(one, instruction=plainer(one.instruction))) for item, one in refused]
-        self._ask(captioner, again)
 
     def _ask(self, captioner: Captioner, asked: Sequence[_Asked]) -> list[_Asked]:
         """Ask, and write what is answered.
@@ -247,9 +221,9 @@ class _Run:
         for (item, question), answer in zip(asked, answers, strict=True):
             cleaned = self._cleaned(answer)
             if cleaned.problem:
-                self.outcome.failed[item.file] = cleaned.problem
+                self._outcome.failed[item.file] = cleaned.problem
                 continue
-            self.outcome.failed.pop(item.file, None)
+            self._outcome.failed.pop(item.file, None)
             row = CaptionRow(
                 file=item.file,
                 hash=caption_hash(cleaned.text),
@@ -271,17 +245,12 @@ class _Run:
         phrase = refusal_in(answer.text)
         if problem := answer.problem or (phrase and f"the model refused: {phrase}"):
             return Cleaned(problem=problem)
-        job, trigger = self._job, self._job.request.trigger
-        cleaned = clean(
-            answer.text,
-            format=job.request.format,
-            kept=job.kept_rules,
-            is_unfinished=answer.is_unfinished,
-        )
+        request, kept = self._job.request, self._job.kept_rules
+        cleaned = clean(answer.text, format=request.format, kept=kept, is_unfinished=answer.is_unfinished)
         if cleaned.problem:
             return cleaned
-        whole = with_exact_trigger(cleaned.text, trigger) if trigger else cleaned.text
-        caption, cut = fitted(whole, job.limit)
+        whole = with_exact_trigger(cleaned.text, request.trigger) if request.trigger else cleaned.text
+        caption, cut = fitted(whole, self._fits)
         if not caption:
             return Cleaned(problem="nothing of the answer fits what the text encoder reads")
         return replace(cleaned, text=caption, cut=cut)
@@ -289,21 +258,21 @@ class _Run:
     def _write(self, item: Item, made: Cleaned, row: CaptionRow) -> None:
         """Write a caption, unless somebody else has written one in the meantime."""
         if self._job.num_shown:
-            self.outcome.made[item.file] = made
+            self._outcome.made[item.file] = made
             return
         # First the row: after a kill between the two, the caption is still missing and asked for again.
         self._report.add(row)
         if not is_as_seen(self._job.folder, item):
-            self.outcome.appeared.append(item.file)
+            self._outcome.appeared.append(item.file)
             return
         try:
-            write_text(caption_path(self._job.folder, item), made.text + "\n")
+            write_text(self._job.folder / item.caption_file, made.text + "\n")
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise
-            self.outcome.failed[item.file] = f"its caption cannot be written: {error.strerror}"
+            self._outcome.failed[item.file] = f"its caption cannot be written: {error.strerror}"
             return
-        self.outcome.made[item.file] = made
+        self._outcome.made[item.file] = made
 
     def _write_status(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
@@ -315,7 +284,7 @@ class _Run:
 def _images_of(item: Item, num_frames: int) -> list[Image.Image]:
     """What a captioner sees: an image, after the inputs of an edit; or frames of a clip, evenly spread."""
     assert item.path is not None
-    paths = [*inputs_of(item), item.path]
+    paths = [*item.inputs, item.path]
     facts = check_video(item.path) if is_video(item.file) else None
     count = len(paths) if facts is None else min(num_frames, facts.num_frames)
     side = MAX_SIDE if count <= _FEW_IMAGES else MAX_SIDE_OF_MANY
@@ -325,5 +294,5 @@ def _images_of(item: Item, num_frames: int) -> list[Image.Image]:
         return image
 
     if facts is None:
-        return [scaled(load_image(path, background=_BACKGROUND)) for path in paths]
+        return [scaled(load_image(path, background="white")) for path in paths]
     return read_frames(item.path, facts.spread_times(count), each=scaled)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from diffsynth_lite.captioning.choice import CaptionJob, inputs_of, source_of
+from diffsynth_lite.captioning.choice import CaptionJob, Outcome
 from diffsynth_lite.captioning.cleaning import Cleaned
 from diffsynth_lite.captioning.contents import Item, read_contents
-from diffsynth_lite.captioning.report import CaptionReport, Outcome, is_by_model
+from diffsynth_lite.captioning.report import CaptionReport, is_by_model
 from diffsynth_lite.data.images import load_thumbnail
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import check_video, read_frames
@@ -69,7 +69,7 @@ def _sections(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> dict[
         "Written by a model before": [],
         "Yours": [],
     }
-    for item in read_contents(source_of(job)).items:
+    for item in read_contents(job.source).items:
         row, texts = rows.get(item.file), "\n".join(item.captions)
         made, remark = Cleaned(text=texts), item.problem
         if item.file in outcome.failed:
@@ -96,7 +96,7 @@ def _thumbnails(item: Item) -> list[str]:
     """Small JPEGs as data URLs: of a clip four frames, of an edit also its inputs; none of a damaged file."""
     if item.path is None:
         return []
-    paths = evenly_spread([*inputs_of(item), item.path], _MAX_THUMBNAILS)
+    paths = evenly_spread([*item.inputs, item.path], _MAX_THUMBNAILS)
     side = _THUMBNAIL_PX if len(paths) == 1 and not is_video(item.file) else _ONE_OF_SEVERAL_PX
     try:
         if not is_video(item.file):

@@ -6,14 +6,13 @@ Hidden folders are not data, so a run reads nothing of it.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from diffsynth_lite.captioning.cleaning import Cleaned
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import DISK_FULL, parse_json, read_bytes, write_json, write_json_over
 from diffsynth_lite.run_folder.process import Process
@@ -90,49 +89,6 @@ class CaptioningStatus:
         """Whether its process lives, as far as this machine knows."""
         process = Process.from_text(self.process)
         return self.state == "running" and process is not None and process.is_alive()
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """What a command did.
-
-    Attributes:
-        made: the captions, written or only shown, by item.
-        failed: items without a caption, by the reason.
-        model: what was asked; empty where nothing was.
-        kept: number of captions that stay.
-        appeared: items whose caption was written or changed by somebody while the model answered; it stays.
-        locked: those that were to be replaced, and are several or cannot be read.
-        seconds: that all answers took.
-    """
-
-    made: dict[str, Cleaned] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    model: str = ""
-    kept: int = 0
-    appeared: list[str] = field(default_factory=list)
-    locked: Sequence[str] = ()
-    seconds: float = 0.0
-
-    @property
-    def summary(self) -> str:
-        """All numbers in a line; of what went otherwise only those that are not 0."""
-        counts = {
-            "failed": len(self.failed),
-            "cut": sum(bool(made.cut) for made in self.made.values()),
-            "cleaned": sum(bool(made.removed) for made in self.made.values()),
-        }
-        parts = [f"{len(self.made)} written", f"{self.kept + len(self.appeared)} kept"]
-        parts += [f"{count} {what}" for what, count in counts.items() if count]
-        if self.seconds:
-            parts.append(f"in {self.seconds:,.1f} s ({self.items_per_minute:,.1f} items a minute)")
-        return ", ".join(parts)
-
-    @property
-    def items_per_minute(self) -> float:
-        """Of the items that were answered; 0 where there is none."""
-        num_answered = len(self.made) + len(self.appeared) + len(self.failed)
-        return 60 * num_answered / self.seconds if self.seconds else 0.0
 
 
 class CaptionReport:

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -21,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diffsynth_lite.captioning.captioner import Captioner
 from diffsynth_lite.captioning.cleaning import RULES
-from diffsynth_lite.captioning.instructions import CaptionRequest, Goal, ItemKind, instruction_for
+from diffsynth_lite.captioning.instructions import CaptionRequest, Goal, fill
 from diffsynth_lite.cli.arguments import command, positive_count
 from diffsynth_lite.cli.console import hide_progress_bars, print_lines
 from diffsynth_lite.config.files import did_you_mean
@@ -31,8 +30,7 @@ from diffsynth_lite.errors import RunInterrupted, UserError, join_names
 from diffsynth_lite.progress_log import Phase, watched
 
 if TYPE_CHECKING:
-    from diffsynth_lite.captioning.choice import CaptionJob
-    from diffsynth_lite.captioning.report import Outcome
+    from diffsynth_lite.captioning.choice import CaptionJob, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -47,126 +45,70 @@ _SAME_EVENT_S = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite caption``."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="images or clips")
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"hub id or folder of a model that writes about images, such as {EXAMPLE_MODEL}; with "
-        "--endpoint its name there",
-    )
-    parser.add_argument(
-        "--endpoint",
-        metavar="URL",
-        help="server of OpenAI's chat protocol, such as http://localhost:1234/v1 of LM Studio",
-    )
-    parser.add_argument(
-        "--key-variable",
-        metavar="NAME",
-        help=f"environment variable with the key of the server (default: {_DEFAULT_KEY}, if it is set)",
-    )
-    _add_wording(parser)
-    _add_choice(parser)
-    parser.add_argument(
-        "--frames", type=positive_count, default=8, metavar="N", help="of a clip (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--batch", type=positive_count, metavar="N", help="items at once (default: 8; a CPU 1, a server 4)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the weights (default: bfloat16; on a CPU float32)",
-    )
-    parser.add_argument("--quantize", choices=("none", "int8", "nf4"), help="of the weights (default: none)")
-    parser.add_argument("--device", metavar="NAME", help="such as cuda:1 or cpu (default: the first GPU)")
-    parser.add_argument("--json", action="store_true", help="print the result as json")
 
+    def flag(name: str, value: str | Sequence[str], help: str, **options: Any) -> None:
+        """A flag whose value has a name, such as FILE, or is one of some words."""
+        named: dict[str, Any] = {"metavar": value} if isinstance(value, str) else {"choices": value}
+        parser.add_argument(name, **named, **options, help=help)
 
-def _add_wording(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--goal",
-        choices=get_args(Goal),
-        help="what the captions are to teach: a likeness, a style, a motion, an edit (default: a plain "
-        "description; with --inputs an edit)",
+    several: dict[str, Any] = {"action": "append", "default": []}
+    by_model = f"hub id or folder of a model that writes about images, such as {EXAMPLE_MODEL}"
+    flag("--model", "MODEL", f"{by_model}; with --endpoint its name there")
+    flag(
+        "--endpoint", "URL", "server of OpenAI's chat protocol, such as http://localhost:1234/v1 of LM Studio"
     )
-    parser.add_argument(
-        "--inputs",
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        type=Path,
-        help="images that those in FOLDER are edits of, with the same names; repeatable",
-    )
-    parser.add_argument("--trigger", metavar="TEXT", help="words that each caption has, such as 'ohwx woman'")
-    parser.add_argument(
-        "--instruction", metavar="FILE", type=Path, help="text file with what to ask, in place of our own"
-    )
-    parser.add_argument("--language", metavar="NAME", help="of the captions (default: English)")
-    parser.add_argument("--length", choices=("short", "medium", "long"), help="(default: medium)")
-    parser.add_argument(
-        "--format",
-        choices=("prose", "tags", "json"),
-        default="prose",
-        help="json is that of Ideogram 4 (default: %(default)s)",
-    )
+    key = f"environment variable with the key of the server (default: {_DEFAULT_KEY}, if it is set)"
+    flag("--key-variable", "NAME", key)
+    taught = "what the captions are to teach: a likeness, a style, a motion, an edit (default: a plain "
+    flag("--goal", get_args(Goal), f"{taught}description; with --inputs an edit)")
+    inputs = "images that those in FOLDER are edits of, with the same names; repeatable"
+    flag("--inputs", "FOLDER", inputs, type=Path, **several)
+    flag("--trigger", "TEXT", "words that each caption has, such as 'ohwx woman'")
+    flag("--instruction", "FILE", "text file with what to ask, in place of our own", type=Path)
+    flag("--language", "NAME", "of the captions (default: English)")
+    flag("--length", ("short", "medium", "long"), "(default: medium)")
+    formats = ("prose", "tags", "json")
+    flag("--format", formats, "json is that of Ideogram 4 (default: %(default)s)", default="prose")
     limit = parser.add_mutually_exclusive_group()
-    limit.add_argument(
-        "--config", metavar="FILE", help="yaml of a run, whose text encoder limits the length of a caption"
-    )
+    of_config = "yaml of a run, whose text encoder limits the length of a caption"
+    limit.add_argument("--config", metavar="FILE", help=of_config)
     limit.add_argument("--family", metavar="NAME", help="model family whose text encoder does")
-    parser.add_argument(
-        "--keep",
-        action="append",
-        default=[],
-        metavar="RULE",
-        help=f"rule of cleaning that is not applied: {', '.join(RULES)}; repeatable",
-    )
-
-
-def _add_choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--replace",
-        choices=("model", "all"),
-        default="none",
-        help="also captions that are there: those that a model wrote and nobody changed since, or all",
-    )
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="FILE", help="only this item; repeatable"
-    )
-    parser.add_argument(
-        "--dry-run",
-        nargs="?",
-        type=positive_count,
-        const=_NUM_SHOWN,
-        default=0,
-        metavar="N",
-        help=f"print the captions of so many items ({_NUM_SHOWN}), and write none",
-    )
+    flag("--keep", "RULE", f"rule of cleaning that is not applied: {', '.join(RULES)}; repeatable", **several)
+    replaced = "also captions that are there: those that a model wrote and nobody changed since, or all"
+    flag("--replace", ("model", "all"), replaced, default="none")
+    flag("--only", "FILE", "only this item; repeatable", **several)
+    shown = f"print the captions of so many items ({_NUM_SHOWN}), and write none"
+    flag("--dry-run", "N", shown, nargs="?", type=positive_count, const=_NUM_SHOWN, default=0)
+    flag("--frames", "N", "of a clip (default: %(default)s)", type=positive_count, default=8)
+    flag("--batch", "N", "items at once (default: 8; a CPU 1, a server 4)", type=positive_count)
+    types = ("float32", "bfloat16", "float16")
+    flag("--dtype", types, "of the weights (default: bfloat16; on a CPU float32)")
+    flag("--quantize", ("none", "int8", "nf4"), "of the weights (default: none)")
+    flag("--device", "NAME", "such as cuda:1 or cpu (default: the first GPU)")
+    parser.add_argument("--json", action="store_true", help="print the result as json")
 
 
 def run(parsed: argparse.Namespace) -> None:
     """Write the captions, and print what comes next."""
-    instruction = _instruction(parsed.instruction)
-    _check(parsed, instruction)
+    _check(parsed)
+    job = _job(parsed)
     console: Console = parsed.console
     safe = f"the captions so far are written, and it goes on with {command(*parsed.words)}"
     with _interrupted_by_signals("it was a dry run, and nothing is written" if parsed.dry_run else safe):
-        job = _job(parsed, instruction)
         from diffsynth_lite.captioning.job import write_captions
 
         with _progress(console):
             outcome = write_captions(
                 job, partial(_captioner, parsed, os.environ), logs_progress=not console.is_terminal
             )
-    _print(parsed, job, outcome)
+    _print(parsed, outcome)
     if outcome.failed:
         counted = "1 item is" if len(outcome.failed) == 1 else f"{len(outcome.failed)} items are"
         raise UserError(f"{counted} without a caption; the same command asks again for what is missing")
 
 
-def _check(parsed: argparse.Namespace, instruction: str) -> None:
+def _check(parsed: argparse.Namespace) -> None:
     """Refuse flags that do not go together."""
-    from diffsynth_lite.captioning.endpoint import api_address
-
     if parsed.model is None and parsed.endpoint is None:
         raise UserError(
             f"--model, --endpoint: name a model, such as --model {EXAMPLE_MODEL}, or a server, such as "
@@ -175,13 +117,14 @@ def _check(parsed: argparse.Namespace, instruction: str) -> None:
     if parsed.endpoint is None:
         _refuse(parsed, ("key_variable",), "is for a server: give --endpoint, or leave it out")
     else:
+        from diffsynth_lite.captioning.endpoint import api_address
+
         _refuse(parsed, ("dtype", "quantize", "device"), "is for a model that is loaded here: leave it out")
         api_address(parsed.endpoint)
-    if parsed.instruction is not None:
-        unused = [name for name in ("goal", "language", "length") if f"{{{name}}}" not in instruction]
-        _refuse(parsed, unused, "is part of what --instruction replaces: leave it out, or use it in the file")
     if parsed.inputs and parsed.goal != "edit":
         _refuse(parsed, ("goal",), "is not for edits; leave it or --inputs out")
+    if parsed.inputs and parsed.format != "prose":
+        _refuse(parsed, ("format",), "what changes in an edit is written as prose")
     if parsed.goal == "edit" and not parsed.inputs:
         raise UserError("--goal edit: name the folder of the images before the edit, with --inputs FOLDER")
     if unknown := [name for name in parsed.keep if name not in RULES]:
@@ -201,35 +144,29 @@ def _refuse(parsed: argparse.Namespace, names: Sequence[str], reason: str) -> No
             raise UserError(f"--{name.replace('_', '-')} {value}: {reason}")
 
 
-def _job(parsed: argparse.Namespace, instruction: str) -> "CaptionJob":
-    """What the arguments ask for.
-
-    Raises:
-        UserError: the folder, or what is asked for in it, is not there.
-    """
-    from diffsynth_lite.captioning.choice import CaptionJob, choose, source_of
-    from diffsynth_lite.captioning.contents import read_contents
+def _job(parsed: argparse.Namespace) -> "CaptionJob":
+    """What the arguments ask for."""
+    from diffsynth_lite.captioning.choice import CaptionJob
     from diffsynth_lite.captioning.limit import limit_of_config, limit_of_family
-    from diffsynth_lite.captioning.report import CaptionReport
 
-    request = CaptionRequest(
-        goal="edit" if parsed.inputs else parsed.goal,
-        trigger=(parsed.trigger or "").strip(),
-        language=parsed.language or "English",
-        length=parsed.length or "medium",
-        format=parsed.format,
-        instruction=instruction,
-    )
-    kind: ItemKind = "edit" if parsed.inputs else "image"
-    try:
-        instruction_for(request, kind=kind, num_inputs=len(parsed.inputs))
-    except UserError as error:  # one of the user's may have names that are not known
-        named = f"--instruction {parsed.instruction}:"
-        raise UserError(str(error).replace("--instruction:", named)) from None
-    job = CaptionJob(
+    trigger = (parsed.trigger or "").strip()
+    goal: Goal | None = "edit" if parsed.inputs else parsed.goal
+    language = parsed.language or "English"
+    limit_of = limit_of_config if parsed.config else limit_of_family
+    limited_by = parsed.config or parsed.family
+    values = {"trigger": trigger, "language": language, "goal": goal or ""}
+    return CaptionJob(
         folder=parsed.folder.expanduser(),
-        request=request,
+        request=CaptionRequest(
+            goal=goal,
+            trigger=trigger,
+            language=language,
+            length=parsed.length or "medium",
+            format=parsed.format,
+            instruction=_instruction(parsed, values) if parsed.instruction else "",
+        ),
         inputs=[path.expanduser() for path in parsed.inputs],
+        limit=partial(limit_of, limited_by, trigger=trigger) if limited_by else None,
         replaced=parsed.replace,
         only=parsed.only,
         kept_rules=parsed.keep,
@@ -237,26 +174,20 @@ def _job(parsed: argparse.Namespace, instruction: str) -> "CaptionJob":
         num_shown=parsed.dry_run,
         arguments=tuple(word for word in parsed.words[1:] if word != "--json"),
     )
-    # Wrong flags are reported before a tokenizer is fetched and libraries are imported.
-    choose(job, read_contents(source_of(job), logs_skipped=True), CaptionReport(job.folder))
-    if parsed.config or parsed.family:
-        limit_of = limit_of_config if parsed.config else limit_of_family
-        return replace(job, limit=limit_of(parsed.config or parsed.family, trigger=request.trigger))
-    return job
 
 
-def _instruction(file: Path | None) -> str:
-    if file is None:
-        return ""
+def _instruction(parsed: argparse.Namespace, values: Mapping[str, str]) -> str:
+    """The text of the user's own file, with the values that it names."""
+    where = f"--instruction {parsed.instruction}"
     try:
-        text = file.expanduser().read_text(encoding="utf-8").strip()
+        text = parsed.instruction.expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--instruction {file}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{where}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"--instruction {file}: is not UTF-8 text; save it as UTF-8") from None
-    if not text:
-        raise UserError(f"--instruction {file}: is empty")
-    return text
+        raise UserError(f"{where}: is not UTF-8 text; save it as UTF-8") from None
+    unused = [name for name in ("goal", "language", "length") if f"{{{name}}}" not in text]
+    _refuse(parsed, unused, "is part of what --instruction replaces: leave it out, or use it in the file")
+    return fill(text, values, where=where)
 
 
 def _captioner(parsed: argparse.Namespace, environment: Mapping[str, str]) -> Captioner:
@@ -303,9 +234,9 @@ def _interrupted_by_signals(ending: str) -> Iterator[None]:
 
     numbers = [getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)]
     # nohup has SIGHUP ignored
-    before = {each: old for each in numbers if (old := signal.getsignal(each)) is not signal.SIG_IGN}
-    for each in before:
-        signal.signal(each, stop)
+    before = {
+        each: signal.signal(each, stop) for each in numbers if signal.getsignal(each) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:
@@ -337,16 +268,29 @@ def _progress(console: Console) -> Iterator[None]:
             yield
 
 
-def _print(parsed: argparse.Namespace, job: "CaptionJob", outcome: "Outcome") -> None:
+def _print(parsed: argparse.Namespace, outcome: "Outcome") -> None:
     from diffsynth_lite.captioning.report import CaptionReport
 
-    page = CaptionReport(job.folder).page_file
+    page, is_dry_run = CaptionReport(parsed.folder.expanduser()).page_file, parsed.dry_run
+    captions = {name: made.text for name, made in outcome.made.items()}
     if parsed.json:
-        print_lines(json.dumps(_result(job, outcome, page), ensure_ascii=False))
+        result = {
+            "model": outcome.model,
+            "written": {} if is_dry_run else captions,
+            "preview": captions if is_dry_run else {},
+            "kept": outcome.kept,
+            "appeared": outcome.appeared,
+            "locked": outcome.locked,
+            "failed": outcome.failed,
+            "cut": {name: made.cut for name, made in outcome.made.items() if made.cut},
+            "cleaned": {name: made.removed for name, made in outcome.made.items() if made.removed},
+            "seconds": round(outcome.seconds, 3),
+            "items_per_minute": round(outcome.items_per_minute, 3),
+            "page": None if is_dry_run else str(page),
+        }
+        print_lines(json.dumps(result, ensure_ascii=False))
         return
-    lines = []
-    if job.num_shown:
-        lines += [f"{name}:\n  {made.text}" for name, made in outcome.made.items()]
+    lines = [f"{name}:\n  {text}" for name, text in captions.items()] if is_dry_run else []
     if outcome.locked:
         lines.append(f"Not replaced, as they are several or cannot be read: {join_names(outcome.locked)}")
     if outcome.appeared:
@@ -354,7 +298,7 @@ def _print(parsed: argparse.Namespace, job: "CaptionJob", outcome: "Outcome") ->
     lines += [f"> {name}: {reason}" for name, reason in list(outcome.failed.items())[:_MAX_NAMED]]
     if len(outcome.failed) > _MAX_NAMED:
         lines.append(f"> and {len(outcome.failed) - _MAX_NAMED} more, on the page")
-    if job.num_shown:
+    if is_dry_run:
         lines.append(outcome.summary.replace(" written", " shown and not written"))
     else:
         lines += [outcome.summary, f"Page with all captions: {page}", f"Next: {_next(parsed)}"]
@@ -368,21 +312,3 @@ def _next(parsed: argparse.Namespace) -> str:
     inputs = [word for path in parsed.inputs for word in ("--inputs", str(path))]
     family = ["--family", parsed.family] if parsed.family else []
     return command("init", str(parsed.folder), *inputs, *family)
-
-
-def _result(job: "CaptionJob", outcome: "Outcome", page: Path) -> dict[str, Any]:
-    captions = {name: made.text for name, made in outcome.made.items()}
-    return {
-        "model": outcome.model,
-        "written": {} if job.num_shown else captions,
-        "preview": captions if job.num_shown else {},
-        "kept": outcome.kept,
-        "appeared": outcome.appeared,
-        "locked": list(outcome.locked),
-        "failed": outcome.failed,
-        "cut": {name: made.cut for name, made in outcome.made.items() if made.cut},
-        "cleaned": {name: made.removed for name, made in outcome.made.items() if made.removed},
-        "seconds": round(outcome.seconds, 3),
-        "items_per_minute": round(outcome.items_per_minute, 3),
-        "page": None if job.num_shown else str(page),
-    }

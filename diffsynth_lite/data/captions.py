@@ -85,6 +85,25 @@ def read_text(path: Path) -> str:
     return text
 
 
+def read_caption(folder: Folder, name: str) -> str:
+    """The text of a caption file without white space around it; empty where it does not exist.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if name not in folder.files:
+        return ""
+    path = folder.use(name)
+    try:
+        return read_text(path).strip()
+    except FileNotFoundError:
+        return ""
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from error
+
+
 def _too_long(size: int) -> UserError:
     return UserError(f"too long for a caption: {size:,} bytes, and {MAX_CAPTION_BYTES:,} are the most")
 
@@ -279,16 +298,10 @@ class CaptionFiles:
         for (number, name), (next_number, next_name) in pairwise(texts):
             if number == next_number:
                 raise UserError(f"{name} and {next_name}; keep one")
-        return tuple(self._read(name) for _, name in texts)
-
-    def _read(self, name: str) -> str:
-        path = self._folder.use(name)
-        try:
-            return clean_caption(read_text(path))
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
-        except OSError as error:
-            raise UserError(f"{name}: cannot be read: {error.strerror}") from error
+        captions = {name: read_caption(self._folder, name) for _, name in texts}
+        if empty := [name for name, caption in captions.items() if not caption]:
+            raise UserError(f"{empty[0]}: empty")
+        return tuple(captions.values())
 
     def warn(self) -> None:
         """Name the text files that belong to nothing, or to several items."""

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diffsynth_lite.captioning.captioner import Answer, Question
-from diffsynth_lite.captioning.choice import CaptionJob
+from diffsynth_lite.captioning.choice import CaptionJob, Outcome
 from diffsynth_lite.captioning.instructions import CaptionRequest
 from diffsynth_lite.captioning.job import write_captions
-from diffsynth_lite.captioning.report import Outcome
 
 COLOURS = {"a.png": "red", "b.png": "lime", "c.png": "blue", "d.png": "yellow", "e.png": "magenta"}
 REFUSAL = "I'm sorry, but I cannot describe this image."

@@ -328,10 +328,14 @@ def test_json_is_written_without_white_space(answer):
         ("[" * 20_000 + "{}", "JSON"),
         ('{"a":' * 20_000 + "1" + "}" * 20_000, "not JSON"),
         ('{"a": ' + "1" * 9_000 + "}", "not JSON"),
+        ("3", "the JSON is not one of Ideogram 4: all of it: "),
         ('{"high_level_description": 3}', "high_level_description"),
-        (COMPACT.replace('"background"', '"back"'), "background"),
+        (
+            COMPACT.replace('"background"', '"back"'),
+            "compositional_deconstruction.background: Field required",
+        ),
         (COMPACT.replace('"elements"', '"parts"'), "elements"),
-        (COMPACT.replace('"text":"CAFÉ",', ""), "an element"),
+        (COMPACT.replace('"text":"CAFÉ",', ""), "elements.1.text.text: Field required"),
     ],
 )
 def test_json_that_is_no_caption_has_a_reason(answer, reason):

@@ -14,11 +14,10 @@ from processes import FORKED, LIMIT_S
 
 from diffsynth_lite.captioning import job as job_module
 from diffsynth_lite.captioning.captioner import Answer, Question
-from diffsynth_lite.captioning.choice import choose, source_of
+from diffsynth_lite.captioning.choice import choose
 from diffsynth_lite.captioning.contents import read_contents
 from diffsynth_lite.captioning.instructions import CaptionRequest, plainer
 from diffsynth_lite.captioning.job import MAX_SIDE, MAX_SIDE_OF_MANY, write_captions
-from diffsynth_lite.captioning.limit import TokenLimit
 from diffsynth_lite.captioning.report import CaptionReport, is_by_model
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
@@ -57,7 +56,7 @@ def test_each_item_without_a_caption_gets_one_and_the_others_stay(folder: Path) 
     assert (status.state, status.phase, status.done, status.total) == ("finished", "captioning", 3, 3)
     assert (status.model, status.arguments, status.message) == ("colours", ("pictures",), outcome.summary)
     assert status.seconds_per_item > 0
-    assert outcome.summary.startswith("3 written, 2 kept, in 0.0 s (")
+    assert outcome.summary.startswith("3 written, 2 kept, in ")
 
 
 def test_nothing_is_opened_where_every_item_has_a_caption(folder: Path) -> None:
@@ -170,16 +169,19 @@ def test_a_refusal_is_asked_once_more_and_never_written(folder: Path) -> None:
 
 
 def test_the_trigger_is_put_in_front_and_what_is_not_read_is_cut(folder: Path) -> None:
-    limit = TokenLimit(num_tokens=8, count=lambda texts: [len(text.split()) for text in texts])
+    def eight_words(text: str) -> bool:
+        return len(text.split()) <= 8
+
     answers = {"red": "The OHWX cat sits. It has a long tail which nobody reads.", "lime": "A cat."}
     request = CaptionRequest(trigger="ohwx cat")
-    outcome = write(folder, Colours(answers), request=request, limit=limit, only=["a.png", "b.png"])
+    outcome = write(
+        folder, Colours(answers), request=request, limit=lambda: eight_words, only=["a.png", "b.png"]
+    )
     assert captions_in(folder) == {"a.txt": "The ohwx cat sits.\n", "b.txt": "ohwx cat, a cat.\n"}
     row = CaptionReport(folder).rows()["a.png"]
     assert (row.cut.strip(), outcome.made["a.png"].cut) == ("It has a long tail which nobody reads.", row.cut)
     assert "2 written, 0 kept, 1 cut, in " in outcome.summary
-    none = TokenLimit(num_tokens=0, count=limit.count)
-    outcome = write(folder, request=request, limit=none, only=["c.png"])
+    outcome = write(folder, request=request, limit=lambda: lambda _: False, only=["c.png"])
     assert outcome.failed == {"c.png": "nothing of the answer fits what the text encoder reads"}
 
 
@@ -250,7 +252,7 @@ def test_items_are_asked_for_by_their_names_or_paths(folder: Path, monkeypatch: 
 
     def chosen(*only: str) -> list[str]:
         job = job_in(folder, only=only)
-        return [item.file for item in choose(job, read_contents(source_of(job)), report).items]
+        return [item.file for item in choose(job, read_contents(job.source), report).items]
 
     assert chosen("b.png", str(folder / "a.png"), "pictures/c.png") == ["a.png", "b.png", "c.png"]
     (folder / "sub dir").mkdir()

@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffsynth_lite.captioning.limit import TokenLimit, fitted, limit_of_config, limit_of_family
+from diffsynth_lite.captioning.limit import Fits, fitted, limit_of_config, limit_of_family
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import PipelineFolder, qwen_image
 from diffsynth_lite.pipelines.base import diffusers_family
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
 
-def words(limit: int) -> TokenLimit:
+def words(limit: int) -> Fits:
     """As many words, each a token, and one at the end."""
-    return TokenLimit(num_tokens=limit, count=lambda texts: [len(text.split()) + 1 for text in texts])
+    return lambda text: len(text.split()) < limit
 
 
-def characters(limit: int) -> TokenLimit:
-    return TokenLimit(num_tokens=limit, count=lambda texts: [len(text) for text in texts])
+def characters(limit: int) -> Fits:
+    return lambda text: len(text) <= limit
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_scripts_without_spaces_are_cut_too(caption, kept):
 def test_what_is_kept_fits_and_is_the_beginning(caption, limit):
     kept, cut = fitted(caption, words(limit))
     assert caption.startswith(kept)
-    assert words(limit).count([kept])[0] <= limit or not kept
+    assert words(limit)(kept) or not kept
     assert cut in caption
     assert set(caption[len(kept) :].removesuffix(cut)) <= set(" ,;、\uff0c") or cut
 
@@ -96,37 +96,29 @@ def config(model: Path, tmp_path: Path) -> Path:
     return file
 
 
-def test_the_limit_of_a_config_is_that_of_its_family(config, model):
-    limit = limit_of_config(config)
-    family = QwenImage(PipelineFolder(path=model))
-    assert limit.num_tokens == family.max_prompt_tokens
-    texts = ["", "a cat", "word " * 700]
-    assert limit.count(texts) == family.prompt_lengths(texts)
-    kept, cut = fitted("word " * 9_000, limit)
-    assert limit.count([kept])[0] <= limit.num_tokens < limit.count([f"{kept} word"])[0]
-    assert f"{kept} {cut}" == ("word " * 9_000).strip()
-
-
-def test_the_trigger_counts_where_the_caption_does_not_have_it(config):
-    plain, with_it = limit_of_config(config), limit_of_config(config, trigger="ohwx woman")
-    assert with_it.count(["a cat"]) == plain.count(["ohwx woman, a cat"])
-    assert with_it.count(["ohwx woman, a cat"]) == plain.count(["ohwx woman, a cat"])
-
-
-def test_the_tokenizer_is_loaded_once(config, monkeypatch):
+def test_the_limit_of_a_config_is_that_of_its_family_with_the_trigger_whose_tokenizer_is_loaded_once(
+    config, model, monkeypatch
+):
     loaded = []
     load = diffusers_family.load_tokenizer
     monkeypatch.setattr(
         diffusers_family, "load_tokenizer", lambda *given: loaded.append(given) or load(*given)
     )
-    limit = limit_of_config(config)
-    fitted("word " * 3_000, limit)
+    kept, cut = fitted("word " * 3_000, limit_of_config(config))
     assert len(loaded) == 1
+    assert f"{kept} {cut}" == ("word " * 3_000).strip()
+    family = QwenImage(PipelineFolder(path=model))
+    fitting, longer = family.prompt_lengths([kept, f"{kept} word"])
+    assert fitting <= family.max_prompt_tokens < longer
+    with_trigger = limit_of_config(config, trigger="ohwx woman")
+    assert not with_trigger(kept)
+    assert with_trigger(fitted("ohwx woman, " + "word " * 3_000, limit_of_config(config))[0])
 
 
-def test_the_limit_of_a_family_is_that_of_a_release_of_it(model, monkeypatch):
+def test_the_limit_of_a_family_is_that_of_a_release_of_it(config, model, monkeypatch):
+    kept, cut = fitted("word " * 3_000, limit_of_config(config))
     monkeypatch.chdir(model.parent.parent)
-    assert limit_of_family("qwen_image").num_tokens == QwenImage(PipelineFolder(path=model)).max_prompt_tokens
+    assert fitted("word " * 3_000, limit_of_family("qwen_image")) == (kept, cut)
 
 
 @pytest.mark.parametrize("name", ["sdxl", "wan"])

@@ -114,6 +114,7 @@ def test_a_dry_run_prints_captions_and_writes_none(
         ("--endpoint h:1234", "--endpoint h:1234: lacks http:// or https://"),
         ("--model m --goal edit", "--goal edit: name the folder of the images before the edit, "),
         ("--model m --goal style --inputs x", "--goal style: is not for edits; leave it or "),
+        ("--model m --inputs x --format tags", "--format tags: what changes in an edit is written as prose"),
         ("--model m --inputs nowhere", "nowhere: no such folder"),
         ("--model m --inputs itself", "--inputs itself: is the folder itself; name that of the images bef"),
         ("--model m --instruction none.txt", "--instruction none.txt: cannot be read: No such file"),

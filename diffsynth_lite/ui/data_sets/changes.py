@@ -17,9 +17,9 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from diffsynth_lite.captioning.contents import Item, read_caption, table_of
+from diffsynth_lite.captioning.contents import Item, table_of
 from diffsynth_lite.captioning.report import CaptionReport, CaptionRow, caption_hash, is_by_model
-from diffsynth_lite.data.captions import CaptionFiles, clean_caption
+from diffsynth_lite.data.captions import CaptionFiles, clean_caption, read_caption
 from diffsynth_lite.data.folder import Folder, list_folder
 from diffsynth_lite.data.records import is_image, is_video, stem
 from diffsynth_lite.errors import UserError
