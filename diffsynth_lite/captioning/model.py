@@ -19,7 +19,7 @@ from diffsynth_lite.captioning.processors import ImageProcessor
 from diffsynth_lite.captioning.tagger import Tagger, is_tagger
 from diffsynth_lite.core.transfer.host_pool import available_host_bytes
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.core.weights import SLOTS_TO_GENERATE
+from diffsynth_lite.core.weights.stream import SLOTS_TO_GENERATE
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.folder.hub import NO_FOLDER, HubCommit

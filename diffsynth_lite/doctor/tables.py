@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from diffsynth_lite.captioning.instructions import Goal
-from diffsynth_lite.core.noise import LevelShares, mixed_shares
+from diffsynth_lite.core.noise.densities import LevelShares, mixed_shares
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.data import Bucket, Record, VideoFacts, micro_batch_sizes
 from diffsynth_lite.data.records import is_video

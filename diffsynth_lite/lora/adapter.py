@@ -15,7 +15,7 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from diffsynth_lite.core.weights import weight_norm
+from diffsynth_lite.core.weights.frozen_linear import weight_norm
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.kinds import LORA, AdapterKind, TrainedTensor
 from diffsynth_lite.lora.layers import LokrLinear, dora_update_norm, scales_for_comfyui

@@ -15,7 +15,7 @@ from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
 from diffsynth_lite.core.autocast import autocast_dtype, shared_cast
-from diffsynth_lite.core.weights import FrozenLinear, row_norms, weight_rows
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, row_norms, weight_rows
 from diffsynth_lite.errors import UserError
 
 MAGNITUDE = ".lora_magnitude_vector"

@@ -19,7 +19,7 @@ from PIL.Image import Image
 from transformers import Qwen2VLImageProcessorPil as ImageProcessor
 
 from diffsynth_lite.core.gradient import gradient_flags
-from diffsynth_lite.core.noise import resolution_mu
+from diffsynth_lite.core.noise.densities import resolution_mu
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import qwen_image

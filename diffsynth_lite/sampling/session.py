@@ -17,7 +17,7 @@ from diffusers.training_utils import free_memory
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.randomness import random_state_scope
-from diffsynth_lite.core.weights import QuantizationReport
+from diffsynth_lite.core.weights.frozen_linear import QuantizationReport
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.lora import (
     add_finished_lora,

@@ -11,10 +11,13 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
-from diffsynth_lite.core.noise import LossBreakdown, SampleLosses
+from diffsynth_lite.core.noise.losses import LossBreakdown, SampleLosses
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
-from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream, local_bytes
+from diffsynth_lite.core.weights.frozen_linear import QuantizationReport
+from diffsynth_lite.core.weights.packing import HostBlocks
+from diffsynth_lite.core.weights.sharding import local_bytes
+from diffsynth_lite.core.weights.stream import WeightStream
 from diffsynth_lite.data import Batch, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import UpdateSizes, add_adapter, add_training_adapter, load_adapter_tensors

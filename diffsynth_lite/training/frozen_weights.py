@@ -12,22 +12,11 @@ from diffsynth_lite.core.transfer.backends import backend_for, smallest_worth_mo
 from diffsynth_lite.core.transfer.host_pool import available_host_bytes, num_local_processes
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.core.weights import (
-    SLOTS_TO_GENERATE,
-    HostBlocks,
-    Int8,
-    MissingKernelsError,
-    Quantization,
-    WeightFormat,
-    WeightStream,
-    frozen_weights,
-    is_sharded,
-    local_bytes,
-    packed_bytes,
-    require_saving,
-    spread_evenly,
-    weight_format,
-)
+from diffsynth_lite.core.weights.formats import Int8, MissingKernelsError, WeightFormat, weight_format
+from diffsynth_lite.core.weights.frozen_linear import Quantization
+from diffsynth_lite.core.weights.packing import HostBlocks, frozen_weights, packed_bytes
+from diffsynth_lite.core.weights.sharding import is_sharded, local_bytes
+from diffsynth_lite.core.weights.stream import SLOTS_TO_GENERATE, WeightStream, require_saving, spread_evenly
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import layers_ending_in
 from diffsynth_lite.pipelines import ModelFamily

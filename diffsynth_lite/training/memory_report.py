@@ -10,9 +10,10 @@ from contextlib import contextmanager
 import torch
 
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine, IneffectiveSwitchError
-from diffsynth_lite.core.planning import CountingMeter
+from diffsynth_lite.core.planning.meters import CountingMeter
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.core.weights import QuantizationReport, ShardReport
+from diffsynth_lite.core.weights.frozen_linear import QuantizationReport
+from diffsynth_lite.core.weights.sharding import ShardReport
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.metrics import MetricsLog
 from diffsynth_lite.training.builder import TrainingObjects

@@ -11,18 +11,15 @@ from accelerate import Accelerator
 from torch.nn.functional import huber_loss
 
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
-from diffsynth_lite.core.noise import (
+from diffsynth_lite.core.noise.densities import (
     LevelShares,
-    LossBreakdown,
-    LossByTenth,
-    LossWeighting,
-    SampleLosses,
     TimestepDensity,
     draw_of_level,
     level_shares,
-    loss_weight,
     sigma_from_uniform,
 )
+from diffsynth_lite.core.noise.losses import LossBreakdown, LossByTenth, SampleLosses
+from diffsynth_lite.core.noise.paths import LossWeighting, loss_weight
 from diffsynth_lite.data import AudioBatch, Batch
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import without_adapter
@@ -40,7 +37,7 @@ class NoiseLevels:
     """The distribution of noise levels that the model is trained on.
 
     Attributes:
-        density: see :func:`diffsynth_lite.core.noise.sigma_from_uniform`, as for the next three.
+        density: see :func:`diffsynth_lite.core.noise.densities.sigma_from_uniform`, as for the next three.
         shift: of the shape of one sample's latents, or of those of its audio; see there.
         sigma_min: lower end of the range trained on, in [0, 1).
         sigma_max: upper end, in (0, 1].
@@ -196,7 +193,7 @@ class DenoisingObjective:
     """The error of a model family's estimate, on the family's own path from data to noise.
 
     Attributes:
-        weighting: loss weight by noise level; see :func:`diffsynth_lite.core.noise.loss_weight`.
+        weighting: loss weight by noise level; see :func:`diffsynth_lite.core.noise.paths.loss_weight`.
         min_snr_gamma: of the weighting ``min_snr``.
         huber_delta: the error beyond which the loss is linear; None where it is the squared error throughout.
         device: of the transformer.

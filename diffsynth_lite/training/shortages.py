@@ -11,7 +11,7 @@ import torch
 
 from diffsynth_lite.core.gradient import HostBytesError
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.core.weights import local_bytes
+from diffsynth_lite.core.weights.sharding import local_bytes
 from diffsynth_lite.data import is_lost_worker
 from diffsynth_lite.errors import RunStoppedError, UserError, lacks_files
 from diffsynth_lite.files import DISK_FULL

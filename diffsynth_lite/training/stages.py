@@ -12,7 +12,8 @@ from diffusers.training_utils import free_memory
 
 from diffsynth_lite.config import load_yaml
 from diffsynth_lite.core.gradient import BlockCompiler
-from diffsynth_lite.core.weights import WeightStream, local_bytes
+from diffsynth_lite.core.weights.sharding import local_bytes
+from diffsynth_lite.core.weights.stream import WeightStream
 from diffsynth_lite.files import write_json
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile, read_items, start_trackers

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from diffsynth_lite.core.gradient import gradient_engine
-from diffsynth_lite.core.noise import mean_losses
+from diffsynth_lite.core.noise.losses import mean_losses
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.data import Batch
 from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog

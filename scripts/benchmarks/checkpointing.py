@@ -50,7 +50,7 @@ from diffsynth_lite.core.gradient import (
     blocks_of,
     intercept_blocks,
 )
-from diffsynth_lite.core.planning import LiveBytes
+from diffsynth_lite.core.planning.meters import LiveBytes
 from diffsynth_lite.pipelines.ltx_video import LTXVideo
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -29,13 +29,8 @@ from diffsynth_lite.core.gradient import (
     block_runner,
     gradient_engine,
 )
-from diffsynth_lite.core.planning import (
-    ON_ALL_DEVICES,
-    CountingMeter,
-    FusedKernels,
-    HostBackend,
-    backward_in_scope,
-)
+from diffsynth_lite.core.planning.kernels import ON_ALL_DEVICES, FusedKernels, backward_in_scope
+from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32
 
 STRATEGIES = {

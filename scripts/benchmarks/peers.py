@@ -391,7 +391,7 @@ def peak_bytes() -> int:
 
 def peak_tensor_bytes(loss: Callable[[], Tensor]) -> int:
     """Most bytes of the tensors that a forward and a backward pass make, gradients included."""
-    from diffsynth_lite.core.planning import CountingMeter
+    from diffsynth_lite.core.planning.meters import CountingMeter
 
     with CountingMeter() as meter:
         meter.start()

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from diffusers import QwenImageTransformer2DModel
 from tiny_run import checkpoint_tensors, make_run
 
-from diffsynth_lite.core.planning import CountingMeter
+from diffsynth_lite.core.planning.meters import CountingMeter
 from diffsynth_lite.core.transfer.backends import PlainBackend
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny

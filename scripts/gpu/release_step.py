@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
-from diffsynth_lite.core.weights import StoredTensors, WeightStream, load_frozen, loading
+from diffsynth_lite.core.weights import loading
+from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
+from diffsynth_lite.core.weights.stream import WeightStream
 from diffsynth_lite.lora import add_adapter
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily

@@ -16,7 +16,7 @@ from PIL import Image
 from diffsynth_lite.captioning.captioner import Question
 from diffsynth_lite.captioning.model import CaptionModel, open_captioner
 from diffsynth_lite.captioning.tagger import Tagger
-from diffsynth_lite.core.weights import FrozenLinear
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, write_json
 from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, transformer_layers

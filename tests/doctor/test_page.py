@@ -10,7 +10,7 @@ import pytest
 from browser import DESKTOP_PX, PHONE_PX, Browser
 from PIL import Image
 
-from diffsynth_lite.core.noise import LevelShares
+from diffsynth_lite.core.noise.densities import LevelShares
 from diffsynth_lite.doctor.findings import (
     BucketFindings,
     CaptionFindings,

@@ -9,14 +9,10 @@ from diffusers.loaders import PeftAdapterMixin
 from peft import LoKrConfig, LoraConfig
 from torch import Tensor, nn
 
-from diffsynth_lite.core.weights import (
-    FrozenLinear,
-    Int8,
-    Quantization,
-    WeightStream,
-    frozen_linear,
-    weight_format,
-)
+from diffsynth_lite.core.weights import frozen_linear
+from diffsynth_lite.core.weights.formats import Int8, weight_format
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization
+from diffsynth_lite.core.weights.stream import WeightStream
 from diffsynth_lite.lora import (
     LoraSize,
     UpdateSize,

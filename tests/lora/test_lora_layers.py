@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from diffsynth_lite.core.autocast import shared_cast
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
-from diffsynth_lite.core.planning import CountingMeter
-from diffsynth_lite.core.weights import Int8, Quantization
+from diffsynth_lite.core.planning.meters import CountingMeter
+from diffsynth_lite.core.weights.formats import Int8
+from diffsynth_lite.core.weights.frozen_linear import Quantization
 from diffsynth_lite.lora import (
     UpdateSizes,
     adapter_digest,

@@ -22,7 +22,7 @@ from diffusers_pipelines import called_as_others
 from PIL import Image
 
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
-from diffsynth_lite.core.noise import DiffusionPath
+from diffsynth_lite.core.noise.paths import DiffusionPath
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
 from diffsynth_lite.lora.kinds import LORA, AdapterKind
 from diffsynth_lite.lora.updates import LoraPair, pairs_of

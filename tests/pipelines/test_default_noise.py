@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.core.noise import (
-    LossWeighting,
+from diffsynth_lite.core.noise.densities import (
     TimestepDensity,
     level_shares,
-    loss_weight,
     resolution_mu,
     shift_sigma,
     sigma_from_uniform,
 )
+from diffsynth_lite.core.noise.paths import LossWeighting, loss_weight
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import family_names, load_family, releases_of
 from diffsynth_lite.pipelines.base.release_folder import write_release

@@ -35,7 +35,7 @@ from release_layouts import other_guidance, without_audio
 
 from diffsynth_lite.config.model import ModelSettings
 from diffsynth_lite.core.gradient import blocks_of
-from diffsynth_lite.core.weights import WeightStream
+from diffsynth_lite.core.weights.stream import WeightStream
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, PreviewRequest

@@ -29,7 +29,8 @@ from processes import group_of_one
 from torch.utils._pytree import tree_leaves
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_of, gradient_checkpoint_forward, gradient_engine
-from diffsynth_lite.core.weights import BaseShards, WeightStream
+from diffsynth_lite.core.weights.sharding import BaseShards
+from diffsynth_lite.core.weights.stream import WeightStream
 from diffsynth_lite.pipelines import family_names
 from diffsynth_lite.pipelines.anima import without_torchvision
 

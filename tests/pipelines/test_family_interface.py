@@ -24,7 +24,7 @@ from family_sample import (
 )
 from safetensors.torch import load_file, save_file
 
-from diffsynth_lite.core.noise import DiffusionPath
+from diffsynth_lite.core.noise.paths import DiffusionPath
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.media import Media

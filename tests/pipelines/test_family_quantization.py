@@ -24,7 +24,8 @@ from lazy_backend import LazyBackend
 from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import blocks_in
-from diffsynth_lite.core.weights import FrozenLinear, Quantization, WeightFormat, weight_format
+from diffsynth_lite.core.weights.formats import WeightFormat, weight_format
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization
 from diffsynth_lite.core.weights.packing import PackedBlock
 from diffsynth_lite.pipelines import Conditioning
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers

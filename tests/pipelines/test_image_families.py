@@ -39,7 +39,7 @@ from family_sample import (
 from transformers import DynamicCache, Qwen3ForCausalLM
 
 from diffsynth_lite.core.gradient import blocks_of
-from diffsynth_lite.core.noise import shift_sigma
+from diffsynth_lite.core.noise.densities import shift_sigma
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.media import Media, Prompt

@@ -14,7 +14,8 @@ from lazy_backend import LazyBackend
 from release_layouts import two_experts
 from torch import Tensor, nn
 
-from diffsynth_lite.core.weights import FrozenLinear, Int8, Quantization, QuantizationReport
+from diffsynth_lite.core.weights.formats import Int8
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization, QuantizationReport
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import write_json
 from diffsynth_lite.media import Prompt

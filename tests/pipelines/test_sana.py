@@ -11,7 +11,7 @@ from family_sample import CPU, PROMPTS, encode_texts
 from release_layouts import changed
 
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
-from diffsynth_lite.core.noise import shift_sigma
+from diffsynth_lite.core.noise.densities import shift_sigma
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest

@@ -26,7 +26,8 @@ from sdxl_checkpoint import UNET, sdxl_checkpoint, unet_layout
 from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import blocks_of, intercept_blocks
-from diffsynth_lite.core.weights import FrozenLinear, Int8, Quantization
+from diffsynth_lite.core.weights.formats import Int8
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Crop, Prompt
 from diffsynth_lite.pipelines import PipelineFolder, sdxl

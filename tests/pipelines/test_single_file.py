@@ -21,7 +21,9 @@ from original_layouts import convert_width_of, original_layout
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from diffsynth_lite.core.weights import Int8, Quantization, StoredTensors
+from diffsynth_lite.core.weights.formats import Int8
+from diffsynth_lite.core.weights.frozen_linear import Quantization
+from diffsynth_lite.core.weights.loading import StoredTensors
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, flux2
 from diffsynth_lite.pipelines.base.folder import ComponentFile

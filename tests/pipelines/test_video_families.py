@@ -35,7 +35,7 @@ from family_sample import (
 from release_layouts import ti2v
 from transformers import PreTrainedTokenizerFast
 
-from diffsynth_lite.core.noise import DiffusionPath
+from diffsynth_lite.core.noise.paths import DiffusionPath
 from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media

@@ -29,14 +29,10 @@ from processes import group_of_one
 from release_layouts import BOUNDARY, two_experts, wan_of_images
 
 from diffsynth_lite.core.gradient import gradient_engine
-from diffsynth_lite.core.weights import (
-    BaseShards,
-    Quantization,
-    QuantizationReport,
-    WeightStream,
-    is_sharded,
-    weight_format,
-)
+from diffsynth_lite.core.weights.formats import weight_format
+from diffsynth_lite.core.weights.frozen_linear import Quantization, QuantizationReport
+from diffsynth_lite.core.weights.sharding import BaseShards, is_sharded
+from diffsynth_lite.core.weights.stream import WeightStream
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.lora.spelling import DIFFUSERS

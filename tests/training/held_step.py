@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from diffsynth_lite.core.gradient import GradientEngine, blocks_in, gradient_engine
-from diffsynth_lite.core.planning import CountingMeter, HostBackend, StepCost, count_step
+from diffsynth_lite.core.planning.counts import StepCost, count_step
+from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.training.planning.step import StepSettings
 

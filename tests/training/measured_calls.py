@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diffsynth_lite.core.planning import CountingMeter
+from diffsynth_lite.core.planning.meters import CountingMeter
 
 
 @dataclass

@@ -10,7 +10,7 @@ from PIL import Image
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import BlockCompiler
-from diffsynth_lite.core.weights import WeightStream
+from diffsynth_lite.core.weights.stream import WeightStream
 from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import TrainingObjects, build_run, build_transformer

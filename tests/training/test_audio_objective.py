@@ -8,7 +8,8 @@ import torch
 from diffusers.loaders import PeftAdapterMixin
 from test_objective import noise_levels
 
-from diffsynth_lite.core.noise import FlowMatchingPath, LossBreakdown, MeanLosses, mean_losses
+from diffsynth_lite.core.noise.losses import LossBreakdown, MeanLosses, mean_losses
+from diffsynth_lite.core.noise.paths import FlowMatchingPath
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import AudioBatch, Batch, Bucket
 from diffsynth_lite.lora import add_adapter

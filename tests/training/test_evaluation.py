@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
-from diffsynth_lite.core.noise import SampleLosses
+from diffsynth_lite.core.noise.losses import SampleLosses
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import Batch, Bucket, ItemRow
 from diffsynth_lite.errors import UserError

@@ -8,7 +8,8 @@ import pytest
 import torch
 from diffusers.loaders import PeftAdapterMixin
 
-from diffsynth_lite.core.noise import FlowMatchingPath, LossBreakdown, MeanLosses, mean_losses
+from diffsynth_lite.core.noise.losses import LossBreakdown, MeanLosses, mean_losses
+from diffsynth_lite.core.noise.paths import FlowMatchingPath
 from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter

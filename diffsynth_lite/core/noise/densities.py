@@ -114,7 +114,7 @@ def sigma_from_uniform(
         logit_mean: of the two logit-normal densities; above 0 favours noise.
         logit_std: of the same, above 0.
         mode_scale: of ``mode``, in [-1, 2 / (pi - 2)].
-        shift: above 0; see :func:`diffsynth_lite.core.noise.shift_sigma`, by which levels are moved after
+        shift: above 0; see :func:`shift_sigma`, by which levels are moved after
             they are drawn. A shift s moves those of ``logit_normal`` as ``log(s)`` more of ``logit_mean``
             does. In ``stretched_logit_normal`` it is that, so that what is stretched is shifted already.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 LossWeighting = Literal["none", "sigma_sqrt", "cosmap", "bell", "min_snr"]
-"""``min_snr`` depends on the path from data to noise: see :class:`diffsynth_lite.core.noise.NoisePath`."""
+"""``min_snr`` depends on the path from data to noise: see :class:`NoisePath`."""
 
 _BELL_FLOOR = math.exp(-0.5)
 """Height of ``exp(-2 * (sigma - 0.5)**2)`` at sigma 0 and 1, taken off so that the bell ends at 0."""

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from diffsynth_lite.core.gradient import count_blocks
-from diffsynth_lite.core.noise import resolution_mu
-from diffsynth_lite.core.weights import HostBlocks
+from diffsynth_lite.core.noise.densities import resolution_mu
+from diffsynth_lite.core.weights.packing import HostBlocks
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
 from diffsynth_lite.media import Generated, Media, Prompt

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, get_args
 
-from diffsynth_lite.core.noise import DiffusionPath, PredictionType
+from diffsynth_lite.core.noise.paths import DiffusionPath, PredictionType
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.samplers import described

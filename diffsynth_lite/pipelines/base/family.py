@@ -7,9 +7,11 @@ from typing import ClassVar
 
 import torch
 
-from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
+from diffsynth_lite.core.noise.paths import FlowMatchingPath, NoisePath
 from diffsynth_lite.core.parallel import ContextParallel, SequenceSplit
-from diffsynth_lite.core.weights import BaseShards, HostBlocks, Quantization
+from diffsynth_lite.core.weights.frozen_linear import Quantization
+from diffsynth_lite.core.weights.packing import HostBlocks
+from diffsynth_lite.core.weights.sharding import BaseShards
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.layer_names import LoraLayers
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling

@@ -13,15 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from diffsynth_lite.core.gradient import IneffectiveSwitchError
 from diffsynth_lite.core.transfer.backends import backend_for, smallest_worth_moving
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
-from diffsynth_lite.core.weights import (
-    HostBlocks,
-    Quantization,
-    QuantizationReport,
-    WeightFormat,
-    WeightStream,
-    frozen_weights,
-    packed_bytes,
-)
+from diffsynth_lite.core.weights.formats import WeightFormat
+from diffsynth_lite.core.weights.frozen_linear import Quantization, QuantizationReport
+from diffsynth_lite.core.weights.packing import HostBlocks, frozen_weights, packed_bytes
+from diffsynth_lite.core.weights.stream import WeightStream
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.quantized import linear_layers_in
 
@@ -78,7 +73,7 @@ class TextEncoderMemory:
         quantizations: of linear layers in their transformer layers, by component.
         num_slots: transformer layers that have their weights on the device at once, where these are streamed;
             0 leaves all on the device.
-        min_bytes: as of :class:`~diffsynth_lite.core.weights.WeightStream`.
+        min_bytes: as of :class:`~diffsynth_lite.core.weights.stream.WeightStream`.
     """
 
     def __init__(

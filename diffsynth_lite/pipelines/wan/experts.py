@@ -12,14 +12,8 @@ from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.transfer.backends import backend_for, smallest_worth_moving
 from diffsynth_lite.core.transfer.host_pool import available_host_bytes
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
-from diffsynth_lite.core.weights import (
-    SLOTS_TO_GENERATE,
-    HostBlocks,
-    WeightStream,
-    frozen_weights,
-    packed_bytes,
-    require_saving,
-)
+from diffsynth_lite.core.weights.packing import HostBlocks, frozen_weights, packed_bytes
+from diffsynth_lite.core.weights.stream import SLOTS_TO_GENERATE, WeightStream, require_saving
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.core.weights import BaseShards, ShardReport
+from diffsynth_lite.core.weights.sharding import BaseShards, ShardReport
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.distributed.agreement import ranks_by_machine

@@ -14,7 +14,7 @@ from diffsynth_lite.config.files import if_in_clone
 from diffsynth_lite.errors import UserError
 
 if TYPE_CHECKING:
-    from diffsynth_lite.core.planning import Work
+    from diffsynth_lite.core.planning.meters import Work
 
 logger = logging.getLogger(__name__)
 

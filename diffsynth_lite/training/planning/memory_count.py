@@ -14,21 +14,12 @@ from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 
 from diffsynth_lite.core.gradient import blocks_in
-from diffsynth_lite.core.planning import (
-    CountedStep,
-    CountingMeter,
-    MetaResults,
-    StepCost,
-    count_step,
-)
-from diffsynth_lite.core.planning.counts import BlockLists, FewBlocks
-from diffsynth_lite.core.weights import (
-    Quantization,
-    counted_format,
-    frozen_weights,
-    packed_bytes,
-    spread_evenly,
-)
+from diffsynth_lite.core.planning.counts import BlockLists, CountedStep, FewBlocks, StepCost, count_step
+from diffsynth_lite.core.planning.meters import CountingMeter, MetaResults
+from diffsynth_lite.core.weights.formats import counted_format
+from diffsynth_lite.core.weights.frozen_linear import Quantization
+from diffsynth_lite.core.weights.packing import frozen_weights, packed_bytes
+from diffsynth_lite.core.weights.stream import spread_evenly
 from diffsynth_lite.lora import (
     LoraSize,
     adapter_size,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.core.weights import SLOTS_TO_GENERATE
+from diffsynth_lite.core.weights.stream import SLOTS_TO_GENERATE
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.planning.choices import MemoryBudget, setting_of
 from diffsynth_lite.training.planning.inference_count import (

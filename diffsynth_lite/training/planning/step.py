@@ -11,15 +11,14 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import BlockPolicy, GradientEngine, blocks_in, gradient_engine
-from diffsynth_lite.core.planning import (
+from diffsynth_lite.core.planning.kernels import (
     ON_ALL_DEVICES,
     ON_CUDA,
-    CountingMeter,
     CudaAutocast,
     FusedKernels,
-    HostBackend,
     backward_in_scope,
 )
+from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend
 from diffsynth_lite.core.transfer.backends import smallest_worth_moving
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, WithAudio
 

@@ -9,7 +9,7 @@ errors here are the same for all of them.
 
 import torch
 
-from diffsynth_lite.core.planning import Work
+from diffsynth_lite.core.planning.meters import Work
 from diffsynth_lite.training.planning.gpus import Gpu, gpu_of_device
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings

@@ -16,7 +16,9 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
 )
 from diffsynth_lite.core.transfer.backends import Backend
-from diffsynth_lite.core.weights import FrozenLinear, Int8, WeightStream
+from diffsynth_lite.core.weights.formats import Int8
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
+from diffsynth_lite.core.weights.stream import WeightStream
 
 NUM_BLOCKS = 8
 CHANNELS = 1024

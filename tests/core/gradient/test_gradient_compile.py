@@ -23,7 +23,9 @@ from diffsynth_lite.core.gradient import (
     require_compiler,
 )
 from diffsynth_lite.core.gradient.blocks import is_compiled
-from diffsynth_lite.core.weights import FrozenLinear, Int8, WeightStream
+from diffsynth_lite.core.weights.formats import Int8
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
+from diffsynth_lite.core.weights.stream import WeightStream
 
 # torch's compiler itself does what torch warns of.
 pytestmark = [

@@ -28,7 +28,7 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
     intercept_blocks,
 )
-from diffsynth_lite.core.weights import WeightStream
+from diffsynth_lite.core.weights.stream import WeightStream
 
 ALL_FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 

@@ -13,18 +13,18 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffsynth_lite.core.noise import (
-    LossByTenth,
+from diffsynth_lite.core.noise.densities import (
     TimestepDensity,
     draw_of_level,
     exponential_shift,
     level_shares,
-    loss_weight,
     mixed_shares,
     resolution_mu,
     shift_sigma,
     sigma_from_uniform,
 )
+from diffsynth_lite.core.noise.losses import LossByTenth
+from diffsynth_lite.core.noise.paths import loss_weight
 
 DENSITIES = ("uniform", "logit_normal", "stretched_logit_normal", "mode", "cosmap")
 MIDPOINTS = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000

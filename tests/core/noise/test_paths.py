@@ -7,7 +7,7 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffsynth_lite.core.noise import DiffusionPath, FlowMatchingPath, add_noise, loss_weight, velocity
+from diffsynth_lite.core.noise.paths import DiffusionPath, FlowMatchingPath, add_noise, loss_weight, velocity
 
 SHAPES = st.sampled_from([(3,), (1, 5), (2, 4, 2), (2, 4, 2, 3), (2, 4, 1, 2, 3), (3, 1, 2, 1, 2, 2)])
 

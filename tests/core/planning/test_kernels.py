@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffsynth_lite.core.planning import StandIns
 from diffsynth_lite.core.planning.kernels import (
     IN_FLOAT32,
     IN_LOWER_PRECISION,
@@ -18,7 +17,9 @@ from diffsynth_lite.core.planning.kernels import (
     FusedKernels,
 )
 from diffsynth_lite.core.planning.meters import CountingMeter
-from diffsynth_lite.core.weights import FrozenLinear, Int8
+from diffsynth_lite.core.planning.stand_ins import StandIns
+from diffsynth_lite.core.weights.formats import Int8
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffsynth_lite.core.planning import MetaResults
-from diffsynth_lite.core.planning.meters import CountingMeter, LiveBytes, Work
+from diffsynth_lite.core.planning.meters import CountingMeter, LiveBytes, MetaResults, Work
 
 KIB = 1024
 

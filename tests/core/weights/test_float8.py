@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffsynth_lite.core.weights import StoredFormatError
-from diffsynth_lite.core.weights.float8 import separate_scales
+from diffsynth_lite.core.weights.float8 import StoredFormatError, separate_scales
 
 E4M3 = torch.float8_e4m3fn
 MARKER = {"format": "float8_e4m3fn"}

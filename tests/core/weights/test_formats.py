@@ -9,17 +9,15 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from diffsynth_lite.core.weights import (
-    FrozenLinear,
+from diffsynth_lite.core.weights.formats import (
     Int8,
     MissingKernelsError,
     NotFiniteError,
-    Quantization,
-    QuantizationReport,
     WeightFormat,
     is_finite,
     weight_format,
 )
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization, QuantizationReport
 
 CPU = torch.device("cpu")
 # The 16 numbers of NF4, appendix E of arXiv:2305.14314.

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from diffsynth_lite.core.weights import StoredFormatError
+from diffsynth_lite.core.weights.float8 import StoredFormatError
 from diffsynth_lite.core.weights.gguf import GgufTensors
 
 gguf = pytest.importorskip("gguf")

@@ -33,16 +33,12 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
     intercept_blocks,
 )
+from diffsynth_lite.core.reports import StreamReport
 from diffsynth_lite.core.transfer.backends import PlainBackend
-from diffsynth_lite.core.weights import (
-    FrozenLinear,
-    Int8,
-    StreamReport,
-    WeightStream,
-    require_saving,
-    spread_evenly,
-)
+from diffsynth_lite.core.weights.formats import Int8
+from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
 from diffsynth_lite.core.weights.packing import PackedBlock, frozen_weights, packed_bytes
+from diffsynth_lite.core.weights.stream import WeightStream, require_saving, spread_evenly
 
 CPU = torch.device("cpu")
 KEEP, RECOMPUTE, OFFLOAD = (False, False), (True, False), (False, True)

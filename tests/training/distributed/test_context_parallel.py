@@ -29,7 +29,7 @@ from diffsynth_lite.core.parallel import (
     PeerFailedError,
     SplitReport,
 )
-from diffsynth_lite.core.weights import BaseShards
+from diffsynth_lite.core.weights.sharding import BaseShards
 from diffsynth_lite.pipelines import (
     Conditioning,
     ModelFamily,

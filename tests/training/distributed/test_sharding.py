@@ -16,15 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.parallel import FailedWithinPassError, PeerFailedError, SequenceSplit
-from diffsynth_lite.core.weights import (
-    BaseShards,
-    Int8,
-    Quantization,
-    ShardReport,
-    StoredTensors,
-    load_frozen,
-    weight_norm,
-)
+from diffsynth_lite.core.weights.formats import Int8
+from diffsynth_lite.core.weights.frozen_linear import Quantization, weight_norm
+from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
+from diffsynth_lite.core.weights.sharding import BaseShards, ShardReport
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.distributed import agreement, sharding
 from diffsynth_lite.training.distributed.agreement import ranks_by_machine

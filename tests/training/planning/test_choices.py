@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diffsynth_lite.config import Config, load_config
-from diffsynth_lite.core.planning import StepCost
+from diffsynth_lite.core.planning.counts import StepCost
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.planning import automatic
 from diffsynth_lite.training.planning.automatic import ChosenMemory, choose_memory

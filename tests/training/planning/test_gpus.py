@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffsynth_lite.core.planning import Work
+from diffsynth_lite.core.planning.meters import Work
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.planning.gpus import GPUS, gpu_named
 from diffsynth_lite.training.planning.step_time import gpu_here

@@ -11,8 +11,7 @@ from test_memory_count import config_of
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.config.settings import Settings
-from diffsynth_lite.core.planning import CountedStep
-from diffsynth_lite.core.planning.counts import Segment
+from diffsynth_lite.core.planning.counts import CountedStep, Segment
 from diffsynth_lite.core.planning.meters import Work
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.checks import bind_family

@@ -20,8 +20,12 @@ from narrow_releases import NARROW, NarrowRelease, conditioning_of, narrow_famil
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_in
-from diffsynth_lite.core.planning import ON_ALL_DEVICES, StandIns, count_step, counts
-from diffsynth_lite.core.weights import Int8, Quantization
+from diffsynth_lite.core.planning import counts
+from diffsynth_lite.core.planning.counts import count_step
+from diffsynth_lite.core.planning.kernels import ON_ALL_DEVICES
+from diffsynth_lite.core.planning.stand_ins import StandIns
+from diffsynth_lite.core.weights.formats import Int8
+from diffsynth_lite.core.weights.frozen_linear import Quantization
 from diffsynth_lite.lora import add_adapter, add_training_adapter, find_target_layers
 from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.media import Media, Prompt

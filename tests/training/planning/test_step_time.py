@@ -9,7 +9,7 @@ import torch
 from narrow_releases import FLUX, QWEN_IMAGE, WAN, conditioning_of, narrow_family
 
 from diffsynth_lite.core.gradient import OFFLOAD, RECOMPUTE, BlockPolicy, BlockStrategy
-from diffsynth_lite.core.planning import Work
+from diffsynth_lite.core.planning.meters import Work
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.releases.release import Pixels

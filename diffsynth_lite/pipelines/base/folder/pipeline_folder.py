@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from diffsynth_lite.core.weights import is_scale
+from diffsynth_lite.core.weights.float8 import is_scale
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder.hub import HubCommit, fetch_all
 from diffsynth_lite.pipelines.base.folder.index import (
