@@ -28,7 +28,7 @@ from PIL.Image import Image
 from torch.nn.functional import interpolate
 from transformers import Qwen3Model
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
 from diffsynth_lite.lora.shared_names import ATTENTIONS, EMBEDDER
@@ -37,7 +37,6 @@ from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
 from diffsynth_lite.pipelines.base.folder import ComponentFile
-from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import (
     Checkpointing,
     checkpointed,
@@ -279,6 +278,7 @@ class Anima(DiffusersFamily):
     size_divisor = 16
     max_prompt_tokens = 512
     patch = _PATCH
+    model_fn = model_fn_anima
     latents_id = "anima/latents/1"
     prompt_width = "text_embed_dim"
     default_target_modules = (*_ATTENTION, *_FEED_FORWARD)
@@ -343,31 +343,10 @@ class Anima(DiffusersFamily):
         )
         return embeds_bld[0, : given["t5_input_ids"].shape[1]].cpu().clone()
 
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        return encode_latents(vae, pixels_bchw.unsqueeze(2))
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt_embeds_bld": self._padded(conditioning, like)}
 
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self.folder.component_config("vae")
-        scale = 2 ** len(config["temperal_downsample"])
-        return config["z_dim"], num_frames, height // scale, width // scale
-
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        return model_fn_anima(
-            transformer,
-            noisy_latents.to(**like),
-            sigma,
-            self._padded(conditioning, like),
-            **gradient_flags(),
-        )
-
-    def _padded(self, conditioning: Sequence[Conditioning], like: dict[str, Any]) -> torch.Tensor:
+    def _padded(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> torch.Tensor:
         rows_ld = [sample["prompt_embeds"] for sample in conditioning]
         embeds_bld, _ = pad_tokens(rows_ld, length=self._num_text_tokens, **like)
         return embeds_bld
@@ -384,8 +363,9 @@ class Anima(DiffusersFamily):
         return pipeline
 
     def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        like, is_guided = device_and_dtype(pipeline.transformer), request.guidance_scale > 1
-        pipeline.guider = pipeline.guider.new(guidance_scale=request.guidance_scale, enabled=is_guided)
+        like = device_and_dtype(pipeline.transformer)
+        scale, is_guided = request.guidance_scale, request.is_guided
+        pipeline.guider = pipeline.guider.new(guidance_scale=scale, enabled=is_guided)
         with without_torchvision():
             images: list[Image] = pipeline(
                 prompt_embeds=self._padded([request.conditioning], like),

@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKL, ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
 from transformers import T5EncoderModel
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed_in, under
 from diffsynth_lite.lora.shared_names import (
     DOUBLE,
@@ -25,15 +25,13 @@ from diffsynth_lite.lora.shared_names import (
     SINGLE,
 )
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import (
     Checkpointing,
     checkpointed,
     model_function,
-    pad_tokens,
-    without_padding,
 )
 from diffsynth_lite.pipelines.flux import SINGLE_STREAM, Flux, pack_images, unpack_image
 from diffsynth_lite.releases.components import (
@@ -156,7 +154,7 @@ _LORA_LAYERS = LayerNames(
 )
 
 
-class Chroma(Flux):
+class Chroma(DiffusersFamily):
     """Chroma1 Base and HD, from text.
 
     19 dual-stream and 38 single-stream blocks as in FLUX.1, T5 prompts, 16 channels at 1/8 size. It knows no
@@ -186,52 +184,25 @@ class Chroma(Flux):
     lora_spelling = taken_by_comfyui(but=("distilled_guidance_layer",))
     lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": T5EncoderModel, "vae": AutoencoderKL}
-    tokenizers = ("tokenizer",)
-    prompt_tokenizer = "tokenizer"
+    block_lists = Flux.block_lists
+    unused_matmuls = Flux.unused_matmuls
+    sequence_split = Flux.sequence_split
+    size_divisor = 16
+    patch = Flux.patch
     max_prompt_tokens = 512
+    model_fn = model_fn_chroma
     prompt_id = "chroma/prompt/1"
+    latents_id = "flux/latents/1 ChromaPipeline"
+    # Text positions are all zero, so that what is hidden adds nothing to any output.
+    prompt_outputs = ("prompt_embeds", "", "mask")
+    prompt_width = "joint_attention_dim"
     blocks_by_hook = False  # with it, diffusers 0.42 calls the single-stream blocks without the mask
-    # Made from schnell, with its distillation undone.
-    distilled = None
+    default_target_modules = Flux.default_target_modules
     # Its blocks have no modulation of their own: one network makes that of all.
     target_sets: ClassVar[TargetSets] = {
         "attention": Flux.target_sets["attention"],
         "all": (*Flux.default_target_modules, *SINGLE_STREAM),
     }
-
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        embeds_bld, _, mask, *_ = pipeline.encode_prompt(
-            [prompt.text for prompt in prompts],
-            device=device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_prompt_tokens,
-        )
-        # Text positions are all zero, so that what is hidden adds nothing to any output.
-        return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        width = self.folder.component_config("transformer")["joint_attention_dim"]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
-
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
-        return model_fn_chroma(
-            transformer,
-            noisy_latents.to(**like),
-            sigma,
-            embeds_bld,
-            mask,
-            **gradient_flags(),
-        )
 
     def usage_setup(self, request: PreviewRequest) -> Sequence[str]:
         return (
@@ -241,18 +212,14 @@ class Chroma(Flux):
             "pipeline.transformer.register_forward_pre_hook(hide_padding, with_kwargs=True)",
         )
 
-    def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
-        arguments = {"guidance_scale": request.guidance_scale, **_seen(request.conditioning, like)}
-        if request.guidance_scale > 1:
-            arguments |= _seen(request.negative, like, "negative_")
-        return arguments
+    def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        """All of its embeddings are seen."""
+        embeds_bld = prompt["prompt_embeds"][None].to(**like)
+        mask = torch.ones(embeds_bld.shape[:2], dtype=torch.bool, device=like["device"])
+        return {"prompt_embeds": embeds_bld, "prompt_attention_mask": mask}
 
-
-def _seen(conditioning: Conditioning, like: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """A prompt as the pipeline takes it: all of its embeddings are seen."""
-    embeds_bld = conditioning["prompt_embeds"][None].to(**like)
-    mask = torch.ones(embeds_bld.shape[:2], dtype=torch.bool, device=like["device"])
-    return {f"{prefix}prompt_embeds": embeds_bld, f"{prefix}prompt_attention_mask": mask}
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        return super().call_arguments(pipeline, request) | {"max_sequence_length": self.max_prompt_tokens}
 
 
 def tiny() -> ChromaPipeline:

@@ -5,7 +5,7 @@ Sources: diffusers ``cogvideox_transformer_3d.py``, ``pipeline_cogvideox.py``, `
 and, for the frames of 1.5, ``pipeline_cogvideox_image2video.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Unpack
@@ -17,20 +17,18 @@ from diffusers import (
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
 )
-from PIL.Image import Image
 from transformers import T5EncoderModel
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, unwrapped
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
 from diffsynth_lite.lora.shared_names import EMBEDDER
 from diffsynth_lite.lora.spelling import Spelling, converted_for_comfyui
-from diffsynth_lite.media import Media, Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
 from diffsynth_lite.releases.components import DIFFUSERS, T5_TOKENIZER_SLOW, T5_XXL
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 from diffsynth_lite.testing import seeded
@@ -39,7 +37,7 @@ from diffsynth_lite.testing.text_encoders import tiny_t5
 from diffsynth_lite.testing.tokenizers import t5_tokenizer
 
 _PATCH = 2
-_SPATIAL, _TEMPORAL = 8, 4
+_SPATIAL = 8
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
 
@@ -253,9 +251,11 @@ class CogVideoX(DiffusionFamily):
     unused_matmuls = ("ff.net.2",)
     record_kinds = ("video", "image")
     size_divisor = 16
-    frame_step = 2 * _TEMPORAL
+    frame_step = 8
     max_prompt_tokens = 226
+    model_fn = model_fn_cogvideox
     prompt_id = "cogvideox/prompt/1"
+    prompt_outputs = ("prompt_embeds",)
     prompt_width = "text_embed_dim"
     # Those of diffusers' training script.
     default_target_modules = _ATTENTION
@@ -294,75 +294,29 @@ class CogVideoX(DiffusionFamily):
                 f"{widest} x {highest} pixels"
             )
 
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        embeds_bld, _ = pipeline.encode_prompt(
-            [prompt.text for prompt in prompts],
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_prompt_tokens,
-            device=device,
-        )
-        # All rows: there is no mask, so that the model sees the padding too.
-        return [{"prompt_embeds": row_ld.cpu().clone()} for row_ld in embeds_bld]
-
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"cogvideox/latents/1 {self.folder.fingerprint('vae')} {dtype} {self._frames_of_a_token}"
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
-
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
-            latents_bcfhw = encode_scaled_latents(pipeline.vae, pixels_bcfhw)
-            first_bcfhw, lacking = latents_bcfhw[:, :, :1], self._frames_lacking(latents_bcfhw.shape[2])
-            latents_bcfhw = torch.cat([*[first_bcfhw] * lacking, latents_bcfhw], dim=2)
-            return [{"latents": latents_cfhw.clone()} for latents_cfhw in latents_bcfhw]
-
-        return encode
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        latents_bcfhw = super().encode_pixels(vae, pixels)
+        first_bcfhw, lacking = latents_bcfhw[:, :, :1], self._frames_lacking(latents_bcfhw.shape[2])
+        return torch.cat([*[first_bcfhw] * lacking, latents_bcfhw], dim=2)
 
     def _frames_lacking(self, num_latent_frames: int) -> int:
         """Those that fill the last token up."""
         return -num_latent_frames % self._frames_of_a_token
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        channels = self.folder.component_config("vae")["latent_channels"]
-        latent_frames = (num_frames - 1) // _TEMPORAL + 1
-        latent_frames += self._frames_lacking(latent_frames)
-        return channels, latent_frames, height // _SPATIAL, width // _SPATIAL
+        channels, frames, *sides = super().latents_shape(width, height, num_frames)
+        return channels, frames + self._frames_lacking(frames), *sides
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         _, num_frames, height, width = latents_shape
         return num_frames * height * width // (_PATCH**2 * self._frames_of_a_token)
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        return model_fn_cogvideox(
-            transformer,
-            noisy_latents.to(**like),
-            self.noise_path.timestep(sigma),
-            torch.stack([sample["prompt_embeds"] for sample in conditioning]).to(**like),
-            **gradient_flags(),
-        )
-
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        like = device_and_dtype(pipeline.transformer)
-        prompts = {"prompt_embeds": request.conditioning, "negative_prompt_embeds": request.negative}
-        frames: list[Image] = pipeline(
-            **{name: prompt["prompt_embeds"][None].to(**like) for name, prompt in prompts.items()},
-            guidance_scale=request.guidance_scale,
-            num_frames=request.num_frames,
-            **request.call_arguments(),
-        ).frames[0]
-        return frames
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        # All rows: there is no mask, so that the model sees the padding too.
+        return {"prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like)}
 
 
 def tiny() -> CogVideoXPipeline:

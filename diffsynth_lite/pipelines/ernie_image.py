@@ -16,22 +16,20 @@ from diffusers import (
     ErnieImageTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
 )
-from PIL.Image import Image
 from transformers import Mistral3Model
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
 from diffsynth_lite.lora.shared_names import EMBEDDER, QKV
 from diffsynth_lite.lora.spelling import Spelling
 from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import encode_patched_latents, scaled_latents_shape
+from diffsynth_lite.pipelines.base.latents import encode_patched_latents
 from diffsynth_lite.pipelines.base.model_function import (
     Checkpointing,
     checkpointed,
     model_function,
-    pad_tokens,
 )
 from diffsynth_lite.releases.components import DIFFUSERS, FLUX2_VAE, SWARM
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
@@ -40,8 +38,6 @@ from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
 from diffsynth_lite.testing.text_encoders import tiny_ministral3
 from diffsynth_lite.testing.tokenizers import mistral_tokenizer
 
-_PATCH = 2
-_NUM_TIMESTEPS = 1000
 # A literal in the pipeline, which the model was trained with; the autoencoder's file has 1e-4, of FLUX.2.
 _NORM_EPS = 1e-5
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -214,6 +210,8 @@ class ErnieImage(DiffusersFamily):
     unused_matmuls = ("mlp.linear_fc2",)
     size_divisor = 16
     max_prompt_tokens = 512
+    model_fn = model_fn_ernie_image
+    num_timesteps = 1000
     prompt_id = "ernie_image/prompt/1"
     latents_id = "ernie_image/latents/1"
     prompt_width = "text_in_dim"
@@ -228,43 +226,14 @@ class ErnieImage(DiffusersFamily):
         rows_ld = pipeline.encode_prompt([prompt.text for prompt in prompts], device)
         return [{"prompt_embeds": row_ld.cpu()} for row_ld in rows_ld]
 
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        return encode_patched_latents(vae, pixels_bchw, eps=_NORM_EPS)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return encode_patched_latents(vae, pixels, eps=_NORM_EPS)
 
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        channels, *sides = scaled_latents_shape(self.folder.component_config("vae"), width, height)
-        return channels * _PATCH**2, *(side // _PATCH for side in sides)
-
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
-        return model_fn_ernie_image(
-            transformer,
-            noisy_latents.to(**like),
-            sigma * _NUM_TIMESTEPS,
-            embeds_bld,
-            mask,
-            **gradient_flags(),
-        )
+    def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt_embeds": [prompt["prompt_embeds"].to(**like)]}
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"use_pe": False}
-
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        like = device_and_dtype(pipeline.transformer)
-        images: list[Image] = pipeline(
-            prompt_embeds=[request.conditioning["prompt_embeds"].to(**like)],
-            negative_prompt_embeds=[request.negative["prompt_embeds"].to(**like)],
-            guidance_scale=request.guidance_scale,
-            **request.call_arguments(),
-        ).images
-        return images
 
 
 def tiny() -> ErnieImagePipeline:

@@ -7,15 +7,13 @@ its ``lora_conversion_utils.py`` (XLabs') and DiffSynth-Studio's ``utils/lora/fl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from PIL.Image import Image
 from transformers import CLIPTextModel, T5EncoderModel
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, fused, renamed, renamed_in, under
 from diffsynth_lite.lora.shared_names import (
@@ -32,10 +30,10 @@ from diffsynth_lite.lora.shared_names import (
     SINGLE,
 )
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
 from diffsynth_lite.releases.components import (
     CLIP_L,
     CLIP_TOKENIZER,
@@ -314,7 +312,11 @@ class Flux(DiffusersFamily):
     sequence_split = SequenceSplit(prompts="split")
     size_divisor = 16
     patch = _PATCH
+    model_fn = model_fn_flux
     prompt_id = "flux/prompt/1"
+    latents_id = "flux/latents/1 FluxPipeline"
+    prompt_outputs = _EMBEDS
+    prompt_width, pooled_width = "joint_attention_dim", "pooled_projection_dim"
     # CLIP, which gives one vector for the whole text, reads the first 77 tokens of its own.
     prompt_tokenizer = "tokenizer_2"
     # Those of diffusers' training script.
@@ -345,87 +347,22 @@ class Flux(DiffusersFamily):
     @property
     def _is_schnell(self) -> bool:
         """The sampler distinguishes it from a dev whose guidance was undone."""
-        return not self._is_guided and not self.scheduler_config.get("use_dynamic_shifting")
+        return not self.takes_guidance and not self.scheduler_config.get("use_dynamic_shifting")
 
-    @cached_property
-    def _is_guided(self) -> bool:
-        """Whether the model takes a guidance scale: dev and Kontext do, schnell does not."""
-        return bool(self.folder.component_config("transformer").get("guidance_embeds"))
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        # All rows of T5: it has no mask here, so the padding's hold something too, and the model sees them.
+        return {
+            "prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like),
+            "pooled_prompt_embeds_bd": stacked(conditioning, "pooled_prompt_embeds", like),
+            "guidance": self.guidance(conditioning, like),
+        }
 
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        embeds_bld, pooled_bd, _ = pipeline.encode_prompt(
-            [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
-        )
-        # All rows: T5 has no mask here, so the padding's hold something too, and the model sees them.
-        return [
-            {name: tensor.cpu().clone() for name, tensor in zip(_EMBEDS, row, strict=True)}
-            for row in zip(embeds_bld, pooled_bd, strict=True)
-        ]
+    @property
+    def scale_argument(self) -> str:
+        return "guidance_scale" if self.takes_guidance else "true_cfg_scale"
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"flux/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"
-
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        config = self.folder.component_config("transformer")
-        width, pooled_width = config["joint_attention_dim"], config["pooled_projection_dim"]
-        embeds = torch.ones(self.max_prompt_tokens, width), torch.ones(pooled_width)
-        return dict(zip(_EMBEDS, embeds, strict=True))
-
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds, pooled = (torch.stack([sample[name] for sample in conditioning]) for name in _EMBEDS)
-        guidance = torch.full_like(sigma, self.training_guidance) if self._is_guided else None
-        input_latents, condition = self._input_latents(conditioning), self._condition(conditioning)
-        return model_fn_flux(
-            transformer,
-            noisy_latents.to(**like),
-            sigma,
-            embeds.to(**like),
-            pooled.to(**like),
-            guidance,
-            input_latents_bchw=None if input_latents is None else input_latents.to(**like),
-            condition_bld=None if condition is None else condition.to(**like),
-            **gradient_flags(),
-        )
-
-    def _input_latents(self, _conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
-        """(B, 16, H_i, W_i), of the image that an edit starts from."""
-        return None
-
-    def _condition(self, _conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
-        """(B, L, D), further channels of the tokens of the noisy image."""
-        return None
-
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        images: list[Image] = pipeline(
-            **self._prompt_arguments(request, device_and_dtype(pipeline.transformer)),
-            **self._input_arguments(pipeline, request),
-            **request.call_arguments(),
-            max_sequence_length=self.max_prompt_tokens,
-        ).images
-        return images
-
-    def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
-        """The prompt, and the scale where the model takes one; others also run the negative prompt."""
-        prompt = _embeds(request.conditioning, like)
-        if self._is_guided:
-            return {**prompt, "guidance_scale": request.guidance_scale}
-        if request.guidance_scale <= 1:
-            return prompt
-        negative = _embeds(request.negative, like, "negative_")
-        return {**prompt, **negative, "true_cfg_scale": request.guidance_scale}
-
-    def _input_arguments(self, _pipeline: Any, _request: PreviewRequest) -> dict[str, Any]:
-        """What the pipeline's call of an edit is given of that image."""
-        return {}
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        return super().call_arguments(pipeline, request) | {"max_sequence_length": self.max_prompt_tokens}
 
 
 def tiny() -> FluxPipeline:
@@ -456,7 +393,3 @@ def tiny() -> FluxPipeline:
         tokenizer_2=tokenizer_2,
         transformer=transformer,
     )
-
-
-def _embeds(conditioning: Conditioning, like: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    return {f"{prefix}{name}": conditioning[name][None].to(**like) for name in _EMBEDS}

@@ -8,6 +8,7 @@ Sources: diffusers ``transformer_flux2.py``, ``pipeline_flux2.py`` and ``pipelin
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -19,10 +20,9 @@ from diffusers import (
     Flux2Transformer2DModel,
 )
 from diffusers.pipelines.flux2.pipeline_flux2 import SYSTEM_MESSAGE, compute_empirical_mu, format_input
-from PIL.Image import Image
 from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, renamed_in, under
@@ -36,12 +36,11 @@ from diffsynth_lite.lora.shared_names import (
     SINGLE,
 )
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.media import Media, RecordKind
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import (
-    encode_patched_latents,
-    scaled_latents_shape,
+    encode_latents,
 )
 from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.model_function import (
@@ -50,6 +49,7 @@ from diffsynth_lite.pipelines.base.model_function import (
     checkpointed,
     model_function,
     stack_inputs,
+    stacked,
 )
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
@@ -317,7 +317,10 @@ class Flux2(EditInputs, DiffusersFamily):
     sequence_split = SequenceSplit(prompts="split")
     size_divisor = 16
     max_prompt_tokens = 512
+    model_fn = model_fn_flux2
     latents_id = "flux2/latents/1"
+    # dev's own tokenizer is a processor for images too, which needs torchvision; texts do without.
+    prompt_outputs = ("prompt_embeds",)
     prompt_width = "joint_attention_dim"
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
@@ -340,54 +343,40 @@ class Flux2(EditInputs, DiffusersFamily):
 
     @property
     def encoder_classes(self) -> Mapping[str, Any]:
-        reader = Mistral3ForConditionalGeneration if self._is_guided else Qwen3ForCausalLM
+        reader = Mistral3ForConditionalGeneration if self.takes_guidance else Qwen3ForCausalLM
         return {"text_encoder": reader, "vae": AutoencoderKLFlux2}
 
-    @property
-    def _is_guided(self) -> bool:
-        """Whether the model takes a guidance scale: dev does, klein does not."""
+    @cached_property
+    def takes_guidance(self) -> bool:
+        """dev does, klein does not."""
         return self.pipeline is Flux2Pipeline
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")
         # dev's instruction is a part of diffusers, so that another version may bring another one.
-        name = f"{self.pipeline.__name__} {SYSTEM_MESSAGE!r}" if self._is_guided else self.pipeline.__name__
-        return f"flux2/prompt/1 {name} {parts} {dtype} {self.max_prompt_tokens}"
-
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        # dev's own tokenizer is a processor for images too, which needs torchvision; texts do without.
-        embeds_bld, _ = pipeline.encode_prompt(
-            [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
+        name = (
+            f"{self.pipeline.__name__} {SYSTEM_MESSAGE!r}" if self.takes_guidance else self.pipeline.__name__
         )
-        return [{"prompt_embeds": row_ld.cpu().clone()} for row_ld in embeds_bld]
+        return f"flux2/prompt/1 {name} {parts} {dtype} {self.max_prompt_tokens}"
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the chat around each text, which counts too."""
         tokenizer = self.load_tokenizer()
-        if self._is_guided:
+        if self.takes_guidance:
             encoded = tokenizer.apply_chat_template(format_input(list(texts)))
         else:
             chats = [[{"role": "user", "content": text}] for text in texts]
             encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, enable_thinking=False)
         return [len(tokens) for tokens in encoded["input_ids"]]
 
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        return encode_patched_latents(vae, pixels_bchw)
-
-    def encode_inputs(self, pipeline: Any, images: Sequence[Image]) -> EncodedMedia:
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
         processor, encoded = pipeline.image_processor, {}
-        for place, image in enumerate(images):
+        for place, image in enumerate(item.inputs):
             width, height = self.input_size(*image.size)
             fitted = processor._resize_if_exceeds_area(image, _LARGEST_INPUT)
             pixels_bchw = processor.preprocess(fitted, height, width, resize_mode="crop")
-            encoded[f"{INPUT}{place}"] = encode_patched_latents(pipeline.vae, pixels_bchw)[0]
+            encoded[f"{INPUT}{place}"] = encode_latents(pipeline.vae, pixels_bchw)[0]
         return encoded
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        channels, *sides = scaled_latents_shape(self.folder.component_config("vae"), width, height)
-        return channels * _PATCH**2, *(side // _PATCH for side in sides)
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """``exp(mu)`` of the formula in the pipelines, which reads no settings, for 50 steps.
@@ -411,25 +400,12 @@ class Flux2(EditInputs, DiffusersFamily):
     def earlier_shift(self, latents_shape: Sequence[int]) -> float:
         return super().family_shift(latents_shape)
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds = torch.stack([sample["prompt_embeds"] for sample in conditioning])
-        guidance = torch.full_like(sigma, self.training_guidance) if self._is_guided else None
-        return model_fn_flux2(
-            transformer,
-            noisy_latents.to(**like),
-            sigma,
-            embeds.to(**like),
-            guidance,
-            input_latents_bchw=[latents.to(**like) for latents in stack_inputs(conditioning)],
-            **gradient_flags(),
-        )
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like),
+            "guidance": self.guidance(conditioning, like),
+            "input_latents_bchw": [latents.to(**like) for latents in stack_inputs(conditioning)],
+        }
 
     @property
     def _is_distilled(self) -> bool:
@@ -444,22 +420,13 @@ class Flux2(EditInputs, DiffusersFamily):
 
     @property
     def pipeline_settings(self) -> Mapping[str, Any]:
-        return {} if self._is_guided else {"is_distilled": self._is_distilled}
+        return {} if self.takes_guidance else {"is_distilled": self._is_distilled}
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"image": INPUT_IMAGE} if request.inputs else {}
 
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        like = device_and_dtype(pipeline.transformer)
-        negative = {} if self._is_guided else {"negative_prompt_embeds": request.negative}
-        prompts = {"prompt_embeds": request.conditioning} | negative
-        images: list[Image] = pipeline(
-            image=list(request.inputs) or None,
-            **{name: row["prompt_embeds"][None].to(**like) for name, row in prompts.items()},
-            guidance_scale=request.guidance_scale,
-            **request.call_arguments(),
-        ).images
-        return images
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        return super().call_arguments(pipeline, request) | {"image": list(request.inputs) or None}
 
 
 def tiny() -> Flux2Pipeline:

@@ -7,7 +7,7 @@ Source: diffusers ``pipeline_flux_fill.py``.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,9 +18,9 @@ from PIL.Image import Image, Resampling
 
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import flux
-from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
-from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.base.model_function import stacked
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, LANCZOS
 from diffsynth_lite.pipelines.flux import FLUX_DEV
 from diffsynth_lite.releases.release import Release, ReleaseComponent
@@ -79,22 +79,9 @@ class FluxFill(flux.Flux):
     releases = FLUX_FILL
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"inpaint": "flux_fill_lora.yaml"}
     record_kinds = ("inpaint",)
+    latents_id = "flux_fill/latents/1"
     max_prompt_tokens = 512
     distilled = None
-
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"flux_fill/latents/1 {self.folder.fingerprint('vae')} {dtype}"
-
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
-
-        @torch.no_grad()
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            return [_encoded(pipeline, item) for item in media]
-
-        return encode
 
     def num_condition_values(self, latents_shape: Sequence[int]) -> int:
         # The mask has a byte a pixel, which is as much as the latents' four a value.
@@ -104,13 +91,19 @@ class FluxFill(flux.Flux):
         num_tokens = self.num_tokens(latents_shape)
         masked_ld = torch.ones(num_tokens, math.prod(latents_shape) // num_tokens)
         mask_ld = torch.ones(num_tokens, _PIXELS_OF_A_TOKEN, dtype=torch.uint8)
-        return super().example_conditioning(latents_shape) | {_MASKED: masked_ld, _MASK: mask_ld}
+        return (super().example_conditioning(latents_shape) or {}) | {_MASKED: masked_ld, _MASK: mask_ld}
 
-    def _condition(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
-        masked_bld, mask_bld = (
-            torch.stack([sample[name] for sample in conditioning]) for name in (_MASKED, _MASK)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return torch.cat(
+            [super(FluxFill, self).encode_pixels(vae, image_bchw) for image_bchw in pixels[:, None]]
         )
-        return torch.cat([masked_bld, mask_bld.to(masked_bld)], dim=-1)
+
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        return _further_channels(pipeline, item)
+
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        of_tokens = [stacked(conditioning, name, like) for name in (_MASKED, _MASK)]
+        return super().model_inputs(conditioning, like) | {"condition_bld": torch.cat(of_tokens, dim=-1)}
 
     def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
         pipeline = super().preview_pipeline(model, vae_dtype, **settings)
@@ -120,17 +113,18 @@ class FluxFill(flux.Flux):
         vae.encoder.register_forward_hook(lambda _module, _inputs, moments: moments.to(dtype))
         return pipeline
 
-    def _input_arguments(self, _pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
         (image,), (mask,) = request.inputs, request.inpaint_mask
-        return {"image": _covering(image, request), "mask_image": mask}
+        given = {"image": _covering(image, request), "mask_image": mask}
+        return super().call_arguments(pipeline, request) | given
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         files = {"image": INPUT_IMAGE, "mask_image": 'load_image("mask.png")'}
         return {name: request.fitted(file, LANCZOS) for name, file in files.items()}
 
 
-def _encoded(pipeline: Any, item: Media) -> EncodedMedia:
-    """Latents, and the further channels of the tokens: (L, 64) of the masked image, (L, 256) of the mask."""
+def _further_channels(pipeline: Any, item: Media) -> EncodedMedia:
+    """Of the tokens: (L, 64) of the masked image, (L, 256) of the mask."""
     (mask,) = item.inpaint_mask
     pixels_bchw = pipeline.image_processor.preprocess(item.frames[0])
     mask_bchw = pipeline.mask_processor.preprocess(mask)
@@ -151,7 +145,6 @@ def _encoded(pipeline: Any, item: Media) -> EncodedMedia:
         generator=None,
     )
     return {
-        "latents": encode_scaled_latents(pipeline.vae, pixels_bchw)[0],
         _MASKED: masked_bld[0],
         _MASK: mask_bld[0].to(torch.uint8),
     }

@@ -14,10 +14,10 @@ from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
 from PIL.Image import Image
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import RecordKind
+from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import flux
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
-from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
@@ -59,6 +59,7 @@ class FluxKontext(EditInputs, flux.Flux):
     releases = FLUX_KONTEXT
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"edit": "flux_kontext_lora.yaml"}
     record_kinds = ("edit",)
+    latents_id = "flux/latents/1 FluxKontextPipeline"
     max_prompt_tokens = 512
     distilled = None
     # As in diffusers' training script for Kontext.
@@ -80,24 +81,31 @@ class FluxKontext(EditInputs, flux.Flux):
         )
         return width, height
 
-    def encode_inputs(self, pipeline: Any, images: Sequence[Image]) -> EncodedMedia:
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        return {f"{INPUT}0": self._encoded(pipeline, item.inputs)[0]}
+
+    def _encoded(self, pipeline: Any, images: Sequence[Image]) -> torch.Tensor:
         image, processor = _only(images), pipeline.image_processor
         width, height = self.input_size(*image.size)
         pixels_bchw = processor.preprocess(processor.resize(image, height, width), height, width)
-        return {f"{INPUT}0": encode_scaled_latents(pipeline.vae, pixels_bchw)[0]}
+        return encode_latents(pipeline.vae, pixels_bchw)
 
-    def _input_latents(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
         (input_latents_bchw,) = stack_inputs(conditioning)
-        return input_latents_bchw
+        return super().model_inputs(conditioning, like) | {
+            "input_latents_bchw": input_latents_bchw.to(**like)
+        }
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"max_area": request.width * request.height, "image": INPUT_IMAGE}
 
-    def _input_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
-        # Encoded here: the pipeline would do it in the dtype of the embeddings, whatever the encoder's is.
-        input_latents = self.encode_inputs(pipeline, request.inputs)[f"{INPUT}0"]
-        # Without an area of its own the pipeline brings each size to a megapixel.
-        return {"image": input_latents[None], "max_area": request.width * request.height}
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        return super().call_arguments(pipeline, request) | {
+            # Encoded here: the pipeline would do it in the dtype of the embeddings.
+            "image": self._encoded(pipeline, request.inputs),
+            # Without an area of its own the pipeline brings each size to a megapixel.
+            "max_area": request.width * request.height,
+        }
 
 
 def _only(images: Sequence[Image]) -> Image:

@@ -7,9 +7,8 @@ which has the names of Tencent's repository.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -20,23 +19,20 @@ from diffusers import (
     HunyuanVideoTransformer3DModel,
 )
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
-from PIL.Image import Image
 from transformers import CLIPTextModel, LlamaModel
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, fused, renamed, renamed_in, under
 from diffsynth_lite.lora.shared_names import DOUBLE, EMBEDDER, JOINT_ATTENTION, ORIGINAL_EMBEDDER, QKV, SINGLE
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
-from diffsynth_lite.media import Media, Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
 from diffsynth_lite.pipelines.base.model_function import (
     Checkpointing,
     checkpointed,
     model_function,
-    pad_tokens,
-    without_padding,
+    stacked,
 )
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.releases.components import CLIP_L, DIFFUSERS, MUSUBI
@@ -50,7 +46,6 @@ TEMPLATE: str = DEFAULT_PROMPT_TEMPLATE["template"]
 """The text around a prompt."""
 _NUM_CUT: int = DEFAULT_PROMPT_TEMPLATE["crop_start"]
 """Tokens of it before the prompt, which are cut off."""
-_NUM_TIMESTEPS = 1000
 _GUIDANCE_SCALE = 1000.0
 """What the model has a guidance scale multiplied by."""
 # In full: the blocks of the token refiner have layers of the same names.
@@ -297,34 +292,19 @@ class HunyuanVideo(DiffusersFamily):
     default_fps = 24.0
     # The pipeline's own limit. CLIP, which gives one vector for the whole text, reads 77 tokens of its own.
     max_prompt_tokens = 256
+    model_fn = model_fn_hunyuan_video
+    num_timesteps = 1000
+    prompt_id = "hunyuan_video/prompt/1"
+    prompt_template = TEMPLATE
     latents_id = "hunyuan_video/latents/1"
+    prompt_outputs = ("prompt_embeds", "pooled_prompt_embeds", "mask")
+    prompt_width, pooled_width = "text_embed_dim", "pooled_projection_dim"
+    scale_argument = Flux.scale_argument
     default_target_modules = _ATTENTION
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
         "all": (*_ATTENTION, *_FEED_FORWARD, *_MODULATION),
     }
-
-    @cached_property
-    def _is_guided(self) -> bool:
-        """Whether the model takes a guidance scale."""
-        return bool(self.folder.component_config("transformer").get("guidance_embeds"))
-
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints(*self.text_encoders, *self.tokenizers)
-        # The template is a part of diffusers, so that another version may bring another one.
-        return f"hunyuan_video/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {TEMPLATE!r}"
-
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        texts = [prompt.text for prompt in prompts]
-        embeds_bld, pooled_bd, mask = pipeline.encode_prompt(
-            texts, device=device, max_sequence_length=self.max_prompt_tokens
-        )
-        return [
-            {"prompt_embeds": row_ld, "pooled_prompt_embeds": pooled_d.cpu().clone()}
-            for row_ld, pooled_d in zip(without_padding(embeds_bld, mask), pooled_bd, strict=True)
-        ]
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the token that the template puts after a text."""
@@ -332,89 +312,26 @@ class HunyuanVideo(DiffusersFamily):
         rows = tokenizer([TEMPLATE.format(text) for text in texts])["input_ids"]
         return [len(row) - _NUM_CUT for row in rows]
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
-
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
-            return [{"latents": latents} for latents in encode_scaled_latents(pipeline.vae, pixels_bcfhw)]
-
-        return encode
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self.folder.component_config("vae")
-        scale, frame_scale = config["spatial_compression_ratio"], config["temporal_compression_ratio"]
-        return config["latent_channels"], (num_frames - 1) // frame_scale + 1, height // scale, width // scale
-
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         config = self.folder.component_config("transformer")
         latents_of_a_token: int = config["patch_size"] ** 2 * config["patch_size_t"]
         return math.prod(latents_shape[1:]) // latents_of_a_token
 
-    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        config = self.folder.component_config("transformer")
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        guidance = self.guidance(conditioning, like)
+        if guidance is not None:
+            # In this order, as the pipeline has it: in bfloat16 a scale is rounded before and after.
+            guidance = guidance.to(**like) * _GUIDANCE_SCALE
         return {
-            "prompt_embeds": torch.ones(self.max_prompt_tokens, config["text_embed_dim"]),
-            "pooled_prompt_embeds": torch.ones(config["pooled_projection_dim"]),
+            **super().model_inputs(conditioning, like),
+            "pooled_prompt_embeds_bd": stacked(conditioning, "pooled_prompt_embeds", like),
+            "guidance": guidance,
         }
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
-        pooled_bd = torch.stack([sample["pooled_prompt_embeds"] for sample in conditioning])
-        guidance = None
-        if self._is_guided:
-            # In this order, as the pipeline has it: in bfloat16 a scale is rounded before and after.
-            guidance = torch.full_like(sigma, self.training_guidance).to(**like) * _GUIDANCE_SCALE
-        return model_fn_hunyuan_video(
-            transformer,
-            noisy_latents.to(**like),
-            sigma * _NUM_TIMESTEPS,
-            embeds_bld,
-            mask,
-            pooled_bd.to(**like),
-            guidance,
-            **gradient_flags(),
-        )
-
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        frames: list[Image] = pipeline(
-            **self._prompt_arguments(request, device_and_dtype(pipeline.transformer)),
-            **request.call_arguments(),
-            num_frames=request.num_frames,
-            output_type="pil",
-        ).frames[0]
-        return frames
-
-    def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
-        """The prompt, and the scale where the model takes one; others also run the negative prompt."""
-        prompt = _as_arguments(request.conditioning, like)
-        if self._is_guided:
-            return {**prompt, "guidance_scale": request.guidance_scale}
-        if request.guidance_scale <= 1:
-            return prompt
-        negative = _as_arguments(request.negative, like, "negative_")
-        return {**prompt, **negative, "true_cfg_scale": request.guidance_scale}
-
-
-def _as_arguments(
-    conditioning: Conditioning, like: Mapping[str, Any], prefix: str = ""
-) -> dict[str, torch.Tensor]:
-    """A prompt as arguments of the pipeline, whose names begin with ``prefix``."""
-    embeds_bld = conditioning["prompt_embeds"][None].to(**like)
-    return {
-        f"{prefix}prompt_embeds": embeds_bld,
-        f"{prefix}prompt_attention_mask": embeds_bld.new_ones(embeds_bld.shape[:2]),
-        f"{prefix}pooled_prompt_embeds": conditioning["pooled_prompt_embeds"][None].to(**like),
-    }
+    def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        given = super().prompt_argument(prompt, like)
+        embeds_bld = given["prompt_embeds"]
+        return {**given, "prompt_attention_mask": embeds_bld.new_ones(embeds_bld.shape[:2])}
 
 
 def tiny() -> HunyuanVideoPipeline:

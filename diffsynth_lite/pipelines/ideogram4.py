@@ -22,14 +22,15 @@ from PIL.Image import Image
 from torch.nn.functional import pad
 from transformers import BatchEncoding, Qwen3VLModel
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, fused, renamed, under
 from diffsynth_lite.lora.shared_names import QKV
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import encode_patched_latents, scaled_latents_shape
+from diffsynth_lite.pipelines.base.latents import encode_patched_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.qwen_image_21 import QWEN3_VL_8B
@@ -194,6 +195,10 @@ class Ideogram4(DiffusersFamily):
     block_lists = ("layers",)
     size_divisor = 16
     max_prompt_tokens = 2048
+    model_fn = model_fn_ideogram4
+    is_reversed = True
+    prompt_id = "ideogram4/prompt/1"
+    prompt_template = QWEN3_VL_ACTIVATION_LAYERS
     latents_id = "ideogram4/latents/1"
     prompt_width = "llm_features_dim"
     target_sets: ClassVar[TargetSets] = {
@@ -206,12 +211,6 @@ class Ideogram4(DiffusersFamily):
     @property
     def components(self) -> tuple[str, ...]:
         return (*super().components, _GUIDE)
-
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        # The layers are a part of diffusers, so that another version may bring others.
-        layers = QWEN3_VL_ACTIVATION_LAYERS
-        return f"ideogram4/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {layers}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -235,12 +234,8 @@ class Ideogram4(DiffusersFamily):
         """With the chat around each text, which counts too."""
         return _Cutting(self.load_tokenizer(), self.max_prompt_tokens).lengths(texts)
 
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        return encode_patched_latents(vae, pixels_bchw, _place_first)
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        channels, *sides = scaled_latents_shape(self.folder.component_config("vae"), width, height)
-        return channels * _PATCH**2, *(side // _PATCH for side in sides)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return encode_patched_latents(vae, pixels, _place_first)
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the pipeline, which reads no settings: the side of a square of as many pixels, over 512."""
@@ -250,21 +245,11 @@ class Ideogram4(DiffusersFamily):
         """That of the pipeline, 2 at 1024 x 1024 pixels."""
         return self.resolution_shift(latents_shape)
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        return -model_fn_ideogram4(
-            transformer,
-            noisy_latents.to(**like),
-            (1 - sigma).to(**like),
-            [sample["prompt_embeds"] for sample in conditioning],
-            **gradient_flags(),
-        )
+    def timestep(self, sigma: torch.Tensor, like: Mapping[str, Any]) -> torch.Tensor:
+        return super().timestep(sigma, like).to(**like)
+
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt_embeds_ld": [sample["prompt_embeds"] for sample in conditioning]}
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]

@@ -17,23 +17,21 @@ from diffusers import (
     Krea2Transformer2DModel,
     QwenImagePipeline,
 )
-from PIL.Image import Image
 from transformers import Qwen3VLModel
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, renamed_in, under
 from diffsynth_lite.lora.shared_names import DOUBLE, QKV
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import (
     Checkpointing,
     checkpointed,
     model_function,
-    pad_tokens,
-    without_padding,
+    padded_together,
 )
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE
@@ -254,6 +252,7 @@ class Krea2(DiffusersFamily):
     size_divisor = 16
     max_prompt_tokens = 512
     patch = _PATCH
+    model_fn = model_fn_krea2
     latents_id = "krea2/latents/1"
     blocks_by_hook = False  # diffusers has none for the blocks that read the prompt
     default_target_modules = (*_ATTENTION, "ff.up", "ff.down")
@@ -287,27 +286,10 @@ class Krea2(DiffusersFamily):
         layers = pipeline.text_encoder_select_layers
         return f"krea2/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {layers} {template!r}"
 
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        embeds_blkd, mask = pipeline.encode_prompt(
-            [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
-        )
-        # The padding is between a prompt and what the chat ends with; no token has a position.
-        return [{"prompt_embeds": row_lkd} for row_lkd in without_padding(embeds_blkd, mask)]
-
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the end of the chat around each text, which counts too."""
         num_after = assemble(self.pipeline).prompt_template_encode_num_suffix_tokens
         return [length + num_after for length in super().prompt_lengths(texts)]
-
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        return encode_latents(vae, pixels_bchw.unsqueeze(2))
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self.folder.component_config("vae")
-        scale = 2 ** len(config["temperal_downsample"])
-        return config["z_dim"], num_frames, height // scale, width // scale
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which grows with the image; Turbo's pipeline has one for all."""
@@ -320,43 +302,19 @@ class Krea2(DiffusersFamily):
         of_a_token = config["num_text_layers"], config["text_hidden_dim"]
         return {"prompt_embeds": torch.ones(self.max_prompt_tokens, *of_a_token)}
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds_blkd, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
-        return model_fn_krea2(
-            transformer,
-            noisy_latents.to(**like),
-            sigma,
-            embeds_blkd,
-            mask,
-            **gradient_flags(),
-        )
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        embeds_blkd, mask = self.padded(conditioning, like)
+        return {"prompt_embeds_blkd": embeds_blkd, "prompt_embeds_mask": mask}
 
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        guided = request.guidance_scale > 1
-        prompts = {"": request.conditioning} | ({"negative_": request.negative} if guided else {})
-        rows = [prompt["prompt_embeds"] for prompt in prompts.values()]
+    def prompt_arguments(
+        self, prompts: Mapping[str, Conditioning], like: Mapping[str, Any]
+    ) -> dict[str, Any]:
         # Of one length: the pipeline numbers the tokens of both as those of the first.
-        embeds_blkd, mask = pad_tokens(rows, **device_and_dtype(pipeline.transformer))
-        if mask is None:
-            mask = torch.ones(embeds_blkd.shape[:2], device=embeds_blkd.device)
-        given = {
-            f"{prefix}{name}": rows[None]
-            for name, both in (("prompt_embeds", embeds_blkd), ("prompt_embeds_mask", mask.bool()))
-            for prefix, rows in zip(prompts, both, strict=True)
-        }
-        images: list[Image] = pipeline(
-            **given,
-            guidance_scale=request.guidance_scale if guided else 0.0,
-            **request.call_arguments(),
-        ).images
-        return images
+        given = padded_together(prompts, "prompt_embeds_mask", like)
+        return {name: rows.bool() if "mask" in name else rows for name, rows in given.items()}
+
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        return {"guidance_scale": request.guidance_scale if request.is_guided else 0.0}
 
 
 def tiny() -> Krea2Pipeline:

@@ -16,24 +16,21 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from PIL.Image import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
 from diffsynth_lite.lora.shared_names import DOUBLE, EMBEDDER, JOINT_ATTENTION
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import (
     Checkpointing,
     checkpointed,
     model_function,
-    pad_tokens,
-    without_padding,
 )
 from diffsynth_lite.releases.components import LICENCES, MUSUBI, PINNED_INDEXES, QWEN_VAE
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
@@ -253,7 +250,10 @@ class QwenImage(DiffusersFamily):
     size_divisor = 16
     max_prompt_tokens = 512
     patch = _PATCH
+    model_fn = model_fn_qwen_image
+    prompt_id = "qwen_image/prompt/2"
     latents_id = "qwen_image/latents/1"
+    scale_argument = "true_cfg_scale"
     prompt_width = "joint_attention_dim"
     default_target_modules = (*_ATTENTION, "img_mod.1", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.2")
     target_sets: ClassVar[TargetSets] = {
@@ -262,20 +262,10 @@ class QwenImage(DiffusersFamily):
     }
     unused_in_last_block = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        # The template is a part of diffusers, so that another version may bring another one.
-        template = assemble(self.pipeline).prompt_template_encode
-        return f"qwen_image/prompt/2 {parts} {dtype} {self.max_prompt_tokens} {template!r}"
-
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        # The pipeline gives no mask at all when no prompt is padded.
-        embeds_bld, mask = pipeline.encode_prompt(
-            [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
-        )
-        return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
+    @property
+    def prompt_template(self) -> str:
+        template: str = assemble(self.pipeline).prompt_template_encode
+        return template
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the end of the chat around each text, which counts too; the instruction before it does not."""
@@ -284,61 +274,15 @@ class QwenImage(DiffusersFamily):
         tokens = self.load_tokenizer()(chats)["input_ids"]
         return [len(row) - pipeline.prompt_template_encode_start_idx for row in tokens]
 
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        return encode_latents(vae, pixels_bchw.unsqueeze(2))
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self.folder.component_config("vae")
-        scale = 2 ** len(config["temperal_downsample"])
-        return config["z_dim"], num_frames, height // scale, width // scale
-
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds_bld, mask = self._padded(conditioning, like)
-        return model_fn_qwen_image(
-            transformer,
-            noisy_latents.to(**like),
-            sigma,
-            embeds_bld,
-            mask,
-            **gradient_flags(),
-        )
-
-    def _padded(
-        self, conditioning: Sequence[Conditioning], like: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The prompts of a batch, and their mask; processes that split them have as many tokens each."""
-        multiple = 1 if self.context is None else self.context.num_processes
-        return pad_tokens([sample["prompt_embeds"] for sample in conditioning], multiple=multiple, **like)
-
-    def generate(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
-        guided = request.guidance_scale > 1
-        prompt = self._prompt_arguments(request.conditioning, pipeline)
-        negative = self._prompt_arguments(request.negative, pipeline, "negative_") if guided else {}
-        images: list[Image] = pipeline(
-            **inputs,
-            **prompt,
-            **negative,
-            true_cfg_scale=request.guidance_scale,
-            **request.call_arguments(),
-            # What is longer is cut already, and may be padded.
-            max_sequence_length=LONGEST_PROMPT,
-        ).images
-        return images
-
-    def _prompt_arguments(
-        self, conditioning: Conditioning, pipeline: Any, prefix: str = ""
-    ) -> dict[str, torch.Tensor]:
-        embeds_bld, mask = self._padded([conditioning], device_and_dtype(pipeline.transformer))
+    def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        embeds_bld, mask = self.padded([prompt], like)
         if mask is None:
             mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=embeds_bld.device)
-        return {f"{prefix}prompt_embeds": embeds_bld, f"{prefix}prompt_embeds_mask": mask}
+        return {"prompt_embeds": embeds_bld, "prompt_embeds_mask": mask}
+
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        # What is longer is cut already, and may be padded.
+        return super().call_arguments(pipeline, request) | {"max_sequence_length": LONGEST_PROMPT}
 
 
 def tiny() -> QwenImagePipeline:

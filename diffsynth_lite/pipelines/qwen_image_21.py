@@ -15,7 +15,6 @@ from diffusers import (
     QwenImage21Pipeline,
     QwenImage21Transformer2DModel,
 )
-from PIL.Image import Image
 from torch.nn.functional import pad
 from transformers import (
     BatchEncoding,
@@ -24,14 +23,13 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, Original, under
 from diffsynth_lite.lora.shared_names import DOUBLE, EMBEDDER, QKV
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.qwen_image import IMAGE_TOKEN, PLACEHOLDERS, QWEN_IMAGE_BASE
 from diffsynth_lite.releases.components import MUSUBI
@@ -213,7 +211,10 @@ class QwenImage21(DiffusersFamily):
     unused_matmuls = ("attn.to_out.0", "img_mlp.out")
     size_divisor = 32
     max_prompt_tokens = 1024
+    model_fn = model_fn_qwen_image_21
+    prompt_id = "qwen_image_21/prompt/1"
     latents_id = "qwen_image_21/latents/1"
+    scale_argument = "true_cfg_scale"
     prompt_width = "context_in_dim"
     refused_in_prompts = PLACEHOLDERS
     splits_batches = True
@@ -242,11 +243,10 @@ class QwenImage21(DiffusersFamily):
             return None
         return "sample_sigmas in its model_index.json; better train the model that it was made from"
 
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "processor")
-        # The template is a part of diffusers, so that another version may bring another one.
-        template = _Pipeline().prompt_template_t2i
-        return f"qwen_image_21/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {template!r}"
+    @property
+    def prompt_template(self) -> str:
+        template: str = _Pipeline().prompt_template_t2i
+        return template
 
     def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
         processor = _Texts(self.load_tokenizer("processor"), self.max_prompt_tokens)
@@ -266,14 +266,8 @@ class QwenImage21(DiffusersFamily):
         chats = [pipeline.prompt_template_t2i.format(text or " ") for text in texts]
         return [len(tokens) - pipeline._drop_idx for tokens in texts_of.tokenizer(chats)["input_ids"]]
 
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        opaque_bchw = pad(pixels_bchw, (0, 0, 0, 0, 0, 1), value=1.0)
-        return encode_latents(vae, opaque_bchw.unsqueeze(2))
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self.folder.component_config("vae")
-        scale = config["scale_factor_spatial"]
-        return config["z_dim"], num_frames, height // scale, width // scale
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return super().encode_pixels(vae, pad(pixels, (0, 0, 0, 0, 0, 1), value=1.0))  # opaque
 
     def predict(
         self,
@@ -282,32 +276,14 @@ class QwenImage21(DiffusersFamily):
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
     ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        rows = [sample["prompt_embeds"] for sample in conditioning]
+        lengths = [len(sample["prompt_embeds"]) for sample in conditioning]
         velocities: dict[int, torch.Tensor] = {}
-        for length in dict.fromkeys(map(len, rows)):
-            places = [place for place, row in enumerate(rows) if len(row) == length]
-            velocity_bcfhw = model_fn_qwen_image_21(
-                transformer,
-                noisy_latents[places].to(**like),
-                sigma[places],
-                torch.stack([rows[place] for place in places]).to(**like),
-                **gradient_flags(),
-            )
+        for length in dict.fromkeys(lengths):
+            places = [place for place, other in enumerate(lengths) if other == length]
+            chosen = [conditioning[place] for place in places]
+            velocity_bcfhw = super().predict(transformer, noisy_latents[places], sigma[places], chosen)
             velocities |= zip(places, velocity_bcfhw, strict=True)
-        return torch.stack([velocities[place] for place in range(len(rows))])
-
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        like = device_and_dtype(pipeline.transformer)
-        prompts = {"prompt_embeds": request.conditioning}
-        if request.guidance_scale > 1:
-            prompts["negative_prompt_embeds"] = request.negative
-        images: list[Image] = pipeline(
-            **{name: row["prompt_embeds"][None].to(**like) for name, row in prompts.items()},
-            true_cfg_scale=request.guidance_scale,
-            **request.call_arguments(),
-        ).images
-        return images
+        return torch.stack([velocities[place] for place in range(len(lengths))])
 
 
 class _Texts:

@@ -16,16 +16,15 @@ from PIL.Image import Image
 from transformers import BatchFeature
 from transformers import Qwen2VLImageProcessorPil as ImageProcessor
 
-from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Prompt, RecordKind
+from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines import qwen_image
-from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
-from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, in_turn
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_TRANSFORMER
 from diffsynth_lite.releases.release import Release
 
@@ -82,6 +81,7 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
     # The pipelines cut no prompt; they refuse a limit above this one.
     max_prompt_tokens = 1024
     prompt_sees_images = True
+    encodes_as_model = True
     refused_in_prompts = qwen_image.PLACEHOLDERS
 
     @property
@@ -140,40 +140,18 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"qwen_image_edit/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"
 
-    def encode_inputs(self, pipeline: Any, images: Sequence[Image]) -> EncodedMedia:
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
         return {
             f"{INPUT}{place}": encode_latents(pipeline.vae, pixels_bcfhw)[0]
-            for place, pixels_bcfhw in enumerate(self._seen_by_transformer(pipeline, images))
+            for place, pixels_bcfhw in enumerate(self._seen_by_transformer(pipeline, item.inputs))
         }
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds_bld, mask = self._padded(conditioning, like)
-        return model_fn_qwen_image_edit(
-            transformer,
-            noisy_latents.to(**like),
-            sigma,
-            embeds_bld,
-            mask,
-            input_latents_bcfhw=[latents.to(**like) for latents in stack_inputs(conditioning)],
-            **gradient_flags(),
-        )
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        images = [latents.to(**like) for latents in stack_inputs(conditioning)]
+        return super().model_inputs(conditioning, like) | {"input_latents_bcfhw": images}
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        # Not in ``vae_dtype``: the pipelines encode the input images in the dtype of the embeddings.
-        pipeline = self.preview_pipeline(transformer, device_and_dtype(transformer)["dtype"])
-        return [
-            self.generate(pipeline, request, image=self._given(request.inputs))
-            for request in in_turn(requests)
-        ]
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        return super().call_arguments(pipeline, request) | {"image": self._given(request.inputs)}
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"image": INPUT_IMAGE}

@@ -18,15 +18,15 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered as layered
 from PIL.Image import Image
 from transformers import Qwen2VLImageProcessorPil as ImageProcessor
 
-from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.core.noise.densities import resolution_mu
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media, RecordKind
+from diffsynth_lite.media import Generated, Media, RecordKind
 from diffsynth_lite.pipelines import qwen_image
-from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
-from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code, in_turn
+from diffsynth_lite.pipelines.base.model_function import stacked
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_IMAGE_BASE, QWEN_TRANSFORMER
 from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE
@@ -100,6 +100,8 @@ class QwenImageLayered(qwen_image.QwenImage):
     latents_id = "qwen_image_layered/latents/1"
     record_kinds = ("layers",)
     default_num_layers = 4
+    takes_size = False
+    encodes_as_model = True
 
     def check_folder(self, *, with_weights: bool = True) -> None:
         super().check_folder(with_weights=with_weights)
@@ -165,35 +167,14 @@ class QwenImageLayered(qwen_image.QwenImage):
         image = torch.ones(tuple(_of_one_image(latents_shape)))
         return (super().example_conditioning(latents_shape) or {}) | {_IMAGE: image}
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds_bld, mask = self._padded(conditioning, like)
-        image_bcfhw = torch.stack([sample[_IMAGE] for sample in conditioning])
-        return model_fn_qwen_image_layered(
-            transformer,
-            noisy_latents.to(**like),
-            sigma,
-            embeds_bld,
-            mask,
-            input_latents_bcfhw=[image_bcfhw.to(**like)],
-            additional_t_cond=torch.full((len(conditioning),), _IS_RGB, device=like["device"]),
-            **gradient_flags(),
-        )
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        return super().model_inputs(conditioning, like) | {
+            "input_latents_bcfhw": [stacked(conditioning, _IMAGE, like)],
+            "additional_t_cond": torch.full((len(conditioning),), _IS_RGB, device=like["device"]),
+        }
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        """The layers of each preview, with their transparency."""
-        # Not in ``vae_dtype``: the pipeline encodes the image in the dtype of the embeddings.
-        dtype = device_and_dtype(transformer)["dtype"]
-        pipeline = self.preview_pipeline(transformer, dtype, text_encoder=_NoEncoder(dtype))
-        return [self.generate(pipeline, request) for request in in_turn(requests)]
+    def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
+        return super().preview_pipeline(model, vae_dtype, text_encoder=_NoEncoder(vae_dtype), **settings)
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         edge = math.sqrt(request.width * request.height)
@@ -203,26 +184,24 @@ class QwenImageLayered(qwen_image.QwenImage):
             "image": Code(f'{INPUT_IMAGE}.convert("RGBA")'),
         }
 
-    def generate(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
-        guided = request.guidance_scale > 1
-        arguments = request.call_arguments()
-        size = arguments.pop("width"), arguments.pop("height")
-        with _generated_at(*size):
-            (layers,) = pipeline(
-                **inputs,
-                image=_only_image(request.inputs),
-                # Without one the pipeline would have the image described.
-                prompt=_PROMPT_IS_ENCODED,
-                **self._prompt_arguments(request.conditioning, pipeline),
-                **(self._prompt_arguments(request.negative, pipeline, "negative_") if guided else {}),
-                true_cfg_scale=request.guidance_scale,
-                layers=request.num_layers,
-                max_sequence_length=qwen_image.LONGEST_PROMPT,
-                resolution=_OWN_RESOLUTIONS[0],  # of no effect: see _generated_at
-                **arguments,
-            ).images
-        generated: list[Image] = layers
-        return generated
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        return super().call_arguments(pipeline, request) | {
+            "image": _only_image(request.inputs),
+            # Without one the pipeline would have the image described.
+            "prompt": _PROMPT_IS_ENCODED,
+            "layers": request.num_layers,
+            "resolution": _OWN_RESOLUTIONS[0],  # of no effect: see _generated_at
+        }
+
+    def generate(self, pipeline: Any, request: PreviewRequest) -> Generated:
+        with _generated_at(request.width, request.height):
+            return super().generate(pipeline, request)
+
+    def generated(self, output: Any, pipeline: Any) -> Generated:
+        """The layers, with their transparency."""
+        (layers,) = output.images
+        frames: list[Image] = layers
+        return frames
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,21 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
-from PIL.Image import Image
 from transformers import Gemma2Model
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
 from diffsynth_lite.lora.shared_names import ATTENTIONS, DOUBLE, EMBEDDER
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import (
     Checkpointing,
     checkpointed,
     model_function,
-    pad_tokens,
+    padded_together,
     without_padding,
 )
 from diffsynth_lite.releases.components import DIFFUSERS, LICENCES, ONE_TRAINER
@@ -35,8 +35,6 @@ from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_dc_vae
 from diffsynth_lite.testing.text_encoders import tiny_gemma2
 from diffsynth_lite.testing.tokenizers import gemma_tokenizer
-
-_NUM_TIMESTEPS = 1000
 
 
 @model_function
@@ -221,16 +219,18 @@ class Sana(DiffusersFamily):
     unused_matmuls = ("ff.conv_point",)
     size_divisor = 32
     max_prompt_tokens = 300
+    model_fn = model_fn_sana
+    num_timesteps = 1000
+    prompt_id = "sana/prompt/2"
     latents_id = "sana/latents/1"
     prompt_width = "caption_channels"
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
     # What follows attention in its blocks are convolutions.
     target_sets: ClassVar[TargetSets] = dict.fromkeys(("attention", "all"), default_target_modules)
 
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        # The instruction is a part of diffusers, so that another version may bring another one.
-        return f"sana/prompt/2 {parts} {dtype} {self.max_prompt_tokens} {_instruction()!r}"
+    @property
+    def prompt_template(self) -> Any:
+        return _instruction()
 
     def encode_prompts(
         self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
@@ -253,64 +253,27 @@ class Sana(DiffusersFamily):
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         return super().prompt_lengths(assemble(self.pipeline)._text_preprocessing(list(texts)))
 
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        # One latent for an image, not a distribution, and no mean to take off.
-        latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent.float().cpu()
-        scaled_bchw: torch.Tensor = latents_bchw * vae.config.scaling_factor
-        return scaled_bchw
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self.folder.component_config("vae")
-        scale = 2 ** (len(config["encoder_block_out_channels"]) - 1)
-        return config["latent_channels"], height // scale, width // scale
-
     @cached_property
     def _timestep_scale(self) -> float:
         # A folder saved by an older diffusers lacks it.
         return float(self.folder.component_config("transformer").get("timestep_scale", 1.0))
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
-        return model_fn_sana(
-            transformer,
-            noisy_latents.to(**like),
-            sigma * _NUM_TIMESTEPS * self._timestep_scale,
-            embeds_bld,
-            mask,
-            **gradient_flags(),
-        )
+    def timestep(self, sigma: torch.Tensor, like: Mapping[str, Any]) -> torch.Tensor:
+        return super().timestep(sigma, like) * self._timestep_scale
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"use_resolution_binning": False}
 
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        device = device_and_dtype(pipeline.transformer)["device"]
-        is_guided = request.guidance_scale > 1
-        conditionings = (request.conditioning, request.negative) if is_guided else (request.conditioning,)
-        # Padded together: the pipeline wants both of one length.
-        embeds_bld, mask = pad_tokens(
-            [conditioning["prompt_embeds"] for conditioning in conditionings], device=device
-        )
-        mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=device) if mask is None else mask
-        images: list[Image] = pipeline(
-            prompt_embeds=embeds_bld[:1],
-            prompt_attention_mask=mask[:1],
-            negative_prompt=None,
-            negative_prompt_embeds=embeds_bld[1:] if is_guided else None,
-            negative_prompt_attention_mask=mask[1:] if is_guided else None,
-            guidance_scale=request.guidance_scale,
-            **request.call_arguments(),
-            # Else it generates the nearest of a list of sizes, and scales and crops that.
-            **self.usage_arguments(request),
-        ).images
-        return images
+    def prompt_arguments(
+        self, prompts: Mapping[str, Conditioning], like: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        # The pipeline wants both of one length.
+        return padded_together(prompts, "prompt_attention_mask", {"device": like["device"]})
+
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        # Else it generates the nearest of a list of sizes, and scales and crops that.
+        own = {"negative_prompt": None, **self.usage_arguments(request)}
+        return super().call_arguments(pipeline, request) | own
 
 
 def _instruction() -> list[str]:

@@ -16,10 +16,9 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
-from PIL.Image import Image
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.layer_names import (
     LayerNames,
@@ -40,10 +39,10 @@ from diffsynth_lite.lora.shared_names import (
     QKV,
 )
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
 from diffsynth_lite.releases.components import (
     CLIP_G,
     CLIP_L,
@@ -62,10 +61,8 @@ from diffsynth_lite.testing.text_encoders import tiny_clip_text_with_projection,
 from diffsynth_lite.testing.tokenizers import clip_tokenizer, t5_tokenizer
 
 _PATCH = 2
-_NUM_TIMESTEPS = 1000
 _CLIP_TOKENS = 77
 """Rows that CLIP gives of any prompt, in front of those of T5."""
-_EMBEDS = ("prompt_embeds", "pooled_prompt_embeds")
 _ATTENTION = (
     *("to_q", "to_k", "to_v", "to_out.0"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
@@ -304,6 +301,11 @@ class SD3(DiffusersFamily):
     size_divisor = 16
     max_prompt_tokens = 256
     patch = _PATCH
+    model_fn = model_fn_sd3
+    num_timesteps = 1000
+    # Nothing is masked, so the padding's rows hold something too, and the model sees them.
+    prompt_outputs = ("prompt_embeds", "", "pooled_prompt_embeds")
+    prompt_width, pooled_width = "joint_attention_dim", "pooled_projection_dim"
     prompt_id = "sd3/prompt/1"
     latents_id = "sd3/latents/1"
     # Those of diffusers' training script, and of the second attention in 3.5 medium.
@@ -323,61 +325,16 @@ class SD3(DiffusersFamily):
                 f"{places * self.size_divisor} pixels on each side"
             )
 
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        embeds_bld, _, pooled_bd, _ = pipeline.encode_prompt(
-            *([prompt.text for prompt in prompts], None, None),
-            device=device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_prompt_tokens,
-        )
-        # All rows: nothing is masked, so the padding's hold something too, and the model sees them.
-        return [
-            {name: tensor.cpu().clone() for name, tensor in zip(_EMBEDS, row, strict=True)}
-            for row in zip(embeds_bld, pooled_bd, strict=True)
-        ]
-
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
-        config = self.folder.component_config("transformer")
-        rows = _CLIP_TOKENS + self.max_prompt_tokens
-        embeds = (
-            torch.ones(rows, config["joint_attention_dim"]),
-            torch.ones(config["pooled_projection_dim"]),
-        )
-        return dict(zip(_EMBEDS, embeds, strict=True))
+        given = super().example_conditioning(latents_shape) or {}
+        of_clip = given["prompt_embeds"].new_ones(_CLIP_TOKENS, given["prompt_embeds"].shape[1])
+        return {**given, "prompt_embeds": torch.cat([of_clip, given["prompt_embeds"]])}
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds, pooled = (torch.stack([sample[name] for sample in conditioning]) for name in _EMBEDS)
-        return model_fn_sd3(
-            transformer,
-            noisy_latents.to(**like),
-            sigma * _NUM_TIMESTEPS,
-            embeds.to(**like),
-            pooled.to(**like),
-            **gradient_flags(),
-        )
-
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        like = device_and_dtype(pipeline.transformer)
-        prompts = {"": request.conditioning, "negative_": request.negative}
-        images: list[Image] = pipeline(
-            **{
-                f"{prefix}{name}": conditioning[name][None].to(**like)
-                for prefix, conditioning in prompts.items()
-                for name in _EMBEDS
-            },
-            guidance_scale=request.guidance_scale,
-            **request.call_arguments(),
-        ).images
-        return images
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like),
+            "pooled_prompt_embeds_bd": stacked(conditioning, "pooled_prompt_embeds", like),
+        }
 
 
 def tiny() -> StableDiffusion3Pipeline:

@@ -5,7 +5,7 @@ Source: diffusers ``pipeline_wan_i2v.py``.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -18,10 +18,11 @@ from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionMode
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan
-from diffsynth_lite.pipelines.base.diffusers_family import assemble
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
+from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import require_later_frames
-from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.model_function import stacked
 from diffsynth_lite.pipelines.wan.releases import WAN_I2V
 from diffsynth_lite.testing import seeded
 
@@ -117,36 +118,26 @@ class WanI2V(wan.Wan):
         frames = "first and last" if self._leads_to_last_frame else "first"
         return f"wan_i2v/latents/1 {parts} {dtype} {frames}"
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        parts = self._image_parts(self.load_component("vae", dtype).to(device))
-        pipeline = assemble(self.pipeline, **parts)
+    def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        vae = self.load_component("vae", dtype).to(device)
+        return assemble(self.pipeline, vae=vae, **self._image_parts(dtype, device))
 
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            conditions = [self._encode_images(pipeline, item) for item in media]
-            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
-            return [
-                {"latents": latents_cfhw, **condition}
-                for latents_cfhw, condition in zip(
-                    encode_latents(pipeline.vae, pixels_bcfhw), conditions, strict=True
-                )
-            ]
+    def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
+        parts = self._image_parts(vae_dtype, device_and_dtype(model)["device"])
+        return super().preview_pipeline(model, vae_dtype, **parts, **settings)
 
-        return encode
+    def _image_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """What sees the images that clips start from, as arguments of the pipeline."""
+        if not self._embeds_images:
+            return {}
+        folder = self.folder.place("image_processor").path
+        return {
+            "image_encoder": self.load_component("image_encoder", dtype).to(device),
+            "image_processor": CLIPImageProcessorPil.from_pretrained(folder),
+        }
 
-    def _image_parts(self, vae: Any) -> dict[str, Any]:
-        parts = super()._image_parts(vae)
-        if self._embeds_images:
-            parts["image_encoder"] = self.load_component("image_encoder", vae.dtype).to(vae.device)
-            parts["image_processor"] = CLIPImageProcessorPil.from_pretrained(
-                self.folder.place("image_processor").path
-            )
-        return parts
-
-    @torch.no_grad()
-    def _encode_images(self, pipeline: Any, item: Media) -> EncodedMedia:
-        """Of one item, (4 + C, F, H, W) and, where CLIP sees the images, (1 or 2, L, D)."""
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        """(4 + C, F, H, W) and, where CLIP sees the images, (1 or 2, L, D)."""
         images = self._given_images(item)
         pixels_bchw = [pipeline.video_processor.preprocess(image) for image in images]
         width, height = item.frames[0].size
@@ -203,22 +194,28 @@ class WanI2V(wan.Wan):
         given = {name: torch.ones(shape) for name, shape in shapes.items()}
         return super().example_conditioning(latents_shape) | given
 
-    def _model_input(
-        self, noisy_latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sequence[Conditioning]
+    def noisy_inputs(
+        self,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        like: Mapping[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        condition_bcfhw = torch.stack([sample["condition_latents"] for sample in conditioning])
-        return torch.cat([noisy_latents, condition_bcfhw.to(noisy_latents.device)], dim=1), timestep
+        condition_bcfhw = stacked(conditioning, "condition_latents", {"device": noisy_latents.device})
+        return torch.cat([noisy_latents, condition_bcfhw], dim=1), self.timestep(sigma, like)
 
-    def _image_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
-        if not self._embeds_images:
-            return None
-        return torch.cat([sample["image_embeds"] for sample in conditioning])
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        given = super().model_inputs(conditioning, like)
+        if self._embeds_images:
+            embeds_bld = torch.cat([sample["image_embeds"] for sample in conditioning])
+            given["image_embeds_bld"] = embeds_bld.to(**like)
+        return given
 
-    def _start(self, request: PreviewRequest) -> dict[str, Any]:
-        start = super()._start(request)
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        arguments = super().call_arguments(pipeline, request)
         if self._leads_to_last_frame or len(request.inputs) > 1:
-            start["last_image"] = ImageOps.fit(request.inputs[-1], (request.width, request.height))
-        return start
+            arguments["last_image"] = ImageOps.fit(request.inputs[-1], (request.width, request.height))
+        return arguments
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         arguments = super().usage_arguments(request)

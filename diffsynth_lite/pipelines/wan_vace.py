@@ -5,7 +5,7 @@ Sources: diffusers ``transformer_wan_vace.py`` and ``pipeline_wan_vace.py``; for
 its ``single_file_utils.py`` and ``comfy/ldm/wan/model.py`` of ComfyUI.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -13,14 +13,13 @@ import torch
 from diffusers import WanVACEPipeline, WanVACETransformer3DModel
 from PIL import Image, ImageOps
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, unwrapped
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers
 from diffsynth_lite.lora.spelling import converted_for_comfyui
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan
-from diffsynth_lite.pipelines.base.diffusers_family import assemble
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, LANCZOS, Code
 from diffsynth_lite.pipelines.wan.names import WAN_LAYERS, WAN_NAMES
@@ -119,6 +118,7 @@ class WanVACE(wan.Wan):
     lora_spelling = converted_for_comfyui(_IN_COMFYUI)
     lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     block_lists = ("vace_blocks", "blocks")
+    model_fn = model_fn_wan_vace
     sequence_split = None
     # What a further block gives waits for the one that it is added to.
     is_counted_by_few_blocks = False
@@ -139,21 +139,10 @@ class WanVACE(wan.Wan):
         sets = super().target_sets
         return {**sets, "all": (*sets["all"], "vace_blocks.*.proj_in", "vace_blocks.*.proj_out")}
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+    def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         vae = self.load_component("vae", dtype).to(device)
         # Its methods ask the transformer for its patches.
-        pipeline = assemble(self.pipeline, vae=vae, transformer=self.empty_component(self.trained[0]))
-
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
-            return [
-                {"latents": latents_cfhw, **_encode_given(pipeline, item)}
-                for latents_cfhw, item in zip(encode_latents(vae, pixels_bcfhw), media, strict=True)
-            ]
-
-        return encode
+        return assemble(self.pipeline, vae=vae, transformer=self.empty_component(self.trained[0]))
 
     def num_condition_values(self, latents_shape: Sequence[int]) -> int:
         """With a mask, whose numbers are bytes."""
@@ -168,36 +157,39 @@ class WanVACE(wan.Wan):
         given, _ = self._given_shapes(latents_shape)
         return super().example_conditioning(latents_shape) | {"control_latents": torch.ones(given)}
 
-    def _velocity(
-        self,
-        transformer: torch.nn.Module,
-        latents_bcfhw: torch.Tensor,
-        timestep: torch.Tensor,
-        prompt_embeds_bld: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        control_bcfhw = torch.stack(
-            [self._control(sample, latents_bcfhw.shape[1:]) for sample in conditioning]
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        """Control latents, (32, F, H, W), and, where the item has a mask, that, (64, F, H, W) in bytes."""
+        device, (width, height) = pipeline.vae.device, item.frames[0].size
+        pixels_bcfhw, mask_bcfhw, references = pipeline.preprocess_conditions(
+            **_given_clip(item.frames, item.control, item.inpaint_mask),
+            height=height,
+            width=width,
+            num_frames=len(item.frames),
+            dtype=torch.float32,
+            device=device,
         )
-        return model_fn_wan_vace(
-            transformer,
-            latents_bcfhw,
-            timestep,
-            prompt_embeds_bld,
-            control_bcfhw.to(prompt_embeds_bld),
-            **gradient_flags(),
-        )
+        latents_bcfhw = pipeline.prepare_video_latents(pixels_bcfhw, mask_bcfhw, references, device=device)
+        encoded = {"control_latents": latents_bcfhw[0].float().cpu()}
+        if item.inpaint_mask:
+            encoded["control_mask"] = pipeline.prepare_masks(mask_bcfhw, references)[0].to("cpu", torch.uint8)
+        return encoded
 
-    def _control(self, sample: Conditioning, latents_shape: Sequence[int]) -> torch.Tensor:
-        """(96, F, H, W) of one sample; without a mask all is painted."""
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        control_bcfhw = torch.stack([self._control(sample) for sample in conditioning])
+        return super().model_inputs(conditioning, like) | {"control_bcfhw": control_bcfhw.to(**like)}
+
+    def _control(self, sample: Conditioning) -> torch.Tensor:
+        """(96, F, H, W) of one sample; without a mask all is regenerated."""
         latents_cfhw, mask_cfhw = sample["control_latents"], sample.get("control_mask")
         if mask_cfhw is None:
-            mask_cfhw = latents_cfhw.new_ones(self._given_shapes(latents_shape)[1])
+            mask_cfhw = latents_cfhw.new_ones(
+                self._vae_config["scale_factor_spatial"] ** 2, *latents_cfhw.shape[1:]
+            )
         return torch.cat([latents_cfhw, mask_cfhw.to(latents_cfhw)])
 
     @property
     def pipeline_settings(self) -> dict[str, Any]:
-        return {}
+        return {"boundary_ratio": self.boundary}
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
         return self.pipeline
@@ -209,7 +201,7 @@ class WanVACE(wan.Wan):
         return (f"mask = {mask}.point(lambda level: 255 * (level > 127))",)
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
-        """As :meth:`_start`, of a mask that is an image."""
+        """As :meth:`call_arguments`, of a mask that is an image."""
         num_frames, size = request.num_frames, (request.width, request.height)
         guide, staying = request.fitted("frame", LANCZOS), request.fitted(INPUT_IMAGE)
         if request.control:
@@ -225,11 +217,12 @@ class WanVACE(wan.Wan):
         mask = {"mask": Code(f"[mask] * {num_frames}")} if request.inpaint_mask else {}
         return {"video": Code(video), **mask}
 
-    def _start(self, request: PreviewRequest) -> dict[str, Any]:
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
         staying: Sequence[Image.Image] = request.control
         if request.inputs:
             staying = [ImageOps.fit(request.inputs[0], (request.width, request.height))] * request.num_frames
-        return _given_clip(staying, request.control, request.inpaint_mask)
+        given = _given_clip(staying, request.control, request.inpaint_mask)
+        return {self.scale_argument: request.guidance_scale, **given}
 
 
 def _given_clip(
@@ -247,25 +240,6 @@ def _given_clip(
     guides = control or [Image.new("RGB", mask[0].size, _GREY)] * len(mask)
     video = [Image.composite(*frames) for frames in zip(guides, staying, mask, strict=True)]
     return {"video": video, "mask": list(mask)}
-
-
-@torch.no_grad()
-def _encode_given(pipeline: Any, item: Media) -> EncodedMedia:
-    """Control latents of an item, (32, F, H, W), and, where it has a mask, that, (64, F, H, W) in bytes."""
-    device, (width, height) = pipeline.vae.device, item.frames[0].size
-    pixels_bcfhw, mask_bcfhw, references = pipeline.preprocess_conditions(
-        **_given_clip(item.frames, item.control, item.inpaint_mask),
-        height=height,
-        width=width,
-        num_frames=len(item.frames),
-        dtype=torch.float32,
-        device=device,
-    )
-    latents_bcfhw = pipeline.prepare_video_latents(pixels_bcfhw, mask_bcfhw, references, device=device)
-    encoded = {"control_latents": latents_bcfhw[0].float().cpu()}
-    if item.inpaint_mask:
-        encoded["control_mask"] = pipeline.prepare_masks(mask_bcfhw, references)[0].to("cpu", torch.uint8)
-    return encoded
 
 
 def tiny() -> WanVACEPipeline:

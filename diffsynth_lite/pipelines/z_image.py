@@ -15,16 +15,15 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from PIL.Image import Image
 from transformers import Qwen3Model
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, fused, renamed, under
 from diffsynth_lite.lora.shared_names import QKV
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, MUSUBI, QWEN3_4B
@@ -205,7 +204,10 @@ class ZImage(DiffusersFamily):
     size_divisor = 16
     max_prompt_tokens = 512
     patch = _PATCH
+    model_fn = model_fn_z_image
+    is_reversed = True
     prompt_id = "z_image/prompt/1"
+    prompt_outputs = ("prompt_embeds",)
     latents_id = "z_image/latents/1"
     prompt_width = "cap_feat_dim"
     default_target_modules = (*_ATTENTION, "w1", "w2", "w3")
@@ -232,17 +234,6 @@ class ZImage(DiffusersFamily):
             "better train the base model, Z-Image"
         )
 
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        embeds_ld, _ = pipeline.encode_prompt(
-            [prompt.text for prompt in prompts],
-            device=device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_prompt_tokens,
-        )
-        return [{"prompt_embeds": row_ld.cpu()} for row_ld in embeds_ld]
-
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the chat around each text, which counts too: a prompt that is too long loses its end."""
         tokenizer = self.load_tokenizer()
@@ -250,31 +241,14 @@ class ZImage(DiffusersFamily):
         encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, enable_thinking=True)
         return [len(tokens) for tokens in encoded["input_ids"]]
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        return -model_fn_z_image(
-            transformer,
-            noisy_latents.to(**like),
-            1 - sigma,
-            [sample["prompt_embeds"].to(**like) for sample in conditioning],
-            **gradient_flags(),
-        )
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt_embeds_ld": [sample["prompt_embeds"].to(**like) for sample in conditioning]}
 
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        like = device_and_dtype(pipeline.transformer)
-        images: list[Image] = pipeline(
-            prompt_embeds=[request.conditioning["prompt_embeds"].to(**like)],
-            negative_prompt_embeds=[request.negative["prompt_embeds"].to(**like)],
-            guidance_scale=request.guidance_scale if request.guidance_scale > 1 else 0.0,
-            **request.call_arguments(),
-        ).images
-        return images
+    def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt_embeds": [prompt["prompt_embeds"].to(**like)]}
+
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        return {"guidance_scale": request.guidance_scale if request.is_guided else 0.0}
 
 
 def tiny() -> ZImagePipeline:

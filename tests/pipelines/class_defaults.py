@@ -10,7 +10,7 @@ from typing import Any
 import diffusers
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import VAE_IMAGE_SIZE
 
-from diffsynth_lite.pipelines.base.diffusers_family import assemble
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
 
 Row = tuple[str | tuple[str, ...], Mapping[str, Any]]
 """Places, as patterns of ``name of a release / folder of a component``, and what is stated there.

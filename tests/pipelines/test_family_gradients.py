@@ -76,9 +76,9 @@ def test_an_argument_that_no_run_changes_is_that_of_the_models_forward(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, model, (argument, in_forward, value) = sample.family, sample.model, PASSED_ON[sample.name]
-    module = importlib.import_module(type(family).__module__)
-    ((name, model_fn),) = ((name, one) for name, one in vars(module).items() if name.startswith("model_fn_"))
-    monkeypatch.setattr(module, name, lambda *given, **named: model_fn(*given, **named | {argument: value}))
+    model_fn = type(family).model_fn
+    passing_on = staticmethod(lambda *given, **named: model_fn(*given, **named | {argument: value}))
+    monkeypatch.setattr(type(family), "model_fn", passing_on)
     batch = sample.latents, SIGMA, sample.conditioning
     (call,) = transformer_calls(model, lambda: family.predict(model, *batch))
     assert torch.equal(call[in_forward], value)

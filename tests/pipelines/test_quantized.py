@@ -107,7 +107,7 @@ def test_both_experts_are_quantised_also_the_one_that_is_read_only_for_previews(
     of_each = [frozen_layers(part) for part in both.children()]
     assert of_each[0] == of_each[1] != []
     low = quantised(Wan(folder, trained=["transformer_2"]))
-    drawn_with = low._transformers(low.load_transformer(torch.float32))
+    drawn_with = low.preview_models(low.load_transformer(torch.float32))
     assert [frozen_layers(drawn_with[name]) for name in ("transformer", "transformer_2")] == of_each
 
 

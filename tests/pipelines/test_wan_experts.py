@@ -283,7 +283,7 @@ def test_previews_draw_with_both_experts_whichever_are_trained(
     with group_of_one() as group:
         family.shards = BaseShards(group, CPU, family.block_lists)
         model = adapted_transformer(family).eval()
-        parts = family._transformers(model).values()
+        parts = family.preview_models(model).values()
         frozen = [weight for part in parts for weight in part.parameters() if not weight.requires_grad]
         assert all(map(is_sharded, frozen))
         shared = family.sample(model, torch.float32, [request(conditioning)])[0]
@@ -309,7 +309,7 @@ def test_the_expert_that_is_not_trained_is_drawn_with_in_the_format_of_the_other
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
-    experts = family._transformers(model)
+    experts = family.preview_models(model)
     assert experts["transformer_2"] is model
     other = experts["transformer"]
     assert QuantizationReport.of(other) == QuantizationReport.of(resident)
@@ -326,7 +326,7 @@ def test_an_expert_for_which_the_host_has_no_room_or_that_is_too_small_goes_to_t
 ) -> None:
     monkeypatch.setattr(f"diffsynth_lite.pipelines.wan.experts.{told_by}", answer)
     family = Wan(folder, trained=["transformer_2"])
-    other = family._transformers(family.load_transformer(torch.float32))["transformer"]
+    other = family.preview_models(family.load_transformer(torch.float32))["transformer"]
     assert len(list(other.blocks.parameters())) > 0
 
 
@@ -335,7 +335,7 @@ def test_an_expert_that_is_not_trained_is_drawn_with_in_the_dtype_of_the_other(
 ) -> None:
     family = Wan(folder, trained=["transformer_2"])
     model = family.load_transformer(torch.bfloat16)
-    experts = family._transformers(model)
+    experts = family.preview_models(model)
     assert experts["transformer_2"] is model
     assert experts["transformer"].dtype == torch.bfloat16
     assert not any(parameter.requires_grad for parameter in experts["transformer"].parameters())

@@ -1,53 +1,23 @@
-"""This file does what all families of diffusers have in common: loading components, and previews."""
+"""This file does what all families of diffusers have in common with prompts, media, steps and previews."""
 
 import inspect
-import json
-import logging
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, ClassVar
 
-import diffusers
 import torch
-from diffusers import ModularPipeline, SchedulerMixin
 from PIL.Image import Image
-from safetensors import SafetensorError
-from transformers import PreTrainedModel
 
-from diffsynth_lite.core.gradient import count_blocks
+from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.core.noise.densities import resolution_mu
-from diffsynth_lite.core.weights.packing import HostBlocks
-from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
 from diffsynth_lite.media import Generated, Media, Prompt
-from diffsynth_lite.pipelines.base.composite import Composite
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, ModelFamily, PreviewRequest
-from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
-from diffsynth_lite.pipelines.base.lora_files import LoraFiles
-from diffsynth_lite.pipelines.base.model_settings import (
-    ModelSettings,
-    building,
-    require_class,
-    require_kinds,
-    require_possible,
-)
+from diffsynth_lite.pipelines.base.diffusers_components import DiffusersComponents, assemble
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.latents import encode_latents, latents_shape
+from diffsynth_lite.pipelines.base.model_function import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.preview_request import in_turn
-from diffsynth_lite.pipelines.base.quantized import (
-    load_frozen_component,
-    load_plain_component,
-    require_finite_weights,
-)
-from diffsynth_lite.pipelines.base.release_folder import count_parameters, empty_model
-from diffsynth_lite.pipelines.base.samplers import described, exponential_shift, matches_flows
-from diffsynth_lite.pipelines.base.single_file import read_single_file
-from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
-from diffsynth_lite.pipelines.base.transformers_loading import load_frozen_encoder
-from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tile_when_full, tiles_of
-from diffsynth_lite.progress_log import current_watch
-
-logger = logging.getLogger(__name__)
+from diffsynth_lite.pipelines.base.samplers import exponential_shift
 
 
 def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
@@ -56,42 +26,31 @@ def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
     return {"device": parameter.device, "dtype": parameter.dtype}
 
 
-class DiffusersFamily(ModelFamily):
+class DiffusersFamily(DiffusersComponents):
     """A family whose transformer and pipeline are classes of diffusers.
 
     Attributes:
-        pipelines: the pipeline's class, or several where releases of one model differ in it.
-        transformer_class: of ``trainable`` components that ``encoder_classes`` does not name.
+        model_fn: its model function, which ``predict`` calls.
+        num_timesteps: what the model is given as the noise level of pure noise.
+        is_reversed: whether it counts noise levels from pure noise on, and predicts ``latents - noise``.
         prompt_id: name and version of how prompts are encoded: part of the keys of the cache.
-        patch: latents on each side of what becomes one token.
+        latents_id: the same of media.
+        prompt_outputs: what ``encode_prompt`` of the pipeline returns, in order, by the names that are kept:
+            ``mask`` hides the padding, which then is not kept, and the empty name is of no use.
         prompt_width: the setting of the transformer with the width of its prompts.
-        lora_prefixes: what the names of a component's layers begin with in a pipeline, where that is not the
-            component's.
+        pooled_width: the same of one vector for a whole prompt, ``pooled_prompt_embeds``.
+        patch: latents on each side of what becomes one token.
     """
 
-    pipelines: ClassVar[tuple[Any, ...]]
-    transformer_class: ClassVar[Any]
+    model_fn: ClassVar[Callable[..., Any]]
+    num_timesteps: ClassVar[float] = 1
+    is_reversed: ClassVar[bool] = False
     prompt_id: ClassVar[str]
     latents_id: ClassVar[str]
-    patch: ClassVar[int] = 1
+    prompt_outputs: ClassVar[tuple[str, ...]] = ("prompt_embeds", "mask")
     prompt_width: ClassVar[str | None] = None
-    lora_prefixes: ClassVar[Mapping[str, str]] = {}
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "pipelines" in vars(cls):
-            cls.pipeline_classes = tuple(pipeline.__name__ for pipeline in cls.pipelines)
-
-    @cached_property
-    def pipeline(self) -> Any:
-        """The one of ``pipelines`` that the folder names; it saves and loads the adapter files."""
-        name = self.folder.pipeline_class_name()
-        return next(pipeline for pipeline in self.pipelines if pipeline.__name__ == name)
-
-    @property
-    def pipeline_settings(self) -> Mapping[str, Any]:
-        """What a pipeline is made with next to its components, for prompts and previews."""
-        return {}
+    pooled_width: ClassVar[str | None] = None
+    patch: ClassVar[int] = 1
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
         """The class of diffusers that generates a preview; another than ``pipeline`` in some families."""
@@ -109,127 +68,44 @@ class DiffusersFamily(ModelFamily):
         """Lines of code before that call, where no argument has it generate a preview."""
         return ()
 
-    @cached_property
-    def scheduler_config(self) -> ModelSettings:
-        """Settings of the folder's scheduler, read once: the shift is asked for with every batch."""
-        return self.folder.component_config("scheduler")
-
-    def check_folder(self, *, with_weights: bool = True) -> None:
-        super().check_folder(with_weights=with_weights)
-        for component in self.components:
-            component_class, settings = (
-                self.component_class(component),
-                self.folder.component_config(component),
-            )
-            require_class(component_class, settings)
-            require_kinds(component_class, settings)
-            self._num_weights(component)
-        for component, file in self.folder.files.items():
-            stored = read_single_file(file, self.empty_component(component))
-            logger.info("%s of %s: %s.", component, file.path, stored.described())
-        # Seconds; else the captions of a run would find out, or a download of gigabytes before them.
-        for name in self.tokenizers:
-            self.load_tokenizer(name)
-        # Else missed at the first preview, which only warns, or generated with a sampler of another kind.
-        self.check_scheduler(self.load_scheduler())
-
-    def check_scheduler(self, scheduler: Any) -> None:
-        """Check that the folder's sampler goes the way from noise to data that the family is trained on."""
-        if not matches_flows(scheduler):
-            raise UserError(
-                f"model.path: {self.folder.place('scheduler')}: {described(scheduler)} is not a sampler of "
-                "flow matching, which this family trains; get the folder's own scheduler again, or check "
-                "model.path and model.family"
-            )
-
-    @property
-    @abstractmethod
-    def encoder_classes(self) -> Mapping[str, Any]:
-        """Classes of the text encoders, the autoencoder and the like, by folder; often a plain attribute."""
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.trainable, *self.encoder_classes)))
-
-    @property
-    def denoisers(self) -> tuple[str, ...]:
-        return tuple(name for name in self.trainable if name not in self.encoder_classes)
-
     @property
     def prompt_tokenizer(self) -> str:
         """The one of ``tokenizers`` that ``max_prompt_tokens`` counts by: the first, if no other is named."""
         return self.tokenizers[0]
 
-    def component_class(self, name: str) -> Any:
-        """The class, of diffusers or transformers, that the family loads a component with."""
-        return self.encoder_classes.get(name, self.transformer_class)
-
-    def load_component(self, name: str, dtype: torch.dtype, encoder_blocks: HostBlocks | None = None) -> Any:
-        """A component with its weights in ``dtype``, on the CPU; pickled weights are refused.
-
-        Where ``quantization``, ``host_blocks`` or ``shards`` is set, models outside of ``encoder_classes``
-        are loaded by it, and to its device; text encoders by ``text_encoder_memory``. The autoencoder,
-        ``vae``, works in ``vae_tiles``. A component that the folder has a file of its own for is read from
-        that file.
-
-        Args:
-            encoder_blocks: the layers of a text encoder that are loaded to host memory, and the device that
-                all else of it goes to; None loads it as any other.
-        """
-        current_watch()("loading", 0, 0)
-        component_class = self.component_class(name)
-        source = component_class, self.folder, name, dtype
-        placing: tuple[Any, ...] = self.quantization, self.host_blocks, self.shards
-        load: Callable[..., torch.nn.Module] = load_frozen_component
-        if name in self.encoder_classes:
-            placing = self.text_encoder_memory.quantizations.get(name), encoder_blocks
-            if issubclass(component_class, PreTrainedModel):
-                load = load_frozen_encoder
-        try:
-            if any(placing) or name in self.folder.files:
-                component = load(*source, *placing)
-            else:
-                self.folder.require_as_many_numbers(name, component_class, self._num_weights(name))
-                component = load_plain_component(*source)
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"model.path: the weights in {self.folder.place(name)} cannot be read "
-                f"({' '.join(str(error).split())}); get the folder again"
-            ) from error
-        if name not in (*self.denoisers, *self.text_encoders):  # these are looked at on their device
-            require_finite_weights(self.folder, name, component)
-        if name == "vae" and self.vae_tiles is not None:
-            self.vae_tiles.apply_to(component)
-        return component
+    @cached_property
+    def takes_guidance(self) -> bool:
+        """Whether the model takes a guidance scale; others are guided by the negative prompt."""
+        return bool(self.folder.component_config(self.trainable[0]).get("guidance_embeds"))
 
     @property
-    def known_vae_tiles(self) -> VaeTiles | None:
-        vae_class = self.encoder_classes.get("vae")
-        return vae_class and tiles_of(vae_class, self.folder.component_config("vae"))
+    def scale_argument(self) -> str:
+        """Name of the scale of guidance in the pipeline's call; often a plain attribute, as are these two."""
+        return "guidance_scale"
 
-    def load_preview_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """The autoencoder for previews: what it cannot decode as a whole on a full device goes in tiles.
+    @property
+    def takes_size(self) -> bool:
+        """Whether the pipeline's call is given the size of what it generates."""
+        return True
 
-        It raises FloatingPointError where an image holds NaN or infinity, which diffusers shows in black.
-        """
-        vae = self.load_component("vae", dtype).to(device)
-        vae.decoder.register_forward_hook(lambda _module, _inputs, output: _require_finite(output))
-        if self.vae_tiles is None and self.known_vae_tiles is not None:
-            tile_when_full(vae, self.known_vae_tiles)
-        return vae
-
-    def load_tokenizer(self, name: str = "tokenizer") -> Any:
-        """A tokenizer, from its folder."""
-        _, class_name = self.folder.parts().get(name, ("", None))
-        return load_tokenizer(self.folder.place(name).path, class_name)
+    @property
+    def encodes_as_model(self) -> bool:
+        """Whether the pipeline hands images to the autoencoder in the dtype of the transformer."""
+        return False
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         tokenizer = self.load_tokenizer(self.prompt_tokenizer)
         return [len(tokens) for tokens in tokenizer(list(texts))["input_ids"]]
 
+    @property
+    def prompt_template(self) -> Any:
+        """What diffusers puts around prompts, or the like: another version of it may bring another one."""
+        return None
+
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints(*self.text_encoders, *self.tokenizers)
-        return f"{self.prompt_id} {parts} {dtype} {self.max_prompt_tokens}"
+        template = f" {self.prompt_template!r}" if self.prompt_template else ""
+        return f"{self.prompt_id} {parts} {dtype} {self.max_prompt_tokens}{template}"
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"{self.latents_id} {self.folder.fingerprint('vae')} {dtype}"
@@ -240,39 +116,14 @@ class DiffusersFamily(ModelFamily):
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning | None:
         if self.prompt_width is None:
             return None
-        width = self.folder.component_config("transformer")[self.prompt_width]
-        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
+        config = self.folder.component_config("transformer")
+        pooled = {"pooled_prompt_embeds": torch.ones(config[self.pooled_width])} if self.pooled_width else {}
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, config[self.prompt_width]), **pooled}
 
     @property
     def min_inference_steps(self) -> int:
         # diffusers stretches the levels so that they end at this one, and divides by their span.
         return 2 if self.scheduler_config.get("shift_terminal") else 1
-
-    def load_scheduler(self) -> Any:
-        """The folder's own scheduler, for previews."""
-        name = self.scheduler_config.get("_class_name")
-        scheduler_class: Any = getattr(diffusers, str(name), None)
-        is_scheduler = isinstance(scheduler_class, type) and issubclass(scheduler_class, SchedulerMixin)
-        if not is_scheduler:
-            raise UserError(f"model.path: {self.folder.place('scheduler')} names no scheduler class: {name}")
-        loaded: Any = scheduler_class
-        require_kinds(loaded, self.scheduler_config)
-        with building(loaded, self.scheduler_config.file):
-            return loaded.from_config(self.scheduler_config)
-
-    def load_text_encoders(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """All text encoders, frozen, by folder, on the device or where ``text_encoder_memory`` puts them."""
-        memory = self.text_encoder_memory
-        blocks = memory.host_blocks(device)
-        encoders = {name: self.load_component(name, dtype, blocks) for name in self.text_encoders}
-        for encoder in encoders.values():
-            settings = encoder.config.get_text_config()
-            if hasattr(settings, "use_cache"):
-                settings.use_cache = False  # no tokens follow that would need keys and values of these
-        memory.place(list(encoders.values()), device, blocks)
-        for name, encoder in encoders.items():
-            require_finite_weights(self.folder, name, encoder)
-        return encoders
 
     def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
         """The folder's pipeline with its text encoders and tokenizers only, for ``encode_prompt``."""
@@ -295,56 +146,182 @@ class DiffusersFamily(ModelFamily):
     def encode_prompts(
         self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
     ) -> list[Conditioning]:
-        """The conditioning of prompts, on the CPU."""
-        raise NotImplementedError(f"{type(self).__name__} writes encode_prompts or load_prompt_encoder")
+        """The conditioning of prompts, on the CPU: by default ``prompt_outputs``.
+
+        Where no mask hides the padding, the model sees it, and all rows are kept.
+        """
+        parameters = inspect.signature(pipeline.encode_prompt).parameters
+        settings = {
+            "do_classifier_free_guidance": False,
+            "device": device,
+            "max_sequence_length": self.max_prompt_tokens,
+        }
+        known = {name: value for name, value in settings.items() if name in parameters}
+        required = (name for name, one in parameters.items() if one.default is one.empty)
+        given = dict.fromkeys(required) | known | {"prompt": [prompt.text for prompt in prompts]}
+        outputs = pipeline.encode_prompt(**given)
+        named = dict(zip(self.prompt_outputs, outputs, strict=False))
+        mask, _ = named.pop("mask", None), named.pop("", None)
+        # The mask is that of the tokens, which come first.
+        columns = [
+            without_padding(rows, None if place else mask) for place, rows in enumerate(named.values())
+        ]
+        return [dict(zip(named, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        """For families of images: they write ``encode_pixels``, and to edit also ``encode_inputs``."""
-        pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
+        """For families that write ``encode_pixels`` and ``encode_given``, where the defaults do not do."""
+        pipeline = self.media_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
+            if self.frame_step is None:
+                pixels = pipeline.image_processor.preprocess([item.frames[0] for item in media])
+            else:
+                pixels = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
             return [
-                {"latents": latents} | self.encode_inputs(pipeline, item.inputs)
-                for latents, item in zip(self.encode_pixels(pipeline.vae, pixels_bchw), media, strict=True)
+                {"latents": latents} | self.encode_given(pipeline, item)
+                for latents, item in zip(self.encode_pixels(pipeline.vae, pixels), media, strict=True)
             ]
 
         return encode
 
-    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        """Normalised latents of images, (B, ...) in fp32, on the CPU; by default of an ``AutoencoderKL``.
+    def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """The folder's pipeline with its autoencoder, and whatever else encodes media."""
+        return assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
+
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Normalised latents, (B, ...) in fp32, on the CPU.
 
         Args:
-            pixels_bchw: (B, 3, H, W), in [-1, 1], on the CPU.
+            pixels: (B, 3, H, W), of clips (B, 3, F, H, W), in [-1, 1], on the CPU.
         """
-        return encode_scaled_latents(vae, pixels_bchw)
+        return encode_latents(vae, pixels)
 
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        """By default that of images, of an ``AutoencoderKL``."""
-        return scaled_latents_shape(self.folder.component_config("vae"), width, height)
-
-    def encode_inputs(self, pipeline: Any, images: Sequence[Image]) -> EncodedMedia:
-        """What the transformer sees of the images that an edit starts from; nothing in other families.
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        """What the transformer sees of an item next to its latents; nothing in many families.
 
         Args:
-            pipeline: the folder's, with its autoencoder only.
-            images: RGB, as they are given.
+            pipeline: that of ``media_pipeline``.
         """
         return {}
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        config = self.folder.component_config("vae")
+        return latents_shape(self.component_class("vae"), config, (width, height, num_frames))
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        like = self.input_like(transformer)
+        latents, timestep = self.noisy_inputs(noisy_latents, sigma, conditioning, like)
+        predicted: torch.Tensor = type(self).model_fn(
+            transformer,
+            latents.to(**like),
+            timestep,
+            **self.model_inputs(conditioning, like),
+            **gradient_flags(),
+        )
+        return -predicted if self.is_reversed else predicted
+
+    def input_like(self, transformer: torch.nn.Module) -> dict[str, Any]:
+        """Device and dtype of what the model is given."""
+        return device_and_dtype(transformer)
+
+    def noisy_inputs(
+        self,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        like: Mapping[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents and timesteps as the model is given them; ``like`` are its device and dtype."""
+        return noisy_latents, self.timestep(sigma, like)
+
+    def timestep(self, sigma: torch.Tensor, like: Mapping[str, Any]) -> torch.Tensor:
+        """Noise levels as the model is given them, (B,)."""
+        return (1 - sigma if self.is_reversed else sigma) * self.num_timesteps
+
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``model_fn`` is given of a batch's conditioning: by default its prompts, and their mask."""
+        embeds_bld, mask = self.padded(conditioning, like)
+        return {"prompt_embeds_bld": embeds_bld, "prompt_embeds_mask": mask}
+
+    def padded(
+        self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The prompts of a batch, and their mask; processes that split them have as many tokens each."""
+        is_split = (
+            self.context is not None and self.sequence_split and self.sequence_split.prompts == "padded"
+        )
+        multiple = self.context.num_processes if self.context and is_split else 1
+        return pad_tokens([sample["prompt_embeds"] for sample in conditioning], multiple=multiple, **like)
+
+    def guidance(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> torch.Tensor | None:
+        """The guidance scale of a batch in training, (B,) in fp32; None of a model that takes none."""
+        if not self.takes_guidance:
+            return None
+        return torch.full((len(conditioning),), self.training_guidance, device=like["device"])
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> Sequence[Generated]:
-        """For families whose previews need no more than a ``preview_pipeline``: they write ``generate``."""
+        """By one ``preview_pipeline``, or by the others that ``pipeline_for`` names, of the same parts."""
+        if self.encodes_as_model and any(request.inputs for request in requests):
+            vae_dtype = device_and_dtype(transformer)["dtype"]
         pipeline = self.preview_pipeline(transformer, vae_dtype)
-        return [self.generate(pipeline, request) for request in in_turn(requests)]
+        return [self.generate(self.made_for(request, pipeline), request) for request in in_turn(requests)]
+
+    def made_for(self, request: PreviewRequest, pipeline: Any) -> Any:
+        """A preview pipeline of the class that generates a preview, of the same parts."""
+        wanted = self.pipeline_for(request)
+        if isinstance(pipeline, wanted):
+            return pipeline
+        made = assemble(wanted, **pipeline.components, **self.pipeline_settings)
+        made.set_progress_bar_config(disable=True)
+        return made
 
     def generate(self, pipeline: Any, request: PreviewRequest) -> Generated:
         """The frames of one preview, by what ``preview_pipeline`` gave."""
-        raise NotImplementedError(f"{type(self).__name__} has neither generate nor sample")
+        like = device_and_dtype(getattr(pipeline, self.trainable[0]))
+        prompts = {"": request.conditioning}
+        if request.is_guided and not self.takes_guidance:
+            prompts["negative_"] = request.negative
+        arguments = request.call_arguments()
+        if not self.takes_size:
+            del arguments["width"], arguments["height"]
+        if self.frame_step is not None:
+            arguments |= {"num_frames": request.num_frames, "output_type": "pil"}
+        own = self.prompt_arguments(prompts, like) | self.call_arguments(pipeline, request)
+        return self.generated(pipeline(**arguments | own), pipeline)
+
+    def generated(self, output: Any, pipeline: Any) -> Generated:
+        """What the pipeline returned as frames."""
+        frames: list[Image] = output.images if self.frame_step is None else output.frames[0]
+        return frames
+
+    def prompt_arguments(
+        self, prompts: Mapping[str, Conditioning], like: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The prompts of a preview as arguments of the pipeline, whose names begin with the keys of each."""
+        return {
+            f"{prefix}{name}": value
+            for prefix, prompt in prompts.items()
+            for name, value in self.prompt_argument(prompt, like).items()
+        }
+
+    def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        """One prompt of a preview as arguments of the pipeline."""
+        return {name: tensor[None].to(**like) for name, tensor in prompt.items()}
+
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        """What the pipeline is given of a preview next to prompts and ``request.call_arguments``."""
+        return {self.scale_argument: request.guidance_scale}
 
     def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
         """The folder's pipeline around a transformer or UNet, for previews: with its own sampler, and silent.
@@ -355,10 +332,14 @@ class DiffusersFamily(ModelFamily):
         """
         vae = self.load_preview_vae(vae_dtype, device_and_dtype(model)["device"])
         _decode_in_own_dtype(vae)
-        parts = {self.trainable[0]: model, "vae": vae, "scheduler": self.load_scheduler()}
+        parts = {**self.preview_models(model), "vae": vae, "scheduler": self.load_scheduler()}
         pipeline = assemble(self.pipeline, **parts, **self.pipeline_settings, **settings)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
+
+    def preview_models(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """The models of a preview's pipeline that remove noise, by name."""
+        return {self.trainable[0]: model}
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """``exp(mu)``, with mu linear in the number of tokens, by the settings in the folder's scheduler.
@@ -384,101 +365,6 @@ class DiffusersFamily(ModelFamily):
         if config.get("use_dynamic_shifting"):
             return self.resolution_shift(latents_shape)
         return float(config.get("flow_shift", config.get("shift", 1.0)))
-
-    def empty_transformer(self) -> torch.nn.Module:
-        return self._trained_model(self.empty_component)
-
-    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
-        model = self._trained_model(lambda name: self.load_component(name, dtype))
-        return model.requires_grad_(False)
-
-    def _trained_model(self, make: Callable[[str], torch.nn.Module]) -> torch.nn.Module:
-        if len(self.trained) == 1:
-            return make(self.trained[0])
-        return Composite({name: make(name) for name in self.trained})
-
-    def empty_component(self, name: str) -> torch.nn.Module:
-        component_class, settings = self.component_class(name), self.folder.component_config(name)
-        with building(component_class, settings.file):
-            model = empty_model(component_class, settings)
-            require_possible(model)
-        return model
-
-    def _num_weights(self, name: str) -> int:
-        component_class, settings = self.component_class(name), self.folder.component_config(name)
-        with building(component_class, settings.file):
-            return count_parameters(component_class, json.dumps(settings))
-
-    @property
-    def lora_file_names(self) -> Mapping[str, str]:
-        """Of the LoRA of each component that is not in the usual file."""
-        return {}
-
-    @cached_property
-    def lora_files(self) -> LoraFiles:
-        return LoraFiles(
-            pipeline=self.pipeline,
-            models={name: self.component_class(name) for name in self.trained},
-            spelling=self.lora_spelling,
-            layers=self.lora_layers,
-            prefixes=self.lora_prefixes,
-            names=self.lora_file_names,
-            ask_loader=self._ask_loader,
-        )
-
-    def _ask_loader(
-        self, names: Mapping[str, str], header: FileHeader
-    ) -> Mapping[tuple[str, str], LoadedLayer]:
-        components = {
-            name: (self.component_class(component), json.dumps(self.folder.component_config(component)))
-            for name, component in names.items()
-        }
-        return _loaded_layers(self.pipeline, tuple(components.items()), header)
-
-    def unused_modules(self, model: torch.nn.Module) -> list[str]:
-        if not self.unused_in_last_block:
-            return []
-        names = []
-        for component, part in self.parts_of(model).items():
-            *_, last_list = self.block_lists
-            last_block = f"{last_list}.{count_blocks(part, [last_list]) - 1}"
-            prefix = last_block if part is model else f"{component}.{last_block}"
-            names += [f"{prefix}.{ending}" for ending in self.unused_in_last_block]
-        return names
-
-
-@cache
-def _loaded_layers(
-    pipeline_class: Any, components: tuple[tuple[str, tuple[Any, str]], ...], header: FileHeader
-) -> Mapping[tuple[str, str], LoadedLayer]:
-    """Kept: it is the same for all files that a run writes."""
-    models = {name: empty_model(class_, json.loads(config)) for name, (class_, config) in components}
-    has_loader = hasattr(pipeline_class, "load_lora_weights")
-    return loaded_layers(assemble(pipeline_class, **models) if has_loader else None, models, header)
-
-
-def assemble(pipeline_class: Any, **parts: Any) -> Any:
-    """A pipeline with these components and settings, and None for what else it asks for.
-
-    What it does with the parts that it has, such as ``encode_prompt`` with a text encoder, works. A modular
-    pipeline has the blocks of its class.
-    """
-    if issubclass(pipeline_class, ModularPipeline):
-        pipeline = pipeline_class()
-        pipeline.update_components(**parts)
-        return pipeline
-    parameters = inspect.signature(pipeline_class).parameters.values()
-    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    return pipeline_class(**dict.fromkeys(required) | parts)
-
-
-def _require_finite(decoded: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-    """Check the output of a decoder; that of CogVideoX's also returns what it keeps for the next frames."""
-    pixels = decoded[0] if isinstance(decoded, tuple) else decoded
-    if pixels.is_meta:  # counted, not generated
-        return
-    if not torch.isfinite(pixels).all():
-        raise FloatingPointError("the decoded image holds NaN or infinity")
 
 
 def _decode_in_own_dtype(vae: Any) -> None:

@@ -1,8 +1,10 @@
 """This file has what families share that are trained on denoising diffusion, in place of flow matching."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, get_args
+
+import torch
 
 from diffsynth_lite.core.noise.paths import DiffusionPath, PredictionType
 from diffsynth_lite.errors import UserError
@@ -28,6 +30,9 @@ class DiffusionFamily(DiffusersFamily):
     @cached_property
     def noise_path(self) -> DiffusionPath:
         return DiffusionPath(self.load_scheduler().alphas_cumprod, self.prediction_type)
+
+    def timestep(self, sigma: torch.Tensor, like: Mapping[str, Any]) -> torch.Tensor:
+        return self.noise_path.timestep(sigma)
 
     @property
     def distilled(self) -> str | None:

@@ -29,7 +29,7 @@ def encode_clips(
     for item, latents_cfhw in zip(media, encode([item.frames for item in media]), strict=True):
         tensors = {"latents": latents_cfhw}
         if item.first_frame is not None:
-            tensors |= first_frame_tensors(encode([[item.first_frame]])[0], latents_cfhw)
+            tensors |= first_frame_tensors(encode([[item.first_frame]])[0], latents_cfhw.shape)
         encoded.append(tensors)
     return encoded
 
@@ -55,19 +55,19 @@ def require_later_frames(num_frames: int, frame_step: int, *, key: str) -> None:
         )
 
 
-def first_frame_tensors(first_cfhw: torch.Tensor, latents_cfhw: torch.Tensor) -> EncodedMedia:
+def first_frame_tensors(first_cfhw: torch.Tensor, latents_shape: Sequence[int]) -> EncodedMedia:
     """What is kept of the image that a clip starts from: its latents, and a mask that they do not count in.
 
     Args:
         first_cfhw: (C, 1, H, W), normalised latents of the image.
-        latents_cfhw: (C, F, H, W), those of the clip.
+        latents_shape: (C, F, H, W), of those of the clip.
     """
-    if latents_cfhw.shape[1] == 1:
+    if latents_shape[1] == 1:
         raise UserError(
             "data.frame_counts: a clip of 1 frame that starts from an image leaves nothing to learn; "
             "give more frames"
         )
-    loss_mask = torch.ones_like(latents_cfhw[:1])
+    loss_mask = torch.ones(1, *latents_shape[1:])
     loss_mask[:, 0] = 0
     return {"first_frame_latents": first_cfhw, "loss_mask": loss_mask}
 

@@ -1,7 +1,7 @@
 """This file has what all model functions share: the run of their blocks, and batches of their inputs."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import Parameter
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -84,6 +84,28 @@ def pad_tokens(
     return tokens_bld.to(device, dtype), mask.to(device)
 
 
+def padded_together(
+    prompts: Mapping[str, Conditioning], mask_name: str, like: Mapping[str, Any], *, length: int = 0
+) -> dict[str, torch.Tensor]:
+    """The prompts of a preview, padded to one length, and their masks, as arguments of a pipeline.
+
+    Args:
+        prompts: by what the names of each begin with there.
+        mask_name: of the masks, (1, L), which are of ones where nothing is padded.
+        length: at least.
+    """
+    rows = [prompt["prompt_embeds"] for prompt in prompts.values()]
+    embeds_bld, mask = pad_tokens(rows, length=length, **like)
+    if mask is None:
+        mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=embeds_bld.device)
+    named = {"prompt_embeds": embeds_bld, mask_name: mask}
+    return {
+        f"{prefix}{name}": of_each[place, None]
+        for name, of_each in named.items()
+        for place, prefix in enumerate(prompts)
+    }
+
+
 def without_padding(tokens_bld: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
     """The opposite of :func:`pad_tokens`: the real tokens of each sequence, on the CPU.
 
@@ -97,6 +119,11 @@ def without_padding(tokens_bld: torch.Tensor, mask: torch.Tensor | None) -> list
     if mask is None:
         return [row.cpu().clone() for row in tokens_bld]
     return [row[is_token].cpu() for row, is_token in zip(tokens_bld, mask.bool(), strict=True)]
+
+
+def stacked(conditioning: Sequence[Conditioning], name: str, like: Mapping[str, Any]) -> torch.Tensor:
+    """A tensor of each sample of a batch, (B, ...), with these arguments of ``Tensor.to``."""
+    return torch.stack([sample[name] for sample in conditioning]).to(**like)
 
 
 INPUT = "input_latents_"

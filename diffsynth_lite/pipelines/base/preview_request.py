@@ -60,6 +60,11 @@ class PreviewRequest:
     guidance_scale: float
     seed: int
 
+    @property
+    def is_guided(self) -> bool:
+        """Whether there is classifier-free guidance, of models that take no scale."""
+        return self.guidance_scale > 1
+
     def call_arguments(self, noise_device: torch.device | str = "cpu") -> dict[str, Any]:
         """What all pipelines of diffusers take; they draw the starting noise on ``noise_device``."""
         return {

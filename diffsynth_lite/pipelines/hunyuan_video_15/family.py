@@ -19,7 +19,6 @@ from diffusers import (
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
 )
-from PIL.Image import Image
 from transformers import (
     ByT5Tokenizer,
     Qwen2_5_VLTextModel,
@@ -28,16 +27,15 @@ from transformers import (
     T5EncoderModel,
 )
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags, unwrapped
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, unwrapped
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
-from diffsynth_lite.media import Media, Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.media import Generated, Media, Prompt, RecordKind
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import preview_start, require_later_frames, start_code
-from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
-from diffsynth_lite.pipelines.base.preview_request import in_turn
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
 from diffsynth_lite.pipelines.hunyuan_video_15.names import HUNYUAN_VIDEO_15_LAYERS
 from diffsynth_lite.pipelines.hunyuan_video_15.prompts import (
     SYSTEM_MESSAGE,
@@ -53,7 +51,6 @@ from diffsynth_lite.testing.autoencoders import tiny_hunyuan_video_15_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl_text, tiny_t5
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
-_NUM_TIMESTEPS = 1000
 _TRAINED_SHIFT = 3.0
 # The blocks of the token refiner, before these, have layers of the same names.
 _BLOCKS = "transformer_blocks.*"
@@ -161,6 +158,10 @@ class HunyuanVideo15(DiffusersFamily):
     frame_step = 4
     default_num_frames = 121
     default_fps = 24.0
+    model_fn = model_fn_hunyuan_video_15
+    num_timesteps = 1000
+    prompt_id = "hunyuan_video_15/prompt/1"
+    prompt_template = SYSTEM_MESSAGE
     max_prompt_tokens = 1000
     default_target_modules = _ATTENTION
     target_sets: ClassVar[TargetSets] = {
@@ -228,11 +229,6 @@ class HunyuanVideo15(DiffusersFamily):
             require_later_frames(num_frames, self.frame_step, key=key)
         super().check_frames(num_frames, key=key)
 
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints(*self.text_encoders, *self.tokenizers)
-        # The message is a part of diffusers, so that another version may bring another one.
-        return f"hunyuan_video_15/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {SYSTEM_MESSAGE!r}"
-
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
@@ -252,21 +248,10 @@ class HunyuanVideo15(DiffusersFamily):
         of_images = ("image_encoder", "feature_extractor") if self._starts_from_images else ()
         return f"hunyuan_video_15/latents/1 {self.folder.fingerprints('vae', *of_images)} {dtype}"
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+    def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         vae = self.load_component("vae", dtype).to(device)
         vae.enable_slicing()  # the attention of diffusers 0.42.1 fails on several clips at once
-        pipeline = assemble(self.pipeline, vae=vae, **self._image_parts(dtype, device))
-
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
-            return [
-                {"latents": latents_cfhw, **self._encode_start(pipeline, item)}
-                for latents_cfhw, item in zip(encode_scaled_latents(vae, pixels_bcfhw), media, strict=True)
-            ]
-
-        return encode
+        return assemble(self.pipeline, vae=vae, **self._image_parts(dtype, device))
 
     def _image_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         """What sees the images that clips start from, as arguments of the pipeline."""
@@ -279,8 +264,7 @@ class HunyuanVideo15(DiffusersFamily):
             ),
         }
 
-    @torch.no_grad()
-    def _encode_start(self, pipeline: Any, item: Media) -> EncodedMedia:
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
         """Of the image that a clip starts from: (C, 1, H, W), and (L, D)."""
         assert item.last_frame is None, "refused with the records"
         if not self._starts_from_images:
@@ -292,11 +276,6 @@ class HunyuanVideo15(DiffusersFamily):
         seeing = pipeline.image_encoder, pipeline.feature_extractor
         embeds_bld = pipeline._get_image_embeds(*seeing, first, device)
         return {"first_frame_latents": latents_bcfhw[0].float().cpu(), "image_embeds": embeds_bld[0].cpu()}
-
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self.folder.component_config("vae")
-        scale, frame_scale = config["spatial_compression_ratio"], config["temporal_compression_ratio"]
-        return config["latent_channels"], (num_frames - 1) // frame_scale + 1, height // scale, width // scale
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """3, as in Tencent's trainer; less where the folder's sampler has less."""
@@ -325,38 +304,23 @@ class HunyuanVideo15(DiffusersFamily):
             **{name: torch.ones(shape) for name, shape in starts.items()},
         }
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        start: dict[str, Any] = {}
-        if self._starts_from_images:
-            first_frames, embeds = (
-                torch.stack([sample[name] for sample in conditioning]).to(**like)
-                for name in ("first_frame_latents", "image_embeds")
-            )
-            start = {"first_frame_bcfhw": first_frames, "image_embeds_bld": embeds}
-        return model_fn_hunyuan_video_15(
-            transformer,
-            noisy_latents.to(**like),
-            # The model takes it in its own dtype only, as the pipelines give it.
-            (sigma * _NUM_TIMESTEPS).to(**like),
-            *padded(conditioning, "prompt_embeds", like),
-            *padded(conditioning, "glyph_embeds", like),
-            **start,
-            **gradient_flags(),
-        )
+    def timestep(self, sigma: torch.Tensor, like: Mapping[str, Any]) -> torch.Tensor:
+        # The model takes it in its own dtype only, as the pipelines give it.
+        return super().timestep(sigma, like).to(**like)
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        device = device_and_dtype(transformer)["device"]
-        pipeline = self.preview_pipeline(transformer, vae_dtype, **self._image_parts(vae_dtype, device))
-        return [self.generate(pipeline, request) for request in in_turn(requests)]
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        glyph_embeds_bld, glyph_mask = padded(conditioning, "glyph_embeds", like)
+        given = {"glyph_embeds_bld": glyph_embeds_bld, "glyph_embeds_mask": glyph_mask}
+        if self._starts_from_images:
+            given |= {
+                "first_frame_bcfhw": stacked(conditioning, "first_frame_latents", like),
+                "image_embeds_bld": stacked(conditioning, "image_embeds", like),
+            }
+        return super().model_inputs(conditioning, like) | given
+
+    def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
+        parts = self._image_parts(vae_dtype, device_and_dtype(model)["device"])
+        return super().preview_pipeline(model, vae_dtype, **parts, **settings)
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return start_code(request)
@@ -371,26 +335,25 @@ class HunyuanVideo15(DiffusersFamily):
             "pipeline.video_processor.calculate_default_height_width = size_of_image",
         )
 
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        guided = request.guidance_scale > 1
+    @property
+    def takes_size(self) -> bool:
+        """From images it takes the nearest to that of the image in a list of its own."""
+        return not self._starts_from_images
+
+    def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        return prompt_arguments(prompt, like)
+
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        return {**preview_start(request)}
+
+    def generate(self, pipeline: Any, request: PreviewRequest) -> Generated:
         # One for all previews: diffusers warns of each that is made.
         self._guider.guidance_scale = request.guidance_scale
-        (self._guider.enable if guided else self._guider.disable)()
+        (self._guider.enable if request.is_guided else self._guider.disable)()
         pipeline.guider = self._guider
-        arguments = request.call_arguments()
         if self._starts_from_images:
-            # Its call takes no size, but the nearest to that of the image in a list of its own.
             pipeline.video_processor.calculate_default_height_width = _size_of_image
-            del arguments["width"], arguments["height"]
-        frames: list[Image] = pipeline(
-            **preview_start(request),
-            **prompt_arguments(request.conditioning, pipeline),
-            **(prompt_arguments(request.negative, pipeline, "negative_") if guided else {}),
-            **arguments,
-            num_frames=request.num_frames,
-            output_type="pil",
-        ).frames[0]
-        return frames
+        return super().generate(pipeline, request)
 
 
 def _size_of_image(height: int, width: int, target_size: int) -> tuple[int, int]:

@@ -12,7 +12,6 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
-from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning
 from diffsynth_lite.pipelines.base.model_function import pad_tokens, without_padding
 
@@ -74,12 +73,10 @@ def mask_of(tokens_bld: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor
     return tokens_bld.new_ones(tokens_bld.shape[:2], dtype=torch.long) if mask is None else mask
 
 
-def prompt_arguments(conditioning: Conditioning, pipeline: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """A prompt as arguments of a pipeline, whose names begin with ``prefix``."""
-    like = device_and_dtype(pipeline.transformer)
-    arguments = {}
+def prompt_arguments(prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A prompt as arguments of a pipeline."""
+    arguments: dict[str, torch.Tensor] = {}
     for name, ending in (("prompt_embeds", ""), ("glyph_embeds", "_2")):
-        tokens_bld, mask = padded([conditioning], name, like, length=1)  # they take no empty tensor
-        arguments[f"{prefix}prompt_embeds{ending}"] = tokens_bld
-        arguments[f"{prefix}prompt_embeds_mask{ending}"] = mask
+        tokens_bld, mask = padded([prompt], name, like, length=1)  # they take no empty tensor
+        arguments |= {f"prompt_embeds{ending}": tokens_bld, f"prompt_embeds_mask{ending}": mask}
     return arguments

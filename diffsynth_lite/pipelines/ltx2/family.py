@@ -28,7 +28,8 @@ from transformers import Gemma3ForConditionalGeneration
 from diffsynth_lite.core.gradient import count_blocks, gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Generated, Media, Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
     encode_clips,
@@ -260,10 +261,6 @@ class LTX2(WithAudio, DiffusersFamily):
         num_latents = num_audio_latents(self._audio_config, num_frames, fps)
         return encode_audio(audio_vae, [item.audio or silence for item in media], num_latents)
 
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        channels = self.folder.component_config("vae")["latent_channels"]
-        return channels, (num_frames - 1) // _TEMPORAL + 1, height // _SPATIAL, width // _SPATIAL
-
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         is_audio = len(latents_shape) == 3  # (C, L, M), where a clip has (C, F, H, W)
         return latents_shape[1] if is_audio else math.prod(latents_shape[1:])
@@ -355,19 +352,13 @@ class LTX2(WithAudio, DiffusersFamily):
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[Generated]:
         like = device_and_dtype(transformer)
-        # The image-to-video pipeline hands images to the VAE in the dtype of the prompt.
-        dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
         audio_parts = {
             name: self.load_component(name, vae_dtype).to(like["device"]) for name in ("audio_vae", "vocoder")
         }
-        vae = self.load_preview_vae(dtype, like["device"])
-        parts = {**audio_parts, "vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
-        generated = []
-        for request in in_turn(requests):
-            pipeline = assemble(self.pipeline_for(request), **parts)
-            pipeline.set_progress_bar_config(disable=True)
-            generated.append(self.generate(pipeline, request))
-        return generated
+        # The image-to-video pipeline hands images to the VAE in the dtype of the prompt.
+        dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
+        pipeline = self.preview_pipeline(transformer, dtype, **audio_parts)
+        return [self.generate(self.made_for(request, pipeline), request) for request in in_turn(requests)]
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
         return LTX2ImageToVideoPipeline if request.inputs else LTX2Pipeline
@@ -379,25 +370,24 @@ class LTX2(WithAudio, DiffusersFamily):
         perturbs = self._transformer_config.get("perturbed_attn", False)
         return guidance_arguments(request.guidance_scale, perturbs=perturbs)
 
+    def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        return prompt_arguments(prompt, like)
+
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        frame_rate = request.fps or self.default_fps
+        return {"frame_rate": frame_rate, **preview_start(request), **self._guidance(request)}
+
     def generate(self, pipeline: Any, request: PreviewRequest) -> Generated:
-        like = device_and_dtype(pipeline.transformer)
         pipeline.connectors = Connected(request.conditioning["prompt_embeds"].shape[-1])
-        generated = pipeline(
-            **preview_start(request),
-            **prompt_arguments(request.conditioning, like),
-            **prompt_arguments(request.negative, like, "negative_"),
-            **self._guidance(request),
-            **request.call_arguments(),
-            num_frames=request.num_frames,
-            frame_rate=request.fps or self.default_fps,
-        )
-        frames: list[Image.Image] = generated.frames[0]
-        if not self.with_audio or request.num_frames == 1:
+        return super().generate(pipeline, request)
+
+    def generated(self, output: Any, pipeline: Any) -> Generated:
+        frames: list[Image.Image] = output.frames[0]
+        if not self.with_audio or len(frames) == 1:
             return frames
         rate = pipeline.vocoder.config.output_sampling_rate
-        return ClipWithAudio(
-            frames=frames, audio=Audio(waveform=generated.audio[0].float().cpu(), sample_rate=rate)
-        )
+        audio = Audio(waveform=output.audio[0].float().cpu(), sample_rate=rate)
+        return ClipWithAudio(frames=frames, audio=audio)
 
 
 def _with_recompressed_start(item: Media) -> Media:

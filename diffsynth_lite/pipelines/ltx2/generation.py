@@ -3,6 +3,7 @@
 Layouts: b batch, l tokens, d channels.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,8 +53,8 @@ class Connected:
         return streams_bld[..., :width], streams_bld[..., width:], mask
 
 
-def prompt_arguments(prompt: Conditioning, like: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+def prompt_arguments(prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Arguments of a pipeline that has a :class:`Connected`."""
     streams_bld = torch.cat([prompt[name] for name in STREAMS], dim=-1)[None].to(**like)
     mask = torch.ones(streams_bld.shape[:2], dtype=torch.long, device=like["device"])
-    return {f"{prefix}prompt_embeds": streams_bld, f"{prefix}prompt_attention_mask": mask}
+    return {"prompt_embeds": streams_bld, "prompt_attention_mask": mask}

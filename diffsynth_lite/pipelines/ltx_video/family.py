@@ -22,14 +22,15 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import T5EncoderModel
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, under
 from diffsynth_lite.lora.shared_names import ATTENTIONS, DOUBLE, EMBEDDER
 from diffsynth_lite.lora.spelling import Spelling
-from diffsynth_lite.media import Media, Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.media import Media, RecordKind
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
     encode_clips,
@@ -41,10 +42,10 @@ from diffsynth_lite.pipelines.base.model_function import (
     Checkpointing,
     checkpointed,
     model_function,
-    pad_tokens,
-    without_padding,
+    padded_together,
+    stacked,
 )
-from diffsynth_lite.pipelines.base.preview_request import Code, in_turn
+from diffsynth_lite.pipelines.base.preview_request import Code
 from diffsynth_lite.pipelines.ltx_video.releases import LTX_SCHEDULER, LTX_VIDEO
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_ltx_vae
@@ -53,7 +54,6 @@ from diffsynth_lite.testing.tokenizers import t5_tokenizer
 
 _SPATIAL = 32
 _TEMPORAL = 8
-_NUM_TIMESTEPS = 1000
 _DECODING = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 """For autoencoders that remove noise while they decode, 0.9.1 and later; source: ``configs/`` of Lightricks'
 LTX-Video, which has these of all releases."""
@@ -188,6 +188,11 @@ class LTXVideo(DiffusersFamily):
     )
     record_kinds = ("video", "image", "image_to_video")
     size_divisor = _SPATIAL
+    model_fn = model_fn_ltx_video
+    num_timesteps = 1000
+    # The length, which is a part of its id, also distinguishes the pipelines: that of 256 tokens hides the
+    # padding from T5. What is masked adds nothing to any output, so that it need not be kept.
+    prompt_id = "ltx_video/prompt/1"
     latents_id = "ltx_video/latents/2"
     frame_step = _TEMPORAL
     default_num_frames = 161
@@ -222,23 +227,6 @@ class LTXVideo(DiffusersFamily):
                 "LTXConditionPipeline cannot generate; set it to false there, as it is in 0.9.5 and 0.9.7"
             )
 
-    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        # The length also distinguishes the pipelines: that of 256 tokens hides the padding from T5.
-        return f"ltx_video/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
-
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        embeds_bld, mask, _, _ = pipeline.encode_prompt(
-            [prompt.text for prompt in prompts],
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_prompt_tokens,
-            device=device,
-        )
-        # What is masked adds nothing to any output, so that it need not be kept.
-        return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
-
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
@@ -266,10 +254,6 @@ class LTXVideo(DiffusersFamily):
 
         return encode
 
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        channels = self.folder.component_config("vae")["latent_channels"]
-        return channels, (num_frames - 1) // _TEMPORAL + 1, height // _SPATIAL, width // _SPATIAL
-
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which grows with the clip, to the end of its line; 1 from 0.9.5 on.
 
@@ -293,50 +277,31 @@ class LTXVideo(DiffusersFamily):
         rate = torch.tensor(self.default_fps)
         return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width), "frame_rate": rate}
 
-    def predict(
+    def noisy_inputs(
         self,
-        transformer: torch.nn.Module,
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
+        like: Mapping[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         noise_scale = _START_NOISE if self._takes_conditions else 0.0
         starts = [
             _with_drawn_start(sample, noisy_cfhw, level, noise_scale)
             for sample, noisy_cfhw, level in zip(conditioning, noisy_latents, sigma, strict=True)
         ]
-        latents_bcfhw, timestep = with_first_frames(noisy_latents, sigma * _NUM_TIMESTEPS, starts)
-        frame_rate = torch.stack([sample["frame_rate"] for sample in conditioning])
-        return model_fn_ltx_video(
-            transformer,
-            latents_bcfhw.to(**like),
-            timestep,
-            embeds_bld,
-            mask,
-            frame_rate=frame_rate.to(like["device"]),
-            causal_positions=self._takes_conditions,
-            **gradient_flags(),
-        )
+        return with_first_frames(noisy_latents, self.timestep(sigma, like), starts)
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        if self._takes_conditions:
-            pipeline = self.preview_pipeline(transformer, vae_dtype)
-            return [self.generate(pipeline, request) for request in in_turn(requests)]
-        like = device_and_dtype(transformer)
-        # The image-to-video pipeline hands images and latents to the VAE in the dtype of the prompt.
-        dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
-        vae = self.load_preview_vae(dtype, like["device"])
-        parts = {"vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
-        generated = []
-        for request in in_turn(requests):
-            pipeline = assemble(self.pipeline_for(request), **parts)
-            pipeline.set_progress_bar_config(disable=True)
-            generated.append(self.generate(pipeline, request))
-        return generated
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **super().model_inputs(conditioning, like),
+            "frame_rate": stacked(conditioning, "frame_rate", {"device": like["device"]}),
+            "causal_positions": self._takes_conditions,
+        }
+
+    @property
+    def encodes_as_model(self) -> bool:
+        """The image-to-video pipeline does."""
+        return not self._takes_conditions
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
         if self._takes_conditions:
@@ -349,30 +314,19 @@ class LTXVideo(DiffusersFamily):
             arguments["generator"] = Code(f'torch.Generator("cuda").manual_seed({request.seed})')
         return arguments
 
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        like = device_and_dtype(pipeline.transformer)
-        guided = request.guidance_scale > 1
-        prompts = [request.conditioning, *([request.negative] if guided else [])]
+    def prompt_arguments(
+        self, prompts: Mapping[str, Conditioning], like: Mapping[str, Any]
+    ) -> dict[str, Any]:
         # As long as the pipeline's own: a shorter sum would be rounded otherwise.
-        embeds_bld, mask = pad_tokens(
-            [prompt["prompt_embeds"] for prompt in prompts], length=self.max_prompt_tokens, **like
-        )
-        mask = embeds_bld.new_ones(embeds_bld.shape[:2]) if mask is None else mask
-        # This one draws the noise for the decoding on the device.
-        noise_device = like["device"] if isinstance(pipeline, LTXImageToVideoPipeline) else "cpu"
-        frames: list[Image] = pipeline(
-            **preview_start(request),
-            prompt_embeds=embeds_bld[:1],
-            prompt_attention_mask=mask[:1],
-            negative_prompt_embeds=embeds_bld[1:] if guided else None,
-            negative_prompt_attention_mask=mask[1:] if guided else None,
-            guidance_scale=request.guidance_scale,
-            **request.call_arguments(noise_device),
-            num_frames=request.num_frames,
-            frame_rate=request.fps or self.default_fps,
-            **_DECODING,
-        ).frames[0]
-        return frames
+        return padded_together(prompts, "prompt_attention_mask", like, length=self.max_prompt_tokens)
+
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        own = {"frame_rate": request.fps or self.default_fps, **preview_start(request), **_DECODING}
+        if isinstance(pipeline, LTXImageToVideoPipeline):
+            # This one draws the noise for the decoding on the device.
+            device = device_and_dtype(pipeline.transformer)["device"]
+            own["generator"] = torch.Generator(device).manual_seed(request.seed)
+        return super().call_arguments(pipeline, request) | own
 
 
 def _with_drawn_start(

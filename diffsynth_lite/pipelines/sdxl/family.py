@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
-from diffusers.image_processor import VaeImageProcessor
 from PIL.Image import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
@@ -30,9 +29,6 @@ from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
-from diffsynth_lite.pipelines.base.latents import (
-    encode_scaled_latents,
-)
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, model_function
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.base.preview_request import in_turn
@@ -286,20 +282,8 @@ class SDXL(DiffusionFamily):
                 "(force_upcast in its config): images turn black; use float32"
             )
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component("vae", dtype).to(device)
-        processor = VaeImageProcessor()
-
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bchw = processor.preprocess([item.frames[0] for item in media])
-            return [
-                {"latents": latents, "time_ids": _time_ids(item)}
-                for latents, item in zip(encode_scaled_latents(vae, pixels_bchw), media, strict=True)
-            ]
-
-        return encode
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        return {"time_ids": _time_ids(item)}
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         width = self.folder.component_config("unet")["cross_attention_dim"]

@@ -1,6 +1,5 @@
 """This file does what pipelines of two experts have in common: one model for much noise, one for little."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -58,6 +57,10 @@ class ExpertFamily(DiffusersFamily):
         ranges = {"transformer": (self.boundary, 1.0), "transformer_2": (0.0, self.boundary)}
         return tuple(ranges[name] for name in self.trained)
 
+    @property
+    def pipeline_settings(self) -> dict[str, Any]:
+        return {"boundary_ratio": self.boundary}
+
     def fingerprint(self) -> str:
         base = super().fingerprint()
         return base if self.boundary is None else f"{base} boundary {self.boundary}"
@@ -76,33 +79,21 @@ class ExpertFamily(DiffusersFamily):
         conditioning: Sequence[Conditioning],
     ) -> torch.Tensor:
         if len(self.trained) == 1:
-            return self._estimate(transformer, noisy_latents, sigma, conditioning)
+            return super().predict(transformer, noisy_latents, sigma, conditioning)
         boundary = self.boundary
         assert boundary is not None, "several transformers are trained only where there are two experts"
 
         def run(experts: Composite) -> torch.Tensor:
-            def of_expert(name: str, places: Sequence[int]) -> torch.Tensor:
-                chosen = [conditioning[place] for place in places]
-                return self._estimate(
-                    experts.get_submodule(name), noisy_latents[list(places)], sigma[list(places)], chosen
-                )
+            def of_expert(name: str, places: list[int]) -> torch.Tensor:
+                batch = noisy_latents[places], sigma[places], [conditioning[place] for place in places]
+                return super(ExpertFamily, self).predict(experts.get_submodule(name), *batch)
 
             return estimates_by_expert(sigma, boundary, of_expert)
 
         estimates: torch.Tensor = transformer(run)
         return estimates
 
-    @abstractmethod
-    def _estimate(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        """What ``predict`` gives, by one transformer, which is that for all these noise levels."""
-
-    def _transformers(self, trained: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    def preview_models(self, trained: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """All transformers of the pipeline by name; what is not trained is read from disk, and streamed."""
         transformers: dict[str, Any] = dict(self.parts_of(trained))
         one = transformers[self.trained[0]]
@@ -162,7 +153,7 @@ def _can_stream(
 
 
 def estimates_by_expert(
-    sigma: torch.Tensor, boundary: float, estimate: Callable[[str, Sequence[int]], torch.Tensor]
+    sigma: torch.Tensor, boundary: float, estimate: Callable[[str, list[int]], torch.Tensor]
 ) -> torch.Tensor:
     """Estimates of a batch, each sample's by the expert of its noise level.
 

@@ -18,25 +18,27 @@ from diffusers import (
 )
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.utils import is_ftfy_available
-from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import assemble
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
-    encode_clips,
+    first_frame_tensors,
     preview_start,
     start_code,
     with_first_frames,
 )
-from diffsynth_lite.pipelines.base.latents import encode_latents
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.base.model_function import (
+    Checkpointing,
+    checkpointed,
+    model_function,
+    pad_tokens,
+)
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
-from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.wan.experts import ExpertFamily
 from diffsynth_lite.pipelines.wan.names import WAN_LAYERS, WAN_NAMES
 from diffsynth_lite.pipelines.wan.releases import WAN
@@ -46,7 +48,6 @@ from diffsynth_lite.testing.text_encoders import tiny_umt5
 from diffsynth_lite.testing.tokenizers import t5_tokenizer
 
 _PATCH = 2
-_NUM_TIMESTEPS = 1000
 
 
 @model_function
@@ -112,6 +113,8 @@ class Wan(ExpertFamily):
     sequence_split: ClassVar[SequenceSplit | None] = SequenceSplit(whole_attention=("attn2",))
     frame_step = 4
     max_prompt_tokens = 512
+    model_fn: ClassVar[Callable[..., Any]] = model_fn_wan
+    num_timesteps = 1000
     prompt_id = "wan/prompt/2"
     latents_id = "wan/latents/1"
 
@@ -187,22 +190,13 @@ class Wan(ExpertFamily):
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         return _num_tokens(self.load_tokenizer(), texts)
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        parts = self._image_parts(self.load_component("vae", dtype).to(device))
-        pipeline = assemble(WanPipeline, **parts)
-
-        def latents_of(clips: Sequence[Sequence[Image]]) -> torch.Tensor:
-            return encode_latents(
-                pipeline.vae, pipeline.video_processor.preprocess_video([list(frames) for frames in clips])
-            )
-
-        return lambda media: encode_clips(media, latents_of)
-
-    def _image_parts(self, vae: Any) -> dict[str, Any]:
-        """What makes latents of images and images of latents, as arguments of the pipeline."""
-        return {"vae": vae}
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        assert not item.last_frame, "those of this family take no last frame"
+        if item.first_frame is None:
+            return {}
+        pixels_bcfhw = pipeline.video_processor.preprocess_video([[item.first_frame]])
+        shape = self.latents_shape(*item.frames[0].size, len(item.frames))
+        return first_frame_tensors(self.encode_pixels(pipeline.vae, pixels_bcfhw)[0], shape)
 
     @cached_property
     def _vae_config(self) -> ModelSettings:
@@ -212,110 +206,51 @@ class Wan(ExpertFamily):
             {"scale_factor_spatial": 8, "scale_factor_temporal": 4, **settings}, settings.file
         )
 
-    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self._vae_config
-        scale, frame_scale = config["scale_factor_spatial"], config["scale_factor_temporal"]
-        return config["z_dim"], (num_frames - 1) // frame_scale + 1, height // scale, width // scale
-
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         width = self.folder.component_config(self.trained[0])["text_dim"]
         return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
 
-    def _estimate(
+    def input_like(self, transformer: torch.nn.Module) -> dict[str, Any]:
+        """Of the first layer: diffusers keeps the norms, the time embedding and some tables in fp32."""
+        return next(
+            {"device": parameter.device, "dtype": parameter.dtype}
+            for name, parameter in transformer.named_parameters()
+            if name.endswith("patch_embedding.weight")
+        )
+
+    def noisy_inputs(
         self,
-        transformer: torch.nn.Module,
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        dtype = _input_dtype(transformer)
-        latents_bcfhw, timestep = self._model_input(noisy_latents, sigma * _NUM_TIMESTEPS, conditioning)
-        embeds_bld = self._prompt_embeds(conditioning).to(noisy_latents.device, dtype)
-        return self._velocity(transformer, latents_bcfhw.to(dtype), timestep, embeds_bld, conditioning)
-
-    def _velocity(
-        self,
-        transformer: torch.nn.Module,
-        latents_bcfhw: torch.Tensor,
-        timestep: torch.Tensor,
-        prompt_embeds_bld: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        """One forward, with the further inputs of each sample.
-
-        Args:
-            latents_bcfhw: as :func:`model_fn_wan` takes them, in the dtype of its first layer, as are the
-                prompts and ``timestep``.
-        """
-        image_embeds_bld = self._image_embeds(conditioning)
-        return model_fn_wan(
-            transformer,
-            latents_bcfhw,
-            timestep,
-            prompt_embeds_bld,
-            None if image_embeds_bld is None else image_embeds_bld.to(prompt_embeds_bld),
-            **gradient_flags(),
-        )
-
-    def _model_input(
-        self, noisy_latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sequence[Conditioning]
+        like: Mapping[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the transformer gets as latents, and its timestep: as :func:`model_fn_wan` takes the two."""
+        timestep = self.timestep(sigma, like)
         return with_first_frames(noisy_latents, timestep, conditioning, patch_size=_PATCH)
 
-    def _image_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
-        """(B, L, D_image), for models that see an image."""
-        return None
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt_embeds_bld": self._prompt_embeds(conditioning).to(**like)}
 
     def _prompt_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
         """(B, 512, D): as in the pipeline, the model attends to the zeros after a prompt too."""
-        rows = [sample["prompt_embeds"][: self.max_prompt_tokens] for sample in conditioning]
-        embeds_bld = rows[0].new_zeros(len(rows), self.max_prompt_tokens, rows[0].shape[-1])
-        for place, row in enumerate(rows):
-            embeds_bld[place, : len(row)] = row
-        return embeds_bld
+        rows_ld = [sample["prompt_embeds"][: self.max_prompt_tokens] for sample in conditioning]
+        return pad_tokens(rows_ld, length=self.max_prompt_tokens)[0]
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        device = next(transformer.parameters()).device
-        parts = {
-            "scheduler": self.load_scheduler(),
-            "boundary_ratio": self.boundary,
-            **self.pipeline_settings,
-            **self._image_parts(self.load_preview_vae(vae_dtype, device)),
-            **self._transformers(transformer),
-        }
-        return [self._draw(parts, request, device) for request in in_turn(requests)]
+    def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt_embeds": self._prompt_embeds([prompt]).to(like["device"])}
 
-    def _draw(self, parts: dict[str, Any], request: PreviewRequest, device: torch.device) -> list[Image]:
-        pipeline = assemble(self.pipeline_for(request), **parts)
-        pipeline.set_progress_bar_config(disable=True)
-        negative = [request.negative] if request.guidance_scale > 1 else None
-        frames: list[Image] = pipeline(
-            **self._start(request),
-            prompt_embeds=self._prompt_embeds([request.conditioning]).to(device),
-            negative_prompt_embeds=None if negative is None else self._prompt_embeds(negative).to(device),
-            guidance_scale=request.guidance_scale,
-            **request.call_arguments(),
-            num_frames=request.num_frames,
-            output_type="pil",
-        ).frames[0]
-        return frames
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        return super().call_arguments(pipeline, request) | preview_start(request)
 
     @property
     def pipeline_settings(self) -> dict[str, Any]:
-        return {"expand_timesteps": self._is_ti2v}
+        return super().pipeline_settings | {"expand_timesteps": self._is_ti2v}
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
         return WanImageToVideoPipeline if request.inputs else WanPipeline
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return start_code(request)
-
-    def _start(self, request: PreviewRequest) -> dict[str, Any]:
-        """What a preview is given next to its prompt, as arguments of the pipeline."""
-        return preview_start(request)
 
 
 def tiny() -> WanPipeline:
@@ -333,15 +268,6 @@ def tiny() -> WanPipeline:
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         ),
         transformer=tiny_wan_transformer(text_encoder.config.d_model),
-    )
-
-
-def _input_dtype(transformer: torch.nn.Module) -> torch.dtype:
-    """Of the first layer: diffusers keeps the norms, the time embedding and some tables in fp32."""
-    return next(
-        parameter.dtype
-        for name, parameter in transformer.named_parameters()
-        if name.endswith("patch_embedding.weight")
     )
 
 

@@ -14,13 +14,13 @@ from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
 )
-from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
-from diffsynth_lite.core.gradient import checkpoint_blocks, gradient_checkpoint_forward, gradient_flags
-from diffsynth_lite.media import Prompt, RecordKind
-from diffsynth_lite.pipelines import Conditioning, PreviewRequest
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.core.gradient import checkpoint_blocks, gradient_checkpoint_forward
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines import Conditioning
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.model_function import stacked
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_kl
 from diffsynth_lite.testing.text_encoders import tiny_umt5
@@ -61,53 +61,21 @@ class AuraFlow(DiffusersFamily):
     size_divisor = 16
     max_prompt_tokens = 256
     patch = 2
+    model_fn = model_fn_aura_flow
     prompt_id = "aura_flow/prompt/1"
+    prompt_outputs = ("prompt_embeds",)
     latents_id = "aura_flow/latents/1"
     prompt_width = "joint_attention_dim"
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
 
-    def encode_prompts(
-        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
-    ) -> list[Conditioning]:
-        embeds_bld, *_ = pipeline.encode_prompt(
-            [prompt.text for prompt in prompts],
-            do_classifier_free_guidance=False,
-            device=device,
-            max_sequence_length=self.max_prompt_tokens,
-        )
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
         # All rows: those of the padding are zeros, and the model sees them.
-        return [{"prompt_embeds": row.cpu().clone()} for row in embeds_bld]
+        return {"prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like)}
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        like = device_and_dtype(transformer)
-        return model_fn_aura_flow(
-            transformer,
-            noisy_latents.to(**like),
-            sigma,
-            torch.stack([sample["prompt_embeds"] for sample in conditioning]).to(**like),
-            **gradient_flags(),
-        )
-
-    def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
-        like = device_and_dtype(pipeline.transformer)
-        prompts = {"prompt": request.conditioning, "negative_prompt": request.negative}
-        arguments: dict[str, torch.Tensor] = {}
-        for name, conditioning in prompts.items():
-            embeds_bld = conditioning["prompt_embeds"][None].to(**like)
-            # The pipeline asks for a mask that it does not use.
-            arguments |= {f"{name}_embeds": embeds_bld, f"{name}_attention_mask": torch.ones_like(embeds_bld)}
-        pictures: list[Image] = pipeline(
-            **arguments,
-            guidance_scale=request.guidance_scale,
-            **request.call_arguments(),
-        ).images
-        return pictures
+    def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        embeds_bld = prompt["prompt_embeds"][None].to(**like)
+        # The pipeline asks for a mask that it does not use.
+        return {"prompt_embeds": embeds_bld, "prompt_attention_mask": torch.ones_like(embeds_bld)}
 
 
 def tiny() -> AuraFlowPipeline:
