@@ -37,7 +37,7 @@ from diffsynth_lite.lora.shared_names import (
 )
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Media, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, exponential_shift
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import (
     encode_latents,
@@ -52,7 +52,6 @@ from diffsynth_lite.pipelines.base.model_function import (
     stacked,
 )
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
-from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases.components import (
     DIFFUSERS,
     FLUX2_VAE,

@@ -25,7 +25,7 @@ from diffsynth_lite.lora.shared_names import DOUBLE, QKV
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, exponential_shift
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import (
     Checkpointing,
@@ -33,7 +33,6 @@ from diffsynth_lite.pipelines.base.model_function import (
     model_function,
     padded_together,
 )
-from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded

@@ -23,11 +23,11 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Generated, Media, RecordKind
 from diffsynth_lite.pipelines import qwen_image
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
+from diffsynth_lite.pipelines.base.diffusers_family import exponential_shift
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_function import stacked
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code
-from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_IMAGE_BASE, QWEN_TRANSFORMER
 from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE
 from diffsynth_lite.releases.release import Release

@@ -18,8 +18,8 @@ from diffsynth_lite.core.noise.densities import (
 from diffsynth_lite.core.noise.paths import LossWeighting, loss_weight
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import family_names, load_family, releases_of
+from diffsynth_lite.pipelines.base.diffusers_family import exponential_shift
 from diffsynth_lite.pipelines.base.release_folder import write_release
-from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases import Release
 from diffsynth_lite.training.builder import build_noise_levels
 from diffsynth_lite.training.data_settings import frame_counts_of, own_audio_shape, set_audio, shifts_by_size

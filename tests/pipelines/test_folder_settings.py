@@ -19,7 +19,7 @@ from family_sample import Sample
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
-from diffsynth_lite.pipelines.base.samplers import matches_flows
+from diffsynth_lite.pipelines.base.diffusers_components import matches_flows
 
 INDEX = "model_index.json"
 SCHEDULER = "scheduler/scheduler_config.json"

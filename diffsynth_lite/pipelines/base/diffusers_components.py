@@ -34,7 +34,6 @@ from diffsynth_lite.pipelines.base.quantized import (
     require_finite_weights,
 )
 from diffsynth_lite.pipelines.base.release_folder import count_parameters, empty_model
-from diffsynth_lite.pipelines.base.samplers import described, matches_flows
 from diffsynth_lite.pipelines.base.single_file import read_single_file
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 from diffsynth_lite.pipelines.base.transformers_loading import load_frozen_encoder
@@ -42,6 +41,9 @@ from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tile_when_full, ti
 from diffsynth_lite.progress_log import current_watch
 
 logger = logging.getLogger(__name__)
+
+_TELLING = ("prediction_type", "use_flow_sigmas")
+"""Settings of a scheduler that define what it samples."""
 
 
 class DiffusersComponents(ModelFamily):
@@ -303,3 +305,21 @@ def _require_finite(decoded: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         return
     if not torch.isfinite(pixels).all():
         raise FloatingPointError("the decoded image holds NaN or infinity")
+
+
+def matches_flows(scheduler: Any) -> bool:
+    """Whether a scheduler of diffusers takes what a model predicts for a velocity, at noise levels in [0, 1].
+
+    Classes that take ``prediction_type`` do where it is set so. Of the others, those without a table of a
+    diffusion's noise do; a setting that a class does not take may be in its file all the same.
+    """
+    if "prediction_type" not in inspect.signature(type(scheduler)).parameters:
+        return not hasattr(scheduler, "alphas_cumprod")
+    config = scheduler.config
+    return config.prediction_type == "flow_prediction" and bool(config.get("use_flow_sigmas"))
+
+
+def described(scheduler: Any) -> str:
+    """Class of a scheduler, with the settings that define what it samples."""
+    settings = [f"{name} {scheduler.config[name]}" for name in _TELLING if name in scheduler.config]
+    return " with ".join(filter(None, [type(scheduler).__name__, " and ".join(settings)]))

@@ -11,19 +11,30 @@ from PIL.Image import Image
 
 from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.core.noise.densities import resolution_mu
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Generated, Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_components import DiffusersComponents, assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents, latents_shape
 from diffsynth_lite.pipelines.base.model_function import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.preview_request import in_turn
-from diffsynth_lite.pipelines.base.samplers import exponential_shift
 
 
 def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
     """Those of a model's first parameter, as arguments of ``Tensor.to``."""
     parameter = next(model.parameters())
     return {"device": parameter.device, "dtype": parameter.dtype}
+
+
+def exponential_shift(mu: float) -> float:
+    """``exp(mu)``; refused where no float is as large."""
+    try:
+        return math.exp(mu)
+    except OverflowError:
+        raise UserError(
+            f"objective.shift: that of the sampler is exp({mu:.0f}) for images or clips of this size, "
+            "which no number holds; take smaller ones, or set objective.shift: static"
+        ) from None
 
 
 class DiffusersFamily(DiffusersComponents):

@@ -8,8 +8,8 @@ import torch
 
 from diffsynth_lite.core.noise.paths import DiffusionPath, PredictionType
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.base.diffusers_components import described
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.base.samplers import described
 
 _FEW_STEP_SAMPLERS = ("LCMScheduler", "TCDScheduler")
 
