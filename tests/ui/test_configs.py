@@ -363,3 +363,17 @@ def test_the_rows_of_several_data_sets_write_their_entries_and_leave_the_rest(
         assert page.overflow_px() == 0
     assert file.read_text().startswith("data:  # of mine\n")
     assert "mask_dir: masks" in file.read_text()
+
+
+@pytest.mark.parametrize(("recipe", "column"), [("qwen_lora", "image"), ("wan_t2v_lora", "video")])
+def test_a_data_set_of_the_hub_is_a_source_of_the_config(screen: Screen, recipe: str, column: str) -> None:
+    choices = CHOICES | {"data": "", "recipe": f"{recipe}.yaml", "goal": "", "gpu": "H200"}
+    assert 'aria-label="Hub id of the data set"' in screen.get("/new").text
+    assert screen.post("/configs", choices | {"dataset": " me/my-cats "}).json()["go"] == "/configs/mug_1/"
+    data = load_config(screen.workspace.configs["mug_1"]).config.data
+    assert (data.dataset, data.path, data.media_column) == ("me/my-cats", None, column)
+    for name in ("../x", "a/b/c", "/etc", "a b", "-x"):
+        refused = screen.post("/configs", choices | {"name": "mug_2", "dataset": name})
+        assert "is not an id of the hub" in refused.json()["error"], name
+    assert "choose one" in screen.post("/configs", choices | {"name": "mug_2"}).json()["error"]
+    assert list(screen.workspace.configs) == ["mug_1"]

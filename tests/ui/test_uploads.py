@@ -3,6 +3,7 @@
 import errno
 import io
 import stat
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -145,26 +146,82 @@ def test_a_zip_is_unpacked_without_the_folder_around_it_and_what_no_run_reads(
     assert (folder / "taken.png").read_bytes() == b"mine"
 
 
+def bomb() -> bytes:
+    """A zip whose list claims ten bytes for a file of two million."""
+    content = zipped("a.png", content=bytes(2 << 20))
+    return content.replace(struct.pack("<I", 2 << 20), struct.pack("<I", 10))
+
+
+def new_set(screen: Screen, content: bytes, *, name: str = "cup", file: str = "set.zip") -> Any:
+    headers = screen.cookie | screen.secret | {"origin": "http://127.0.0.1:8713"}
+    params = {"name": name, "file": file}
+    return screen.client.post("/data/zip", params=params, content=content, headers=headers).json()
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (zipped("a.png", "../b.png"), "'../b.png': is not the name of a file below"),
         (zipped("a.png", "/etc/x.py"), "'/etc/x.py': is not the name of a file below"),
         (zipped("a.png", "b\\..\\..\\c.txt"), "is not the name of a file below"),
+        (zipped("a.png", "C:\\c.png"), "is not the name of a file below"),
         (zipped(*"abcd"), "holds 4 files, and 3 are the most"),
+        (zipped(*(f"{number}.png" for number in range(60))), "its list of files has 3,"),
         (
             zipped("a.png", "b.png", content=bytes(2 << 20)),
             "unpacked it has 4,194,304 bytes; 3,145,728 are the most",
         ),
         (zipped("a.txt", content=bytes((1 << 20) + 1)), "1,048,576 for a caption"),
+        (bomb(), "cannot be unpacked: Bad CRC-32"),
         (zipped("a.png")[:-30], "cannot be unpacked: File is not a zip file"),
+        (b"#!/bin/sh", "cannot be unpacked: File is not a zip file"),
+        (b"", "cannot be unpacked: File is not a zip file"),
     ],
-    ids=["up", "absolute", "backslash", "members", "bytes", "caption", "damaged"],
+    ids=[
+        *("up", "absolute", "backslash", "drive", "members", "list"),
+        *("bytes", "caption", "bomb", "damaged", "script", "empty"),
+    ],
 )
 def test_a_zip_that_leads_out_is_too_large_or_damaged_adds_nothing(
     screen: Screen, folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, reason: str
 ) -> None:
     monkeypatch.setattr(uploads, "MOST_MEMBERS", 3)
     monkeypatch.setattr(uploads, "MOST_UNPACKED_BYTES", 3 << 20)
+    monkeypatch.setattr(uploads, "_MOST_LIST_BYTES", 3000)
     assert reason in add(screen, "set.zip", content)["error"]
+    assert reason in new_set(screen, content)["error"]
+    assert names(screen) == {"taken.png"}
+    assert [path.name for path in screen.workspace.data_folder.iterdir()] == ["mug"]
+
+
+def test_a_data_set_is_made_of_a_zip_and_what_was_left_out_is_named(screen: Screen, folder: Path) -> None:
+    link = zipfile.ZipInfo("set/link.png")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    content = zipped("set/a.png", "set/sub/a.txt", "set/metadata.csv", "set/x.py", link)
+    assert new_set(screen, content) == {
+        "go": "/data/cup/",
+        "said": "3 files of set.zip added; not read: set/x.py, set/link.png.",
+    }
+    found = screen.workspace.data_folder / "cup"
+    assert {path.name for path in found.rglob("*") if path.is_file()} == {"a.png", "a.txt", "metadata.csv"}
+    many = zipped("a.png", *(f"{number}.py" for number in range(8)))
+    assert "not read: 0.py, 1.py, 2.py, 3.py, 4.py and 3 more." in new_set(screen, many, name="pot")["said"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"name": "mug"}, "there is a data set mug already"),
+        ({"name": "../out"}, "use letters, digits"),
+        ({"name": ""}, "none given"),
+        ({"file": "set.tar"}, "set.tar: is not a zip"),
+        ({"content": zipped("x.py")}, "holds no image, clip, caption or table; not read: x.py"),
+        ({"content": zipped()}, "set.zip: holds no image, clip, caption or table"),
+    ],
+)
+def test_a_data_set_of_a_zip_needs_a_free_name_and_files_that_are_read(
+    screen: Screen, folder: Path, options: dict[str, Any], reason: str
+) -> None:
+    assert reason in new_set(screen, **{"content": zipped("a.png"), **options})["error"]
+    assert [path.name for path in screen.workspace.data_folder.iterdir()] == ["mug"]
     assert names(screen) == {"taken.png"}

@@ -7,7 +7,7 @@
 
   function showName() {
     const stem = chosen("recipe").replace(/(_lora)?\.yaml$/, "");
-    if (!isNamed) byId("name").value = [chosen("data"), stem].filter(Boolean).join("_").slice(0, 64);
+    if (!isNamed) byId("name").value = [chosen("data") || byId("dataset")?.value.trim().split("/").pop(), stem].filter(Boolean).join("_").slice(0, 64);
     byId("file").textContent = byId("name").value || "NAME";
   }
 
@@ -38,6 +38,7 @@
     showName();
   });
   byId("filter")?.addEventListener("input", filter);
+  byId("dataset")?.addEventListener("input", () => { byId("of-hub").checked = true; showName(); });
   byId("name").addEventListener("input", () => {
     isNamed = byId("name").value !== "";
     byId("file").textContent = byId("name").value || "NAME";

@@ -174,12 +174,12 @@ def needs_of(view: View) -> str:
     return f"{way.device_gib:.1f}{limit} GiB{card}, and {way.host_gib:.1f} GiB of host memory"
 
 
-def text_on_recipe(recipe: Recipe, way: Way | None, *, name: str, data: Path, goal: str) -> str:
+def text_on_recipe(recipe: Recipe, way: Way | None, *, name: str, data: Path | str, goal: str) -> str:
     """A config on top of a recipe.
 
     Args:
         way: to train it on a card; None for the recipe as it is.
-        data: folder of the data set, as the config is to have it.
+        data: folder of the data set, as the config is to have it; as text, its id on the hub.
         goal: name of a preset; empty for none.
 
     Raises:
@@ -195,7 +195,11 @@ def text_on_recipe(recipe: Recipe, way: Way | None, *, name: str, data: Path, go
     about = f"{name}: {recipe.name}, from {data}"
     about += f", with the settings of the preset {goal}" if goal else ""
     text = f"{schema_line()}\n# {about}.\n\nextends: {extended}\n"
-    typed = {"data.path": str(data), "output.dir": f"runs/{name}", **(way.typed if way else {})}
+    source = {"data.path": str(data)}
+    if isinstance(data, str):
+        column = "video" if recipe.kind == "video" else "image"  # where most of the hub have it
+        source = {"data.path": "", "data.dataset": data, "data.media_column": column}
+    typed = {**source, "output.dir": f"runs/{name}", **(way.typed if way else {})}
     if not config.validation.inputs and not config.validation.control:  # these belong to the recipe's prompts
         typed["validation.prompts"] = "\n".join([*_first_caption(data), *config.validation.prompts[-1:]])
     for key, value in typed.items():
@@ -205,8 +209,10 @@ def text_on_recipe(recipe: Recipe, way: Way | None, *, name: str, data: Path, go
     return text
 
 
-def _first_caption(data: Path) -> Iterator[str]:
-    """A caption of the data set, which previews then begin with."""
+def _first_caption(data: Path | str) -> Iterator[str]:
+    """A caption of the data set, which previews then begin with; none of one that is not here yet."""
+    if isinstance(data, str):
+        return
     found = find_records([Source(path=str(data))], media_store=data, on_bad_item="skip", logs_skipped=False)
     captions = (text for record in found.records for text in record.captions[:1])
     yield from [text for text in captions if text.isprintable() and "${" not in text][:1]

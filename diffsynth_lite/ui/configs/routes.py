@@ -31,6 +31,7 @@ from diffsynth_lite.ui.queued import QueuedRuns
 from diffsynth_lite.workspace import Workspace
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 _CHANGED_ELSEWHERE = (
     "The file was changed elsewhere meanwhile. This change was not made; its newer text is shown now."
 )
@@ -78,7 +79,10 @@ def _new(request: Request) -> Response:
 
 
 def _create(request: Request, given: dict[str, Any]) -> dict[str, Any]:
-    """Write a config: {"name", "data", "recipe", "goal", "gpu"}; a copy: {"name", "from" or "config"}."""
+    """Write a config: {"name", "data" or "dataset", "recipe", "goal", "gpu"}.
+
+    A copy: {"name", "from" or "config"}.
+    """
     workspace, given = workspace_of(request), {key: str(value) for key, value in given.items()}
     name = given.get("name", "").strip()
     path = workspace.configs_folder / f"{name}.yaml"
@@ -99,14 +103,19 @@ def _create(request: Request, given: dict[str, Any]) -> dict[str, Any]:
 
 def _text_of_choices(workspace: Workspace, given: Mapping[str, str], name: str) -> str:
     data = workspace.data_sets.get(given.get("data", ""))
-    if data is None:
+    hub_id = given.get("dataset", "").strip()
+    if data is None and not hub_id:
         raise UserError("Data set: choose one, or make one on the screen Data sets first")
+    if data is None and not _HUB_ID.fullmatch(hub_id):
+        raise UserError(f"Data set: {hub_id}: is not an id of the hub, such as user/name")
     recipe = recipe_named(given.get("recipe", ""))
     gpu = cards().get(given.get("gpu", ""))
     way = (recipe.way_for(gpu) if gpu else None) or next(reversed(recipe.ways), None)
-    inside = data.is_relative_to(workspace.path)
-    folder = data.relative_to(workspace.path) if inside else data
-    return text_on_recipe(recipe, way, name=name, data=folder, goal=given.get("goal", ""))
+    if data is None:
+        source: Path | str = hub_id
+    else:
+        source = data.relative_to(workspace.path) if data.is_relative_to(workspace.path) else data
+    return text_on_recipe(recipe, way, name=name, data=source, goal=given.get("goal", ""))
 
 
 def _source_file(workspace: Workspace, given: Mapping[str, str]) -> Path:

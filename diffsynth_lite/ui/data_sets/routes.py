@@ -37,7 +37,7 @@ from diffsynth_lite.ui.data_sets.items import (
     thumbnail,
     trigger_of,
 )
-from diffsynth_lite.ui.data_sets.uploads import receive
+from diffsynth_lite.ui.data_sets.uploads import named_few, receive, receive_new
 from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
 
@@ -59,6 +59,7 @@ def routes() -> list[Route]:
     decoding = CapacityLimiter(2)  # each thumbnail holds a decoded image
     return [
         change_route("/data", _create),
+        Route("/data/zip", _create_from_zip, methods=["POST"]),
         Route("/data/{name}/", _show),
         Route("/data/{name}/items", _items),
         Route("/data/{name}/findings", _findings),
@@ -76,13 +77,35 @@ def routes() -> list[Route]:
 
 def _create(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Make an empty data set: {"name": of letters, digits, "-", "_" and "."}."""
-    name, workspace = str(given.get("name", "")).strip(), workspace_of(request)
+    folder = _new_folder(request, given.get("name"))
+    folder.mkdir(parents=True)
+    return {"go": f"/data/{folder.name}/"}
+
+
+async def _create_from_zip(request: Request) -> Response:
+    """Make a data set of a zip, the body of the request: ``?name=`` of it, and ``?file=`` of the zip."""
+    folder, file = (
+        _new_folder(request, request.query_params.get("name")),
+        request.query_params.get("file", ""),
+    )
+    try:
+        num_bytes = int(request.headers.get("content-length", 0))
+        found = await receive_new(request.stream(), folder, file, num_bytes=num_bytes)
+    except ClientDisconnect:
+        return Response(status_code=400)
+    count = len(found["added"])
+    said = f"{count:,} {'file' if count == 1 else 'files'} of {file} added{named_few(found['unread'])}."
+    return JSONResponse({"go": f"/data/{folder.name}/", "said": said})
+
+
+def _new_folder(request: Request, given: object) -> Path:
+    """The folder of a data set that is not there yet, by the name that it is given."""
+    name, workspace = str(given or "").strip(), workspace_of(request)
     if not _NAME.fullmatch(name) or name.endswith("."):
         raise UserError(f"Name: {name or 'none given'}: use letters, digits, -, _ and ., up to 64 of them")
     if name in workspace.data_sets or (workspace.data_folder / name).exists():
         raise UserError(f"Name: there is a data set {name} already")
-    (workspace.data_folder / name).mkdir(parents=True)
-    return {"go": f"/data/{name}/"}
+    return workspace.data_folder / name
 
 
 def _show(request: Request) -> Response:

@@ -1,11 +1,12 @@
 """This file adds files that a browser sends to a data set, and never over one that is there."""
 
+import io
 import os
 import shutil
 import stat
 import zipfile
 import zlib
-from collections.abc import AsyncIterable, Iterator
+from collections.abc import AsyncIterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -24,7 +25,9 @@ MOST_BYTES = 8 << 30
 MOST_UNPACKED_BYTES = 64 << 30
 """Of all files in a zip together."""
 MOST_MEMBERS = 100_000
+_MOST_LIST_BYTES = 64 << 20
 _MOST_NAME_BYTES = 200
+_MOST_NAMED = 5
 _MOST_FOLDERS = 99
 """Around a file; each is one more call of a function that makes them."""
 _SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *CAPTION_SUFFIXES)
@@ -61,6 +64,36 @@ async def receive(
     return {"added": [target], "taken": [], "unread": []}
 
 
+async def receive_new(
+    body: AsyncIterable[bytes], folder: Path, name: str, *, num_bytes: int
+) -> dict[str, list[str]]:
+    """As :func:`receive` with a zip for a data set that is not there yet, and appears as a whole.
+
+    Raises:
+        UserError: it is not a zip, or holds nothing that a run reads; then no folder is left.
+    """
+    if not name.lower().endswith(".zip"):
+        raise UserError(f"{name}: is not a zip")
+    unfinished = temporary_path(folder)
+    try:
+        unfinished.mkdir(parents=True)
+        found = await receive(body, unfinished, name, num_bytes=num_bytes)
+        if not found["added"]:
+            raise UserError(f"{name}: holds no image, clip, caption or table{named_few(found['unread'])}")
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return found
+
+
+def named_few(names: Sequence[str]) -> str:
+    """What else a zip holds, for a message; empty for nothing."""
+    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+    return f"; not read: {', '.join(name[:_MOST_NAME_BYTES] for name in names[:_MOST_NAMED])}{more}" * bool(
+        names
+    )
+
+
 async def _save(body: AsyncIterable[bytes], path: Path, name: str) -> None:
     most_bytes = _most_bytes(name)
     with path.open("xb") as file:
@@ -79,7 +112,7 @@ def _unpack(archive: Path, folder: Path, name: str) -> dict[str, list[str]]:
     """
     done: dict[bool, list[str]] = {True: [], False: []}
     try:
-        with zipfile.ZipFile(archive) as opened:
+        with _Archive(archive) as file, zipfile.ZipFile(file) as opened:
             try:
                 members, unread = _members(opened, folder, name)
             except UserError as error:
@@ -89,6 +122,19 @@ def _unpack(archive: Path, folder: Path, name: str) -> dict[str, list[str]]:
     except _DAMAGED as error:
         raise UserError(f"{name}: cannot be unpacked: {error}") from error
     return {"added": done[True], "taken": done[False], "unread": unread}
+
+
+class _Archive(io.FileIO):
+    """A zip whose list of files, which `zipfile` reads at once and takes ten times the memory for, is short.
+
+    Raises:
+        UserError: it is not.
+    """
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > _MOST_LIST_BYTES:
+            raise UserError(f"its list of files has {size:,} bytes, and {_MOST_LIST_BYTES:,} are the most")
+        return super().read(size)
 
 
 def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path, target: str, name: str) -> bool:

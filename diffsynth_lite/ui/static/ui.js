@@ -91,9 +91,21 @@ const ui = (() => {
     const path = event.target.dataset.form;
     if (!path) return;
     event.preventDefault();
-    const made = await post(path, Object.fromEntries(new FormData(event.target))).catch(() => null); // It was shown.
-    if (made) location.assign(made.go ?? "/");
+    const fields = new FormData(event.target), zip = fields.get("zip"), button = event.submitter;
+    fields.delete("zip");
+    const given = Object.fromEntries(fields);
+    if (button) button.disabled = true;
+    if (zip?.size) say(`Sending ${zip.name}, ${Math.ceil(zip.size / 1e6).toLocaleString("en")} MB`);
+    const sent = zip?.size ? send(`${path}/zip?${new URLSearchParams({ ...given, file: zip.name })}`, zip) : post(path, given);
+    const made = await sent.catch(() => null); // It was shown.
+    if (button) button.disabled = false;
+    if (!made) return;
+    if (made.said) sessionStorage.setItem("said", made.said);
+    location.assign(made.go ?? "/");
   });
+  // What was said of something that led here.
+  if (sessionStorage.getItem("said")) say(sessionStorage.getItem("said"));
+  sessionStorage.removeItem("said");
   document.addEventListener("click", (event) => {
     const button = event.target.closest("[data-post], [data-copy]");
     if (button?.dataset.post) press(button);
