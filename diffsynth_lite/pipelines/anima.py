@@ -139,8 +139,8 @@ ANIMA: tuple[Release, ...] = (
         pipeline_class="AnimaModularPipeline",
         components={
             "transformer": ReleaseComponent(
-                class_name="CosmosTransformer3DModel",
-                config={
+                "CosmosTransformer3DModel",
+                {
                     "extra_pos_embed_type": None,
                     "num_attention_heads": 16,
                     "rope_scale": (1.0, 4.0, 4.0),
@@ -151,13 +151,13 @@ ANIMA: tuple[Release, ...] = (
                 f"{_BYTES}",
             ),
             "text_conditioner": ReleaseComponent(
-                class_name="AnimaTextConditioner",
+                "AnimaTextConditioner",
                 dtype="bfloat16",
                 source=f"defaults of the class; {_CONVERTED}; dtype of the transformer, whose file holds it",
             ),
             "text_encoder": ReleaseComponent(
-                class_name="Qwen3Model",
-                config={
+                "Qwen3Model",
+                {
                     "head_dim": 128,
                     "hidden_size": 1024,
                     "intermediate_size": 3072,
@@ -172,12 +172,10 @@ ANIMA: tuple[Release, ...] = (
             ),
             "vae": QWEN_VAE,
         },
-        scheduler=ReleaseComponent(
-            class_name="FlowMatchEulerDiscreteScheduler", config={"shift": 3.0}, source=_CONVERTED
-        ),
+        scheduler=ReleaseComponent("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}, source=_CONVERTED),
         tokenizers={
-            "tokenizer": ReleaseTokenizer(class_name="Qwen2Tokenizer", files=("tokenizer.json",)),
-            "t5_tokenizer": ReleaseTokenizer(class_name="T5Tokenizer", files=("tokenizer.json",)),
+            "tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("tokenizer.json",)),
+            "t5_tokenizer": ReleaseTokenizer("T5Tokenizer", ("tokenizer.json",)),
         },
         size=(1024, 1024, 1),
         parameters=2e9,

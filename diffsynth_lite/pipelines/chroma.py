@@ -5,7 +5,6 @@ Sources: diffusers ``transformer_chroma.py`` and ``pipeline_chroma.py``.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -98,7 +97,7 @@ _HD = Release(
     pipeline_class="ChromaPipeline",
     components={
         "transformer": ReleaseComponent(
-            class_name="ChromaTransformer2DModel",
+            "ChromaTransformer2DModel",
             dtype="bfloat16",
             source=f"{SDNEXT}chroma/transformer: the class's defaults; dtype from the bytes in {_REVIEW}",
         ),
@@ -106,8 +105,8 @@ _HD = Release(
         "vae": FLUX_VAE,
     },
     scheduler=ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler",
-        config={"shift": 3.0, "use_dynamic_shifting": True},
+        "FlowMatchEulerDiscreteScheduler",
+        {"shift": 3.0, "use_dynamic_shifting": True},
         source=f"{SDNEXT}chroma/scheduler",
     ),
     tokenizers={"tokenizer": T5_TOKENIZER_SLOW},
@@ -128,11 +127,10 @@ _HD = Release(
         "shift of the scheduler: in another copy, in stable-diffusion-webui-forge, it is fixed, and 1",
     ),
 )
-_BASE = replace(
-    _HD,
-    name="Chroma1 Base",
-    hub_id="lodestones/Chroma1-Base",
-    sources={**_HD.sources, "licence": LICENCES},
+_BASE = _HD.but(
+    "Chroma1 Base",
+    "lodestones/Chroma1-Base",
+    sources={"licence": LICENCES},
     unconfirmed=(*_HD.unconfirmed, "that its settings and dtypes are those of HD"),
 )
 CHROMA: tuple[Release, ...] = (_HD, _BASE)

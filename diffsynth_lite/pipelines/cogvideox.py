@@ -92,8 +92,8 @@ _TRAINING = f"{DIFFUSERS}examples/cogvideo/train_cogvideox_lora.py"
 
 def _scheduler(snr_shift_scale: float) -> ReleaseComponent:
     return ReleaseComponent(
-        class_name="CogVideoXDDIMScheduler",
-        config={
+        "CogVideoXDDIMScheduler",
+        {
             "clip_sample": False,
             "prediction_type": "v_prediction",
             "rescale_betas_zero_snr": True,
@@ -106,9 +106,7 @@ def _scheduler(snr_shift_scale: float) -> ReleaseComponent:
 
 def _vae(**config: Any) -> ReleaseComponent:
     return ReleaseComponent(
-        class_name="AutoencoderKLCogVideoX",
-        config=config,
-        source=f"{_SCRIPT}: else the defaults of the class",
+        "AutoencoderKLCogVideoX", config, source=f"{_SCRIPT}: else the defaults of the class"
     )
 
 
@@ -118,7 +116,7 @@ _2B = Release(
     pipeline_class="CogVideoXPipeline",
     components={
         "transformer": ReleaseComponent(
-            class_name="CogVideoXTransformer3DModel",
+            "CogVideoXTransformer3DModel",
             dtype="float16",
             source=f"{_SCRIPT}: the defaults of the class; dtype from {_TRAINING}",
         ),
@@ -146,47 +144,39 @@ _2B = Release(
         "licence",
     ),
 )
-_5B = replace(
-    _2B,
-    name="CogVideoX 5B",
-    hub_id="THUDM/CogVideoX-5b",
-    components={
-        **_2B.components,
-        "transformer": ReleaseComponent(
-            class_name="CogVideoXTransformer3DModel",
-            config={"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
-            dtype="bfloat16",
-            source=f"{_SCRIPT}; dtype from {_TRAINING}",
-        ),
-        "vae": _vae(scaling_factor=0.7),
-    },
+_5B = _2B.but(
+    "CogVideoX 5B",
+    "THUDM/CogVideoX-5b",
+    transformer=ReleaseComponent(
+        "CogVideoXTransformer3DModel",
+        {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
+        dtype="bfloat16",
+        source=f"{_SCRIPT}; dtype from {_TRAINING}",
+    ),
+    vae=_vae(scaling_factor=0.7),
     scheduler=_scheduler(1.0),
     licence="CogVideoX License",
 )
-_1_5 = replace(
-    _5B,
-    name="CogVideoX 1.5 5B",
-    hub_id="THUDM/CogVideoX1.5-5B",
-    components={
-        **_5B.components,
-        "transformer": ReleaseComponent(
-            class_name="CogVideoXTransformer3DModel",
-            config={
-                "num_attention_heads": 48,
-                "num_layers": 42,
-                "patch_bias": False,
-                "patch_size_t": 2,
-                "sample_frames": 81,
-                "sample_height": 300,
-                "sample_width": 300,
-                "use_rotary_positional_embeddings": True,
-            },
-            source=_SCRIPT,
-        ),
-        "vae": _vae(invert_scale_latents=True, scaling_factor=0.7),
-    },
+_1_5 = _5B.but(
+    "CogVideoX 1.5 5B",
+    "THUDM/CogVideoX1.5-5B",
+    transformer=ReleaseComponent(
+        "CogVideoXTransformer3DModel",
+        {
+            "num_attention_heads": 48,
+            "num_layers": 42,
+            "patch_bias": False,
+            "patch_size_t": 2,
+            "sample_frames": 81,
+            "sample_height": 300,
+            "sample_width": 300,
+            "use_rotary_positional_embeddings": True,
+        },
+        source=_SCRIPT,
+    ),
+    vae=_vae(invert_scale_latents=True, scaling_factor=0.7),
     size=(1360, 768, 81),
-    sources={**_5B.sources, "size": "the page of THUDM/CogVideo on DeepWiki, of its README.md"},
+    sources={"size": "the page of THUDM/CogVideo on DeepWiki, of its README.md"},
     unconfirmed=(*_5B.unconfirmed, "dtype of the transformer", "its sample_height and sample_width"),
 )
 COGVIDEOX: tuple[Release, ...] = (_2B, _5B, _1_5)

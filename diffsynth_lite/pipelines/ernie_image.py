@@ -86,8 +86,8 @@ _PORT = "dgrauet/ernie-image-mlx, a public port, CLAUDE.md and its files under m
 _BYTES = "MLX-Gen, its plan of a port of ERNIE-Image-Turbo"
 _STUDIO = "DiffSynth-Studio, diffsynth/models/"
 _MINISTRAL3_3B = ReleaseComponent(
-    class_name="Mistral3Model",
-    config={
+    "Mistral3Model",
+    {
         "spatial_merge_size": 2,
         "tie_word_embeddings": True,
         "text_config": {
@@ -122,8 +122,8 @@ _BASE = Release(
     pipeline_class="ErnieImagePipeline",
     components={
         "transformer": ReleaseComponent(
-            class_name="ErnieImageTransformer2DModel",
-            config={
+            "ErnieImageTransformer2DModel",
+            {
                 "ffn_hidden_size": 12288,
                 "hidden_size": 4096,
                 "num_attention_heads": 32,
@@ -137,11 +137,11 @@ _BASE = Release(
         "vae": replace(FLUX2_VAE, source=f"{_PORT}; dtype from the bytes in {_BYTES}"),
     },
     scheduler=ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler",
-        config={"shift": 4.0},
+        "FlowMatchEulerDiscreteScheduler",
+        {"shift": 4.0},
         source="a fork of musubi-tuner, ernie_image_generate_image.py, of the file in the repository",
     ),
-    tokenizers={"tokenizer": ReleaseTokenizer(class_name="TokenizersBackend", files=("tokenizer.json",))},
+    tokenizers={"tokenizer": ReleaseTokenizer("TokenizersBackend", ("tokenizer.json",))},
     size=(1024, 1024, 1),
     parameters=8e9,
     licence="Apache-2.0",
@@ -158,10 +158,9 @@ _BASE = Release(
     },
     unconfirmed=("whether it is gated", "where the tokenizer cuts prompts"),
 )
-_TURBO = replace(
-    _BASE,
-    name="ERNIE-Image-Turbo",
-    hub_id="baidu/ERNIE-Image-Turbo",
+_TURBO = _BASE.but(
+    "ERNIE-Image-Turbo",
+    "baidu/ERNIE-Image-Turbo",
     distilled="8 steps without guidance",
     unconfirmed=(*_BASE.unconfirmed, "shift of the scheduler: 4 in MLX-Gen, 1 in modl's copy"),
 )

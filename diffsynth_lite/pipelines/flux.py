@@ -6,7 +6,6 @@ its ``lora_conversion_utils.py`` (XLabs') and DiffSynth-Studio's ``utils/lora/fl
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -160,8 +159,8 @@ FLUX_DEV = Release(
     pipeline_class="FluxPipeline",
     components={
         "transformer": ReleaseComponent(
-            class_name="FluxTransformer2DModel",
-            config={"guidance_embeds": True},
+            "FluxTransformer2DModel",
+            {"guidance_embeds": True},
             dtype="bfloat16",
             num_bytes=23802816640,
             source=f"{FLUX_FOLDER}/transformer",
@@ -187,39 +186,32 @@ FLUX_DEV = Release(
     },
 )
 
-_SCHNELL = replace(
-    FLUX_DEV,
-    name="FLUX.1 schnell",
-    hub_id="black-forest-labs/FLUX.1-schnell",
-    components={
-        **FLUX_DEV.components,
-        "transformer": ReleaseComponent(
-            class_name="FluxTransformer2DModel",
-            dtype="bfloat16",
-            num_bytes=23782357120,
-            source=f"{FORGE}black-forest-labs/FLUX.1-schnell/transformer",
-        ),
-    },
+_SCHNELL = FLUX_DEV.but(
+    "FLUX.1 schnell",
+    "black-forest-labs/FLUX.1-schnell",
+    transformer=ReleaseComponent(
+        "FluxTransformer2DModel",
+        dtype="bfloat16",
+        num_bytes=23782357120,
+        source=f"{FORGE}black-forest-labs/FLUX.1-schnell/transformer",
+    ),
     scheduler=ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler",
-        source=f"{FORGE}black-forest-labs/FLUX.1-schnell/scheduler",
+        "FlowMatchEulerDiscreteScheduler", source=f"{FORGE}black-forest-labs/FLUX.1-schnell/scheduler"
     ),
     licence="Apache-2.0",
     gated=None,
     distilled="1 to 4 steps without guidance",
     architecture="flux-1-schnell",
     sources={
-        **FLUX_DEV.sources,
         "pipeline": f"{FORGE}black-forest-labs/FLUX.1-schnell",
         "parameters": "black-forest-labs/flux, model_cards/FLUX.1-schnell.md",
     },
 )
 
-_KREA = replace(
-    FLUX_DEV,
-    name="FLUX.1 Krea dev",
-    hub_id="black-forest-labs/FLUX.1-Krea-dev",
-    sources={**FLUX_DEV.sources, "parameters": "black-forest-labs/flux, model_cards/FLUX.1-Krea-dev.md"},
+_KREA = FLUX_DEV.but(
+    "FLUX.1 Krea dev",
+    "black-forest-labs/FLUX.1-Krea-dev",
+    sources={"parameters": "black-forest-labs/flux, model_cards/FLUX.1-Krea-dev.md"},
     unconfirmed=("that its settings are those of FLUX.1 dev", "whether it is gated"),
 )
 

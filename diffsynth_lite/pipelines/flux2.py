@@ -136,9 +136,7 @@ _SCHEDULER = replace(FLUX_SCHEDULER, source=f"that of FLUX.1 dev, as in {_SCRIPT
 
 
 def _transformer(config: Mapping[str, Any], source: str) -> ReleaseComponent:
-    return ReleaseComponent(
-        class_name="Flux2Transformer2DModel", config=config, dtype="bfloat16", source=source
-    )
+    return ReleaseComponent("Flux2Transformer2DModel", config, dtype="bfloat16", source=source)
 
 
 _DEV = Release(
@@ -151,7 +149,7 @@ _DEV = Release(
         "vae": FLUX2_VAE,
     },
     scheduler=_SCHEDULER,
-    tokenizers={"tokenizer": ReleaseTokenizer(class_name="PixtralProcessor", files=("tokenizer.json",))},
+    tokenizers={"tokenizer": ReleaseTokenizer("PixtralProcessor", ("tokenizer.json",))},
     size=(1024, 1024, 1),
     parameters=32e9,
     licence="FLUX Non-Commercial License",
@@ -204,39 +202,35 @@ _KLEIN_4B_BASE = Release(
     },
     unconfirmed=("settings of the scheduler",),
 )
-_KLEIN_9B_BASE = replace(
-    _KLEIN_4B_BASE,
-    name="FLUX.2 klein base 9B",
-    hub_id="black-forest-labs/FLUX.2-klein-base-9B",
-    components={
-        "transformer": _transformer(
-            {
-                **_HEADS,
-                "joint_attention_dim": 12288,
-                "num_attention_heads": 32,
-                "num_layers": 8,
-                "num_single_layers": 24,
-            },
-            f"`klein-9b` in {_SCRIPT}",
-        ),
-        "text_encoder": QWEN3_8B,
-        "vae": FLUX2_VAE,
-    },
+_KLEIN_9B_BASE = _KLEIN_4B_BASE.but(
+    "FLUX.2 klein base 9B",
+    "black-forest-labs/FLUX.2-klein-base-9B",
+    transformer=_transformer(
+        {
+            **_HEADS,
+            "joint_attention_dim": 12288,
+            "num_attention_heads": 32,
+            "num_layers": 8,
+            "num_single_layers": 24,
+        },
+        f"`klein-9b` in {_SCRIPT}",
+    ),
+    text_encoder=QWEN3_8B,
+    vae=FLUX2_VAE,
     parameters=9e9,
     licence="FLUX Non-Commercial License",
     gated=True,
     architecture="Flux.2-klein-9b",
     version="flux_2_klein_9b",
-    sources={**_KLEIN_4B_BASE.sources, "licence": f"that of klein 9B: {LICENCES}"},
+    sources={"licence": f"that of klein 9B: {LICENCES}"},
     unconfirmed=(*_KLEIN_4B_BASE.unconfirmed, "dtype of the transformer", "licence", "whether it is gated"),
 )
 
 
 def _distilled(base: Release, name: str) -> Release:
-    return replace(
-        base,
-        name=f"FLUX.2 {name}",
-        hub_id=f"black-forest-labs/FLUX.2-{name.replace(' ', '-')}",
+    return base.but(
+        f"FLUX.2 {name}",
+        f"black-forest-labs/FLUX.2-{name.replace(' ', '-')}",
         settings={"is_distilled": True},
         distilled="4 steps without guidance",
     )

@@ -8,7 +8,6 @@ Source: diffusers ``pipeline_flux_fill.py``.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -36,23 +35,18 @@ _PIXELS_OF_A_TOKEN = 16 * 16
 _FILL_SOURCE = "black-forest-labs/flux, src/flux/util.py, flux-dev-fill"
 
 FLUX_FILL: tuple[Release, ...] = (
-    replace(
-        FLUX_DEV,
-        name="FLUX.1 Fill dev",
-        hub_id="black-forest-labs/FLUX.1-Fill-dev",
+    FLUX_DEV.but(
+        "FLUX.1 Fill dev",
+        "black-forest-labs/FLUX.1-Fill-dev",
         pipeline_class="FluxFillPipeline",
-        components={
-            **FLUX_DEV.components,
-            "transformer": ReleaseComponent(
-                class_name="FluxTransformer2DModel",
-                config={"in_channels": 384, "out_channels": 64, "guidance_embeds": True},
-                dtype="bfloat16",
-                source=f"{_FILL_SOURCE}; diffusers, loaders/single_file_utils.py, flux-fill",
-            ),
-        },
+        transformer=ReleaseComponent(
+            "FluxTransformer2DModel",
+            {"in_channels": 384, "out_channels": 64, "guidance_embeds": True},
+            dtype="bfloat16",
+            source=f"{_FILL_SOURCE}; diffusers, loaders/single_file_utils.py, flux-fill",
+        ),
         version="flux1",
         sources={
-            **FLUX_DEV.sources,
             "pipeline": f"{_FILL_SOURCE}; all else as of FLUX.1 dev",
             "parameters": "black-forest-labs/flux, model_cards/FLUX.1-tools.md",
         },
@@ -95,7 +89,7 @@ class FluxFill(flux.Flux):
 
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         return torch.cat(
-            [super(FluxFill, self).encode_pixels(vae, image_bchw) for image_bchw in pixels[:, None]]
+            [super(FluxFill, self).encode_pixels(vae, image_bchw) for image_bchw in torch.split(pixels, 1)]
         )
 
     def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:

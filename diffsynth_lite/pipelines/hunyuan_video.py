@@ -104,9 +104,7 @@ def model_fn_hunyuan_video(
 
 def hunyuan_scheduler(shift: float, source: str) -> ReleaseComponent:
     """The scheduler of a release, also of HunyuanVideo 1.5."""
-    return ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler", config={"shift": shift}, source=source
-    )
+    return ReleaseComponent("FlowMatchEulerDiscreteScheduler", {"shift": shift}, source=source)
 
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_hunyuan_video_to_diffusers.py"
@@ -117,13 +115,11 @@ _T2V = Release(
     pipeline_class="HunyuanVideoPipeline",
     components={
         "transformer": ReleaseComponent(
-            class_name="HunyuanVideoTransformer3DModel",
-            dtype="bfloat16",
-            source=f"{_SCRIPT}: the defaults of the class",
+            "HunyuanVideoTransformer3DModel", dtype="bfloat16", source=f"{_SCRIPT}: the defaults of the class"
         ),
         "text_encoder": ReleaseComponent(
-            class_name="LlamaModel",
-            config={
+            "LlamaModel",
+            {
                 "hidden_size": 4096,
                 "intermediate_size": 14336,
                 "num_attention_heads": 32,
@@ -136,14 +132,12 @@ _T2V = Release(
             f"{MUSUBI}hunyuan_model/text_encoder.py has its numbers and {_SCRIPT} its dtype",
         ),
         "text_encoder_2": replace(CLIP_L, dtype="float16", source=f"{CLIP_L.source}; dtype as in {_SCRIPT}"),
-        "vae": ReleaseComponent(
-            class_name="AutoencoderKLHunyuanVideo", source=f"{_SCRIPT}: the defaults of the class"
-        ),
+        "vae": ReleaseComponent("AutoencoderKLHunyuanVideo", source=f"{_SCRIPT}: the defaults of the class"),
     },
     scheduler=hunyuan_scheduler(7.0, _SCRIPT),
     tokenizers={
-        "tokenizer": ReleaseTokenizer(class_name="LlamaTokenizerFast"),
-        "tokenizer_2": ReleaseTokenizer(class_name="CLIPTokenizer"),
+        "tokenizer": ReleaseTokenizer("LlamaTokenizerFast"),
+        "tokenizer_2": ReleaseTokenizer("CLIPTokenizer"),
     },
     size=(1280, 720, 129),
     parameters=13e9,

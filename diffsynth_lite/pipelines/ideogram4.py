@@ -96,7 +96,7 @@ def model_fn_ideogram4(
 
 _SDNEXT = "SD.Next, data/reference-base.json"
 _TRANSFORMER = ReleaseComponent(
-    class_name="Ideogram4Transformer2DModel",
+    "Ideogram4Transformer2DModel",
     dtype="bfloat16",
     source=f"{MUSUBI}ideogram4/ideogram4_model.py: the defaults of the class; dtype from the name",
 )
@@ -112,10 +112,10 @@ IDEOGRAM4: tuple[Release, ...] = (
             "unconditional_transformer": _TRANSFORMER,
         },
         scheduler=ReleaseComponent(
-            class_name="FlowMatchEulerDiscreteScheduler",
+            "FlowMatchEulerDiscreteScheduler",
             source="signature of the pipeline in diffusers, which computes the noise levels itself",
         ),
-        tokenizers={"tokenizer": ReleaseTokenizer(class_name="Qwen2Tokenizer", files=("tokenizer.json",))},
+        tokenizers={"tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("tokenizer.json",))},
         size=(2048, 2048, 1),
         parameters=9.3e9,
         licence="Ideogram's non-commercial model agreement",

@@ -6,7 +6,6 @@ Sources: diffusers ``transformer_krea2.py`` and ``pipeline_krea2.py``.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -91,8 +90,8 @@ def model_fn_krea2(
 _README = "krea-ai/krea-2, README.md"
 _PIPELINE = "docstring of the pipeline in diffusers"
 _TEXT_ENCODER = ReleaseComponent(
-    class_name="Qwen3VLModel",
-    config={
+    "Qwen3VLModel",
+    {
         "text_config": {
             "model_type": "qwen3_vl_text",
             "head_dim": 128,
@@ -129,7 +128,7 @@ _RAW = Release(
     },
     components={
         "transformer": ReleaseComponent(
-            class_name="Krea2Transformer2DModel",
+            "Krea2Transformer2DModel",
             source="SceneWorks/inference, crates/media/candle-gen/candle-gen-krea/src/config.rs, which has "
             "the file of Turbo and says that Raw shares it: the defaults of the class",
         ),
@@ -137,8 +136,8 @@ _RAW = Release(
         "vae": QWEN_VAE,
     },
     scheduler=ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler",
-        config={
+        "FlowMatchEulerDiscreteScheduler",
+        {
             "base_image_seq_len": 256,
             "base_shift": 0.5,
             "max_image_seq_len": 6400,
@@ -147,7 +146,7 @@ _RAW = Release(
         },
         source=_PIPELINE,
     ),
-    tokenizers={"tokenizer": ReleaseTokenizer(class_name="Qwen2Tokenizer", files=("tokenizer.json",))},
+    tokenizers={"tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("tokenizer.json",))},
     size=(1024, 1024, 1),
     parameters=12e9,
     licence="Krea 2 Community License",
@@ -163,12 +162,8 @@ _RAW = Release(
     },
     unconfirmed=("dtype of the transformer and of the autoencoder", "files of the tokenizer"),
 )
-_TURBO = replace(
-    _RAW,
-    name="Krea 2 Turbo",
-    hub_id="krea/Krea-2-Turbo",
-    settings={**_RAW.settings, "is_distilled": True},
-    distilled="8 steps without guidance",
+_TURBO = _RAW.but(
+    "Krea 2 Turbo", "krea/Krea-2-Turbo", settings={"is_distilled": True}, distilled="8 steps without guidance"
 )
 KREA2: tuple[Release, ...] = (_RAW, _TURBO)
 

@@ -6,7 +6,6 @@ Sources: diffusers ``transformer_qwenimage.py`` and ``pipeline_qwenimage.py``.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -116,8 +115,8 @@ def _unpack(tokens_bld: torch.Tensor, height: int, width: int) -> torch.Tensor:
 QWEN_README = "QwenLM/Qwen-Image, README.md"
 
 QWEN_TEXT_ENCODER = ReleaseComponent(
-    class_name="Qwen2_5_VLForConditionalGeneration",
-    config={
+    "Qwen2_5_VLForConditionalGeneration",
+    {
         "text_config": {
             "model_type": "qwen2_5_vl_text",
             "hidden_size": 3584,
@@ -142,7 +141,7 @@ QWEN_TEXT_ENCODER = ReleaseComponent(
 )
 
 QWEN_TRANSFORMER = ReleaseComponent(
-    class_name="QwenImageTransformer2DModel",
+    "QwenImageTransformer2DModel",
     dtype="bfloat16",
     source="defaults of the class; dtype from the 57.7 GB of the repository of Edit-2511, as a public "
     "worker's manifest declares them",
@@ -154,8 +153,8 @@ QWEN_IMAGE_BASE = Release(
     pipeline_class="QwenImagePipeline",
     components={"transformer": QWEN_TRANSFORMER, "text_encoder": QWEN_TEXT_ENCODER, "vae": QWEN_VAE},
     scheduler=ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler",
-        config={
+        "FlowMatchEulerDiscreteScheduler",
+        {
             "base_image_seq_len": 256,
             "base_shift": 0.5,
             "max_image_seq_len": 8192,
@@ -165,9 +164,7 @@ QWEN_IMAGE_BASE = Release(
         },
         source="ai-toolkit and SimpleTuner, public trainers, which write it out for this model",
     ),
-    tokenizers={
-        "tokenizer": ReleaseTokenizer(class_name="Qwen2Tokenizer", files=("vocab.json", "merges.txt"))
-    },
+    tokenizers={"tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("vocab.json", "merges.txt"))},
     size=(1328, 1328, 1),
     parameters=20e9,
     licence="Apache-2.0",
@@ -184,32 +181,23 @@ QWEN_IMAGE_BASE = Release(
     unconfirmed=("files of the tokenizer", "dtype of the autoencoder"),
 )
 
-_2512 = replace(
-    QWEN_IMAGE_BASE,
-    name="Qwen-Image-2512",
-    hub_id="Qwen/Qwen-Image-2512",
+_2512 = QWEN_IMAGE_BASE.but(
+    "Qwen-Image-2512",
+    "Qwen/Qwen-Image-2512",
     unconfirmed=(*QWEN_IMAGE_BASE.unconfirmed, "that its settings are those of Qwen-Image"),
 )
 
 QWEN_IMAGE: tuple[Release, ...] = (QWEN_IMAGE_BASE, _2512)
 
-QWEN_EDIT = replace(
-    QWEN_IMAGE_BASE,
-    name="Qwen-Image-Edit",
-    hub_id="Qwen/Qwen-Image-Edit",
+QWEN_EDIT = QWEN_IMAGE_BASE.but(
+    "Qwen-Image-Edit",
+    "Qwen/Qwen-Image-Edit",
     pipeline_class="QwenImageEditPipeline",
-    tokenizers={
-        **QWEN_IMAGE_BASE.tokenizers,
-        "processor": ReleaseTokenizer(class_name="Qwen2VLProcessor"),
-    },
+    tokenizers={"processor": ReleaseTokenizer("Qwen2VLProcessor")},
     size=(1024, 1024, 1),
     architecture="Qwen-Image-Edit",
     version="qwen_image_edit",
-    sources={
-        **QWEN_IMAGE_BASE.sources,
-        "size": "the area that the pipeline brings images to",
-        "pipeline": PINNED_INDEXES,
-    },
+    sources={"size": "the area that the pipeline brings images to", "pipeline": PINNED_INDEXES},
     unconfirmed=(*QWEN_IMAGE_BASE.unconfirmed, "settings of the scheduler"),
 )
 

@@ -90,8 +90,8 @@ _README = "QwenLM/Qwen-Image-2.1, README.md"
 _NOTES = "libwaifu, a public runtime, notes on Qwen-Image 2.1 from the published files"
 _FIZGIG = "Fizgig, a public trainer, src/fizgig/families/qwen_image.py"
 QWEN3_VL_8B = ReleaseComponent(
-    class_name="Qwen3VLModel",
-    config={
+    "Qwen3VLModel",
+    {
         "text_config": {
             "model_type": "qwen3_vl_text",
             "head_dim": 128,
@@ -128,19 +128,19 @@ QWEN_IMAGE_21: tuple[Release, ...] = (
         pipeline_class="QwenImage21Pipeline",
         components={
             "transformer": ReleaseComponent(
-                class_name="QwenImage21Transformer2DModel",
+                "QwenImage21Transformer2DModel",
                 dtype="bfloat16",
                 source=f"{_NOTES}: the defaults of the class, in two shards in bfloat16",
             ),
             "text_encoder": QWEN3_VL_8B_LM,
             "vae": ReleaseComponent(
-                class_name="AutoencoderKLQwenImage21",
+                "AutoencoderKLQwenImage21",
                 dtype="float32",
                 source=f"{_NOTES}: the defaults of the class; dtype from the 1.35 GB in {_FIZGIG}",
             ),
         },
         scheduler=replace(QWEN_IMAGE_BASE.scheduler, source=_NOTES),
-        tokenizers={"processor": ReleaseTokenizer(class_name="Qwen3VLProcessor", files=("tokenizer.json",))},
+        tokenizers={"processor": ReleaseTokenizer("Qwen3VLProcessor", ("tokenizer.json",))},
         size=(2048, 2048, 1),
         parameters=7e9,
         licence="Qwen Research License",

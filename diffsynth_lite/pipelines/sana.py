@@ -75,9 +75,7 @@ _HUB = "Efficient-Large-Model"
 
 
 def _transformer(name: str, config: Mapping[str, Any]) -> ReleaseComponent:
-    return ReleaseComponent(
-        class_name="SanaTransformer2DModel", config=config, source=f"`{name}` in {_SCRIPT}"
-    )
+    return ReleaseComponent("SanaTransformer2DModel", config, source=f"`{name}` in {_SCRIPT}")
 
 
 def _in_float32(component: ReleaseComponent) -> ReleaseComponent:
@@ -101,13 +99,13 @@ _1600M = Release(
     components={
         "transformer": _in_float32(_transformer("SanaMS_1600M_P1_D20", {})),
         "text_encoder": ReleaseComponent(
-            class_name="Gemma2Model",
+            "Gemma2Model",
             dtype="bfloat16",
             source=f"gemma-2-2b-it, which {_SCRIPT} loads in bfloat16: the defaults of the class",
         ),
         "vae": ReleaseComponent(
-            class_name="AutoencoderDC",
-            config={
+            "AutoencoderDC",
+            {
                 "downsample_block_type": "conv",
                 "encoder_block_types": (*("ResBlock",) * 3, *("EfficientViTBlock",) * 3),
                 "decoder_block_types": (*("ResBlock",) * 3, *("EfficientViTBlock",) * 3),
@@ -123,11 +121,11 @@ _1600M = Release(
         ),
     },
     scheduler=ReleaseComponent(
-        class_name="DPMSolverMultistepScheduler",
-        config={"flow_shift": 3.0, "prediction_type": "flow_prediction", "use_flow_sigmas": True},
+        "DPMSolverMultistepScheduler",
+        {"flow_shift": 3.0, "prediction_type": "flow_prediction", "use_flow_sigmas": True},
         source=_SCRIPT,
     ),
-    tokenizers={"tokenizer": ReleaseTokenizer(class_name="GemmaTokenizerFast", files=("tokenizer.json",))},
+    tokenizers={"tokenizer": ReleaseTokenizer("GemmaTokenizerFast", ("tokenizer.json",))},
     size=(1024, 1024, 1),
     parameters=1.6e9,
     variants=("bf16",),
@@ -146,38 +144,26 @@ _1600M = Release(
         "class and files of the tokenizer",
     ),
 )
-_600M = replace(
-    _1600M,
-    name="Sana 1.0 0.6B",
-    hub_id=f"{_HUB}/Sana_600M_1024px_diffusers",
-    components={
-        **_1600M.components,
-        "transformer": _in_float32(_transformer("SanaMS_600M_P1_D28", _SMALL)),
-    },
+_600M = _1600M.but(
+    "Sana 1.0 0.6B",
+    f"{_HUB}/Sana_600M_1024px_diffusers",
+    transformer=_in_float32(_transformer("SanaMS_600M_P1_D28", _SMALL)),
     parameters=0.6e9,
     variants=("fp16",),
 )
-_15_1600M = replace(
-    _1600M,
-    name="Sana 1.5 1.6B",
-    hub_id=f"{_HUB}/SANA1.5_1.6B_1024px_diffusers",
-    components={
-        **_1600M.components,
-        "transformer": _transformer("SanaMS1.5_1600M_P1_D20", {"qk_norm": "rms_norm_across_heads"}),
-    },
+_15_1600M = _1600M.but(
+    "Sana 1.5 1.6B",
+    f"{_HUB}/SANA1.5_1.6B_1024px_diffusers",
+    transformer=_transformer("SanaMS1.5_1600M_P1_D20", {"qk_norm": "rms_norm_across_heads"}),
     variants=(),
     unconfirmed=(*_1600M.unconfirmed, "dtype of the transformer"),
 )
-_15_4800M = replace(
-    _15_1600M,
-    name="Sana 1.5 4.8B",
-    hub_id=f"{_HUB}/SANA1.5_4.8B_1024px_diffusers",
-    components={
-        **_1600M.components,
-        "transformer": _transformer(
-            "SanaMS1.5_4800M_P1_D60", {"num_layers": 60, "qk_norm": "rms_norm_across_heads"}
-        ),
-    },
+_15_4800M = _15_1600M.but(
+    "Sana 1.5 4.8B",
+    f"{_HUB}/SANA1.5_4.8B_1024px_diffusers",
+    transformer=_transformer(
+        "SanaMS1.5_4800M_P1_D60", {"num_layers": 60, "qk_norm": "rms_norm_across_heads"}
+    ),
     parameters=4.8e9,
 )
 SANA: tuple[Release, ...] = (_600M, _1600M, _15_1600M, _15_4800M)

@@ -109,7 +109,7 @@ _SCRIPT = f"{DIFFUSERS}scripts/convert_sd3_to_diffusers.py"
 
 def _transformer(source: str, **config: Any) -> ReleaseComponent:
     shared = {"joint_attention_dim": 4096, "pooled_projection_dim": 2048}
-    return ReleaseComponent(class_name="SD3Transformer2DModel", config=shared | config, source=source)
+    return ReleaseComponent("SD3Transformer2DModel", shared | config, source=source)
 
 
 _OF_MEDIUM = {"caption_projection_dim": 1536, "num_attention_heads": 24, "num_layers": 24}
@@ -137,7 +137,7 @@ _MEDIUM_3 = Release(
         ),
     },
     scheduler=ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler", config={"shift": 3.0}, source=f"{_FOLDER}/scheduler"
+        "FlowMatchEulerDiscreteScheduler", {"shift": 3.0}, source=f"{_FOLDER}/scheduler"
     ),
     tokenizers={
         "tokenizer": CLIP_TOKENIZER,
@@ -163,16 +163,14 @@ _MEDIUM_3 = Release(
 
 def _of_3_5(name: str, parameters: float, transformer: ReleaseComponent) -> Release:
     size = "medium" if name == "medium" else "large"
-    return replace(
-        _MEDIUM_3,
-        name=f"Stable Diffusion 3.5 {name}",
-        hub_id=f"stabilityai/stable-diffusion-3.5-{name.replace(' ', '-')}",
-        components={**_MEDIUM_3.components, "transformer": transformer},
+    return _MEDIUM_3.but(
+        f"Stable Diffusion 3.5 {name}",
+        f"stabilityai/stable-diffusion-3.5-{name.replace(' ', '-')}",
+        transformer=transformer,
         parameters=parameters,
         architecture=f"stable-diffusion-3-5-{size}",
         version=f"5-{size}",
         sources={
-            **_MEDIUM_3.sources,
             "pipeline": f"that of 3 medium: {_FOLDER}/model_index.json; other settings: {_PORT}",
             "parameters": _PORT,
             "licence": _PORT,
@@ -204,10 +202,9 @@ _LARGE = _of_3_5(
         qk_norm="rms_norm",
     ),
 )
-_LARGE_TURBO = replace(
-    _LARGE,
-    name="Stable Diffusion 3.5 large turbo",
-    hub_id="stabilityai/stable-diffusion-3.5-large-turbo",
+_LARGE_TURBO = _LARGE.but(
+    "Stable Diffusion 3.5 large turbo",
+    "stabilityai/stable-diffusion-3.5-large-turbo",
     distilled="4 steps without guidance",
 )
 SD3_RELEASES: tuple[Release, ...] = (_MEDIUM, _LARGE, _LARGE_TURBO, _MEDIUM_3)

@@ -74,9 +74,7 @@ _CONFIGS = "settings that public ports write out as those of Z-Image-Turbo, such
 
 
 def _scheduler(shift: float, source: str) -> ReleaseComponent:
-    return ReleaseComponent(
-        class_name="FlowMatchEulerDiscreteScheduler", config={"shift": shift}, source=source
-    )
+    return ReleaseComponent("FlowMatchEulerDiscreteScheduler", {"shift": shift}, source=source)
 
 
 _BASE = Release(
@@ -85,14 +83,13 @@ _BASE = Release(
     pipeline_class="ZImagePipeline",
     components={
         "transformer": ReleaseComponent(
-            class_name="ZImageTransformer2DModel",
-            source=f"{_REPOSITORY}src/config/model.py: the defaults of the class",
+            "ZImageTransformer2DModel", source=f"{_REPOSITORY}src/config/model.py: the defaults of the class"
         ),
         "text_encoder": replace(QWEN3_4B, class_name="Qwen3Model", source=f"{QWEN3_4B.source}; {_CONFIGS}"),
         "vae": FLUX_VAE,
     },
     scheduler=_scheduler(6.0, "zml, a public runtime that names the file of this repository as its source"),
-    tokenizers={"tokenizer": ReleaseTokenizer(class_name="Qwen2Tokenizer", files=("tokenizer.json",))},
+    tokenizers={"tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("tokenizer.json",))},
     size=(1024, 1024, 1),
     parameters=6e9,
     licence="Apache-2.0",
@@ -108,18 +105,14 @@ _BASE = Release(
     },
     unconfirmed=("dtype of the transformer", "files of the tokenizer"),
 )
-_TURBO = replace(
-    _BASE,
-    name="Z-Image-Turbo",
-    hub_id="Tongyi-MAI/Z-Image-Turbo",
-    components={
-        **_BASE.components,
-        "transformer": replace(
-            _BASE.components["transformer"],
-            dtype="float32",
-            source=f"{_BASE.components['transformer'].source}; dtype from its three shards",
-        ),
-    },
+_TURBO = _BASE.but(
+    "Z-Image-Turbo",
+    "Tongyi-MAI/Z-Image-Turbo",
+    transformer=replace(
+        _BASE.components["transformer"],
+        dtype="float32",
+        source=f"{_BASE.components['transformer'].source}; dtype from its three shards",
+    ),
     scheduler=_scheduler(3.0, f"{_REPOSITORY}src/config/model.py"),
     distilled="8 steps without guidance",
     unconfirmed=(),

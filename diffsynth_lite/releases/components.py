@@ -38,22 +38,22 @@ _T5_XXL = MappingProxyType(
     }
 )
 T5_XXL = ReleaseComponent(
-    class_name="T5EncoderModel",
-    config=_T5_XXL,
+    "T5EncoderModel",
+    _T5_XXL,
     dtype="bfloat16",
     num_bytes=9524621312,
     source=f"{FORGE}black-forest-labs/FLUX.1-dev/text_encoder_2",
 )
 T5_XXL_FP32 = ReleaseComponent(
-    class_name="T5EncoderModel",
-    config=_T5_XXL,
+    "T5EncoderModel",
+    _T5_XXL,
     dtype="float32",
     source=f"google/t5-v1_1-xxl, which {DIFFUSERS}scripts/convert_ltx_to_diffusers.py loads, by default in "
     f"float32; LTX-Video 0.9.8 has its four shards in {PINNED_FILES}",
 )
 CLIP_L = ReleaseComponent(
-    class_name="CLIPTextModel",
-    config={
+    "CLIPTextModel",
+    {
         "hidden_size": 768,
         "intermediate_size": 3072,
         "num_attention_heads": 12,
@@ -64,8 +64,8 @@ CLIP_L = ReleaseComponent(
     source=f"{FORGE}black-forest-labs/FLUX.1-dev/text_encoder",
 )
 CLIP_G = ReleaseComponent(
-    class_name="CLIPTextModelWithProjection",
-    config={
+    "CLIPTextModelWithProjection",
+    {
         "hidden_act": "gelu",
         "hidden_size": 1280,
         "intermediate_size": 5120,
@@ -87,20 +87,20 @@ _UMT5_XXL = MappingProxyType(
     }
 )
 UMT5_XXL_FP32 = ReleaseComponent(
-    class_name="UMT5EncoderModel",
-    config=_UMT5_XXL,
+    "UMT5EncoderModel",
+    _UMT5_XXL,
     dtype="float32",
     source=f"google/umt5-xxl, as in {MUSUBI}wan/modules/t5.py; five shards in {PINNED_FILES}",
 )
 UMT5_XXL = ReleaseComponent(
-    class_name="UMT5EncoderModel",
-    config=_UMT5_XXL,
+    "UMT5EncoderModel",
+    _UMT5_XXL,
     dtype="bfloat16",
     source=f"google/umt5-xxl, as in {MUSUBI}wan/modules/t5.py; three shards in {PINNED_FILES}",
 )
 CLIP_VISION_H = ReleaseComponent(
-    class_name="CLIPVisionModelWithProjection",
-    config={
+    "CLIPVisionModelWithProjection",
+    {
         "hidden_act": "gelu",
         "hidden_size": 1280,
         "intermediate_size": 5120,
@@ -113,8 +113,8 @@ CLIP_VISION_H = ReleaseComponent(
     f"{MUSUBI}wan/modules/clip.py, its class as in {PINNED_INDEXES}",
 )
 FLUX_VAE = ReleaseComponent(
-    class_name="AutoencoderKL",
-    config={
+    "AutoencoderKL",
+    {
         "block_out_channels": (128, 256, 512, 512),
         "down_block_types": ("DownEncoderBlock2D",) * 4,
         "latent_channels": 16,
@@ -131,45 +131,43 @@ FLUX_VAE = ReleaseComponent(
     "MoDiff, data/chroma1-hd-artifact-review.json",
 )
 WAN_VAE = ReleaseComponent(
-    class_name="AutoencoderKLWan",
+    "AutoencoderKLWan",
     dtype="float32",
     source="defaults of the class; dtype from the bytes of the same one in SANA-Video: MoDiff, "
     "data/model-artifact-catalog.json",
 )
 QWEN_VAE = ReleaseComponent(
-    class_name="AutoencoderKLQwenImage",
-    dtype="bfloat16",
-    source="defaults of the class; dtype from memory",
+    "AutoencoderKLQwenImage", dtype="bfloat16", source="defaults of the class; dtype from memory"
 )
 FLUX2_VAE = ReleaseComponent(
-    class_name="AutoencoderKLFlux2",
+    "AutoencoderKLFlux2",
     dtype="bfloat16",
     source=f"defaults of the class, as in {DIFFUSERS}scripts/convert_flux2_to_diffusers.py; dtype from the "
     "bytes of that of klein base 4B: MoDiff, data/flux2-klein-base-4b-artifact-review.json",
 )
 FLUX_SCHEDULER = ReleaseComponent(
-    class_name="FlowMatchEulerDiscreteScheduler",
-    config={"shift": 3.0, "use_dynamic_shifting": True},
+    "FlowMatchEulerDiscreteScheduler",
+    {"shift": 3.0, "use_dynamic_shifting": True},
     source=f"{FORGE}black-forest-labs/FLUX.1-dev/scheduler",
 )
 _QWEN3 = MappingProxyType(
     {"head_dim": 128, "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8}
 )
 QWEN3_4B = ReleaseComponent(
-    class_name="Qwen3ForCausalLM",
-    config={**_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    "Qwen3ForCausalLM",
+    {**_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     dtype="bfloat16",
     source=f"{MUSUBI}zimage/zimage_utils.py",
 )
 QWEN3_8B = ReleaseComponent(
-    class_name="Qwen3ForCausalLM",
-    config={**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "Qwen3ForCausalLM",
+    {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
     dtype="bfloat16",
     source=f"{MUSUBI}zimage/zimage_utils.py",
 )
 MISTRAL3_24B = ReleaseComponent(
-    class_name="Mistral3ForConditionalGeneration",
-    config={
+    "Mistral3ForConditionalGeneration",
+    {
         "spatial_merge_size": 2,
         "tie_word_embeddings": False,
         "text_config": {
@@ -198,9 +196,7 @@ MISTRAL3_24B = ReleaseComponent(
     f"dtype as in {DIFFUSERS}scripts/convert_flux2_to_diffusers.py",
 )
 
-CLIP_TOKENIZER = ReleaseTokenizer(class_name="CLIPTokenizer", files=("vocab.json", "merges.txt"))
-T5_TOKENIZER_BOTH = ReleaseTokenizer(class_name="T5TokenizerFast", files=("tokenizer.json", "spiece.model"))
-QWEN2_TOKENIZER = ReleaseTokenizer(
-    class_name="Qwen2TokenizerFast", files=("tokenizer.json", "vocab.json", "merges.txt")
-)
-T5_TOKENIZER_SLOW = ReleaseTokenizer(class_name="T5Tokenizer", files=("spiece.model",))
+CLIP_TOKENIZER = ReleaseTokenizer("CLIPTokenizer", ("vocab.json", "merges.txt"))
+T5_TOKENIZER_BOTH = ReleaseTokenizer("T5TokenizerFast", ("tokenizer.json", "spiece.model"))
+QWEN2_TOKENIZER = ReleaseTokenizer("Qwen2TokenizerFast", ("tokenizer.json", "vocab.json", "merges.txt"))
+T5_TOKENIZER_SLOW = ReleaseTokenizer("T5Tokenizer", ("spiece.model",))

@@ -1,7 +1,7 @@
 """This file defines the record of a released model. Plain values: nothing of torch or diffusers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Literal
 
 WeightDtype = Literal["float32", "float16", "bfloat16"]
@@ -10,7 +10,7 @@ Pixels = tuple[int, int, int]
 """Width, height and frames; of a model that splits images, the image and its layers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReleaseComponent:
     """A component of a pipeline.
 
@@ -25,12 +25,13 @@ class ReleaseComponent:
 
     class_name: str
     config: Mapping[str, Any] = field(default_factory=dict)
+    _: KW_ONLY
     dtype: WeightDtype | None = None
     num_bytes: int | None = None
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReleaseTokenizer:
     """A tokenizer, a processor of images, or a guider of a pipeline.
 
@@ -79,6 +80,23 @@ class Release:
     version: str | None = None
     sources: Mapping[str, str]
     unconfirmed: tuple[str, ...] = ()
+
+    def but(self, name: str, hub_id: str, **changes: Any) -> "Release":
+        """Another release of the same model.
+
+        Args:
+            changes: of these fields, of which mappings are added to, and of the components, by their names.
+        """
+        own = {one.name for one in fields(self)}
+        components = {key: value for key, value in changes.items() if key not in own}
+        changed: dict[str, Any] = {
+            key: {**getattr(self, key), **value} if isinstance(value, Mapping) else value
+            for key, value in changes.items()
+            if key in own
+        }
+        return replace(
+            self, name=name, hub_id=hub_id, components={**self.components, **components}, **changed
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """HunyuanVideo 1.5: 480p and 720p, from text and from images, and what was distilled from these."""
 
-from dataclasses import replace
-
 from diffsynth_lite.pipelines.hunyuan_video import hunyuan_scheduler
 from diffsynth_lite.releases.components import DIFFUSERS, MUSUBI
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
@@ -13,8 +11,8 @@ _README_15 = "Tencent-Hunyuan/HunyuanVideo-1.5, README.md"
 
 def _transformer_15(task_type: str, target_size: int) -> ReleaseComponent:
     return ReleaseComponent(
-        class_name="HunyuanVideo15Transformer3DModel",
-        config={"task_type": task_type, "target_size": target_size},
+        "HunyuanVideo15Transformer3DModel",
+        {"task_type": task_type, "target_size": target_size},
         source=_SCRIPT_15,
     )
 
@@ -26,8 +24,8 @@ _480P_T2V = Release(
     components={
         "transformer": _transformer_15("i2v", 640),
         "text_encoder": ReleaseComponent(
-            class_name="Qwen2_5_VLTextModel",
-            config={
+            "Qwen2_5_VLTextModel",
+            {
                 "hidden_size": 3584,
                 "intermediate_size": 18944,
                 "num_attention_heads": 28,
@@ -40,8 +38,8 @@ _480P_T2V = Release(
             f"numbers as in {MUSUBI}qwen_image/qwen_image_utils.py",
         ),
         "text_encoder_2": ReleaseComponent(
-            class_name="T5EncoderModel",
-            config={
+            "T5EncoderModel",
+            {
                 "d_ff": 3584,
                 "d_kv": 64,
                 "d_model": 1472,
@@ -54,14 +52,14 @@ _480P_T2V = Release(
             source=f"google/byt5-small, as in {MUSUBI}hunyuan_video_1_5/hunyuan_video_1_5_text_encoder.py",
         ),
         "vae": ReleaseComponent(
-            class_name="AutoencoderKLHunyuanVideo15", source=f"{_SCRIPT_15}: the defaults of the class"
+            "AutoencoderKLHunyuanVideo15", source=f"{_SCRIPT_15}: the defaults of the class"
         ),
     },
     scheduler=hunyuan_scheduler(5.0, _SCRIPT_15),
     tokenizers={
-        "tokenizer": ReleaseTokenizer(class_name="Qwen2Tokenizer"),
-        "tokenizer_2": ReleaseTokenizer(class_name="ByT5Tokenizer"),
-        "guider": ReleaseTokenizer(class_name="ClassifierFreeGuidance"),
+        "tokenizer": ReleaseTokenizer("Qwen2Tokenizer"),
+        "tokenizer_2": ReleaseTokenizer("ByT5Tokenizer"),
+        "guider": ReleaseTokenizer("ClassifierFreeGuidance"),
     },
     size=(848, 480, 121),
     parameters=8.3e9,
@@ -85,8 +83,8 @@ _480P_T2V = Release(
 
 _FROM_IMAGES = {
     "image_encoder": ReleaseComponent(
-        class_name="SiglipVisionModel",
-        config={
+        "SiglipVisionModel",
+        {
             "hidden_size": 1152,
             "image_size": 384,
             "intermediate_size": 4304,
@@ -99,58 +97,49 @@ _FROM_IMAGES = {
     )
 }
 
-_480P_I2V = replace(
-    _480P_T2V,
-    name="HunyuanVideo 1.5 480p I2V",
-    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+_480P_I2V = _480P_T2V.but(
+    "HunyuanVideo 1.5 480p I2V",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
     pipeline_class="HunyuanVideo15ImageToVideoPipeline",
-    components={**_480P_T2V.components, **_FROM_IMAGES},
-    tokenizers={
-        **_480P_T2V.tokenizers,
-        "feature_extractor": ReleaseTokenizer(class_name="SiglipImageProcessor"),
-    },
+    **_FROM_IMAGES,
+    tokenizers={"feature_extractor": ReleaseTokenizer("SiglipImageProcessor")},
     unconfirmed=(*_480P_T2V.unconfirmed, "numbers of the image encoder"),
 )
 
-_720P_T2V = replace(
-    _480P_T2V,
-    name="HunyuanVideo 1.5 720p T2V",
-    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
-    components={**_480P_T2V.components, "transformer": _transformer_15("t2v", 960)},
+_720P_T2V = _480P_T2V.but(
+    "HunyuanVideo 1.5 720p T2V",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+    transformer=_transformer_15("t2v", 960),
     scheduler=hunyuan_scheduler(9.0, _SCRIPT_15),
     size=(1280, 720, 121),
 )
 
-_720P_I2V = replace(
-    _480P_I2V,
-    name="HunyuanVideo 1.5 720p I2V",
-    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
-    components={**_480P_I2V.components, "transformer": _transformer_15("i2v", 960)},
+_720P_I2V = _480P_I2V.but(
+    "HunyuanVideo 1.5 720p I2V",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+    transformer=_transformer_15("i2v", 960),
     scheduler=hunyuan_scheduler(7.0, _SCRIPT_15),
     size=(1280, 720, 121),
 )
 
 _WITHOUT_GUIDANCE = "50 steps without guidance"
 
-_480P_T2V_DISTILLED = replace(
-    _480P_T2V,
-    name="HunyuanVideo 1.5 480p T2V distilled",
-    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v_distilled",
-    components={**_480P_T2V.components, "transformer": _transformer_15("t2v", 640)},
+_480P_T2V_DISTILLED = _480P_T2V.but(
+    "HunyuanVideo 1.5 480p T2V distilled",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v_distilled",
+    transformer=_transformer_15("t2v", 640),
     distilled=_WITHOUT_GUIDANCE,
 )
 
-_480P_I2V_DISTILLED = replace(
-    _480P_I2V,
-    name="HunyuanVideo 1.5 480p I2V distilled",
-    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v_distilled",
+_480P_I2V_DISTILLED = _480P_I2V.but(
+    "HunyuanVideo 1.5 480p I2V distilled",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v_distilled",
     distilled=_WITHOUT_GUIDANCE,
 )
 
-_720P_I2V_DISTILLED = replace(
-    _720P_I2V,
-    name="HunyuanVideo 1.5 720p I2V distilled",
-    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v_distilled",
+_720P_I2V_DISTILLED = _720P_I2V.but(
+    "HunyuanVideo 1.5 720p I2V distilled",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v_distilled",
     distilled=_WITHOUT_GUIDANCE,
 )
 

@@ -10,8 +10,8 @@ _SCRIPT = f"{DIFFUSERS}scripts/convert_ltx2_to_diffusers.py"
 _DOCS = f"{DIFFUSERS}docs/source/en/api/pipelines/ltx2.md"
 _CONNECTOR = {"caption_channels": 3840, "text_proj_in_factor": 49, "rope_type": "split"}
 _GEMMA3 = ReleaseComponent(
-    class_name="Gemma3ForConditionalGeneration",
-    config={
+    "Gemma3ForConditionalGeneration",
+    {
         "text_config": {
             "model_type": "gemma3_text",
             "head_dim": 256,
@@ -42,21 +42,18 @@ _19B = Release(
     pipeline_class="LTX2Pipeline",
     components={
         "transformer": ReleaseComponent(
-            class_name="LTX2VideoTransformer3DModel",
-            config={"rope_type": "split"},
+            "LTX2VideoTransformer3DModel",
+            {"rope_type": "split"},
             dtype="bfloat16",
             source=f"2.0 in {_SCRIPT}",
         ),
         "text_encoder": _GEMMA3,
         "connectors": ReleaseComponent(
-            class_name="ltx2.LTX2TextConnectors",
-            config=_CONNECTOR,
-            dtype="bfloat16",
-            source=f"2.0 in {_SCRIPT}",
+            "ltx2.LTX2TextConnectors", _CONNECTOR, dtype="bfloat16", source=f"2.0 in {_SCRIPT}"
         ),
         "vae": ReleaseComponent(
-            class_name="AutoencoderKLLTX2Video",
-            config={
+            "AutoencoderKLLTX2Video",
+            {
                 "decoder_causal": False,
                 "spatial_compression_ratio": 32,
                 "temporal_compression_ratio": 8,
@@ -64,15 +61,11 @@ _19B = Release(
             dtype="bfloat16",
             source=f"2.0 in {_SCRIPT}",
         ),
-        "audio_vae": ReleaseComponent(
-            class_name="AutoencoderKLLTX2Audio", dtype="bfloat16", source=f"2.0 in {_SCRIPT}"
-        ),
-        "vocoder": ReleaseComponent(
-            class_name="ltx2.LTX2Vocoder", dtype="bfloat16", source=f"2.0 in {_SCRIPT}"
-        ),
+        "audio_vae": ReleaseComponent("AutoencoderKLLTX2Audio", dtype="bfloat16", source=f"2.0 in {_SCRIPT}"),
+        "vocoder": ReleaseComponent("ltx2.LTX2Vocoder", dtype="bfloat16", source=f"2.0 in {_SCRIPT}"),
     },
     scheduler=replace(LTX_SCHEDULER, source=_SCRIPT),
-    tokenizers={"tokenizer": ReleaseTokenizer(class_name="GemmaTokenizer")},
+    tokenizers={"tokenizer": ReleaseTokenizer("GemmaTokenizer")},
     size=(768, 512, 121),
     parameters=19e9,
     licence="LTX-2.x Community License Agreement",
@@ -101,61 +94,52 @@ _GATED = {
         f"{stream}_gated_attn": True,
     }.items()
 }
-_22B = replace(
-    _19B,
-    name="LTX-2.3 22B",
-    hub_id="diffusers/LTX-2.3-Diffusers",
-    components={
-        **_19B.components,
-        "transformer": ReleaseComponent(
-            class_name="LTX2VideoTransformer3DModel",
-            config={
-                "audio_cross_attn_mod": True,
-                "audio_gated_attn": True,
-                "cross_attn_mod": True,
-                "gated_attn": True,
-                "perturbed_attn": True,
-                "rope_type": "split",
-                "use_prompt_embeddings": False,
-            },
-            dtype="bfloat16",
-            source=f"2.3 in {_SCRIPT}",
-        ),
-        "connectors": ReleaseComponent(
-            class_name="ltx2.LTX2TextConnectors",
-            config={**_CONNECTOR, **_GATED, "per_modality_projections": True, "proj_bias": True},
-            dtype="bfloat16",
-            source=f"2.3 in {_SCRIPT}",
-        ),
-        "vae": ReleaseComponent(
-            class_name="AutoencoderKLLTX2Video",
-            config={
-                "block_out_channels": (256, 512, 1024, 1024),
-                "decoder_block_out_channels": (256, 512, 512, 1024),
-                "decoder_causal": False,
-                "decoder_inject_noise": (False,) * 5,
-                "decoder_layers_per_block": (4, 6, 4, 2, 2),
-                "decoder_spatial_padding_mode": "zeros",
-                "decoder_spatio_temporal_scaling": (True,) * 4,
-                "layers_per_block": (4, 6, 4, 2, 2),
-                "spatial_compression_ratio": 32,
-                "temporal_compression_ratio": 8,
-                "upsample_factor": (2, 2, 1, 2),
-                "upsample_residual": (False,) * 4,
-                "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
-            },
-            dtype="bfloat16",
-            source=f"2.3 in {_SCRIPT}",
-        ),
-        "vocoder": ReleaseComponent(
-            class_name="ltx2.LTX2VocoderWithBWE", dtype="bfloat16", source=f"2.3 in {_SCRIPT}"
-        ),
-    },
+_22B = _19B.but(
+    "LTX-2.3 22B",
+    "diffusers/LTX-2.3-Diffusers",
+    transformer=ReleaseComponent(
+        "LTX2VideoTransformer3DModel",
+        {
+            "audio_cross_attn_mod": True,
+            "audio_gated_attn": True,
+            "cross_attn_mod": True,
+            "gated_attn": True,
+            "perturbed_attn": True,
+            "rope_type": "split",
+            "use_prompt_embeddings": False,
+        },
+        dtype="bfloat16",
+        source=f"2.3 in {_SCRIPT}",
+    ),
+    connectors=ReleaseComponent(
+        "ltx2.LTX2TextConnectors",
+        {**_CONNECTOR, **_GATED, "per_modality_projections": True, "proj_bias": True},
+        dtype="bfloat16",
+        source=f"2.3 in {_SCRIPT}",
+    ),
+    vae=ReleaseComponent(
+        "AutoencoderKLLTX2Video",
+        {
+            "block_out_channels": (256, 512, 1024, 1024),
+            "decoder_block_out_channels": (256, 512, 512, 1024),
+            "decoder_causal": False,
+            "decoder_inject_noise": (False,) * 5,
+            "decoder_layers_per_block": (4, 6, 4, 2, 2),
+            "decoder_spatial_padding_mode": "zeros",
+            "decoder_spatio_temporal_scaling": (True,) * 4,
+            "layers_per_block": (4, 6, 4, 2, 2),
+            "spatial_compression_ratio": 32,
+            "temporal_compression_ratio": 8,
+            "upsample_factor": (2, 2, 1, 2),
+            "upsample_residual": (False,) * 4,
+            "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+        },
+        dtype="bfloat16",
+        source=f"2.3 in {_SCRIPT}",
+    ),
+    vocoder=ReleaseComponent("ltx2.LTX2VocoderWithBWE", dtype="bfloat16", source=f"2.3 in {_SCRIPT}"),
     parameters=19e9,
     architecture="lightricks-ltx-video-2-3",
-    sources={
-        **_19B.sources,
-        "parameters": "as the 19B, whose blocks it has; the 22 of its name count the connectors, too",
-    },
+    sources={"parameters": "as the 19B, whose blocks it has; the 22 of its name count the connectors, too"},
 )
 LTX_2: tuple[Release, ...] = (_19B, _22B)

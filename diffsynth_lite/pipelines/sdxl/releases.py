@@ -22,8 +22,8 @@ _XL_BASE = Release(
     pipeline_class="StableDiffusionXLPipeline",
     components={
         "unet": ReleaseComponent(
-            class_name="UNet2DConditionModel",
-            config={
+            "UNet2DConditionModel",
+            {
                 "addition_embed_type": "text_time",
                 "addition_time_embed_dim": 256,
                 "attention_head_dim": (5, 10, 20),
@@ -42,8 +42,8 @@ _XL_BASE = Release(
         "text_encoder": replace(CLIP_L, dtype="float32", source=f"{_XL_FOLDER}/text_encoder{_XL_DTYPE}"),
         "text_encoder_2": replace(CLIP_G, dtype="float32", source=f"{_XL_FOLDER}/text_encoder_2{_XL_DTYPE}"),
         "vae": ReleaseComponent(
-            class_name="AutoencoderKL",
-            config={
+            "AutoencoderKL",
+            {
                 "block_out_channels": (128, 256, 512, 512),
                 "down_block_types": ("DownEncoderBlock2D",) * 4,
                 "layers_per_block": 2,
@@ -56,8 +56,8 @@ _XL_BASE = Release(
         ),
     },
     scheduler=ReleaseComponent(
-        class_name="EulerDiscreteScheduler",
-        config={**_XL_BETAS, "timestep_spacing": "leading"},
+        "EulerDiscreteScheduler",
+        {**_XL_BETAS, "timestep_spacing": "leading"},
         source=f"{_XL_FOLDER}/scheduler",
     ),
     tokenizers={"tokenizer": CLIP_TOKENIZER, "tokenizer_2": CLIP_TOKENIZER},
@@ -78,24 +78,17 @@ _XL_BASE = Release(
     },
     unconfirmed=("dtypes of the plain files",),
 )
-_XL_TURBO = replace(
-    _XL_BASE,
-    name="SDXL Turbo",
-    hub_id="stabilityai/sdxl-turbo",
+_XL_TURBO = _XL_BASE.but(
+    "SDXL Turbo",
+    "stabilityai/sdxl-turbo",
     scheduler=ReleaseComponent(
-        class_name="EulerAncestralDiscreteScheduler",
-        config={**_XL_BETAS, "timestep_spacing": "trailing"},
-        source="from memory",
+        "EulerAncestralDiscreteScheduler", {**_XL_BETAS, "timestep_spacing": "trailing"}, source="from memory"
     ),
     size=(512, 512, 1),
     licence="Stability AI Non-Commercial Research Community License",
     distilled="1 to 4 steps without guidance",
     architecture="stable-diffusion-xl-turbo-v1",
-    sources={
-        **_XL_BASE.sources,
-        "pipeline": "as SDXL base",
-        "size": "diffusers, docs/source/en/using-diffusers/sdxl_turbo.md",
-    },
+    sources={"pipeline": "as SDXL base", "size": "diffusers, docs/source/en/using-diffusers/sdxl_turbo.md"},
     unconfirmed=(*_XL_BASE.unconfirmed, "that its settings are those of base", "the scheduler"),
 )
 SDXL: tuple[Release, ...] = (_XL_BASE, _XL_TURBO)

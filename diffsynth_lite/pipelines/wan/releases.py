@@ -1,7 +1,6 @@
 """Wan 2.1 and 2.2: text to video, TI2V, image to video, first and last frame to video, and VACE."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from diffsynth_lite.releases.components import (
@@ -28,8 +27,8 @@ _A14B_SHIFT = (
 
 def _transformer(name: str, config: Mapping[str, Any]) -> ReleaseComponent:
     return ReleaseComponent(
-        class_name="WanTransformer3DModel",
-        config=config,
+        "WanTransformer3DModel",
+        config,
         dtype="float32",
         source=f"`{name}` in {_SCRIPT}; dtype from the number of shards in {PINNED_FILES}",
     )
@@ -37,13 +36,13 @@ def _transformer(name: str, config: Mapping[str, Any]) -> ReleaseComponent:
 
 def _scheduler(flow_shift: float) -> ReleaseComponent:
     return ReleaseComponent(
-        class_name="UniPCMultistepScheduler",
-        config={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": flow_shift},
+        "UniPCMultistepScheduler",
+        {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": flow_shift},
         source=_SCRIPT,
     )
 
 
-_T5_TOKENIZER = ReleaseTokenizer(class_name="T5TokenizerFast", files=("tokenizer.json", "spiece.model"))
+_T5_TOKENIZER = ReleaseTokenizer("T5TokenizerFast", ("tokenizer.json", "spiece.model"))
 
 _VAE_22 = {
     "base_dim": 160,
@@ -96,16 +95,10 @@ _T2V_14B = Release(
     },
     unconfirmed=(_SHIFT, "dtype of the transformer"),
 )
-_T2V_1B = replace(
-    _T2V_14B,
-    name="Wan 2.1 T2V 1.3B",
-    hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    components={
-        **_T2V_14B.components,
-        "transformer": _transformer(
-            "Wan-T2V-1.3B", {"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30}
-        ),
-    },
+_T2V_1B = _T2V_14B.but(
+    "Wan 2.1 T2V 1.3B",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    transformer=_transformer("Wan-T2V-1.3B", {"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30}),
     parameters=1.3e9,
     unconfirmed=(_SHIFT,),
 )
@@ -116,46 +109,39 @@ _WAN22_SOURCES = {
     "size": "Wan-Video/Wan2.2, README.md",
     "licence": LICENCES,
 }
-_T2V_A14B = replace(
-    _T2V_14B,
-    name="Wan 2.2 T2V A14B",
-    hub_id="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+_T2V_A14B = _T2V_14B.but(
+    "Wan 2.2 T2V A14B",
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
     settings={"boundary_ratio": 0.875},
-    components={
-        **_T2V_14B.components,
-        "transformer": _transformer("Wan2.2-T2V-A14B", {}),
-        "transformer_2": _transformer("Wan2.2-T2V-A14B", {}),
-        "text_encoder": UMT5_XXL,
-    },
+    transformer=_transformer("Wan2.2-T2V-A14B", {}),
+    transformer_2=_transformer("Wan2.2-T2V-A14B", {}),
+    text_encoder=UMT5_XXL,
     size=_SIZE_720P,
     gated=False,
     sources=_WAN22_SOURCES,
     unconfirmed=(_A14B_SHIFT,),
 )
-_TI2V_5B = replace(
-    _T2V_14B,
-    name="Wan 2.2 TI2V 5B",
-    hub_id="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+_TI2V_5B = _T2V_14B.but(
+    "Wan 2.2 TI2V 5B",
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
     settings={"expand_timesteps": True},
-    components={
-        "transformer": _transformer(
-            "Wan2.2-TI2V-5B",
-            {
-                "ffn_dim": 14336,
-                "in_channels": 48,
-                "num_attention_heads": 24,
-                "num_layers": 30,
-                "out_channels": 48,
-            },
-        ),
-        "text_encoder": UMT5_XXL,
-        "vae": ReleaseComponent(
-            class_name="AutoencoderKLWan",
-            config=_VAE_22,
-            dtype="float32",
-            source=f"`vae22_diffusers_config` in {_SCRIPT}; dtype from memory",
-        ),
-    },
+    transformer=_transformer(
+        "Wan2.2-TI2V-5B",
+        {
+            "ffn_dim": 14336,
+            "in_channels": 48,
+            "num_attention_heads": 24,
+            "num_layers": 30,
+            "out_channels": 48,
+        },
+    ),
+    text_encoder=UMT5_XXL,
+    vae=ReleaseComponent(
+        "AutoencoderKLWan",
+        _VAE_22,
+        dtype="float32",
+        source=f"`vae22_diffusers_config` in {_SCRIPT}; dtype from memory",
+    ),
     scheduler=_scheduler(5.0),
     size=(1280, 704, 121),
     parameters=5e9,
@@ -168,90 +154,61 @@ _TI2V_5B = replace(
 WAN: tuple[Release, ...] = (_T2V_1B, _T2V_14B, _T2V_A14B, _TI2V_5B)
 
 _SEES_IMAGES = {"added_kv_proj_dim": 5120, "image_dim": 1280, "in_channels": 36}
-_I2V_480P = replace(
-    _T2V_14B,
-    name="Wan 2.1 I2V 14B 480P",
-    hub_id="Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+_I2V_480P = _T2V_14B.but(
+    "Wan 2.1 I2V 14B 480P",
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
     pipeline_class="WanImageToVideoPipeline",
-    components={
-        **_T2V_14B.components,
-        "transformer": _transformer("Wan-I2V-14B-480p", _SEES_IMAGES),
-        "image_encoder": CLIP_VISION_H,
-    },
-    tokenizers={
-        "tokenizer": _T5_TOKENIZER,
-        "image_processor": ReleaseTokenizer(class_name="CLIPImageProcessor"),
-    },
+    transformer=_transformer("Wan-I2V-14B-480p", _SEES_IMAGES),
+    image_encoder=CLIP_VISION_H,
+    tokenizers={"tokenizer": _T5_TOKENIZER, "image_processor": ReleaseTokenizer("CLIPImageProcessor")},
     parameters=None,
-    sources={
-        **_T2V_14B.sources,
-        "parameters": "none: 14B in its name leaves out what sees the images",
-        "size": "its name",
-    },
+    sources={"parameters": "none: 14B in its name leaves out what sees the images", "size": "its name"},
     unconfirmed=(_SHIFT, "dtype of the image encoder"),
 )
-_I2V_720P = replace(
-    _I2V_480P,
-    name="Wan 2.1 I2V 14B 720P",
-    hub_id="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
-    components={**_I2V_480P.components, "transformer": _transformer("Wan-I2V-14B-720p", _SEES_IMAGES)},
+_I2V_720P = _I2V_480P.but(
+    "Wan 2.1 I2V 14B 720P",
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+    transformer=_transformer("Wan-I2V-14B-720p", _SEES_IMAGES),
     size=_SIZE_720P,
 )
-_FLF2V = replace(
-    _I2V_480P,
-    name="Wan 2.1 FLF2V 14B 720P",
-    hub_id="Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
-    components={
-        **_I2V_480P.components,
-        "transformer": _transformer("Wan-FLF2V-14B-720P", {**_SEES_IMAGES, "pos_embed_seq_len": 2 * 257}),
-    },
+_FLF2V = _I2V_480P.but(
+    "Wan 2.1 FLF2V 14B 720P",
+    "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+    transformer=_transformer("Wan-FLF2V-14B-720P", {**_SEES_IMAGES, "pos_embed_seq_len": 2 * 257}),
     scheduler=_scheduler(16.0),
     tokenizers={
         "tokenizer": _T5_TOKENIZER,
-        "image_processor": ReleaseTokenizer(
-            class_name="CLIPProcessor", files=("tokenizer.json", "vocab.json", "merges.txt")
-        ),
+        "image_processor": ReleaseTokenizer("CLIPProcessor", ("tokenizer.json", "vocab.json", "merges.txt")),
     },
     size=_SIZE_720P,
     unconfirmed=("dtype of the image encoder",),
 )
-_I2V_A14B = replace(
-    _T2V_A14B,
-    name="Wan 2.2 I2V A14B",
-    hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+_I2V_A14B = _T2V_A14B.but(
+    "Wan 2.2 I2V A14B",
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     pipeline_class="WanImageToVideoPipeline",
     settings={"boundary_ratio": 0.9},
-    components={
-        **_T2V_A14B.components,
-        "transformer": _transformer("Wan2.2-I2V-14B-720p", {"in_channels": 36}),
-        "transformer_2": _transformer("Wan2.2-I2V-14B-720p", {"in_channels": 36}),
-    },
+    transformer=_transformer("Wan2.2-I2V-14B-720p", {"in_channels": 36}),
+    transformer_2=_transformer("Wan2.2-I2V-14B-720p", {"in_channels": 36}),
 )
 WAN_I2V: tuple[Release, ...] = (_I2V_480P, _I2V_720P, _FLF2V, _I2V_A14B)
 
 
 def _vace_transformer(name: str, config: Mapping[str, Any]) -> ReleaseComponent:
-    return ReleaseComponent(
-        class_name="WanVACETransformer3DModel", config=config, source=f"`{name}` in {_SCRIPT}"
-    )
+    return ReleaseComponent("WanVACETransformer3DModel", config, source=f"`{name}` in {_SCRIPT}")
 
 
-_VACE_14B = replace(
-    _T2V_14B,
-    name="Wan 2.1 VACE 14B",
-    hub_id="Wan-AI/Wan2.1-VACE-14B-diffusers",
+_VACE_14B = _T2V_14B.but(
+    "Wan 2.1 VACE 14B",
+    "Wan-AI/Wan2.1-VACE-14B-diffusers",
     pipeline_class="WanVACEPipeline",
-    components={
-        **_T2V_14B.components,
-        "transformer": _vace_transformer("Wan-VACE-14B", {}),
-        "text_encoder": UMT5_XXL,
-    },
+    transformer=_vace_transformer("Wan-VACE-14B", {}),
+    text_encoder=UMT5_XXL,
     size=_SIZE_720P,
     parameters=None,
     architecture="wan-2_1-vace-14b",
     version=None,
     sources={
-        **_T2V_14B.sources,
         "pipeline": f"{_SCRIPT}; hub ids: {DIFFUSERS}docs/source/en/api/pipelines/wan.md",
         "parameters": "none: 14B in its name leaves out the further blocks",
         "size": "that of Wan 2.1 T2V 14B",
@@ -259,26 +216,21 @@ _VACE_14B = replace(
     },
     unconfirmed=(_SHIFT, "dtype of the transformer"),
 )
-_VACE_1B = replace(
-    _VACE_14B,
-    name="Wan 2.1 VACE 1.3B",
-    hub_id="Wan-AI/Wan2.1-VACE-1.3B-diffusers",
-    components={
-        **_VACE_14B.components,
-        "transformer": _vace_transformer(
-            "Wan-VACE-1.3B",
-            {
-                "ffn_dim": 8960,
-                "num_attention_heads": 12,
-                "num_layers": 30,
-                "vace_layers": tuple(range(0, 30, 2)),
-            },
-        ),
-    },
+_VACE_1B = _VACE_14B.but(
+    "Wan 2.1 VACE 1.3B",
+    "Wan-AI/Wan2.1-VACE-1.3B-diffusers",
+    transformer=_vace_transformer(
+        "Wan-VACE-1.3B",
+        {
+            "ffn_dim": 8960,
+            "num_attention_heads": 12,
+            "num_layers": 30,
+            "vace_layers": tuple(range(0, 30, 2)),
+        },
+    ),
     size=_SIZE_480P,
     architecture="wan-2_1-vace-1_3b",
     sources={
-        **_VACE_14B.sources,
         "parameters": "none: 1.3B in its name leaves out the further blocks",
         "size": "that of Wan 2.1 T2V 1.3B",
     },
