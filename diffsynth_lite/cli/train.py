@@ -139,7 +139,7 @@ def _train(parsed: argparse.Namespace, started_at: float) -> None:
     with importing_libraries():
         join_processes(os.environ, sys.argv)
         from diffsynth_lite.training.run import run_training
-        from diffsynth_lite.training.session import StartupClock
+        from diffsynth_lite.training.session import StartupClock, open_run
 
     clock = StartupClock(started_at)
     clock.add("importing libraries", time.perf_counter() - importing_since)
@@ -147,14 +147,8 @@ def _train(parsed: argparse.Namespace, started_at: float) -> None:
         hide_progress_bars()
     again = same_command(os.environ, parsed.words)
     grace = grace_period(os.environ, parent_command(), can_be_set=grace_can_be_set())
-    run_training(
-        loaded,
-        console=parsed.console,
-        clock=clock,
-        grace=grace,
-        command=again,
-        arguments=parsed.words[1:],
-    )
+    given = {"console": parsed.console, "clock": clock, "grace": grace, "command": again}
+    run_training(open_run(loaded, **given, arguments=parsed.words[1:]))
     _log_next(loaded.config.output.dir)
 
 

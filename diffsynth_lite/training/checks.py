@@ -18,6 +18,7 @@ from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, r
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.checkpoint.comfyui_copies import require_comfyui_names
+from diffsynth_lite.training.checkpoint.store import SavedBytes
 from diffsynth_lite.training.data_settings import check_records, plan_rules, set_audio
 from diffsynth_lite.training.distilled import (
     find_preview_family,
@@ -64,8 +65,7 @@ class CheckedRun(CheckedData):
         groups: the same, by how they are trained.
         num_blocks: transformer blocks that checkpointing covers.
         num_selected_blocks: those of them that the policy checkpoints.
-        num_lora_weights: numbers that are trained.
-        num_in_vectors: those of them that are in vectors.
+        saved: sizes of a save.
         training_adapter: digest of the frozen adapter that is on the model in training; None without.
     """
 
@@ -73,9 +73,7 @@ class CheckedRun(CheckedData):
     groups: Sequence[LayerGroup]
     num_blocks: int
     num_selected_blocks: int
-    num_lora_weights: int
-    num_in_vectors: int
-    optimizer: OptimizerFacts
+    saved: SavedBytes
     training_adapter: str | None = None
 
     def drop_records(self) -> None:
@@ -250,7 +248,9 @@ def _check_model(
     """The facts about the model before its weights load; None where a problem was found."""
     problems.attempt(plan_rules, config, family)
     problems.attempt(_check_weighting, config, family)
-    problems.attempt(_check_shift, config, family)
+    if config.objective.shift == "resolution":
+        size = preview_size(config, family)
+        problems.attempt(lambda: family.resolution_shift(family.latents_shape(*size, num_frames=1)))
     # Frozen as in a run: the adapter is not a part of it yet.
     transformer = family.empty_transformer().requires_grad_(False)
     blocks = problems.attempt(find_blocks, family, transformer)
@@ -288,9 +288,13 @@ def _check_model(
         groups=groups,
         num_blocks=len(blocks or []),
         num_selected_blocks=len(selected or []),
-        num_lora_weights=sum(number * tensor.size for tensor, number in shapes.items()),
-        num_in_vectors=sum(number * one.size for one, number in shapes.items() if len(one.shape) == 1),
-        optimizer=optimizer,
+        saved=SavedBytes.of(
+            sum(number * tensor.size for tensor, number in shapes.items()),
+            num_in_vectors=sum(number * one.size for one, number in shapes.items() if len(one.shape) == 1),
+            optimizer_bytes=optimizer.state_bytes,
+            lora_dtype=getattr(torch, config.output.lora_dtype),
+            has_average=config.train.ema_decay is not None or optimizer.has_average,
+        ),
         preview_family=preview_family,
     )
 
@@ -364,8 +368,3 @@ def _check_averaging(config: Config, family: ModelFamily, optimizer: OptimizerFa
             f"trains one of {' and '.join(family.trained)} only; train each in a run of its own "
             "(lora.components), or take another optimizer"
         )
-
-
-def _check_shift(config: Config, family: ModelFamily) -> None:
-    if config.objective.shift == "resolution":
-        family.resolution_shift(family.latents_shape(*preview_size(config, family), num_frames=1))

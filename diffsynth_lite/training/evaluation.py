@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from PIL.Image import Image
 
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.noise.losses import SampleLosses
@@ -204,7 +203,10 @@ class TrackedItem:
 def thumbnail_of(item: TrainingItem) -> str | None:
     """A data URL of a small JPEG; None, with a warning, where its file cannot be read."""
     try:
-        strip = frame_strip([_small(frame) for frame in item.few_frames(STRIP_FRAMES)])
+        frames = [frame.copy() for frame in item.few_frames(STRIP_FRAMES)]
+        for frame in frames:
+            frame.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
+        strip = frame_strip(frames)
     except (UserError, OSError, MemoryError) as error:
         logger.warning("No thumbnail of %s: %s", item.name, error)
         return None
@@ -255,8 +257,7 @@ class ItemLosses:
             self._write(errors, step)
 
     def _write(self, errors: Sequence[float], step: int) -> None:
-        if not self._is_described:
-            self._describe()
+        self._describe_once()
         before = self._file.rows()
         by_level = [errors[place :: len(self.items)] for place in range(len(self.items))]
         losses = [sum(levels) / len(levels) for levels in by_level]
@@ -266,8 +267,10 @@ class ItemLosses:
         elif before:
             self._log(step, losses, before[0])
 
-    def _describe(self) -> None:
+    def _describe_once(self) -> None:
         """Write the list of items, and remove losses that were measured in another way."""
+        if self._is_described:
+            return
         known = {item.measured_by: item.thumbnail for item in read_items(self._folder.items_file)}
         keys = [self._measured_by(item) for item in self.items]
         if list(known) != keys and self._file.rows():
@@ -392,9 +395,3 @@ class LayerUpdates:
                 "much as rounding to bfloat16 does. Raise %s, or train for more steps.",
                 self._rate_setting,
             )
-
-
-def _small(frame: Image) -> Image:
-    small = frame.copy()
-    small.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
-    return small

@@ -73,7 +73,8 @@ def export_lora(
         OSError: the disk is full, or fails; the last files are as they were.
     """
     adapter = updates_of(tensors, settings)
-    _require_range(adapter, dtype)
+    if dtype == torch.float16:  # the others hold what float32 does
+        _require_range(adapter)
     # The name of a layer is not a secret, and a masked one would make another LoRA.
     settings = {name: value if name in _BY_LAYER else redacted(value) for name, value in settings.items()}
     aside = folder.with_name(f".{folder.name}-writing")
@@ -97,14 +98,12 @@ def export_lora(
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _require_range(adapter: Mapping[str, LayerUpdate], dtype: torch.dtype) -> None:
-    if dtype != torch.float16:  # the others hold what float32 does
-        return
+def _require_range(adapter: Mapping[str, LayerUpdate]) -> None:
     largest = max(float(matrix.abs().max()) for matrix in tensors_of(adapter, DIFFUSERS).values())
-    if largest > torch.finfo(dtype).max:
+    if largest > (limit := torch.finfo(torch.float16).max):
         raise RunStoppedError(
-            f"output.lora_dtype: float16 holds nothing above {torch.finfo(dtype).max:g}, and the LoRA has a "
-            f"{largest:g}; continue from the checkpoint with output.lora_dtype=bfloat16"
+            f"output.lora_dtype: float16 holds nothing above {limit:g}, and the LoRA has a {largest:g}; "
+            "continue from the checkpoint with output.lora_dtype=bfloat16"
         )
 
 

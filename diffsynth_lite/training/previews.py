@@ -386,7 +386,11 @@ def preview_grid(
         prompts: one a row.
         titles: one a column.
     """
-    width, height = _cell_size(rows[0][0])
+    # The longer side is between the two bounds, and the shape kept.
+    first, longer = rows[0][0], max(rows[0][0].size)
+    scale = min(max(longer, _MIN_CELL_PX), _MAX_CELL_PX) / longer
+    width, height = round(first.width * scale), round(first.height * scale)
+    lefts = [_LABEL_WIDTH_PX + column * (width + _MARGIN_PX) for column in range(len(titles))]
     font = ImageFont.load_default(_FONT_PX)
     size = (
         _LABEL_WIDTH_PX + len(titles) * (width + _MARGIN_PX) + _MARGIN_PX,
@@ -394,25 +398,14 @@ def preview_grid(
     )
     grid = Image.new("RGB", size, "white")
     canvas = ImageDraw.Draw(grid)
-    for column, title in enumerate(titles):
-        canvas.text((_left(column, width), _MARGIN_PX), title, fill="black", font=font)
+    for left, title in zip(lefts, titles, strict=True):
+        canvas.text((left, _MARGIN_PX), title, fill="black", font=font)
     for row, (prompt, previews) in enumerate(zip(prompts, rows, strict=True)):
         top = _HEADER_PX + row * (height + _MARGIN_PX)
         label = textwrap.fill(
             prompt, _LINE_CHARACTERS, max_lines=max(1, height // (_FONT_PX + 4)), placeholder=" ..."
         )
         canvas.multiline_text((_MARGIN_PX, top), label, fill="black", font=font)
-        for column, preview in enumerate(previews):
-            grid.paste(preview.resize((width, height), Image.Resampling.LANCZOS), (_left(column, width), top))
+        for left, preview in zip(lefts, previews, strict=True):
+            grid.paste(preview.resize((width, height), Image.Resampling.LANCZOS), (left, top))
     return grid
-
-
-def _left(column: int, width: int) -> int:
-    return _LABEL_WIDTH_PX + column * (width + _MARGIN_PX)
-
-
-def _cell_size(preview: Image.Image) -> tuple[int, int]:
-    """Size of a preview in the grid: its longer side between the two bounds, its shape kept."""
-    longer = max(preview.size)
-    scale = min(max(longer, _MIN_CELL_PX), _MAX_CELL_PX) / longer
-    return round(preview.width * scale), round(preview.height * scale)

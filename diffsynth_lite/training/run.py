@@ -1,17 +1,14 @@
 """This file is the life of a run, from a loaded config to the exported LoRA."""
 
 import logging
-from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
-from rich.console import Console
-
-from diffsynth_lite.config import LoadedConfig
 from diffsynth_lite.errors import ON_EACH_MACHINE, RunInterrupted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.distributed.agreement import on_main_process
 from diffsynth_lite.training.saver import Saver
-from diffsynth_lite.training.session import Run, StartupClock, open_run
+from diffsynth_lite.training.session import Run
 from diffsynth_lite.training.stages import (
     begin_run_folder,
     build,
@@ -21,23 +18,13 @@ from diffsynth_lite.training.stages import (
     memory_explained,
     with_chosen_memory,
 )
-from diffsynth_lite.training.stopping import GracePeriod
 from diffsynth_lite.training.trainer import train
 
 logger = logging.getLogger(__name__)
 
 
-def run_training(
-    loaded: LoadedConfig,
-    *,
-    console: Console,
-    clock: StartupClock,
-    grace: GracePeriod | None = None,
-    command: str | None = None,
-    arguments: Sequence[str] = (),
-) -> None:
-    """Train a LoRA from a loaded config to the exported file; see :func:`open_run`, also for errors."""
-    opened = open_run(loaded, console=console, clock=clock, grace=grace, command=command, arguments=arguments)
+def run_training(opened: AbstractContextManager[Run]) -> None:
+    """Train a LoRA to the exported file, in a run of ``open_run``, which names the errors, too."""
     with opened as run:
         run = with_chosen_memory(run)
         start = find_start(run)

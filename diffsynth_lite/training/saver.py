@@ -38,7 +38,6 @@ from diffsynth_lite.training.checkpoint.manifest import (
     is_file_name,
     read_checkpoint,
 )
-from diffsynth_lite.training.checkpoint.store import SavedBytes
 from diffsynth_lite.training.data_settings import num_preview_frames, num_preview_layers
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
@@ -133,19 +132,6 @@ class Saver:
     def _exports_average(self) -> bool:
         """Whether the average is the result of the run, rather than the trained values."""
         return self._built.averaged is not None and self._built.averaged.is_result
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of a save."""
-        trained = [weight for weight in self._built.transformer.parameters() if weight.requires_grad]
-        saved = SavedBytes.of(
-            sum(weight.numel() for weight in trained),
-            num_in_vectors=sum(weight.numel() for weight in trained if weight.ndim == 1),
-            optimizer_bytes=self._run.checked.optimizer.state_bytes,
-            lora_dtype=self.lora_dtype,
-            has_average=self._built.averaged is not None,
-        )
-        return saved.checkpoint + saved.lora
 
     def save(self, step: int) -> None:
         """Save the run after ``step`` optimizer steps, once for each of them; call it on all processes.
@@ -381,7 +367,7 @@ def require_disk_space(run: Run, start: Start) -> None:
 def warn_of_previews(run: Run, start: Start) -> None:
     """Warn where previews and copies of the best so far may take the room that the checkpoints need."""
     needed, free = _needed_bytes(run, start), free_disk_bytes(run.store.folder)
-    of_best = num_best_copies_to_come(run.config, start_step=start.step) * _saved_bytes(run).lora
+    of_best = num_best_copies_to_come(run.config, start_step=start.step) * run.checked.saved.lora
     more = preview_bytes(run.config, run.family, start.step) + of_best
     if more and free < needed + more:
         what = (
@@ -456,19 +442,8 @@ def preview_bytes(config: Config, family: ModelFamily, start_step: int) -> int:
     return num_times * len(config.validation.prompts) * image
 
 
-def _saved_bytes(run: Run) -> SavedBytes:
-    config, checked = run.config, run.checked
-    return SavedBytes.of(
-        checked.num_lora_weights,
-        num_in_vectors=checked.num_in_vectors,
-        optimizer_bytes=checked.optimizer.state_bytes,
-        lora_dtype=getattr(torch, config.output.lora_dtype),
-        has_average=config.train.ema_decay is not None or checked.optimizer.has_average,
-    )
-
-
 def _needed_bytes(run: Run, start: Start) -> int:
-    config, saved = run.config, _saved_bytes(run)
+    config, saved = run.config, run.checked.saved
     num_there = len(run.store.steps())
     num_more = num_checkpoints_to_come(config, num_there=num_there, start_step=start.step)
     num_loras = num_loras_to_come(

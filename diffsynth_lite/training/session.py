@@ -282,15 +282,13 @@ def open_run(
     *,
     console: Console,
     clock: StartupClock,
-    grace: GracePeriod | None,
-    command: str | None,
-    arguments: Sequence[str],
+    grace: GracePeriod | None = None,
+    command: str | None = None,
+    arguments: Sequence[str] = (),
 ) -> Iterator[Run]:
     """Scope of a run that is checked, holds the lock of its folder, and hears stop signals.
 
     Args:
-        console: where the progress line goes.
-        grace: how long the launcher waits for a run that it stops, where that is known.
         command: that started the run, where that is known.
         arguments: of ``train``, to be kept in the run folder.
 

@@ -39,8 +39,7 @@ from diffsynth_lite.training.distributed.agreement import (
 )
 from diffsynth_lite.training.distributed.context import split_model
 from diffsynth_lite.training.distributed.devices import describe_run
-from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
-from diffsynth_lite.training.encoding.sealed_start import sealed_data
+from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run, sealed_data
 from diffsynth_lite.training.frozen_weights import (
     place_weights,
     quantizable_bytes,

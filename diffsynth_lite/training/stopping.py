@@ -60,6 +60,7 @@ class StopRequest:
         self.command = f": {command}" if command else ""
         self._received_at: dict[int, float] = {}
         self.steps_finish = False
+        """Whether steps have begun, so that a signal only sets ``asked``."""
         self.asked = False
         """Whether this process has received a stop signal, or knows of a request to stop."""
 
@@ -68,7 +69,7 @@ class StopRequest:
         """Catch SIGTERM, SIGINT, SIGUSR1, Windows' SIGBREAK and, unless nohup has it ignored, SIGHUP inside.
 
         Raises:
-            RunInterrupted: at any place in the block before ``let_steps_finish``.
+            RunInterrupted: at any place in the block before ``steps_finish`` is set.
         """
         before = {
             number: signal.signal(number, self._receive)
@@ -81,10 +82,6 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def let_steps_finish(self) -> None:
-        """From now on a signal only sets ``asked``."""
-        self.steps_finish = True
-
     def end_before_first_step(self, cause: str) -> None:
         """End a run that is asked to stop, where steps have not begun; what asks again does not end it twice.
 
@@ -92,7 +89,7 @@ class StopRequest:
             cause: name of the signal or file.
 
         Raises:
-            RunInterrupted: before ``let_steps_finish``.
+            RunInterrupted: steps have not begun.
         """
         self.asked = True
         if not self.steps_finish:
@@ -105,9 +102,8 @@ class StopRequest:
         if number in self._received_at and now - self._received_at[number] > _SAME_EVENT_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        is_first = not self.asked
         self._received_at.setdefault(number, now)
-        if not is_first:
+        if self.asked:
             return
         name = signal.Signals(number).name
         self.end_before_first_step(name)
@@ -192,7 +188,7 @@ class Requests:
         (is_to_stop,) = self._of_any(self._is_to_stop())
         if is_to_stop:
             self._end_before_first_step()
-        self.signals.let_steps_finish()
+        self.signals.steps_finish = True
 
     def _is_to_stop(self) -> bool:
         if self._is_stopping or self.signals.asked:
@@ -226,9 +222,15 @@ class Requests:
         """
         is_lost, asked = False, [bool(self.signals.asked), False, False]
         if self.accelerator.is_main_process:
-            is_lost = self._has_lost_folder()
-            if not is_lost:  # A folder of the same name may be another run's.
-                self._look_at_files(asked)
+            try:
+                self.folder.require_held()
+            except (RunStoppedError, UserError):
+                is_lost = True
+            else:  # A folder of the same name may be another run's.
+                for place, path in enumerate(self._files):
+                    if _take(path):
+                        logger.info("%s: found in the run folder.", path.name)
+                        asked[place] = True
             if self.save_every_minutes is not None:
                 asked[1] |= time.monotonic() - self._saved_at >= 60 * self.save_every_minutes
         is_lost, *asked = self._of_any(is_lost, *asked)
@@ -244,19 +246,6 @@ class Requests:
         flags = torch.tensor(answers, dtype=torch.float32, device=self.accelerator.device)
         counts = self.accelerator.reduce(flags, reduction="sum").tolist()
         return [count > 0 for count in counts]
-
-    def _has_lost_folder(self) -> bool:
-        try:
-            self.folder.require_held()
-        except (RunStoppedError, UserError):
-            return True
-        return False
-
-    def _look_at_files(self, asked: list[bool]) -> None:
-        for place, path in enumerate(self._files):
-            if _take(path):
-                logger.info("%s: found in the run folder.", path.name)
-                asked[place] = True
 
 
 def _take(path: Path) -> bool:

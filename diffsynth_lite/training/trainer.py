@@ -50,7 +50,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
     config, requests, total_steps = run.config, run.requests, run.config.train.steps
     metrics = MetricsLog(MetricsFile(run.folder.metrics_file), run.accelerator)
     watchdog = Watchdog(run.accelerator, timedelta(minutes=config.train.step_timeout_minutes))
-    shutdown = ShutdownBudget(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
+    shutdown = ShutdownBudget(run.grace if run.is_main else None, save_bytes=run.checked.saved.total)
     engine = build_engine(config, built.weights)
     comparison = StepComparison(run.predicted_bytes, built, metrics.log, start_step)
     report = run.step_report(metrics, start_step)

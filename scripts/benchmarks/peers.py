@@ -240,14 +240,15 @@ def run_trainer(settings: Sequence[str], num_steps: int, step: Callable[..., Any
     from diffsynth_lite.config import load_config
     from diffsynth_lite.training import trainer
     from diffsynth_lite.training.run import run_training
-    from diffsynth_lite.training.session import StartupClock
+    from diffsynth_lite.training.session import StartupClock, open_run
 
     gc.freeze()  # as train.py does after its imports; it switches the collector off for them, too
     with tempfile.TemporaryDirectory() as folder, patch.object(trainer, "train_step", step):
         loaded = load_config(
             "quickstart.yaml", [*settings, f"train.steps={num_steps}", f"output.dir={folder}/run"]
         )
-        run_training(loaded, console=Console(stderr=True), clock=StartupClock(time.perf_counter()))
+        clock = StartupClock(time.perf_counter())
+        run_training(open_run(loaded, console=Console(stderr=True), clock=clock))
 
 
 def take_turns(

@@ -138,12 +138,11 @@ def test_previews_that_may_fill_the_disk_are_a_warning(
 ) -> None:
     config = load_config(tiny_run.config).config
     monkeypatch.setattr("diffsynth_lite.training.saver.free_disk_bytes", lambda _: 2**15)
-    optimizer = SimpleNamespace(state_bytes=8, has_average=False)
     run = SimpleNamespace(
         config=config,
         family=bind_family(config),
         store=CheckpointStore(tiny_run.folder / "checkpoints", keep=2),
-        checked=SimpleNamespace(num_lora_weights=1, num_in_vectors=0, optimizer=optimizer),
+        checked=SimpleNamespace(saved=SavedBytes(checkpoint=12, lora=4)),
     )
     warn_of_previews(run, SimpleNamespace(step=0))
     # Two images of 64 x 32 before the first step and after the last one.

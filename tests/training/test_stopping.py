@@ -33,7 +33,7 @@ def test_a_signal_asks_to_stop_and_its_echo_does_not_kill(number: signal.Signals
     try:
         stop = StopRequest()
         with stop.listening():
-            stop.let_steps_finish()
+            stop.steps_finish = True
             assert not stop.asked
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)
@@ -110,7 +110,7 @@ from diffsynth_lite.training import stopping
 stopping._SAME_EVENT_S = 0.0
 stop = stopping.StopRequest()
 with stop.listening():
-    stop.let_steps_finish()
+    stop.steps_finish = True
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
     print("still alive")

@@ -25,6 +25,7 @@ from diffsynth_lite.run_folder.progress import RunningStatus, StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.divergence import Divergence
+from diffsynth_lite.training.checkpoint.store import SavedBytes
 from diffsynth_lite.training.session import Run, StartupClock, build_accelerator
 from diffsynth_lite.training.stopping import Requests, StopRequest
 from diffsynth_lite.training.trainer import train, train_step
@@ -273,7 +274,7 @@ class Life:
         self.done: list[tuple[str, int]] = []
         self._folder, self._asked, self._saved = folder, asked, 0
         self._saver = SimpleNamespace(
-            num_bytes=0, repair_loras=lambda: None, save=self._save, log_rounding_error=lambda: None
+            repair_loras=lambda: None, save=self._save, log_rounding_error=lambda: None
         )
         monkeypatch.setattr(trainer, "train_step", lambda _built, step: self._step(step))
         monkeypatch.setattr(
@@ -293,7 +294,7 @@ class Life:
             accelerator=process,
             folder=RunFolder(self._folder),
             store=None,
-            checked=None,
+            checked=SimpleNamespace(saved=SavedBytes(checkpoint=0, lora=0)),
             page=ReportWriter(self._folder, is_main=False),
             console=Console(file=io.StringIO()),
             clock=StartupClock(0.0),

@@ -58,47 +58,6 @@ def loss_weight(sigma: Tensor, weighting: LossWeighting) -> Tensor:
     raise ValueError(f"{weighting!r} is not a weight of only sigma; known: none, sigma_sqrt, cosmap, bell")
 
 
-def add_noise(latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """Point ``(1 - sigma) * latents + sigma * noise`` of the path.
-
-    Args:
-        latents: (B, ...), clean, normalised latents.
-        noise: the shape of ``latents``, standard normal.
-        sigma: (B,), noise level of each sample, in [0, 1].
-
-    Returns:
-        The shape of ``latents``, float32.
-    """
-    _check_same_shape(latents, noise)
-    if sigma.shape != latents.shape[:1]:
-        raise ValueError(
-            f"sigma has shape {tuple(sigma.shape)}; latents {tuple(latents.shape)} need one a sample"
-        )
-    level = sigma.float().reshape(-1, *[1] * (latents.ndim - 1))
-    return (1 - level) * latents.float() + level * noise.float()
-
-
-def velocity(latents: Tensor, noise: Tensor) -> Tensor:
-    """Direction ``noise - latents`` of the path, the training target.
-
-    Args:
-        latents: (B, ...), clean, normalised latents.
-        noise: the shape of ``latents``.
-
-    Returns:
-        The shape of ``latents``, float32.
-    """
-    _check_same_shape(latents, noise)
-    return noise.float() - latents.float()
-
-
-def _check_same_shape(latents: Tensor, noise: Tensor) -> None:
-    if noise.shape != latents.shape:
-        raise ValueError(
-            f"noise has shape {tuple(noise.shape)}, latents {tuple(latents.shape)}; they must agree"
-        )
-
-
 PredictionType = Literal["epsilon", "v_prediction"]
 
 
@@ -145,10 +104,18 @@ class FlowMatchingPath(NoisePath):
     noise_level = "the part of noise in what the model sees"
 
     def add_noise(self, latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-        return add_noise(latents, noise, sigma)
+        """``(1 - sigma) * latents + sigma * noise``."""
+        _check_same_shape(latents, noise)
+        if sigma.shape != latents.shape[:1]:
+            raise ValueError(
+                f"sigma has shape {tuple(sigma.shape)}; latents {tuple(latents.shape)} need one a sample"
+            )
+        level = sigma.float().reshape(-1, *[1] * (latents.ndim - 1))
+        return (1 - level) * latents.float() + level * noise.float()
 
     def target(self, latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-        return velocity(latents, noise)
+        _check_same_shape(latents, noise)
+        return noise.float() - latents.float()
 
     def min_snr_weight(self, sigma: Tensor, gamma: float) -> Tensor:
         sigma = sigma.float()
@@ -197,3 +164,10 @@ class DiffusionPath(NoisePath):
         """(B, 1, ...) with ``ndim`` axes, on the device of ``sigma``."""
         table = self._alphas_cumprod.to(sigma.device)
         return table[self.timestep(sigma)].reshape(-1, *[1] * (ndim - 1))
+
+
+def _check_same_shape(latents: Tensor, noise: Tensor) -> None:
+    if noise.shape != latents.shape:
+        raise ValueError(
+            f"noise has shape {tuple(noise.shape)}, latents {tuple(latents.shape)}; they must agree"
+        )

@@ -95,7 +95,10 @@ class StandIns:
             self._meter = meter = CountingMeter(results=self._results)
             with weights.shown(), FusedKernels(self._kernels), meter, _KnownNumbers():
                 meter.start()
-                given: Any = _mapped((args, kwargs), _without_numbers)
+                # Whole numbers are tokens, places and masks, which decide what is done.
+                given: Any = _mapped(
+                    (args, kwargs), lambda one: _to_meta(one) if one.is_floating_point() else one
+                )
                 result = function(*given[0], **given[1])
             self.calls.append(CountedCall(model=name, method=method, peak=meter.peak_bytes))
             return _mapped(result, convert)
@@ -179,11 +182,6 @@ class _KnownNumbers(TorchDispatchMode):
 
 def _places(index: Tensor | None) -> Sequence[Tensor | None]:
     return index.nonzero(as_tuple=True) if index is not None and index.dtype == torch.bool else (index,)
-
-
-def _without_numbers(tensor: Tensor) -> Tensor:
-    # Whole numbers are tokens, places and masks, which decide what is done.
-    return _to_meta(tensor) if tensor.is_floating_point() else tensor
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

@@ -166,7 +166,8 @@ def _pinned(
         error = runtime.cudaHostRegister(address, num_bytes, 0)
     if error != runtime.cudaError.success:
         logger.warning("Host memory could not be pinned: %s.", runtime.cudaGetErrorString(error))
-        _forget_error(device)
+        with contextlib.suppress(RuntimeError):  # else the next kernel would report the error as its own
+            torch.zeros(1, device=device).add_(1)
         return None
 
     def release() -> None:
@@ -178,9 +179,3 @@ def _pinned(
 
     pages.release = release
     return buffer
-
-
-def _forget_error(device: torch.device) -> None:
-    """Clear the error that a failed CUDA call left; the next kernel would report it as its own."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device).add_(1)

@@ -98,7 +98,10 @@ class WeightFormat(ABC):
         written = zip((values, scales), self._quantised(rows.float()), spans, starts, strict=True)
         for memory, part, span, start in written:
             if memory is not None:
-                _write_part(memory.view(-1), first // span - start, part.view(-1))
+                place, flat, part = first // span - start, memory.view(-1), part.view(-1)
+                begin, end = max(place, 0), min(place + len(part), len(flat))  # what lies in the memory
+                if begin < end:
+                    flat[begin:end].copy_(part[begin - place : end - place])
 
     def rows_of(self, values: range, scales: range, num_columns: int) -> range:
         """The rows that must be written to fill these numbers of the values and of the scales."""
@@ -137,13 +140,6 @@ class WeightFormat(ABC):
     @abstractmethod
     def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The weight again, of this shape, computed in fp32 and rounded once to ``dtype``."""
-
-
-def _write_part(memory: Tensor, place: int, part: Tensor) -> None:
-    """Write what of ``part`` lies in ``memory`` if it begins at ``place`` there, which may be outside."""
-    first, last = max(place, 0), min(place + len(part), len(memory))
-    if first < last:
-        memory[first:last].copy_(part[first - place : last - place])
 
 
 class Int8(WeightFormat):

@@ -37,7 +37,11 @@ class FrozenLinear(nn.Linear):
         values, scales = weight_format.empty(self.out_features, self.in_features, device)
         self.weight = nn.Parameter(values, requires_grad=False)
         self.weight_scale = nn.Parameter(scales, requires_grad=False)
-        self.register_parameter("bias", None if layer.bias is None else _bias_of(layer.bias, device))
+        bias = layer.bias
+        if bias is not None:  # of the meta device there is nothing to take over
+            made = torch.empty_like(bias, device=device)
+            bias = nn.Parameter(made if bias.is_meta else made.copy_(bias.detach()), requires_grad=False)
+        self.register_parameter("bias", bias)
 
     @property
     def plain_bytes(self) -> int:
@@ -83,12 +87,6 @@ class FrozenLinear(nn.Linear):
         return self
 
 
-def _bias_of(bias: Tensor, device: torch.device) -> nn.Parameter:
-    # Of the meta device there is nothing to take over.
-    made = torch.empty_like(bias, device=device)
-    return nn.Parameter(made if bias.is_meta else made.copy_(bias.detach()), requires_grad=False)
-
-
 class _Product(torch.autograd.Function):
     """``x @ weight.T + bias`` for a frozen layer, whose weight is made once more in backward.
 
@@ -120,8 +118,10 @@ def weight_rows(layer: nn.Linear, device: torch.device) -> Iterator[Tensor]:
     Yields:
         Rows (R, in_features), in the weight's dtype or fp32.
     """
-    kept = [whole(part.detach()) for part in _parts_of(layer)]
-    step = layer.format.row_step if isinstance(layer, FrozenLinear) else 1
+    parts, step = [layer.weight], 1
+    if isinstance(layer, FrozenLinear):
+        parts, step = [layer.weight, layer.weight_scale], layer.format.row_step
+    kept = [whole(part.detach()) for part in parts]
     num_rows = max(step, _ROWS_NUMBERS // layer.in_features // step * step)
     for first in range(0, layer.out_features, num_rows):
         rows = range(first, min(first + num_rows, layer.out_features))
@@ -145,10 +145,6 @@ def row_norms(layer: nn.Linear, device: torch.device) -> Tensor:
         torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in weight_rows(layer, device)
     ]
     return torch.cat(norms).float()
-
-
-def _parts_of(layer: nn.Linear) -> list[Tensor]:
-    return [layer.weight, layer.weight_scale] if isinstance(layer, FrozenLinear) else [layer.weight]
 
 
 def _rows_of(layer: nn.Linear, kept: Sequence[Tensor], rows: range, device: torch.device) -> Tensor:

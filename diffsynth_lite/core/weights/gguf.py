@@ -180,15 +180,11 @@ def _in_own_shape(tensor: Tensor, stored: Any, reader: Any) -> Tensor:
     if field is None:
         return tensor
     shape = field.contents()
-    if not _is_shape(shape):
+    is_short = isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS
+    if not (is_short and all(type(size) is int and size > 0 for size in shape)):
         raise ValueError(f"what {stored.name} was stored from is not a shape")
     if kind not in _PLAIN or tensor.numel() != math.prod(shape):
         raise StoredFormatError(
             f"it holds {stored.name}, of shape {shape}, in another one in {kind}, which is not read"
         )
     return tensor.reshape(shape)
-
-
-def _is_shape(sizes: Any) -> bool:
-    is_short = isinstance(sizes, list) and len(sizes) <= _MAX_DIMENSIONS
-    return is_short and all(type(size) is int and size > 0 for size in sizes)

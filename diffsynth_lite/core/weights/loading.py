@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from diffsynth_lite.core.weights.float8 import FLOAT8, StoredFormatError, separate_scales
-from diffsynth_lite.core.weights.formats import NotFiniteError, WeightFormat, require_finite
+from diffsynth_lite.core.weights.formats import NotFiniteError, require_finite
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
 from diffsynth_lite.core.weights.packing import HostBlocks, place_in_line
 from diffsynth_lite.core.weights.sharding import BaseShards, local_part, own_rows
@@ -164,8 +164,13 @@ def load_frozen(
         filled |= on_host
     writers = _writers(model, device, filled)
     progress = ProgressLog(None, len(writers), phase="loading")
-    for name, writer in writers.items():
-        _copy(stored, name, writer)
+    for name, (rows, write) in writers.items():
+        for first_row in range(rows.start, rows.stop, _NUM_ROWS):
+            part = slice(first_row, min(first_row + _NUM_ROWS, rows.stop))
+            try:
+                write(stored.numbers(name, part), first_row)
+            except NotFiniteError:
+                raise NotFiniteError(name) from None
         progress.advance()
 
 
@@ -198,16 +203,9 @@ def _make_memory(
             _set(model, name, buffer.to(device))
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """Writes to a tensor of the model, or to the shard of it that is here.
-
-    Attributes:
-        write: takes some of them as they are stored, and the first one's place in the tensor.
-    """
-
-    rows: range
-    write: Callable[[Tensor, int], object]
+_Writer = tuple[range, Callable[[Tensor, int], object]]
+"""The rows that are wanted of a tensor, and what writes some of them as they are stored, from a first one on,
+to the tensor of the model, or to the shard of it that is here."""
 
 
 def _writers(model: nn.Module, device: torch.device, filled: Set[Tensor]) -> dict[str, _Writer]:
@@ -225,18 +223,20 @@ def _writers(model: nn.Module, device: torch.device, filled: Set[Tensor]) -> dic
             writers[f"{layer}.weight"] = _quantiser(owner, device, filled)
         else:
             rows = own_rows(tensor)
-            writers[name] = _Writer(rows, partial(_write_plain, local_part(tensor.data), rows.start))
+            writers[name] = rows, partial(_write_plain, local_part(tensor.data), rows.start)
     return writers
 
 
 def _quantiser(layer: FrozenLinear, device: torch.device, filled: Set[Tensor]) -> _Writer:
     parts = layer.weight, layer.weight_scale
-    values, scales = map(_own_numbers, parts)
-    memories = [None if part in filled else local_part(part.data) for part in parts]
-    return _Writer(
-        layer.format.rows_of(values, scales, layer.in_features),
-        partial(_quantise, layer.format, device, memories, (values.start, scales.start)),
-    )
+    values, scales = (None if part in filled else local_part(part.data) for part in parts)
+    own_values, own_scales = map(_own_numbers, parts)
+    starts = own_values.start, own_scales.start
+
+    def write(rows: Tensor, first_row: int) -> None:
+        layer.format.write(rows.to(device), first_row, values, scales, starts=starts)
+
+    return layer.format.rows_of(own_values, own_scales, layer.in_features), write
 
 
 def _own_numbers(tensor: Tensor) -> range:
@@ -256,34 +256,12 @@ def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(owner), leaf, tensor)
 
 
-def _quantise(
-    weight_format: WeightFormat,
-    device: torch.device,
-    memories: Sequence[Tensor | None],
-    starts: Sequence[int],
-    rows: Tensor,
-    first_row: int,
-) -> None:
-    values, scales = memories
-    weight_format.write(rows.to(device), first_row, values, scales, starts=starts)
-
-
 def _write_plain(memory: Tensor, start: int, rows: Tensor, first_row: int) -> None:
     # A tensor without dimensions has no rows.
     place = first_row - start
     part = memory[place : place + len(rows)] if memory.ndim else memory
     part.copy_(rows)
     require_finite(part)
-
-
-def _copy(stored: StoredTensors, name: str, writer: _Writer) -> None:
-    """Have the rows that are wanted of a stored tensor written, some at a time."""
-    for first_row in range(writer.rows.start, writer.rows.stop, _NUM_ROWS):
-        rows = slice(first_row, min(first_row + _NUM_ROWS, writer.rows.stop))
-        try:
-            writer.write(stored.numbers(name, rows), first_row)
-        except NotFiniteError:
-            raise NotFiniteError(name) from None
 
 
 def _one_a_row(tensor: Tensor) -> tuple[int, ...]:

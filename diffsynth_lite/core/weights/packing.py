@@ -62,7 +62,14 @@ class PackedBlock:
         for parameter, holders in weights.items():
             place = place_of(parameter)
             self._pieces.append(
-                _Piece.of(parameter, holders, start + place - place % parameter.element_size())
+                _Piece(
+                    holders=holders,
+                    start=start + place - place % parameter.element_size(),
+                    num_bytes=parameter.nbytes,
+                    dtype=parameter.dtype,
+                    shape=parameter.shape,
+                    strides=parameter.stride(),
+                )
             )
             start += _room_for(parameter)
 
@@ -143,17 +150,6 @@ class _Piece:
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter, holders: list[Holder], start: int) -> "_Piece":
-        return cls(
-            holders=holders,
-            start=start,
-            num_bytes=parameter.nbytes,
-            dtype=parameter.dtype,
-            shape=parameter.shape,
-            strides=parameter.stride(),
-        )
 
     def view(self, memory: Tensor) -> Tensor:
         """The weight in ``memory``, of uint8."""

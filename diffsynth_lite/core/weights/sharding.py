@@ -101,9 +101,9 @@ class ShardReport:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         """What is in the memory of this process, also of a model with adapters."""
-        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        frozen: list[Any] = [one for one in model.parameters() if not one.requires_grad]
         return cls(
-            num_shards=max((_num_shards(parameter) for parameter in frozen), default=1),
+            num_shards=max([1, *(one.device_mesh.size() for one in frozen if is_sharded(one))]),
             num_bytes=local_bytes(frozen),
             whole_bytes=sum(parameter.nbytes for parameter in frozen),
         )
@@ -134,7 +134,3 @@ class ShardReport:
 def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes that tensors take in this process."""
     return sum(local_part(tensor).nbytes for tensor in tensors)
-
-
-def _num_shards(tensor: Any) -> int:
-    return int(tensor.device_mesh.size()) if is_sharded(tensor) else 1

@@ -45,6 +45,11 @@ class SavedBytes:
     checkpoint: int
     lora: int
 
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.checkpoint + self.lora
+
     @classmethod
     def of(
         cls,
