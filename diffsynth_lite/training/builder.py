@@ -64,11 +64,9 @@ class TrainingObjects:
         batches: the micro-batches of this process for each optimizer step, in order.
         totals_by_kind: (8,) on the device, the losses of a step for each kind of sample, or (0,).
         totals_by_noise: (20,) on the device, those of a step as :class:`StepResult` has them, or (0,).
-        sample_losses: writes those of samples that were trained on.
         weights: brings the frozen weights that live in host memory to the device.
         runs_together: whether the processes share the frozen weights or the sequences, and so run the model
             together.
-        context_parallel: processes that share each sample.
     """
 
     accelerator: Accelerator
@@ -120,8 +118,6 @@ def build_transformer(
 
     Args:
         initial: values of the adapter; random where None.
-        host_blocks: those whose weights are loaded to host memory.
-        training_adapter: a frozen second adapter.
     """
     transformer = load_frozen_transformer(config, checked.family, host_blocks)
     size = default_size(config)
@@ -147,11 +143,7 @@ def build_transformer(
 def load_frozen_transformer(
     config: Config, family: ModelFamily, host_blocks: HostBlocks | None
 ) -> torch.nn.Module:
-    """The model that the family trains, without an adapter, where it was loaded.
-
-    Args:
-        host_blocks: those whose weights are loaded to host memory.
-    """
+    """The model that the family trains, without an adapter, where it was loaded."""
     # For this load only: previews may load a part that is not trained.
     family.host_blocks = host_blocks
     try:

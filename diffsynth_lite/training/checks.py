@@ -65,7 +65,6 @@ class CheckedRun(CheckedData):
         groups: the same, by how they are trained.
         num_blocks: transformer blocks that checkpointing covers.
         num_selected_blocks: those of them that the policy checkpoints.
-        saved: sizes of a save.
         training_adapter: digest of the frozen adapter that is on the model in training; None without.
     """
 
@@ -83,11 +82,7 @@ class CheckedRun(CheckedData):
 
 
 def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> CheckedRun:
-    """Check as :func:`check_before_download`, and download the weights when there is nothing wrong.
-
-    Args:
-        part: whose training records are read; the held-out ones are all there.
-    """
+    """Check as :func:`check_before_download`, and download the weights when there is nothing wrong."""
     checked = check_before_download(config, accelerator, part)
     download_model(checked, accelerator)
     return checked

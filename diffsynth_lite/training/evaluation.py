@@ -44,7 +44,6 @@ class ValidationItem:
     Attributes:
         bucket: sizes of the item and of its inputs.
         latents: (...), fp32.
-        conditioning: encoded caption and inputs.
         unconditional: the same with an empty caption, where that was encoded.
         loss_mask: (1, ...) at the size of the latents; None where every pixel counts.
         audio: ``audio_latents`` and ``has_audio`` of a clip that is learned with its audio; else empty.
@@ -147,10 +146,6 @@ class FixedNoiseLoss:
     """The model's error on fixed items, noise and noise levels: a loss without the variance of random draws.
 
     Item i of n is (i + 0.5) / n of the way from data to noise, so that all of it is covered.
-
-    Attributes:
-        name: of the metric.
-        items: measured in this order.
     """
 
     name: str
@@ -187,8 +182,6 @@ class TrackedItem:
 
     Attributes:
         position: in the data, which decides its noise.
-        row: its name, its size and the keys of its tensors.
-        caption: its first one.
         read: gives its tensors, with that caption.
         thumbnail: returns a data URL of a small JPEG; None where none can be made.
     """
@@ -220,9 +213,7 @@ class ItemLosses:
     that only the training makes a difference.
 
     Args:
-        items: measured in this order.
         is_average: whether the averaged weights are measured.
-        writes: whether this process writes the files.
     """
 
     def __init__(
@@ -315,13 +306,7 @@ class ItemLosses:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLossLog:
-    """Writes the losses of samples to the run folder.
-
-    Attributes:
-        losses: of this process.
-        file: of the main process.
-        every_steps: interval of the steps that are logged.
-    """
+    """Writes the losses of samples to the run folder."""
 
     losses: SampleLosses
     file: MetricsFile
@@ -346,12 +331,7 @@ class SampleLossLog:
 
 
 class LayerUpdates:
-    """Logs how large the LoRA's update of each layer is, and at the end how large they became.
-
-    Args:
-        rate_setting: what makes the updates larger.
-        writes: whether this process writes the file.
-    """
+    """Logs how large the LoRA's update of each layer is, and at the end how large they became."""
 
     def __init__(
         self,

@@ -30,11 +30,7 @@ from diffsynth_lite.training.distributed.agreement import on_all_processes
 
 
 def require_format(name: str, *, key: str) -> WeightFormat:
-    """The format of a name.
-
-    Args:
-        key: the setting that names it.
-    """
+    """The format of a name."""
     try:
         return weight_format(name)
     except MissingKernelsError as error:
@@ -172,7 +168,6 @@ def check_stream(
 
     Args:
         transformer: on the meta device; it has the formats of the run afterwards.
-        num_blocks: of one model.
     """
     memory = config.memory
     if memory.stream_blocks in (0, "auto"):
@@ -322,7 +317,6 @@ def streamable_bytes(
 
     Args:
         transformer: on the device.
-        weights: those of it that are streamed.
     """
     min_bytes = _min_bytes(config, next(transformer.parameters()).device)
     sizes = [

@@ -27,7 +27,6 @@ class LayerGroup:
 
     Attributes:
         name: ``match`` of the entry of ``lora.groups``; None for the layers that no entry matches.
-        layers: full names.
         learning_rate: of the first matrix of each pair, at its highest.
         weight_decay: a share of the learning rate.
     """
@@ -111,11 +110,7 @@ def layer_groups(config: Config, family: ModelFamily, layers: Sequence[str]) -> 
 
 
 def rates_without_effect(config: Config, groups: Iterable[LayerGroup]) -> str | None:
-    """A warning of settings of ``train`` that no layer uses, as all have their own; None if there are none.
-
-    Args:
-        groups: of all layers.
-    """
+    """A warning of settings of ``train`` that no layer uses, as all have their own; None without any."""
     if any(group.name is None for group in groups):
         return None
     unused = [
@@ -153,8 +148,6 @@ class RateGroup:
     """Matrices that are trained with one learning rate, a group of the optimizer.
 
     Attributes:
-        label: its name in metrics.
-        layers: full names.
         matrices: those of a layer that are in the group, by the ends of their names.
     """
 

@@ -61,7 +61,6 @@ def export_lora(
         tensors: the adapter by peft's names, as ``exported_tensors`` has them.
         settings: peft's settings, alpha included; the file holds them with secrets masked, layers by name.
         describe: metadata of a file, by the noise levels that it is for.
-        dtype: of the files.
 
     Returns:
         The files, and the norm of the update's error in their dtype, over the norm of the update.
@@ -202,7 +201,6 @@ def read_initial_lora(
     """The tensors of a LoRA of this or another program.
 
     Args:
-        location: the file, or a folder with it; of experts, with the family's file names in it.
         layers: full names of the layers that this run trains. The LoRA must be on these, with this rank.
         alpha: of this run; a LoRA of another is scaled so that it does the same.
         own: of layers that have another rank and alpha in this run.

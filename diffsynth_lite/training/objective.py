@@ -194,13 +194,10 @@ class DenoisingObjective:
 
     Attributes:
         weighting: loss weight by noise level; see :func:`diffsynth_lite.core.noise.paths.loss_weight`.
-        min_snr_gamma: of the weighting ``min_snr``.
         huber_delta: the error beyond which the loss is linear; None where it is the squared error throughout.
-        device: of the transformer.
         guidance_target: scale g of the guided target ``u + g (v - u)``; None is the plain target v.
         is_counted: whether this process is the one that counts its samples, where several have the same.
         loss_by_tenth: adds up the losses of the learned samples until they are logged.
-        sample_losses: keeps them one by one.
         losses_by_kind: adds up the losses of learned and of preserved samples, of images and of audio; None
             where all are learned, count alike, and have no audio.
         audio_loss_weight: weight of the error of the audio relative to that of the images.
@@ -292,11 +289,6 @@ class DenoisingObjective:
 
     def totals_by_noise(self, accelerator: Accelerator, every_steps: int, step: int) -> torch.Tensor:
         """The losses by tenth of the noise since the last step that was logged, of all devices.
-
-        Args:
-            accelerator: adds up those of its processes, which all call this.
-            every_steps: interval of the steps that are logged.
-            step: just taken.
 
         Returns:
             (20,), ten sums and ten numbers of samples, on the device; (0,) where the step is not logged.

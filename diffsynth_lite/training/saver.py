@@ -134,11 +134,7 @@ class Saver:
         return self._built.averaged is not None and self._built.averaged.is_result
 
     def save(self, step: int) -> None:
-        """Save the run after ``step`` optimizer steps, once for each of them; call it on all processes.
-
-        Raises:
-            RunDivergedError: the weights or the LoRA's update are not finite.
-        """
+        """Save the run after ``step`` optimizer steps, once for each of them; call it on all processes."""
         on_main_process(self._run.accelerator, self._write, step)
 
     def log_rounding_error(self) -> None:

@@ -223,11 +223,7 @@ class Run:
         return max(self.store.steps(), default=0)
 
     def begin_steps(self) -> None:
-        """Let requests to stop wait for the end of a step from now on; call it on all processes.
-
-        Raises:
-            RunInterrupted: the run was asked to stop before; on all processes.
-        """
+        """Let requests to stop wait for the end of a step from now on; call it on all processes."""
         self.requests.let_steps_begin()
         self.requests.note_save()
         if self.is_main:

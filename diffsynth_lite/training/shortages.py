@@ -40,7 +40,6 @@ class Workload:
     Attributes:
         tokens: of one sample of the largest bucket.
         width: values of a token between blocks; None where the model's config lacks it.
-        micro_batch_size: samples in a forward.
         streamable_bytes: frozen weights that would leave the device if all blocks were streamed.
         quantizable_bytes: what those on the device would take less in int8.
         num_checkpointed: blocks that are checkpointed; 0 with checkpointing off.
@@ -75,13 +74,7 @@ class MemoryUse:
     def of(
         cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, slot_bytes: int = 0
     ) -> "MemoryUse":
-        """The memory of a model and its optimizer, and the device's own count where it has one.
-
-        Args:
-            model: its parameters, on the device.
-            optimizer: of those that train.
-            slot_bytes: of the slots of streamed weights.
-        """
+        """The memory of a model and its optimizer, and the device's own count where it has one."""
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         state = [value for entry in optimizer.state.values() for value in entry.values()]
@@ -112,9 +105,6 @@ def out_of_memory_explained(
 
     Args:
         plan: describes the settings that are estimated to fit.
-
-    Raises:
-        RunStoppedError: in place of torch's error.
     """
     try:
         yield

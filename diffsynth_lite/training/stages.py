@@ -75,11 +75,7 @@ def with_chosen_memory(run: Run) -> Run:
 
 
 def find_start(run: Run) -> Start:
-    """The checkpoint that the run resumes, or a new start; the same on all processes.
-
-    Raises:
-        DifferentRunError: the folder holds a run with other settings.
-    """
+    """The checkpoint that the run resumes, or a new start; the same on all processes."""
     fingerprint = run.fingerprint(build_noise_levels(run.config, run.family).shift)
     checkpoint = resolve_checkpoint(run.accelerator, run.resume_policy, fingerprint)
     if checkpoint is None:

@@ -137,7 +137,6 @@ class Requests:
 
     Attributes:
         folder: of the run, where request files are put.
-        signals: ask to stop.
         accelerator: its main process looks at the files and the clock.
         save_every_minutes: longest time without a save; None saves only by steps.
     """
@@ -227,10 +226,7 @@ class Requests:
             except (RunStoppedError, UserError):
                 is_lost = True
             else:  # A folder of the same name may be another run's.
-                for place, path in enumerate(self._files):
-                    if _take(path):
-                        logger.info("%s: found in the run folder.", path.name)
-                        asked[place] = True
+                self._look_at_files(asked)
             if self.save_every_minutes is not None:
                 asked[1] |= time.monotonic() - self._saved_at >= 60 * self.save_every_minutes
         is_lost, *asked = self._of_any(is_lost, *asked)
@@ -246,6 +242,12 @@ class Requests:
         flags = torch.tensor(answers, dtype=torch.float32, device=self.accelerator.device)
         counts = self.accelerator.reduce(flags, reduction="sum").tolist()
         return [count > 0 for count in counts]
+
+    def _look_at_files(self, asked: list[bool]) -> None:
+        for place, path in enumerate(self._files):
+            if _take(path):
+                logger.info("%s: found in the run folder.", path.name)
+                asked[place] = True
 
 
 def _take(path: Path) -> bool:

@@ -112,7 +112,6 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     optimizer stay as they were, while the data and the learning rate continue.
 
     Args:
-        built: the model, the loss, the data and the optimizer.
         step: counted from 1.
     """
     started_at = time.perf_counter()

@@ -50,9 +50,6 @@ def exponential_shift(sigma: Tensor, mu: float) -> Tensor:
     Args:
         sigma: any shape, in [0, 1].
         mu: 0 changes nothing, above 0 adds noise; see ``resolution_mu``.
-
-    Returns:
-        The shape and dtype of ``sigma``, in [0, 1].
     """
     return shift_sigma(sigma, math.exp(mu))
 

@@ -281,7 +281,6 @@ class BlockLists:
     """The lists of blocks of a model, and which of their blocks are alike.
 
     Args:
-        names: of its lists, as in ``blocks_in``.
         ranks: of the layers with adapters, by their full names in the model: of each adapter that can be on
             one, 0 for none.
         are_alike: whether any of them are; else each stands for itself.

@@ -226,11 +226,7 @@ _FORMATS: dict[str, type[WeightFormat]] = {one.name: one for one in (Int8, Nf4)}
 
 
 def weight_format(name: str) -> WeightFormat:
-    """The format of a name, ``int8`` or ``nf4``, ready to compute.
-
-    Raises:
-        MissingKernelsError: its kernels are not installed.
-    """
+    """The format of a name, ``int8`` or ``nf4``, ready to compute."""
     chosen = counted_format(name)
     chosen.require_kernels()
     return chosen

@@ -49,11 +49,7 @@ class FrozenLinear(nn.Linear):
         return self.out_features * self.in_features * self.plain_dtype.itemsize
 
     def write(self, rows: Tensor, first_row: int) -> None:
-        """Quantise rows of the weight, (R, in_features), on their device, to their place in it.
-
-        Raises:
-            NotFiniteError: a number is infinite or NaN.
-        """
+        """Quantise rows of the weight, (R, in_features), on their device, to their place in it."""
         self.format.write(rows, first_row, self.weight.data, self.weight_scale.data)
 
     def dense(self, dtype: torch.dtype) -> Tensor:

@@ -122,14 +122,7 @@ class HostBlocks:
         self._blocks_of, self._min_bytes = blocks_of, min_bytes
 
     def make_memory(self, model: nn.Module, place_of: Callable[[nn.Parameter], int]) -> set[nn.Parameter]:
-        """Give the model's blocks weights in host memory, which are to be filled.
-
-        Returns:
-            These weights.
-
-        Raises:
-            HostMemoryError: the system has too little memory for them.
-        """
+        """Give the model's blocks weights in host memory, which are to be filled, and return these."""
         made: set[nn.Parameter] = set()
         for block in self._blocks_of(model):
             weights = frozen_weights(block, self._min_bytes)

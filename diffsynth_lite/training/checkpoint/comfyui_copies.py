@@ -25,11 +25,7 @@ _KEY = "output.copy_to"
 
 
 def require_comfyui_names(config: Config, family: ModelFamily, layers: Sequence[str]) -> None:
-    """Check that ComfyUI has a name for each layer of the LoRA that it is to get.
-
-    Args:
-        layers: full names of the layers that get a LoRA.
-    """
+    """Check that ComfyUI has a name for each layer of the LoRA that it is to get."""
     if config.output.copy_to is None or not layers:
         return
     spelling = family.lora_spelling
@@ -73,7 +69,6 @@ class ComfyuiCopies:
 
     Args:
         folder: where they go; None for none.
-        name: of the run.
     """
 
     folder: Path | None

@@ -177,7 +177,7 @@ def require_same(
     allow: Sequence[str] = (),
     earlier_shifts: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Change]:
-    """Check that a run is continued with the settings that it was started with.
+    """Check that a run is continued with the settings that it was started with; the allowed changes.
 
     Args:
         fingerprint: of this start; only its keys are compared.
@@ -185,9 +185,6 @@ def require_same(
             as left at its default.
         allow: settings that may differ, or ``data`` for all of the data; see ``resume.allow``.
         earlier_shifts: of ``objective.shift: family`` before shifts were saved, for each size's name.
-
-    Returns:
-        The allowed changes.
 
     Raises:
         DifferentRunError: with the other changes, old and new values, and remedies.
@@ -358,9 +355,6 @@ def resolve_checkpoint(
 
     The main process finds and reads it: the others may not have the run folder. Leftovers of killed writers
     are removed from the store.
-
-    Raises:
-        DifferentRunError: the run was started with other settings.
     """
     require_newest_run(accelerator, policy)
 
@@ -412,11 +406,7 @@ def extended_lineage(
     *,
     chosen: Mapping[str, Any] = MappingProxyType({}),
 ) -> Lineage:
-    """The history of a run, and this start; warns of each change.
-
-    Args:
-        chosen: returned by ``earlier_choices`` later.
-    """
+    """The history of a run, and this start; warns of each change."""
     entry: dict[str, Any] = {
         "step": checkpoint.step if checkpoint else 0,
         "continues": checkpoint.path.name if checkpoint else None,

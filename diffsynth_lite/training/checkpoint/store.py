@@ -128,7 +128,6 @@ class CheckpointStore:
             The folder of the checkpoint, synced to the disk.
 
         Raises:
-            ValueError: a document holds NaN or infinity.
             RunDivergedError: a tensor holds NaN or infinity; the earlier checkpoints are intact.
         """
         _check_finite(tensors, step)

@@ -50,7 +50,6 @@ class CardWriter:
 
     Attributes:
         measures_average: whether the loss on fixed noise, and the previews, are of the moving average.
-        layers: full names of layers with a LoRA.
     """
 
     config: Config

@@ -73,9 +73,6 @@ def choose_memory(
 
     Args:
         earlier: the choice of the first start of a resumed run, which stays; None for a new run.
-
-    Raises:
-        UserError: nothing fits; or from ``counter_of``.
     """
     memory = config.memory
     lasting = dict(earlier or {}) if memory.auto else {}
@@ -134,11 +131,7 @@ def _unlimited(config: Config, settings: StepSettings) -> StepSettings:
 
 @dataclass(frozen=True)
 class _Search:
-    """Finds what fits, and logs why.
-
-    Attributes:
-        given: the config, with the choice of an earlier start.
-    """
+    """Finds what fits, and logs why."""
 
     given: Config
     counter: MemoryCounter

@@ -49,10 +49,7 @@ class Gpu:
     Attributes:
         name: ends with its memory where cards with more or less have the same name.
         bf16: dense TFLOPS of the tensor cores in bf16, added up in fp32; 0 where no time is estimated.
-        fp32: TFLOPS in fp32.
         bandwidth: of its memory, GB a second; 0 where its maker does not publish it.
-        pcie: generation of PCI Express.
-        source: where the numbers are from.
         remark: a sentence on what is special about it, such as why no time is estimated.
         usable_ratio: fraction of its memory that is assumed to be free for training.
     """

@@ -95,7 +95,6 @@ class MemoryCounter:
 
     Attributes:
         lora_bytes: of the weights of the LoRA, in fp32.
-        optimizer: its state.
         training_adapter_bytes: of the frozen adapter, in fp32; they count as frozen weights.
         subject: all of the above that counts of activations depend on, by name.
     """

@@ -79,12 +79,7 @@ class PhaseCounter:
         return [self.phase(name, settings) for name in get_args(PhaseName)]
 
     def phase(self, name: PhaseName, settings: StepSettings) -> Phase:
-        """One of them.
-
-        Raises:
-            UserError: the family loads its models in a way of its own, so that they cannot be counted; or
-                what ``MemoryCounter.count`` raises.
-        """
+        """One of them; a UserError where the family loads its models in a way that cannot be counted."""
         match name:
             case "encoding media":
                 return self._encoding(name, self._encoder("media", count_media_encoder))
@@ -179,7 +174,6 @@ class PhaseCounter:
         ``device`` is with the text encoder next to it, ``least_device`` with one at a time.
 
         Args:
-            settings: of the model's weights.
             lora_bytes: of all LoRAs on it.
         """
         step, prompts = self._counter.count(settings), self._encoder("prompts", count_prompt_encoder)

@@ -79,7 +79,6 @@ class PlanInput:
         """The input of a config.
 
         Args:
-            family: bound to the folder of the config's model.
             given: overrides and presets of the command line, which hold for other recipes, too.
 
         Raises:

@@ -34,7 +34,6 @@ class Way:
     """How a run can be made: as its config has it, with other settings, or by another recipe.
 
     Attributes:
-        step: the memory of its steps.
         phases: all of a run, or only training where a family loads its models in a way of its own.
         uncounted: why the other phases are not counted; empty where they are.
         seconds: of an optimizer step.
@@ -71,10 +70,6 @@ class RunPlanner:
     """Counts the run of one config, in one of the processes of a machine.
 
     What it has is counted when it is asked for, and once.
-
-    Args:
-        family: bound to the folder of the config's model.
-        kept: counts of earlier plans.
 
     Attributes:
         size: the largest that is trained on.

@@ -100,9 +100,6 @@ def counter_of(config: Config, family: ModelFamily, kept: KeptCounts | None = No
     """Counts steps of a config at its largest size, with a prompt as long as may be.
 
     Where processes share each sample, the part that one of them computes is counted.
-
-    Args:
-        kept: counts of earlier plans; None is none.
     """
     model = family.empty_transformer()
     num_blocks = len(blocks_in(family.parts_of(model)[family.trained[0]], family.block_lists))
