@@ -179,7 +179,7 @@ def _work(parsed: argparse.Namespace, queue: Queue) -> None:
 
     refuse_group(os.environ, "queue work")
     try:
-        Worker(queue, holder=Jobs(queue.workspace).captioning).work()
+        Worker(queue, holders=Jobs(queue.workspace).holders).work()
     except KeyboardInterrupt:
         logger.info("Ended; a run that it started goes on.")
     if parsed.json:

@@ -56,11 +56,17 @@ def start_worker(queue: Queue) -> None:
 
 
 def start_detached(
-    command: Sequence[str], *, cwd: Path, log: IO[bytes], variables: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    log: IO[bytes],
+    errors: IO[bytes] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start a program in a session of its own, without input; its output is a log.
 
     Args:
+        errors: takes what it logs; None is the log with its output.
         variables: of its environment, in addition to those of this process.
 
     Raises:
@@ -73,7 +79,7 @@ def start_detached(
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=log,
-        stderr=subprocess.STDOUT,
+        stderr=errors or subprocess.STDOUT,
         env={**os.environ, **own},
         **_DETACHED,
     )
@@ -84,7 +90,7 @@ class Worker:
 
     Args:
         command: makes the command of an entry.
-        holder: names who else has the device of this machine; empty for nobody.
+        holders: names what else uses the device of this machine.
         poll_s: between two looks at the queue.
     """
 
@@ -93,12 +99,12 @@ class Worker:
         queue: Queue,
         *,
         command: Callable[[Entry], list[str]] = Entry.command,
-        holder: Callable[[], str] = lambda: "",
+        holders: Callable[[], Sequence[str]] = tuple,
         poll_s: float = _POLL_S,
     ) -> None:
         self._queue = queue
         self._command = command
-        self._holder = holder
+        self._holders = holders
         self._poll_s = poll_s
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._waits_for: RunFolder | None = None
@@ -148,8 +154,8 @@ class Worker:
         return is_left
 
     def _is_taken(self) -> bool:
-        """Whether somebody else has a device, nobody knows which: a run of a terminal, or :attr:`holder`."""
-        if (name := self._holder()) != self._waits_for_holder:
+        """Whether somebody else has a device, nobody knows which: a run of a terminal, or ``holders``."""
+        if (name := next(iter(self._holders()), "")) != self._waits_for_holder:
             self._waits_for_holder = name
             if name:
                 logger.info("Waits for %s.", name)

@@ -102,8 +102,8 @@ class Waiting:
 
     def work_as_the_command_does(self) -> None:
         """The same, while nobody has a model write captions."""
-        holder = Jobs(self.queue.workspace).captioning
-        Worker(self.queue, command=fake_command, holder=holder, poll_s=0.01).work()
+        holders = Jobs(self.queue.workspace).holders
+        Worker(self.queue, command=fake_command, holders=holders, poll_s=0.01).work()
 
     @contextmanager
     def working(self) -> Iterator[ForkServerProcess]:

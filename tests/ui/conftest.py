@@ -1,9 +1,10 @@
 """The screen of a new workspace, for all tests of screens."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from screens import Screen, signed_in
+from screens import Screen, Started, signed_in
 
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.workspace import open_workspace
@@ -29,3 +30,12 @@ def no_worker(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     for module in ("queued", "home.queue"):
         monkeypatch.setattr(f"diffsynth_lite.ui.{module}.start_worker", go)
     return started
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """What the screen starts, which only sleeps."""
+    started = Started()
+    monkeypatch.setattr("diffsynth_lite.ui.jobs.start_detached", started.spawn)
+    yield started
+    started.kill()

@@ -5,10 +5,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from starlette.testclient import TestClient
 
@@ -61,6 +61,44 @@ def signed_in(workspace: Workspace, *, token: str = "the-token", behind: str | N
     assert secret is not None
     cookie = {"cookie": page.headers["set-cookie"].partition(";")[0]}
     return Screen(workspace, client, cookie, {"x-diffsynth-secret": secret[1]})
+
+
+@dataclass
+class Started:
+    """What a screen started: processes that only sleep, in place of commands.
+
+    Attributes:
+        words: of each command, its name first.
+        outputs: the file of each, for what it prints.
+    """
+
+    words: list[list[str]] = field(default_factory=list)
+    outputs: list[Path] = field(default_factory=list)
+    children: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    def spawn(self, command: list[str], *, log: IO[bytes], **_: object) -> "subprocess.Popen[bytes]":
+        self.words.append(command[3:])
+        self.outputs.append(Path(log.name))
+        sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        self.children.append(subprocess.Popen(sleep, start_new_session=True))
+        return self.children[-1]
+
+    @property
+    def arguments(self) -> str:
+        """Those of the latest command."""
+        return " ".join(self.words[-1][1:])
+
+    def end(self, printed: str = "", errors: str = "") -> None:
+        """End the latest process, with what it has printed."""
+        self.outputs[-1].write_text(printed)
+        if errors:
+            self.outputs[-1].with_suffix(".log").write_text(errors)
+        self.kill()
+
+    def kill(self) -> None:
+        for child in self.children:
+            child.kill()
+            child.wait()
 
 
 @dataclass

@@ -3,11 +3,8 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +13,7 @@ import pytest
 from PIL import Image
 from processes import wait_for
 from run_folders import full_folder
-from screens import INLINE, Screen
+from screens import INLINE, Screen, Started
 from waiting_runs import Waiting
 
 from diffsynth_lite.captioning.cleaning import CaptionFormat
@@ -30,34 +27,6 @@ from diffsynth_lite.ui.jobs import Jobs
 
 MODEL = "Qwen/Qwen3-VL-4B-Instruct"
 CONFIG = "model: {family: qwen_image, path: m}\ndata: {path: d}\noutput: {dir: runs/mine}\n"
-SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-
-
-class Started:
-    """What was started in place of the command: processes that only sleep."""
-
-    def __init__(self) -> None:
-        self.commands: list[str] = []
-        self.children: list[subprocess.Popen[bytes]] = []
-
-    def spawn(self, command: list[str], **_: object) -> "subprocess.Popen[bytes]":
-        self.commands.append(" ".join(command).partition(" caption ")[2])
-        self.children.append(subprocess.Popen(SLEEP, start_new_session=True))
-        return self.children[-1]
-
-    @property
-    def command(self) -> str:
-        return self.commands[-1]
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
-    started = Started()
-    monkeypatch.setattr("diffsynth_lite.ui.jobs.start_detached", started.spawn)
-    yield started
-    for child in started.children:
-        child.kill()
-        child.wait()
 
 
 @pytest.fixture
@@ -162,7 +131,7 @@ def test_a_form_that_makes_no_command_is_refused_with_the_reason(
     assert reason in ask(screen, "command", **form).json()["wrong"]
     answer = ask(screen, "write", **form)
     assert (answer.status_code, reason in answer.json()["error"]) == (422, True)
-    assert started.commands == []
+    assert started.words == []
 
 
 def test_the_page_has_the_trigger_of_a_config_and_no_script_of_its_own(screen: Screen, mug: Path) -> None:
@@ -212,17 +181,17 @@ def test_captions_by_a_model_and_runs_have_the_device_by_turns(
     worker = threading.Thread(target=queue.work_as_the_command_does, daemon=True)
     worker.start()
     wait_for(queue.queue.is_worked)
-    with pytest.raises(UserError, match="a model writes captions of mug on this device"):
+    with pytest.raises(UserError, match="this device is in use: captions of mug; stop that first"):
         jobs.start(["data/other", "--model", MODEL], other)
     assert "being written already" in ask(screen, "write", model=MODEL).json()["error"]
     assert "being written already" in ask(screen, "write", endpoint="http://localhost/v1").json()["error"]
     jobs.start(["data/other", "--endpoint", "http://localhost/v1"], other)
-    assert "The next run waits: a model writes captions of mug on this device" in screen.get("/").text
+    assert "The next run waits: captions of mug on this device" in screen.get("/").text
     assert queue.started() == []
     started.children[0].kill()
     wait_for(lambda: captioning(screen)["state"] == "did not start")
     queue.await_start("long-run")  # captions of a server are in nobody's way
-    assert "long-run trains on this device" in ask(screen, "write", model=MODEL).json()["error"]
+    assert "this device is in use: long-run trains" in ask(screen, "write", model=MODEL).json()["error"]
     assert ask(screen, "write", endpoint="http://localhost/v1").status_code == 200
     queue.end("long-run")
     worker.join()
@@ -233,7 +202,7 @@ def test_captions_by_a_model_and_runs_have_the_device_by_turns(
     (run / ".lock").write_text(f"{Process.current().as_text()}\n")
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps(status | {"state": "running"}))
-    assert "mine trains on this device" in ask(screen, "write", model=MODEL).json()["error"]
+    assert "this device is in use: mine trains" in ask(screen, "write", model=MODEL).json()["error"]
 
 
 def test_captions_of_a_terminal_are_shown_and_have_the_device(
@@ -249,10 +218,10 @@ def test_captions_of_a_terminal_are_shown_and_have_the_device(
     )
     assert shown["options"] == {"model": MODEL}
     assert "Writing captions 8 of 26" in screen.get("/").text
-    assert Jobs(screen.workspace).captioning() == "a model writes captions of mug"
+    assert Jobs(screen.workspace).holders() == ["captions of mug"]
     elsewhere = replace(Process.current(), host="another")
     write_status(mug, process=elsewhere)
-    assert Jobs(screen.workspace).captioning() == ""
+    assert Jobs(screen.workspace).holders() == []
 
 
 def test_stop_sends_one_signal_to_the_command_whoever_started_it(
@@ -264,7 +233,8 @@ def test_stop_sends_one_signal_to_the_command_whoever_started_it(
     assert started.children[0].wait(timeout=60) == -signal.SIGINT
     shown = captioning(screen)
     assert (shown["state"], shown["log"]) == ("did not start", [])
-    child = started.spawn([])  # as from a terminal
+    with (mug / "a.txt").open("wb") as log:
+        child = started.spawn([], log=log)  # as from a terminal
     write_status(mug, process=Process.of(child.pid))
     assert ask(screen, "stop").status_code == 200
     assert child.wait(timeout=60) == -signal.SIGINT
@@ -281,7 +251,7 @@ def test_a_command_that_did_not_start_says_why_and_goes_on_as_it_was(
     wait_for(lambda: captioning(screen)["state"] == "did not start")
     assert captioning(screen)["log"][-1] == "none: no such <model>"
     assert ask(screen, "go on").status_code == 200
-    assert started.command == "data/mug --model none --goal style"
+    assert started.arguments == "data/mug --model none --goal style"
 
 
 def test_a_log_that_is_a_link_is_neither_followed_nor_read(
@@ -315,7 +285,7 @@ def test_what_was_stopped_goes_on_with_the_same_words_in_this_folder(
         write_status(mug, "stopped", arguments=given, done=3, total=9)
         assert captioning(screen)["state"] == "stopped"
         assert ask(screen, "go on").status_code == 200
-        assert started.command == expected
+        assert started.arguments == expected
         started.children[-1].kill()
         started.children[-1].wait()
 
@@ -328,7 +298,7 @@ def test_captions_that_are_written_over_come_back_and_those_of_a_person_since_st
     )
     assert ask(screen, "again", files=["b.png", "c.png"]).status_code == 200
     only = "--only b.png --only c.png --replace all"
-    assert started.command == f"data/mug --model {MODEL} --goal style {only}"
+    assert started.arguments == f"data/mug --model {MODEL} --goal style {only}"
     write_status(mug, process=Process.current())
     assert "being written now" in screen.post("/data/mug/undo").json()["error"]
     write_status(mug, "finished")
@@ -377,7 +347,7 @@ def test_only_captions_that_may_be_written_over_are_kept_for_undo(
         for path in entries
     ]
     assert found == ([kept] if kept else [])
-    is_dry = "--dry-run 3" in started.command if started.commands else False
+    is_dry = "--dry-run 3" in started.arguments if started.words else False
     assert is_dry == (form["do"] == "preview")
 
 

@@ -1,10 +1,6 @@
 """What the doctor finds, as the screen of a data set shows it: kept, and compared with what is there."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +8,7 @@ import pytest
 from browser import PHONE_PX, Browser
 from PIL import Image
 from processes import wait_for
-from screens import Screen, server_process
+from screens import Screen, Started, server_process
 
 from diffsynth_lite.pipelines import qwen_image
 from diffsynth_lite.run_folder.process import Process
@@ -50,38 +46,6 @@ PRINTED: dict[str, Any] = {
 }
 
 
-@dataclass
-class FakeDoctor:
-    """A process in place of the doctor, which prints when it is told to and then ends."""
-
-    outputs: list[Path] = field(default_factory=list)
-    words: list[list[str]] = field(default_factory=list)
-    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def spawn(self, words: list[str], folder: Path, out: int, log: int) -> Process:
-        self.words.append(words)
-        self.outputs.append(Path(f"/proc/self/fd/{out}").readlink())
-        sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-        self.children.append(subprocess.Popen(sleep, start_new_session=True))
-        return Process.of(self.children[-1].pid)
-
-    def end(self, printed: str, log: str = "") -> None:
-        self.outputs[-1].write_text(printed)
-        self.outputs[-1].with_suffix(".log").write_text(log)
-        self.children[-1].kill()
-        self.children[-1].wait()
-
-
-@pytest.fixture
-def doctor(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDoctor]:
-    fake = FakeDoctor()
-    monkeypatch.setattr("diffsynth_lite.ui.data_sets.examining._spawn", fake.spawn)
-    yield fake
-    for child in fake.children:
-        child.kill()
-        child.wait()
-
-
 @pytest.fixture
 def mug(screen: Screen) -> Path:
     folder = screen.workspace.data_folder / "mug"
@@ -102,13 +66,13 @@ def examine(screen: Screen, do: str = "start", config: str = "mine") -> Any:
 
 
 def test_findings_are_shown_when_the_doctor_has_ended_and_again_by_a_later_server(
-    screen: Screen, mug: Path, doctor: FakeDoctor
+    screen: Screen, mug: Path, started: Started
 ) -> None:
     assert examined(screen)["state"] == "none"
     assert examine(screen).status_code == 200
-    assert doctor.words == [["doctor", "--config", "configs/mine.yaml", "--json"]]
+    assert started.words == [["doctor", "--config", "configs/mine.yaml", "--json"]]
     assert examined(screen)["state"] == "running"
-    doctor.end(json.dumps(PRINTED))
+    started.end(json.dumps(PRINTED))
     for _ in range(2):
         found = examined(screen)
         assert (found["state"], found["is_config_changed"]) == ("done", False)
@@ -130,10 +94,10 @@ def test_findings_are_shown_when_the_doctor_has_ended_and_again_by_a_later_serve
 
 
 def test_an_item_that_changed_since_differs_from_its_mark_and_so_does_the_config(
-    screen: Screen, mug: Path, doctor: FakeDoctor
+    screen: Screen, mug: Path, started: Started
 ) -> None:
     examine(screen)
-    doctor.end(json.dumps(PRINTED))
+    started.end(json.dumps(PRINTED))
     changes = [{"file": "b.png", "was": "a mug, number b", "caption": "another"}]
     screen.post("/data/mug/captions", {"changes": changes})
     config = screen.workspace.configs_folder / "mine.yaml"
@@ -145,40 +109,42 @@ def test_an_item_that_changed_since_differs_from_its_mark_and_so_does_the_config
 
 
 def test_one_examination_goes_on_at_a_time_and_is_stopped(
-    screen: Screen, mug: Path, doctor: FakeDoctor
+    screen: Screen, mug: Path, started: Started
 ) -> None:
     examine(screen)
-    doctor.end(json.dumps(PRINTED))
+    started.end(json.dumps(PRINTED))
     assert examined(screen)["state"] == "done"
     (screen.workspace.configs_folder / "other.yaml").write_text(CONFIG.format(model="tiny"))
     examine(screen)
     refusal = examine(screen, config="other").json()["error"]
     assert refusal == "mug is being examined; stop that first, or wait until it has ended"
     assert examine(screen, "stop").status_code == 200
-    doctor.children[-1].wait()  # It was asked to end.
+    started.children[-1].wait()  # It was asked to end.
     assert examined(screen)["state"] == "done"  # with what was found before
     assert examine(screen, config="other").status_code == 200
 
 
-@pytest.mark.parametrize(("printed", "log"), [("", "no model\nswordfish\n"), ("[]", "x"), ('{"items"', "")])
+@pytest.mark.parametrize(
+    ("printed", "log"), [("", "no model\nswordfish\n"), ("[]", "x"), ("{}", "x\n" * 99_999), ('{"items"', "")]
+)
 def test_a_doctor_that_finds_nothing_says_why(
-    screen: Screen, mug: Path, doctor: FakeDoctor, printed: str, log: str
+    screen: Screen, mug: Path, started: Started, printed: str, log: str
 ) -> None:
     examine(screen)
-    doctor.end(printed, log)
+    started.end(printed, log)
     found = examined(screen)
-    assert (found["state"], found["log"]) == ("failed", log.splitlines())
+    assert (found["state"], found["log"]) == ("failed", log.splitlines()[-5:])
 
 
 def test_without_a_config_that_trains_on_it_nothing_is_examined(
-    screen: Screen, mug: Path, doctor: FakeDoctor
+    screen: Screen, mug: Path, started: Started
 ) -> None:
     (screen.workspace.configs_folder / "other.yaml").write_text("data: {path: data/cup}\nx: 1\n")
     for config, reason in (("", "choose a config"), ("other", "other: "), ("../x", "choose a config")):
         answer = examine(screen, config=config)
         assert answer.status_code == 422
         assert reason in answer.json()["error"]
-    assert doctor.words == []
+    assert started.words == []
 
 
 def test_of_several_data_sets_only_the_findings_of_this_one_are_shown() -> None:
@@ -193,10 +159,10 @@ def test_of_several_data_sets_only_the_findings_of_this_one_are_shown() -> None:
 
 @pytest.mark.parametrize("width", [1280, PHONE_PX])
 def test_a_browser_shows_remarks_tokens_and_crop_at_the_item_until_it_changes(
-    screen: Screen, mug: Path, doctor: FakeDoctor, browser: Browser, width: int
+    screen: Screen, mug: Path, started: Started, browser: Browser, width: int
 ) -> None:
     examine(screen)
-    doctor.end(json.dumps(PRINTED).replace("a caption of one word", "<img src=x onerror=alert(1)>"))
+    started.end(json.dumps(PRINTED).replace("a caption of one word", "<img src=x onerror=alert(1)>"))
     cell = "document.querySelector('[data-file=\"a.png\"]')"
     with (
         server_process(screen.workspace.path) as server,

@@ -2,8 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +11,17 @@ import pytest
 from accelerate.state import AcceleratorState
 from processes import wait_for
 from run_folders import full_folder
-from screens import INLINE, Screen
+from screens import INLINE, Screen, Started
 from tiny_run import make_run
+from waiting_runs import Waiting
 
 from diffsynth_lite.pipelines.qwen_image import tiny
+from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.ui.runs.steps import RunSteps
+from diffsynth_lite.ui.tries.studio import device_holders
+
+CONFIG = "model: {family: qwen_image, path: m}\ndata: {path: d}\noutput: {dir: runs/mine}\n"
 
 
 def with_loras(folder: Path, *steps: int) -> Path:
@@ -41,9 +46,12 @@ def test_one_button_makes_the_grid_of_all_steps_and_another_chooses_one(
     assert screen.post("/runs/mine/compare-steps").status_code == 200
     assert "The grid is being generated." in screen.get("/runs/mine/").text
     refusal = screen.post("/runs/mine/compare-steps")
-    assert (refusal.status_code, refusal.json()["error"]) == (422, "The grid is being generated already")
+    assert (refusal.status_code, refusal.json()["error"]) == (
+        422,
+        "steps of mine are being compared already; stop that first",
+    )
     steps = RunSteps(screen.workspace, "mine", folder)
-    wait_for(lambda: steps.process is None)
+    wait_for(lambda: not steps.values()["is_generating"])
     grid = (folder / "samples" / "0001" / "grid.png").read_bytes()
     assert screen.get("/runs/mine/steps.png").content == grid
     page = screen.get("/runs/mine/").text
@@ -74,27 +82,53 @@ def test_only_a_lora_that_is_there_can_be_chosen_and_one_that_is_gone_is_reporte
     assert "chosen.json: names no LoRA of the run; remove it, or choose" in screen.get("/runs/mine/").text
 
 
-def test_no_grid_is_generated_next_to_a_training_and_one_can_be_stopped(
-    screen: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grid_runs_and_captions_have_the_device_by_turns(screen: Screen, started: Started) -> None:
     folder = with_loras(full_folder(screen.workspace.runs_folder / "mine"), 100)
-    other = full_folder(screen.workspace.runs_folder / "other")
+    other = with_loras(full_folder(screen.workspace.runs_folder / "other"), 100)
+    mug = screen.workspace.data_folder / "mug"
+    mug.mkdir()
     status = json.loads((other / "status.json").read_text())
     (other / "status.json").write_text(json.dumps(status | {"state": "running"}))
     (other / ".lock").write_text(Process.of(os.getpid()).as_text())
     refusal = screen.post("/runs/mine/compare-steps")
     assert refusal.status_code == 422
-    assert refusal.json()["error"].startswith("other trains on this device; stop it first")
+    assert refusal.json()["error"].startswith("this device is in use: other trains; stop that first")
     (other / "status.json").write_text(json.dumps(status))
-    assert screen.post("/runs/mine/stop-comparing").json()["error"] == "No grid is being generated"
-
-    def waiting(command: object, **options: object) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-
-    monkeypatch.setattr("diffsynth_lite.ui.runs.steps.start_detached", waiting)
+    stop = "/runs/mine/stop-comparing"
+    assert screen.post(stop).json()["error"] == "no steps of mine are being compared on this machine"
     assert screen.post("/runs/mine/compare-steps").status_code == 200
-    assert screen.post("/runs/mine/stop-comparing").status_code == 200
-    wait_for(lambda: RunSteps(screen.workspace, "mine", folder).process is None)
+    assert started.words == [["sample", "--lora=runs/mine", "--every-checkpoint"]]
+    assert device_holders(screen.workspace) == ["steps of mine"]
+    for path, given in (
+        ("/runs/other/compare-steps", {}),
+        ("/data/mug/captioning", {"do": "write", "model": "m"}),
+    ):
+        assert "this device is in use: steps of mine;" in screen.post(path, given).json()["error"]
+    (screen.workspace.configs_folder / "mine.yaml").write_text(CONFIG)
+    queue = Waiting(Queue(screen.workspace))
+    queue.add("quick-run")
+    worker = threading.Thread(target=queue.work_as_the_command_does, daemon=True)
+    worker.start()
+    wait_for(queue.queue.is_worked)
+    assert "The next run waits: steps of mine on this device" in screen.get("/").text
+    assert queue.started() == []
+    assert screen.post(stop).status_code == 200
+    wait_for(lambda: not RunSteps(screen.workspace, "mine", folder).values()["is_generating"])
+    worker.join()
+    assert queue.names("done") == ["quick-run"]
+
+
+def test_a_process_that_cannot_be_noted_is_ended(
+    screen: Screen, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_loras(full_folder(screen.workspace.runs_folder / "mine"), 100)
+
+    def full(path: Path, _: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("diffsynth_lite.ui.jobs.write_json", full)
+    assert "No space left on device" in screen.post("/runs/mine/compare-steps").json()["error"]
+    assert started.children[0].wait(60) == -signal.SIGINT
 
 
 def test_a_grid_behind_a_link_or_of_other_samples_is_not_shown(screen: Screen, tmp_path: Path) -> None:

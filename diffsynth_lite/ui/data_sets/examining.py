@@ -4,11 +4,7 @@ The doctor is a process of its own without a GPU, so that it may work while a ru
 taken over by whoever looks first after its end, also a server that was started since.
 """
 
-import os
 import shlex
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +13,9 @@ from typing import Any, TypeAlias
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, read_bytes, write_json
-from diffsynth_lite.redaction import redacted
-from diffsynth_lite.run_folder.process import Process
+from diffsynth_lite.queue.outcome import log_lines
 from diffsynth_lite.ui.data_sets.captioning import DEFAULT_MODEL, command, over, shown_path
+from diffsynth_lite.ui.jobs import interrupt, lives_here, start_command
 from diffsynth_lite.ui.pages import digest
 from diffsynth_lite.workspace import Workspace
 
@@ -38,7 +34,7 @@ _LABELS = {
 }
 _SHOWN = ("advice", "problems", "remedy", "facts")
 _MOST_BYTES = 256 << 20
-_LOG_LINES, _LOG_BYTES = 5, 64 << 10
+_LOG_LINES = 5
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
 
 
@@ -67,23 +63,28 @@ class Examination:
             UserError: it examines one already, or cannot be started.
         """
         for busy in self._folder.glob("*.started.json"):
-            if (known := _read(busy)) and _is_alive(known):
+            if (known := _read(busy)) and lives_here(known["process"]):
                 name = known["data_set"]
                 raise UserError(f"{name} is being examined; stop that first, or wait until it has ended")
         self._folder.mkdir(exist_ok=True)
         words = ["doctor", "--config", f"configs/{self.config}.yaml", "--json"]
         words += ["--goal", goal] if goal else []
+        facts = {"data_set": self.data_set, "prefix": prefix, "settings": settings, "marks": marks}
         with self._file("out").open("wb") as out, self._file("log").open("wb") as log:
-            process = _spawn(words, self.workspace.path, out.fileno(), log.fileno())
-        started = {"data_set": self.data_set, "process": process.as_text(), "prefix": prefix}
-        kept = {"at": time.time(), "settings": settings, "marks": marks}
-        write_json(self._file("started.json"), started | kept)
+            start_command(
+                words,
+                self.workspace,
+                out,
+                noted_in=self._file("started.json"),
+                facts={**facts, "at": time.time()},
+                errors=log,
+                variables=_NO_GPU,
+            )
 
     def stop(self) -> None:
         """End the doctor, and keep what it found before."""
         if (started := _read(self._file("started.json"))) is not None:
-            if _is_alive(started) and (process := Process.from_text(started["process"])) is not None:
-                process.interrupt()
+            interrupt(started["process"])
             self._drop_started()
 
     def as_json(self, *, settings: str) -> dict[str, Any]:
@@ -94,32 +95,29 @@ class Examination:
         """
         state, started = "done", _read(self._file("started.json"))
         if started is not None:
-            state = "running" if _is_alive(started) else self._take(started)
+            state = "running" if lives_here(started["process"]) else self._take(started)
         found = _read(self._file("json"))
         if found is None:
             state = "none" if state == "done" else state
             found = {}
         else:
             found |= {"age_s": time.time() - found["at"], "is_config_changed": found["settings"] != settings}
-        return {**found, "state": state, "log": self._log() if state == "failed" else []}
+        log = log_lines(self._file("log"), num_lines=_LOG_LINES) if state == "failed" else []
+        return {**found, "state": state, "log": log}
 
     def _take(self, started: Mapping[str, Any]) -> str:
         """Keep what a doctor that has ended printed; the state after that."""
-        printed = _read(self._file("out"))
-        if printed is None:
+        try:
+            found = findings_of(_read(self._file("out")) or {}, prefix=started["prefix"])
+        except KeyError:  # It failed, or was one of another version.
             return "failed"
-        kept = {name: started[name] for name in ("at", "settings", "marks")}
-        write_json(self._file("json"), kept | findings_of(printed, prefix=started["prefix"]))
+        write_json(self._file("json"), found | {name: started[name] for name in ("at", "settings", "marks")})
         self._drop_started()
         return "done"
 
     def _drop_started(self) -> None:
         for kind in ("started.json", "out", "log"):
             self._file(kind).unlink(missing_ok=True)
-
-    def _log(self) -> list[str]:
-        text = read_bytes(self._file("log"), most_bytes=_LOG_BYTES).decode(errors="replace")
-        return [redacted(line) for line in text.splitlines() if line.strip()][-_LOG_LINES:]
 
     @property
     def _folder(self) -> Path:
@@ -178,36 +176,6 @@ def remedies(
 
 def _without(prefix: str, names: Iterable[str]) -> Iterator[str]:
     return (name.removeprefix(prefix) for name in names if name.startswith(prefix))
-
-
-def _is_alive(started: Mapping[str, Any]) -> bool:
-    process = Process.from_text(started["process"])
-    return process is not None and process.is_here() and process.is_alive()
-
-
-def _spawn(command: list[str], folder: Path, out: int, log: int) -> Process:
-    """Start the doctor in a session of its own, so that it outlives this process.
-
-    Raises:
-        UserError: the system refuses.
-    """
-    detached: dict[str, Any] = {"start_new_session": True}
-    if sys.platform == "win32":
-        detached = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
-    try:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "diffsynth_lite.cli.main", *command],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=log,
-            env={**os.environ, **_NO_GPU, "PYTHONSAFEPATH": "1"},
-            **detached,
-        )
-    except OSError as error:
-        raise UserError(f"doctor cannot be started in {folder}: {error.strerror}") from None
-    threading.Thread(target=child.wait, daemon=True).start()
-    return Process.of(child.pid)
 
 
 def _read(file: Path) -> dict[str, Any] | None:

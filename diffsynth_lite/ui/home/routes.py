@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -50,7 +51,7 @@ def _home(request: Request) -> Response:
     queued, runs = QueuedRuns(workspace), workspace.runs
     cards = _named(workspace, state.run_pages.cards(queued.without_run() | runs), queued)
     others = (f"{card.name} trains" for card in cards if card.is_live and queued.of(card.run.folder) is None)
-    waits_for = state.jobs.captioning() or next(others, "")
+    waits_for = next(chain(state.jobs.holders(), others), "")
     # One that has not begun is in the queue only.
     begun = [card for card in cards if (card.word, card.state.name) != ("waiting", "not started")]
     return page(

@@ -1,16 +1,6 @@
-"""This file shows which steps of a run have a LoRA, generates their grid, and notes which one is chosen.
+"""This file shows which steps of a run have a LoRA, generates their grid, and notes which one is chosen."""
 
-The grid is made by our command in a process of its own, which outlives the server. Its log, and which process
-it is, are in the workspace.
-"""
-
-import hashlib
-import os
 import shlex
-import signal
-import sys
-import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +10,11 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import parse_json, read_bytes, write_json
-from diffsynth_lite.queue.outcome import log_lines
-from diffsynth_lite.queue.worker import start_detached
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import choose, chosen_copy, lora_copies
-from diffsynth_lite.run_folder.process import Process
+from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.ui.pages import change_route, workspace_of
 from diffsynth_lite.workspace import Workspace
-
-_MOST_BYTES = 4096
 
 
 def routes() -> list[Route]:
@@ -51,9 +36,7 @@ class RunSteps:
 
     def __init__(self, workspace: Workspace, name: str, folder: Path) -> None:
         self._workspace, self._name, self._run = workspace, name, RunFolder(folder)
-        own = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-        self._log_file = workspace.logs_folder / f"steps-{own}.log"
-        self._process_file = workspace.logs_folder / f"steps-{own}.process"
+        self._jobs = Jobs(workspace)
 
     @classmethod
     def of(cls, request: Request) -> "RunSteps":
@@ -63,15 +46,6 @@ class RunSteps:
         if card is None:
             raise HTTPException(404)
         return cls(workspace_of(request), name, card.folder)
-
-    @property
-    def process(self) -> Process | None:
-        """That generates the grid now."""
-        with suppress(OSError, UserError, ValueError):
-            text = str(parse_json(read_bytes(self._process_file, most_bytes=_MOST_BYTES)))
-            found = Process.from_text(text)
-            return found if found is not None and found.is_here() and found.is_alive() else None
-        return None
 
     @property
     def grid(self) -> Path | None:
@@ -91,15 +65,15 @@ class RunSteps:
             problem = str(error)
         if chosen is not None and not chosen.path.is_dir():
             problem = f"Step {chosen.step} was chosen, and its LoRA is gone. Choose another."
-        grid = self.grid
+        grid, job = self.grid, self._jobs.of(self._run.path)
         return {
             "loras": [(copy.step, copy.path.name, copy == chosen) for copy in copies],
             "chosen": chosen.step if chosen is not None and not problem else None,
             "problem": problem,
             "grid": grid and f"{grid.parent.name}-{grid.stat().st_mtime_ns}",
-            "is_generating": self.process is not None,
-            "last_line": log_lines(self._log_file, num_lines=1),
-            "command": shlex.join(["diffsynth-lite", *self._arguments]),
+            "is_generating": job is not None and job.is_alive,
+            "last_line": self._jobs.log(job, num_lines=1) if job else [],
+            "command": shlex.join(["diffsynth-lite", "sample", *self._arguments]),
         }
 
     def choose(self, name: object) -> None:
@@ -113,34 +87,19 @@ class RunSteps:
         """Start the command that generates the grid.
 
         Raises:
-            UserError: it runs already, or a run trains on the device.
+            UserError: it runs already, or something else uses the device.
         """
-        if self.process is not None:
-            raise UserError("The grid is being generated already")
-        for name, folder in self._workspace.runs.items():
-            if RunFolder(folder).trains_here():
-                raise UserError(f"{name} trains on this device; stop it first, or wait until it has ended")
-        command = [sys.executable, "-m", "diffsynth_lite.cli.main", *self._arguments]
-        try:
-            with self._log_file.open("wb") as log:
-                child = start_detached(command, cwd=self._workspace.path, log=log)
-        except OSError as error:
-            raise UserError(f"sample cannot be started: {error.strerror}") from None
-        write_json(self._process_file, Process.of(child.pid).as_text())
-        threading.Thread(target=child.wait, daemon=True).start()  # else it would stay as a zombie
+        self._jobs.start(self._arguments, self._run.path, command="sample")
 
     def stop(self) -> None:
         """Have the command stop."""
-        if (process := self.process) is None:
-            raise UserError("No grid is being generated")
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGINT)
+        self._jobs.stop(self._run.path, command="sample")
 
     @property
     def _arguments(self) -> tuple[str, ...]:
         path, place = self._run.path, self._workspace.path
         shown = path.relative_to(place) if path.is_relative_to(place) else path
-        return "sample", f"--lora={shown}", "--every-checkpoint"
+        return f"--lora={shown}", "--every-checkpoint"
 
 
 def _grid(request: Request) -> Response:

@@ -11,7 +11,7 @@ from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.queue.outcome import log_lines
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.serving import Served
-from diffsynth_lite.ui.jobs import captions_in
+from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.workspace import Workspace
 
 IDLE_MINUTES = 15
@@ -166,12 +166,6 @@ class Studio:
 
 
 def device_holders(workspace: Workspace) -> list[str]:
-    """Names of the runs that train on this machine, and of the data sets that a model on it writes for."""
+    """Names of the runs that train on this machine, and what else uses its device."""
     runs = [name for name, folder in workspace.runs.items() if RunFolder(folder).trains_here()]
-    statuses = {name: captions_in(folder) for name, folder in workspace.data_sets.items()}
-    by_model = [name for name, status in statuses.items() if status and not _is_by_server(status.arguments)]
-    return [*runs, *(f"captions of {name}" for name in by_model)]
-
-
-def _is_by_server(arguments: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] == "--endpoint" for word in arguments)
+    return [*runs, *Jobs(workspace).holders()]
