@@ -43,6 +43,19 @@ def add_preset_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_serve_argument(parser: argparse.ArgumentParser, *, way: str) -> None:
+    """``--serve``, with which a command answers the requests of another program in the way that it does."""
+    minutes = 15
+    parser.add_argument(
+        "--serve",
+        type=positive_number,
+        nargs="?",
+        const=minutes,
+        metavar="MINUTES",
+        help=f"for programs: {way}, until so many minutes without one (default: {minutes})",
+    )
+
+
 def argument_hint(message: str) -> str:
     """A hint for argparse's message where a flag is a setting, or a yaml is given without ``--config``."""
     sections = {name: model.model_fields for name, model in section_types().items()}

@@ -3,13 +3,12 @@
 import argparse
 import json
 import logging
-import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from diffsynth_lite.cli.arguments import (
     add_config_arguments,
+    add_serve_argument,
     config_words,
     positive_count,
     positive_number,
@@ -36,11 +36,6 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _NUM_SHOWN = 3
-_IDLE_MINUTES = 15
-_SERVE = (
-    "for programs: take requests as lines of JSON on stdin, and answer each part by part on stdout, until so "
-    f"many minutes without one (default: {_IDLE_MINUTES})"
-)
 _SPLIT = (
     "Of each sample a process computes one of {} parts of the tokens. Previews are counted as if each "
     "process generated its own."
@@ -66,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-gib",
         metavar="GIB",
         type=positive_number,
-        default=math.inf,
         help="host memory that is free (default: any amount)",
     )
     parser.add_argument(
@@ -84,8 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="devices of one machine, each with a process, that train together (default: 1)",
     )
-    serving: dict[str, Any] = {"nargs": "?", "const": _IDLE_MINUTES, "metavar": "MINUTES", "help": _SERVE}
-    parser.add_argument("--serve", type=positive_number, **serving)
+    add_serve_argument(
+        parser, way="take requests as lines of JSON on stdin, and answer each part by part on stdout"
+    )
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -100,31 +95,26 @@ def run(parsed: argparse.Namespace) -> None:
     with importing_libraries():
         from diffsynth_lite.training.planning.answer import Answer
         from diffsynth_lite.training.planning.choices import as_overrides
-        from diffsynth_lite.training.planning.gpus import gpu_named
         from diffsynth_lite.training.planning.kept_counts import KeptCounts
-        from diffsynth_lite.training.planning.plan_input import PlanInput, room_of
+        from diffsynth_lite.training.planning.live_plan import PlanRequest
         from diffsynth_lite.training.planning.planner import RunPlanner
-        from diffsynth_lite.training.planning.step_time import gpu_here
         from diffsynth_lite.training.planning.subject import family_without_weights
 
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     folder = kept_counts_folder(os.environ)
-    gpu = gpu_here() if parsed.gpu is None else gpu_named(parsed.gpu)
-    device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
-    if device_gib is None and parsed.require_fit:
-        raise UserError("--require-fit: needs a card: give --gpu NAME, or its memory, as --device-gib 24")
-    room = room_of(device_gib, parsed.host_gib, num_processes=parsed.processes)
-    given = {"overrides": parsed.overrides, "presets": parsed.presets}
+    given = {key: value for key, value in vars(parsed).items() if key in PlanRequest.model_fields}
     with family_without_weights(loaded.config) as family:
-        asked = PlanInput.of(loaded, family, room=room, gpu=gpu, num_processes=parsed.processes, **given)
+        asked = PlanRequest(**given).input_of(loaded, family)
+        if asked.room is None and parsed.require_fit:
+            raise UserError("--require-fit: needs a card: give --gpu NAME, or its memory, as --device-gib 24")
         kept = KeptCounts(folder, family)
         answer = Answer(RunPlanner(asked, family, kept), asked)
         if parsed.json:
             print_lines(json.dumps(answer.as_json(), indent=2))
         else:
             _print(Console(emoji=False, highlight=False), answer, shows_all=parsed.all)
-            if room is not None and (best := answer.planner.best) is not None:
+            if asked.room is not None and (best := answer.planner.best) is not None:
                 config_file, *words = config_words(parsed)[1:]
                 words += [] if best.recipe else as_overrides(best.changes)
                 words = ["--config", best.recipe or config_file, *words]
@@ -137,7 +127,7 @@ def run(parsed: argparse.Namespace) -> None:
 
 def _serve(parsed: argparse.Namespace) -> None:
     given = [parsed.config, parsed.overrides, parsed.presets, parsed.gpu, parsed.device_gib]
-    given += [parsed.host_gib < math.inf, parsed.processes > 1, parsed.all, parsed.json, parsed.require_fit]
+    given += [parsed.host_gib, parsed.processes > 1, parsed.all, parsed.json, parsed.require_fit]
     if any(given):
         raise UserError("--serve: takes all else from requests, and answers in JSON; leave out the rest here")
     with standard_lines() as (lines, answers):

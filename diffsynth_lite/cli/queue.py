@@ -14,7 +14,7 @@ from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.cli.processes import refuse_group
 from diffsynth_lite.config import find_config_file
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.queue.entry import QueuedRun
+from diffsynth_lite.queue.entry import Entry, QueuedRun
 from diffsynth_lite.queue.folder import Place, Queue, Snapshot
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.workspace import Workspace, is_workspace, open_workspace
@@ -86,36 +86,39 @@ def run(parsed: argparse.Namespace) -> None:
 def _workspace(parsed: argparse.Namespace) -> Workspace:
     path: Path = Path.cwd() if parsed.workspace is None else parsed.workspace.expanduser()
     if is_workspace(path) or (parsed.workspace is not None and parsed.task is _add):
-        if parsed.task is _add:
-            parsed.config = _config(Workspace(path), parsed.config)
+        if parsed.task is _add:  # No workspace is made for what would not start.
+            parsed.entries = _entries(parsed, Workspace(path.resolve()))
         return open_workspace(path)
     makes = command("queue", "add", "--workspace", "my_workspace", "--config", "FILE")
     hint = "" if parsed.workspace else "go to one, or name one with --workspace; "
     raise UserError(f"{path}: is not a workspace; {hint}this makes one: {makes}")
 
 
-def _config(workspace: Workspace, given: str) -> Path:
-    """The config to add: a bare name is looked for in the workspace first; nothing outside is taken."""
-    from diffsynth_lite.queue.adding import name_in
+def _entries(parsed: argparse.Namespace, workspace: Workspace) -> list[Entry]:
+    """What is added; a bare name of a config is looked for in the workspace first."""
+    from diffsynth_lite.queue.adding import entries_of, name_in
 
+    given = parsed.config
     own = workspace.configs_folder / given
-    file = (own if Path(given).name == given and own.is_file() else find_config_file(given)).resolve()
-    name_in(workspace, file)
-    return file
-
-
-def _add(parsed: argparse.Namespace, queue: Queue) -> None:
-    """Add the run of a config, or one for each combination of values: key=1,2 key=[a],[b] key='"a, b",c'."""
-    from diffsynth_lite.queue.adding import entries_of
-
-    entries = entries_of(
-        queue.workspace,
+    parsed.config = (
+        own if Path(given).name == given and own.is_file() else find_config_file(given)
+    ).resolve()
+    name_in(workspace, parsed.config)
+    if workspace.path.is_dir():
+        os.chdir(workspace.path)
+    return entries_of(
+        workspace,
         parsed.config,
         parsed.overrides,
         presets=parsed.presets,
         device=parsed.device,
         num_processes=parsed.processes,
     )
+
+
+def _add(parsed: argparse.Namespace, queue: Queue) -> None:
+    """Add the run of a config, or one for each combination of values: key=1,2 key=[a],[b] key='"a, b",c'."""
+    entries = parsed.entries
     added = queue.add(entries)
     folders = [entry.folder for entry in entries]
     seen_from = parsed.workspace or Path()

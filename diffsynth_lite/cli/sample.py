@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from diffsynth_lite.cli.arguments import add_config_arguments, positive_count, positive_number
+from diffsynth_lite.cli.arguments import add_config_arguments, add_serve_argument, positive_count
 from diffsynth_lite.cli.console import hide_progress_bars
 from diffsynth_lite.cli.plan import kept_counts_folder
 from diffsynth_lite.cli.processes import join_processes
@@ -39,13 +39,6 @@ _FLAG_KEYS = {
 
 _MAX_SEED = 2**63 - 1
 """torch takes some more."""
-_IDLE_MINUTES = 15
-_SERVE = (
-    "for programs: keep the model loaded, take requests as lines of JSON on stdin, with these arguments as "
-    f"defaults, and answer on stdout, until so many minutes without one (default: {_IDLE_MINUTES})"
-)
-
-
 _FILES = {
     "input": "image to start from, for each prompt",
     "last-frame": "image that a clip ends with, for each prompt",
@@ -110,8 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="new or empty; default: a new one in samples/ of the run, or of the working folder without one",
     )
-    serving: dict[str, Any] = {"nargs": "?", "const": _IDLE_MINUTES, "metavar": "MINUTES", "help": _SERVE}
-    parser.add_argument("--serve", type=positive_number, **serving)
+    way = "keep the model loaded, take requests as lines of JSON on stdin, with these"
+    add_serve_argument(parser, way=f"{way} arguments as defaults, and answer on stdout")
 
 
 def run(parsed: argparse.Namespace) -> None:

@@ -109,6 +109,8 @@ def test_a_workspace_is_named_or_is_the_working_folder_and_add_makes_one(
     assert f"{tmp_path}: is not a workspace; go to one, or name one with --workspace" in caplog.text
     assert main(["queue", "list", "--workspace", "new"]) == 2
     assert "new: is not a workspace; this makes one: " in caplog.text
+    wrong = ("queue", "add", "--workspace", "new", "--config", "qwen_lora.yaml", "lora.rank=four")
+    assert main(wrong) == 2
     assert not (tmp_path / "new").exists()
     add = ("add", "--workspace", "new", "--config", "qwen_lora.yaml", "data.path=data")
     lines = printed(capsys, *add, "lora.rank=1,2", "output.dir=runs/a")

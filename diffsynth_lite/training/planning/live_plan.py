@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pydantic import PositiveFloat, PositiveInt
 
-from diffsynth_lite.config import load_config
+from diffsynth_lite.config import LoadedConfig, load_config
+from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.serving import Request, Requests
 from diffsynth_lite.training.planning.answer import Answer
 from diffsynth_lite.training.planning.gpus import gpu_named
@@ -30,6 +31,7 @@ class PlanRequest(Request):
 
     Attributes:
         text: of the config, in place of what its file has.
+        host_gib: None is any amount.
     """
 
     config: str
@@ -38,8 +40,26 @@ class PlanRequest(Request):
     presets: tuple[str, ...] = ()
     gpu: str | None = None
     device_gib: PositiveFloat | None = None
-    host_gib: PositiveFloat = math.inf
+    host_gib: PositiveFloat | None = None
     processes: PositiveInt = 1
+
+    def input_of(self, loaded: LoadedConfig, family: ModelFamily) -> PlanInput:
+        """What the plan of its config depends on; without a card, it is for the one of this machine.
+
+        Raises:
+            UserError: no run could do what the config says.
+        """
+        gpu = gpu_here() if self.gpu is None else gpu_named(self.gpu)
+        device_gib = gpu.training_gib if gpu and self.device_gib is None else self.device_gib
+        return PlanInput.of(
+            loaded,
+            family,
+            room=room_of(device_gib, self.host_gib or math.inf, num_processes=self.processes),
+            gpu=gpu,
+            num_processes=self.processes,
+            overrides=self.overrides,
+            presets=self.presets,
+        )
 
 
 class LivePlan:
@@ -63,19 +83,9 @@ class LivePlan:
 
     def _answer(self, wanted: PlanRequest) -> None:
         loaded = load_config(wanted.config, wanted.overrides, presets=wanted.presets, text=wanted.text)
-        gpu = gpu_here() if wanted.gpu is None else gpu_named(wanted.gpu)
-        device_gib = gpu.training_gib if gpu and wanted.device_gib is None else wanted.device_gib
         with ExitStack() as opened:
             family = opened.enter_context(family_without_weights(loaded.config))
-            asked = PlanInput.of(
-                loaded,
-                family,
-                room=room_of(device_gib, wanted.host_gib, num_processes=wanted.processes),
-                gpu=gpu,
-                num_processes=wanted.processes,
-                overrides=wanted.overrides,
-                presets=wanted.presets,
-            )
+            asked = wanted.input_of(loaded, family)
             planner = next((one for one, _ in self._kept if one.asked == asked), None)
             if planner is None:
                 planner = RunPlanner(
