@@ -16,38 +16,18 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite prepare``."""
-    parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="images and clips, with their captions; not changed"
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        type=Path,
-        required=True,
-        help="folder for the results, new or empty; the same command goes on in it where it was stopped",
-    )
-    parser.add_argument(
-        "--split-scenes",
-        action="store_true",
-        help="cut clips at hard cuts into CLIP-0001.mp4 and so on, exact to the frame, with their audio",
-    )
-    parser.add_argument(
-        "--extract-frames",
-        metavar="N",
-        type=positive_count,
-        help="write N sharp images, evenly spread, in place of each clip, or of each of its scenes",
-    )
-    parser.add_argument(
-        "--max-side",
-        metavar="PX",
-        type=positive_count,
-        help="scale images and clips down to this longest side; smaller ones stay",
-    )
-    parser.add_argument(
-        "--strip-bars",
-        action="store_true",
-        help="cut off black bars; not for folders with masks or other files that lie over an image",
-    )
+    of_folder = "images and clips, with their captions; not changed"
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help=of_folder)
+    out = "folder for the results, new or empty; the same command goes on in it where it was stopped"
+    parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help=out)
+    scenes = "cut clips at hard cuts into CLIP-0001.mp4 and so on, exact to the frame, with their audio"
+    parser.add_argument("--split-scenes", action="store_true", help=scenes)
+    frames = "write N sharp images, evenly spread, in place of each clip, or of each of its scenes"
+    parser.add_argument("--extract-frames", metavar="N", type=positive_count, help=frames)
+    side = "scale images and clips down to this longest side; smaller ones stay"
+    parser.add_argument("--max-side", metavar="PX", type=positive_count, help=side)
+    bars = "cut off black bars; not for folders with masks or other files that lie over an image"
+    parser.add_argument("--strip-bars", action="store_true", help=bars)
     parser.add_argument("--dry-run", action="store_true", help="show what would become of each file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -60,7 +40,7 @@ def run(parsed: argparse.Namespace) -> None:
         )
     from diffsynth_lite.doctor.findings import counted
     from diffsynth_lite.preparing.folder import prepare_folder
-    from diffsynth_lite.preparing.steps import Steps
+    from diffsynth_lite.preparing.images import Steps
 
     steps = Steps(
         split_scenes=parsed.split_scenes,

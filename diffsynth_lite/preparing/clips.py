@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
 from av.video.frame import VideoFrame
-from PIL import Image
 
 from diffsynth_lite.data.audio import check_audio, read_audio
 from diffsynth_lite.data.video import VideoFacts, check_video, read_frames, write_frames
@@ -16,9 +15,8 @@ from diffsynth_lite.data.video_decoding import all_frames, rgb_image
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Audio, AudioFormat
 from diffsynth_lite.preparing.bars import common_bars
-from diffsynth_lite.preparing.images import write_image
+from diffsynth_lite.preparing.images import Fit, Steps, write_image
 from diffsynth_lite.preparing.scenes import Scene, find_scenes
-from diffsynth_lite.preparing.steps import Fit, Steps
 from diffsynth_lite.progress_log import ProgressLog
 
 _CRF = 14
@@ -46,7 +44,7 @@ class ClipPlan:
     @property
     def is_whole(self) -> bool:
         """Whether the clip stays as it is."""
-        return len(self.scenes) == 1 and self.fit.is_whole((self.facts.width, self.facts.height))
+        return len(self.scenes) == 1 and self.fit.is_whole
 
     @property
     def kept(self) -> Sequence[Scene]:
@@ -75,8 +73,7 @@ def plan_clip(path: Path, steps: Steps) -> ClipPlan:
     if steps.strip_bars:
         box = common_bars(read_frames(path, [time])[0] for time in facts.spread_times(_NUM_LOOKED_AT))
     size = (facts.width, facts.height)
-    within = steps.max_side is None or max(size) <= steps.max_side
-    is_kept = len(scenes) == 1 and box is None and within
+    is_kept = len(scenes) == 1 and box is None and max(size) <= (steps.max_side or max(size))
     fit = Fit.of(size, box, steps.max_side, step=1 if is_kept or steps.extract_frames else 2)
     plan = ClipPlan(facts=facts, scenes=scenes, fit=fit)
     if not plan.kept:
@@ -110,29 +107,20 @@ def write_scenes(source: Path, plan: ClipPlan, results: Sequence[Sequence[Path]]
 def _write_scene(
     source: Path, plan: ClipPlan, scene: Scene, frames: Iterator[VideoFrame], result: Path
 ) -> None:
-    rate = Fraction(plan.facts.fps).limit_denominator(1001)
     first = next(frames)
-    assert first.pts is not None
+    images = (
+        (place if plan.is_even else (frame.pts or 0) - (first.pts or 0), plan.fit.apply(rgb_image(frame)))
+        for place, frame in enumerate(chain([first], frames))
+    )
     write_frames(
         result,
-        _timed_images(first, frames, plan),
+        images,
         size=plan.fit.size,
-        rate=rate,
+        rate=Fraction(plan.facts.fps).limit_denominator(1001),
         time_base=None if plan.is_even else first.time_base,
         audio=_audio(source, scene),
         crf=_CRF,
     )
-
-
-def _timed_images(
-    first: VideoFrame, rest: Iterable[VideoFrame], plan: ClipPlan
-) -> Iterator[tuple[int, Image.Image]]:
-    yield 0, plan.fit.apply(rgb_image(first))
-    for index, frame in enumerate(rest, start=1):
-        assert frame.pts is not None
-        assert first.pts is not None
-        time = index if plan.is_even else frame.pts - first.pts
-        yield time, plan.fit.apply(rgb_image(frame))
 
 
 def _audio(source: Path, scene: Scene) -> Iterator[Audio]:
@@ -164,10 +152,8 @@ def _sharp(frames: Iterable[VideoFrame], num_frames: int, count: int) -> Iterato
 def _sharpness(frame: VideoFrame) -> float:
     """Variance of the Laplacian of the luma of a frame that is at most 512 pixels wide and high."""
     scale = min(1.0, _SHARPNESS_SIDE / max(frame.width, frame.height))
-    size = {
-        name: max(3, round(side * scale)) for name, side in (("width", frame.width), ("height", frame.height))
-    }
-    luma = frame.reformat(**size, format="gray", threads=1).to_ndarray().astype(np.float32)
+    width, height = (max(3, round(side * scale)) for side in (frame.width, frame.height))
+    luma = frame.reformat(width, height, "gray", threads=1).to_ndarray().astype(np.float32)
     across, down = luma[:, 2:] + luma[:, :-2], luma[2:] + luma[:-2]
     return float(np.var(across[1:-1] + down[:, 1:-1] - 4 * luma[1:-1, 1:-1]))
 

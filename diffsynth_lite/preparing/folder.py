@@ -9,22 +9,24 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from diffsynth_lite.data.captions import CaptionFiles
+from diffsynth_lite.data.captions import CaptionFiles, json_object
 from diffsynth_lite.data.folder import Folder, list_folder, usable_file
+from diffsynth_lite.data.images import load_upright
 from diffsynth_lite.data.records import is_image, is_video, stem
 from diffsynth_lite.data.sources import METADATA_FILES
 from diffsynth_lite.errors import RunStoppedError, UserError
-from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, replacing, write_text
+from diffsynth_lite.files import DISK_FULL, is_unfinished, replacing, write_text
+from diffsynth_lite.preparing.bars import black_bars
 from diffsynth_lite.preparing.clips import ClipPlan, plan_clip, write_scenes
-from diffsynth_lite.preparing.images import plan_image, prepare_image, result_suffix
-from diffsynth_lite.preparing.steps import Fit, Steps
+from diffsynth_lite.preparing.images import Fit, Steps, prepare_image, result_suffix
 from diffsynth_lite.progress_log import ProgressLog
 from diffsynth_lite.run_folder.lock import open_lock
 
@@ -106,31 +108,19 @@ def prepare_folder(folder: Path, out: Path, steps: Steps, *, is_dry_run: bool = 
             f"{folder}: the captions are in {table}, which names the files as they are now; write each to a "
             f"text file, such as {stem(media[0])}.txt, or move {table} out of the folder to go on without"
         )
-    rows = _Rows(folder, out, steps)
-    with nullcontext() if is_dry_run else rows.begun():
-        return _prepare_all(media, listing, texts, rows, is_dry_run=is_dry_run)
-
-
-def _prepare_all(
-    media: Sequence[str], listing: Folder, texts: CaptionFiles, rows: "_Rows", *, is_dry_run: bool
-) -> Preparation:
     used = {*media, *(text for name in media for text in texts.names_of(name))}
-    found = Preparation(
-        problems=_clashes(media, rows.steps), not_taken=[name for name in listing.files if name not in used]
-    )
+    not_taken = [name for name in listing.files if name not in used]
+    found = Preparation(problems=_clashes(media, steps), not_taken=not_taken)
+    rows = _Rows(folder, out, steps)
     names = [name for name in media if name not in found.problems]
     progress = ProgressLog("prepared %d of %d files", len(names), phase="reading")
-    for name in names:
-        try:
-            _prepare(name, listing, texts, rows, found, is_dry_run=is_dry_run)
-        except UserError as error:
-            found.problems[name] = str(error).removeprefix(f"{listing.path / name}: ")
-        except OSError as error:
-            if error.errno in DISK_FULL:
-                reason = "the disk is full; make room, and the same command goes on"
-                raise RunStoppedError(f"{rows.out}: {reason}") from error
-            raise
-        progress.advance()
+    with nullcontext() if is_dry_run else rows.begun():
+        for name in names:
+            try:
+                _prepare(name, listing, texts, rows, found, is_dry_run=is_dry_run)
+            except UserError as error:
+                found.problems[name] = str(error).removeprefix(f"{listing.path / name}: ")
+            progress.advance()
     return found
 
 
@@ -142,7 +132,7 @@ def _prepare(
     captions = {text.removeprefix(stem(name)): listing.use(text) for text in texts.names_of(name)}
     known = rows.known(name, source)
     is_done = known is not None and all((rows.out / result).exists() for result in known.results)
-    item, plan = (known, None) if known and is_done else _looked_at(name, source, rows.steps)
+    item, write = (known, None) if known and is_done else _looked_at(name, source, rows)
     found.items.append(item)
     found.num_kept += is_done
     if captions and len(item.results) > 1:
@@ -151,36 +141,45 @@ def _prepare(
         return
     if known is None:
         rows.add(item, source)
-    if plan is not None:
-        _write(source, plan, item, rows)
+    if write is not None:
+        (rows.out / name).parent.mkdir(parents=True, exist_ok=True)
+        write()
     for ending, text in captions.items():
         for result in item.results:
             _copy(text, rows.out / f"{stem(result)}{ending}")
 
 
-def _looked_at(name: str, source: Path, steps: Steps) -> tuple[Prepared, ClipPlan | Fit]:
-    """What becomes of an image or clip."""
-    clip = plan_clip(source, steps) if is_video(name) else None
-    if clip is None:
-        size, fit = plan_image(source, steps)
-        is_copy, results = fit.is_whole(size), [f"{stem(name)}{result_suffix(source)}"]
+def _looked_at(name: str, source: Path, rows: "_Rows") -> tuple[Prepared, Callable[[], None]]:
+    """What becomes of an image or clip, and what writes those results that are not there."""
+    steps, num_scenes, num_short, duration_s = rows.steps, 1, 0, None
+    write: Callable[[], None]
+    if is_video(name):
+        plan = plan_clip(source, steps)
+        fit, is_copy, duration_s = plan.fit, plan.is_whole and not steps.extract_frames, plan.facts.duration_s
+        num_scenes, num_short = len(plan.scenes), len(plan.scenes) - len(plan.kept)
+        of_scenes = _results_of_clip(name, plan, steps)
+        results = list(chain.from_iterable(of_scenes))
+        write = partial(
+            write_scenes, source, plan, [[rows.out / one for one in names] for names in of_scenes]
+        )
     else:
-        size, fit = (clip.facts.width, clip.facts.height), clip.fit
-        is_copy = clip.is_whole and not steps.extract_frames
-        results = list(chain.from_iterable(_results_of_clip(name, clip, steps)))
+        image = load_upright(source)  # decoded, so a damaged one is an error
+        fit = Fit.of(image.size, black_bars(image) if steps.strip_bars else None, steps.max_side)
+        is_copy, results = fit.is_whole, [f"{stem(name)}{result_suffix(source)}"]
+        write = partial(prepare_image, source, rows.out / results[0], fit)
     item = Prepared(
         file=name,
-        width=size[0],
-        height=size[1],
-        duration_s=clip.facts.duration_s if clip else None,
-        num_scenes=len(clip.scenes) if clip else 1,
-        num_short=len(clip.scenes) - len(clip.kept) if clip else 0,
+        width=fit.before[0],
+        height=fit.before[1],
+        duration_s=duration_s,
+        num_scenes=num_scenes,
+        num_short=num_short,
         new_width=fit.size[0],
         new_height=fit.size[1],
         results=(name,) if is_copy else tuple(results),
         is_copy=is_copy,
     )
-    return item, clip or fit
+    return item, partial(_copy, source, rows.out / name) if is_copy else write
 
 
 def _results_of_clip(name: str, plan: ClipPlan, steps: Steps) -> list[list[str]]:
@@ -193,19 +192,6 @@ def _results_of_clip(name: str, plan: ClipPlan, steps: Steps) -> list[list[str]]
         [f"{start}-{number:04d}.png" for number in range(1, min(steps.extract_frames, scene.num_frames) + 1)]
         for start, scene in zip(starts, plan.kept, strict=True)
     ]
-
-
-def _write(source: Path, plan: ClipPlan | Fit, item: Prepared, rows: "_Rows") -> None:
-    """Write the results of an item that are not there."""
-    first = rows.out / item.results[0]
-    first.parent.mkdir(parents=True, exist_ok=True)
-    if item.is_copy:
-        _copy(source, first)
-    elif isinstance(plan, Fit):
-        prepare_image(source, first, plan)
-    else:
-        names = _results_of_clip(item.file, plan, rows.steps)
-        write_scenes(source, plan, [[rows.out / name for name in of_scene] for of_scene in names])
 
 
 def _copy(source: Path, result: Path) -> None:
@@ -257,7 +243,7 @@ class _Rows:
     def _read(self) -> None:
         """Read the rows; one that a kill has torn does not count."""
         first, *rows = self._path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
-        if (command := _parsed(first)) not in (self._command, {}):
+        if (command := json_object(first) or {}) not in (self._command, {}):
             flags = (
                 f" --{key.replace('_', '-')}{'' if value is True else f' {value}'}"
                 for key, value in command.items()
@@ -267,7 +253,7 @@ class _Rows:
                 f"--out {self.out}: holds what another command made: prepare {command.get('folder')}"
                 f"{''.join(flags)}; choose another folder, or delete it"
             )
-        self._known = {str(row["file"]): row for row in map(_parsed, rows) if "file" in row}
+        self._known = {str(row["file"]): row for row in filter(None, map(json_object, rows)) if "file" in row}
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -275,6 +261,7 @@ class _Rows:
 
         Raises:
             UserError: one does, or nothing can be written there.
+            RunStoppedError: the disk is full.
         """
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -285,8 +272,14 @@ class _Rows:
             for path in self.out.rglob(".tmp-*"):
                 if is_unfinished(path.name):
                     path.unlink()
-            write_text(self._path, "".join(map(_line, [self._command, *self._known.values()])))
-            yield
+            try:
+                write_text(self._path, "".join(map(_line, [self._command, *self._known.values()])))
+                yield
+            except OSError as error:
+                if error.errno in DISK_FULL:
+                    reason = "the disk is full; make room, and the same command goes on"
+                    raise RunStoppedError(f"{self.out}: {reason}") from error
+                raise
 
     def known(self, name: str, source: Path) -> Prepared | None:
         """What was to become of a file, if that is the one that there was."""
@@ -311,12 +304,3 @@ def _identity(source: Path) -> list[int]:
 
 def _line(value: dict[str, Any]) -> str:
     return f"{json.dumps(value, ensure_ascii=False)}\n"
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    """The object in a line; empty where it holds none."""
-    try:
-        value = parse_json(line)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
