@@ -115,7 +115,6 @@ class CaptionModel:
     Args:
         name: of the model.
         folder: of it; its weights may still be on the hub.
-        free_bytes: of the device; None is what it has when the weights are loaded.
 
     Raises:
         UserError: this version of transformers does not have the model, or it does not caption.
@@ -130,10 +129,9 @@ class CaptionModel:
         quantize: Quantize,
         device: torch.device,
         batch_size: int,
-        free_bytes: float | None = None,
     ) -> None:
         self.batch_size = batch_size
-        self._folder, self._device, self._free_bytes = folder, device, free_bytes
+        self._folder, self._device = folder, device
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._format = None if quantize == "none" else require_format(quantize, key="--quantize")
         self._class = _class_of(folder, name)
@@ -143,11 +141,8 @@ class CaptionModel:
         self._processor = ImageProcessor(folder.path, config)
         self.name = f"{name} {self._processor.task}".strip()
         if task := self._processor.task:
-            logger.warning(
-                "%s has tasks in place of instructions: it is asked for %s, and reads no instruction.",
-                name,
-                task,
-            )
+            text = "%s has tasks in place of instructions: it is asked for %s, and reads no instruction."
+            logger.warning(text, name, task)
         self._model: Any = None
 
     def __enter__(self) -> "CaptionModel":
@@ -246,7 +241,7 @@ class CaptionModel:
         host = available_host_bytes() if self._device.type == "cpu" else None
         if host is not None:
             self._require_room(needed, host)
-        free = _free_bytes(self._device) if self._free_bytes is None else self._free_bytes
+        free = _free_bytes(self._device)
         if needed <= _SHARE_OF_WEIGHTS * free or self._folder.is_quantised(""):
             return plain
         streamed = TextEncoderMemory(quantizations=plain.quantizations, num_slots=SLOTS_TO_GENERATE)

@@ -1,7 +1,7 @@
 """This file writes the captions of a folder as one HTML page that needs no network and has no scripts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
@@ -24,10 +24,7 @@ _ONE_OF_SEVERAL_PX = 102
 _MAX_THUMBNAILS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shown:
-    """An item of the page."""
-
+class _Shown(NamedTuple):
     item: Item
     made: Cleaned
     remark: str
@@ -39,14 +36,9 @@ def write_page(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> None
     Raises:
         OSError: it cannot be written.
     """
-    environment = Environment(
-        # The style sheet is the one of all pages.
-        loader=ChoiceLoader(
-            [PackageLoader("diffsynth_lite.captioning", ""), PackageLoader("diffsynth_lite.report", "")]
-        ),
-        autoescape=True,
-        undefined=StrictUndefined,
-    )
+    # The style sheet is the one of all pages.
+    folders = [PackageLoader(f"diffsynth_lite.{room}", "") for room in ("captioning", "report")]
+    environment = Environment(loader=ChoiceLoader(folders), autoescape=True, undefined=StrictUndefined)
     sections = _sections(job, report, outcome)
     text = environment.get_template("page.html").render(
         title=job.folder.resolve().name,
@@ -63,12 +55,8 @@ def write_page(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> None
 def _sections(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> dict[str, list[_Shown]]:
     """The items by who wrote their captions, those of this command first."""
     rows = report.rows()
-    sections: dict[str, list[_Shown]] = {
-        "Without a caption": [],
-        "Written now": [],
-        "Written by a model before": [],
-        "Yours": [],
-    }
+    names = ("Without a caption", "Written now", "Written by a model before", "Yours")
+    sections: dict[str, list[_Shown]] = {name: [] for name in names}
     for item in read_contents(job.source).items:
         row, texts = rows.get(item.file), "\n".join(item.captions)
         made, remark = Cleaned(text=texts), item.problem
@@ -81,7 +69,7 @@ def _sections(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> dict[
             made = Cleaned(text=texts, removed=row.removed, cut=row.cut)
         else:
             name = "Yours" if texts or item.is_locked else "Without a caption"
-        sections[name].append(_Shown(item=item, made=made, remark=remark))
+        sections[name].append(_Shown(item, made, remark))
     return {name: shown for name, shown in sections.items() if shown}
 
 

@@ -33,19 +33,8 @@ from diffsynth_lite.testing.text_encoders import tiny_gemma3, tiny_qwen3_vl_lm
 from diffsynth_lite.testing.tokenizers import gemma_tokenizer, qwen2_tokenizer
 
 _WORDS = (
-    "a",
-    "red",
-    "blue",
-    "cat",
-    "dog",
-    "sits",
-    "stands",
-    "near",
-    "tall",
-    "tree",
-    "house",
-    "with",
-    "light",
+    *("a", "red", "blue", "cat", "dog", "sits", "stands"),
+    *("near", "tall", "tree", "house", "with", "light"),
 )
 _LOUDER = 10
 _MEAN_AND_STD = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
@@ -95,8 +84,7 @@ def save_tiny_gemma3(folder: Path, *, seed: int = 0) -> Path:
         setattr(model.config, f"{name}_index", tokenizer.convert_tokens_to_ids(token))
     image_processor = Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, **_MEAN_AND_STD)
     processor = {"image_seq_length": 1, "processor_class": "Gemma3Processor"}
-    _save(folder, model, tokenizer, image_processor, processor=processor, named_tokens=marks)
-    return folder
+    return _save(folder, model, tokenizer, image_processor, settings=processor, named_tokens=marks)
 
 
 def save_tiny_smolvlm(folder: Path, *, seed: int = 0) -> Path:
@@ -117,8 +105,7 @@ def save_tiny_smolvlm(folder: Path, *, seed: int = 0) -> Path:
         size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, **_MEAN_AND_STD
     )
     processor = {"image_seq_len": 4, "processor_class": "SmolVLMProcessor"}
-    _save(folder, model, tokenizer, image_processor, processor=processor)
-    return folder
+    return _save(folder, model, tokenizer, image_processor, settings=processor)
 
 
 def save_tiny_joycaption(folder: Path, *, seed: int = 0) -> Path:
@@ -148,8 +135,7 @@ def save_tiny_joycaption(folder: Path, *, seed: int = 0) -> Path:
         "image_token": "<image>",
         "processor_class": "LlavaProcessor",
     }
-    _save(folder, model, tokenizer, image_processor, processor=processor)
-    return folder
+    return _save(folder, model, tokenizer, image_processor, settings=processor)
 
 
 def save_tiny_florence2(folder: Path, *, seed: int = 0) -> Path:
@@ -181,20 +167,11 @@ def save_tiny_florence2(folder: Path, *, seed: int = 0) -> Path:
     )
     with seeded(seed):
         model = Florence2ForConditionalGeneration(config).eval()
-    image_processor = CLIPImageProcessorPil(
-        size={"height": 64, "width": 64}, do_center_crop=False, image_seq_length=5, **_MEAN_AND_STD
-    )
-    processor = {"processor_class": "Florence2Processor"}
-    _save(
-        folder,
-        model,
-        tokenizer,
-        image_processor,
-        processor=processor,
-        named_tokens={"image_token": "<image>"},
-        louder=4 * _LOUDER,
-    )
-    return folder
+    size = {"height": 64, "width": 64}
+    processor = CLIPImageProcessorPil(size=size, do_center_crop=False, image_seq_length=5, **_MEAN_AND_STD)
+    marks, louder = {"image_token": "<image>"}, 4 * _LOUDER
+    settings = {"processor_class": "Florence2Processor"}
+    return _save(folder, model, tokenizer, processor, settings=settings, named_tokens=marks, louder=louder)
 
 
 def save_tiny_tagger(folder: Path, tags: Mapping[str, tuple[int, Sequence[float]]]) -> Path:
@@ -215,11 +192,8 @@ def save_tiny_tagger(folder: Path, tags: Mapping[str, tuple[int, Sequence[float]
 def _onnx_of(weights: Sequence[Sequence[float]]) -> bytes:
     """The network of a tiny tagger as protocol buffers; the numbers are those of the fields in onnx.proto."""
     matrix = np.asarray(weights, dtype="<f4").T
-    stored = [_field(1, size) for size in matrix.shape] + [
-        _field(2, 1),
-        _field(8, "w"),
-        _field(9, matrix.tobytes()),
-    ]
+    sizes = b"".join(_field(1, size) for size in matrix.shape)
+    stored = sizes + _field(2, 1) + _field(8, "w") + _field(9, matrix.tobytes())
     axes = _field(1, "axes") + _field(8, 1) + _field(8, 2) + _field(20, 7)
     flat = _field(1, "keepdims") + _field(3, 0) + _field(20, 2)
     graph = [
@@ -227,7 +201,7 @@ def _onnx_of(weights: Sequence[Sequence[float]]) -> bytes:
         _field(1, _node("MatMul", ["mean", "w"], "logits")),
         _field(1, _node("Sigmoid", ["logits"], "y")),
         _field(2, "tagger"),
-        _field(5, b"".join(stored)),
+        _field(5, stored),
         _field(11, _value("x", ["batch", 8, 8, 3])),
         _field(12, _value("y", ["batch", matrix.shape[1]])),
     ]
@@ -305,14 +279,14 @@ def _save(
     tokenizer: Any,
     image_processor: Any,
     *,
-    processor: Mapping[str, Any] = _NOTHING,
+    settings: Mapping[str, Any] = _NOTHING,
     named_tokens: Mapping[str, str] = _NOTHING,
     louder: float = _LOUDER,
-) -> None:
+) -> Path:
     """Save a model that writes only words.
 
     Args:
-        processor: its ``processor_config.json``, if it has one.
+        settings: its ``processor_config.json``, if it has one.
         named_tokens: tokens that the processor knows by a name.
         louder: weights are multiplied by it. As they were made, one would say the same of all images.
     """
@@ -329,8 +303,9 @@ def _save(
             weight.data.mul_(louder)
     for part in (model, tokenizer, image_processor):
         part.save_pretrained(folder)
-    if processor:
-        write_json(folder / "processor_config.json", dict(processor))
+    if settings:
+        write_json(folder / "processor_config.json", dict(settings))
     if named_tokens:
-        settings = parse_json((folder / "tokenizer_config.json").read_bytes())
-        write_json(folder / "tokenizer_config.json", {**settings, "extra_special_tokens": dict(named_tokens)})
+        known = parse_json((folder / "tokenizer_config.json").read_bytes())
+        write_json(folder / "tokenizer_config.json", {**known, "extra_special_tokens": dict(named_tokens)})
+    return folder
