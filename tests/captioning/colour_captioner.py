@@ -7,6 +7,7 @@ from diffsynth_lite.captioning.captioner import Answer, Question
 from diffsynth_lite.captioning.choice import CaptionJob, Outcome
 from diffsynth_lite.captioning.instructions import CaptionRequest
 from diffsynth_lite.captioning.job import write_captions
+from diffsynth_lite.captioning.report import CaptioningStatus, CaptionReport
 
 COLOURS = {"a.png": "red", "b.png": "lime", "c.png": "blue", "d.png": "yellow", "e.png": "magenta"}
 REFUSAL = "I'm sorry, but I cannot describe this image."
@@ -67,6 +68,13 @@ def write(folder: Path, captioner: Colours | None = None, **settings: object) ->
     outcome = write_captions(job_in(folder, **settings), lambda: captioner)
     assert not captioner.is_open
     return outcome
+
+
+def status_of(folder: Path) -> CaptioningStatus:
+    """Of the latest command, which is there."""
+    status = CaptionReport(folder).status()
+    assert status is not None
+    return status
 
 
 def captions_in(folder: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from chat_server import chat, reply, running
+from colour_captioner import captions_in, status_of
 from processes import Program, wait_for
 from tiny_run import TinyRun, tiny_image
 
@@ -47,10 +48,6 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def captions_in(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(folder.glob("*.txt"))}
-
-
 def test_it_writes_captions_and_names_the_page_and_what_comes_next(
     images: Path,
     tiny_captioner: Path,
@@ -70,8 +67,7 @@ def test_it_writes_captions_and_names_the_page_and_what_comes_next(
     assert "\n3 written, 0 kept, 1 failed, " in printed
     assert f"Page with all captions: {images}/.captions/captions.html\n" in printed
     assert printed.endswith(f"Next: {command('init', str(images))}\n")
-    status = CaptionReport(images).status()
-    assert status is not None
+    status = status_of(images)
     assert (status.state, status.arguments) == ("finished", tuple(arguments[1:]))
     assert main([*arguments, "--json", "--replace", "model"]) == 2
     result = json.loads(capsys.readouterr().out)
@@ -95,8 +91,7 @@ def test_a_dry_run_prints_captions_and_writes_none(
 ) -> None:
     assert main(["caption", str(images), "--model", str(tiny_captioner), "--dry-run", "2"]) == 0
     printed = capsys.readouterr().out
-    status = CaptionReport(images).status()
-    assert status is not None
+    status = status_of(images)
     assert list(status.preview) == ["0.png", "3.png"]
     assert printed.startswith("".join(f"{name}:\n  {text}\n" for name, text in status.preview.items()))
     assert "2 shown and not written, 0 kept" in printed
@@ -142,14 +137,6 @@ def test_what_cannot_be_is_refused_in_a_line_before_anything_is_loaded(
     assert not (images / ".captions").exists()
 
 
-def test_a_type_of_weights_that_is_none_is_refused_whatever_there_is_to_write(
-    images: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["caption", str(images), "--model", "m", "--dtype", "float99"])
-    assert "--dtype: invalid choice: 'float99'" in capsys.readouterr().err
-
-
 def test_the_text_encoder_of_a_config_limits_captions(
     images: Path,
     tiny_captioner: Path,
@@ -187,8 +174,7 @@ def test_a_server_writes_captions_without_torch(images: Path) -> None:
     assert json.loads(result)["model"].startswith("served at 127.0.0.1:")
     sent = {(one.body["model"], one.headers["Authorization"]) for one in server.received}
     assert sent == {("served", "Bearer my secret")}
-    status = CaptionReport(images).status()
-    assert status is not None
+    status = status_of(images)
     assert status.arguments == tuple(words[1:])
     assert not any("my secret" in path.read_text() for path in CaptionReport(images).folder.iterdir())
 
@@ -227,8 +213,7 @@ def test_a_command_that_is_stopped_and_given_again_writes_the_same_as_one_that_i
         os.kill(stopped.pid, signal.SIGTERM)  # as a launcher that Ctrl+C stopped sends
     code, before = stopped.wait(), captions_in(images)
     assert len(before) < 20, "it was stopped before the end"
-    status = CaptionReport(images).status()
-    assert status is not None
+    status = status_of(images)
     assert not status.is_running
     if number == signal.SIGKILL:
         assert (code, status.state) == (-signal.SIGKILL, "running")
