@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from diffsynth_lite.data.captions import compact_json, with_trigger
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json
+from diffsynth_lite.releases.families import require_family_name
 
 if TYPE_CHECKING:
     from diffsynth_lite.pipelines.base.family import ModelFamily
@@ -45,6 +46,7 @@ def limit_of_family(name: str, *, trigger: str = "") -> Fits:
     Raises:
         UserError: there is no such family, or none of its tokenizers is here or can be fetched.
     """
+    require_family_name(name)
     from diffsynth_lite.pipelines.base.discovery import load_family
 
     family_class = load_family(name)

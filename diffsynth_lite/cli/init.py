@@ -13,6 +13,7 @@ from diffsynth_lite.config import load_config
 from diffsynth_lite.config.document import shortened
 from diffsynth_lite.config.files import Preset, read_preset
 from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.releases.families import require_family_name
 
 if TYPE_CHECKING:
     from diffsynth_lite.doctor.starting_point import StartingPoint
@@ -69,6 +70,8 @@ def run(parsed: argparse.Namespace) -> None:
             "FOLDER: is missing; name the folder of your images, or --from another trainer's config"
         )
     presets = [read_preset(name) for name in parsed.presets]
+    if parsed.family:
+        require_family_name(parsed.family)
     out = _file_to_write(parsed)
     flags = {"plan": ["--gpu", parsed.gpu]} if parsed.gpu else {}
     commands = [

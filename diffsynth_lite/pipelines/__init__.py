@@ -2,7 +2,6 @@
 
 from diffsynth_lite.pipelines.base.discovery import (
     families_of,
-    family_names,
     load_family,
     releases_of,
     require_family,
@@ -10,6 +9,7 @@ from diffsynth_lite.pipelines.base.discovery import (
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder, resolve_folder
 from diffsynth_lite.pipelines.base.mixins import EditInputs, WithAudio
+from diffsynth_lite.releases.families import family_names
 
 __all__ = [
     "Conditioning",

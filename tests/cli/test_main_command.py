@@ -1,11 +1,13 @@
-"""The console script: its commands, and what it says of wrong words on the command line."""
+"""The console script: its commands, and its errors about wrong words on the command line."""
 
 import json
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from diffsynth_lite import __version__
 from diffsynth_lite.cli.main import main
@@ -22,16 +24,18 @@ _EACH_HELP = """
 import sys
 sys.modules["torch"] = None  # an import of it is an error
 from diffsynth_lite.cli import continuation, main
-for line in sys.argv[1:]:
+for line in sys.argv[2:]:
     try:
         main.main([*line.split(), "--help"])
     except SystemExit as exit:
         print("code", exit.code)
+for words in (["init"], ["caption", "--model", "some/model"]):
+    print("refused", main.main([*words, sys.argv[1], "--family", "qwen_imag"]))
 """
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("", "diffsynth-lite: error: the following arguments are required: COMMAND"),
         ("reprot runs", "diffsynth-lite: error: reprot: is not a command; did you mean 'report'?"),
@@ -80,12 +84,14 @@ for line in sys.argv[1:]:
         ("sample --size 64", "diffsynth-lite sample: error: argument --size: 64: width and height"),
     ],
 )
-def test_wrong_words_are_told_in_one_line(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_answered_in_one_line(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(line.split())
     assert caught.value.code == 2
     (shown,) = capsys.readouterr().err.splitlines()
-    assert shown.startswith(told)
+    assert shown.startswith(message)
     assert shown.endswith("--help")
 
 
@@ -116,9 +122,11 @@ def test_the_environment_is_printed_without_its_secrets(
     assert "aaaa" not in shown
 
 
-def test_help_is_shown_without_torch() -> None:
+def test_help_and_a_wrong_family_are_answered_without_torch(tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     lines = ("", *_COMMANDS)
-    done = subprocess.run(
-        [sys.executable, "-c", _EACH_HELP, *lines], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines().count("code 0") == len(lines)
+    program = [sys.executable, "-c", _EACH_HELP, str(tmp_path), *lines]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    printed = done.stdout.splitlines()
+    assert (printed.count("code 0"), printed.count("refused 2")) == (len(lines), 2)
+    assert done.stderr.count("unknown family 'qwen_imag'; did you mean 'qwen_image'?") == 2

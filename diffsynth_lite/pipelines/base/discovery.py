@@ -3,11 +3,9 @@
 A dotted path is code of somebody else, so whatever a setting names is imported here.
 """
 
-import difflib
 import importlib
 import inspect
 import logging
-import pkgutil
 import sys
 from collections.abc import Iterable
 from types import ModuleType
@@ -19,13 +17,9 @@ from diffsynth_lite.lora.reading import LoraContents, likeliest, unknown_layers
 from diffsynth_lite.pipelines.base.family import ModelFamily
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.releases import UNTRAINED, Release
+from diffsynth_lite.releases.families import family_names, require_family_name, unknown_family
 
 logger = logging.getLogger(__name__)
-
-
-def family_names() -> list[str]:
-    """Names of the built-in families: the files and folders next to this folder, sorted."""
-    return sorted({module.name for module in pkgutil.iter_modules(pipelines.__path__)} - {"base"})
 
 
 def load_family(name: str) -> type[ModelFamily]:
@@ -38,16 +32,14 @@ def load_family(name: str) -> type[ModelFamily]:
         UserError: no such module, or it does not define exactly one family.
     """
     path = name if "." in name else f"{pipelines.__name__}.{name}"
-    is_module = all(part.isidentifier() for part in name.split("."))
-    if not is_module or ("." not in name and name not in family_names()):
-        raise _unknown(name)
+    require_family_name(name)
     try:
         module = import_named(path, setting="model.family")
     except ModuleNotFoundError as error:
         # A missing import inside the family's file is that file's bug and keeps its traceback.
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
             raise
-        raise _unknown(name) from None
+        raise unknown_family(name) from None
     return _family_in(module)
 
 
@@ -129,18 +121,3 @@ def _family_in(module: ModuleType) -> type[ModelFamily]:
             "a family's file or folder offers exactly one"
         )
     return found[0]
-
-
-def _unknown(name: str) -> UserError:
-    known = family_names()
-    if "." in name:
-        place = "Python finds no such module: install its package or name its folder in PYTHONPATH"
-        return UserError(
-            f"model.family: unknown family {name!r}; {place}; built-in families: {', '.join(known)}"
-        )
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return UserError(
-        f"model.family: unknown family {name!r}; {hint}built-in families: {', '.join(known)}; "
-        "a family kept elsewhere is given by the dotted path of its module"
-    )
