@@ -160,15 +160,11 @@ def _write_for_folder(
     """Write what a folder asks for; the lines to print."""
     from diffsynth_lite.doctor.starting_point import look_at, starting_config, starting_point, write_start
 
-    inputs, layers, masks = parsed.inputs, parsed.layers, parsed.masks
-    start = starting_point(
-        *(parsed.folder, parsed.family),
-        has_inputs=bool(inputs),
-        has_layers=bool(layers),
-        has_masks=masks is not None,
-        gpu=gpu,
-    )
-    found = look_at(parsed.folder, start, input_dirs=inputs, layer_dirs=layers, mask_dir=masks)
+    masks = [] if parsed.masks is None else [parsed.masks]
+    companions = {"--inputs": parsed.inputs, "--layers": parsed.layers, "--masks": masks}
+    given = [flag for flag, folders in companions.items() if folders]
+    start = starting_point(parsed.folder, parsed.family, given=given, gpu=gpu)
+    found = look_at(parsed.folder, start, companions)
     text = starting_config(found, start, out=out, commands=commands, presets=presets)
     image = write_start(found, start, out)
     _write(out, text)

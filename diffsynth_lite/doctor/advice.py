@@ -6,13 +6,11 @@ from diffsynth_lite.captioning.instructions import Goal
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.data.captions import caption_command
 from diffsynth_lite.doctor.examined import MUCH_CROPPED, CacheEstimate, ExaminedData
-from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, Findings, counted
+from diffsynth_lite.doctor.findings import CaptionFindings, Findings, counted
 from diffsynth_lite.doctor.images import BLURRED
 from diffsynth_lite.training.distilled import warning_of_distilled
 
 _NAMED = 3
-
-
 USUAL_NUMBERS: Mapping[Goal, tuple[str, int, int]] = {
     "likeness": ("item", 10, 60),
     "style": ("item", 15, 100),
@@ -64,33 +62,34 @@ def advise(
         *_about_number(data, goal),
         *_about_phrases(data, found.captions, goal),
         *_about_captions(data, found.captions),
-        *_about_copies(found),
-        *_about_flaws(found),
-        *_about_sizes(data),
+        *_about_items(data, found),
         *_about_audio(data),
-        *_about_batches(found.buckets),
+        *_remark(
+            [row.name for row in found.buckets if row.samples_per_pass < row.micro_batch_size],
+            "bucket",
+            "with fewer samples in a pass than a batch has, which holds some of them twice; a larger "
+            "data.bucket_step, input images of fewer shapes or a smaller batch helps",
+        ),
     ]
 
 
 def advise_on_held_out(data: ExaminedData, found: Findings) -> list[str]:
     """What to change in the held-out data, the most important first."""
-    leaks = {"are equal to": found.trained, "look like": found.like_trained}
+    leaks = (
+        line
+        for what, groups in {"are equal to": found.trained, "look like": found.like_trained}.items()
+        for line in _remark(
+            [names[0] for names in groups],
+            "group",
+            f"of held-out items that {what} items that are trained on, so that their loss measures "
+            "memorization",
+        )
+    )
     return [
         *_about_bad_items(data),
-        *(
-            remark
-            for what, groups in leaks.items()
-            for remark in _remark(
-                [names[0] for names in groups],
-                "group",
-                f"of held-out items that {what} items that are trained on, so that their loss measures "
-                "memorization",
-            )
-        ),
+        *leaks,
         *_about_captions(data, found.captions),
-        *_about_copies(found),
-        *_about_flaws(found),
-        *_about_sizes(data),
+        *_about_items(data, found),
     ]
 
 
@@ -129,23 +128,6 @@ def _about_phrases(data: ExaminedData, captions: CaptionFindings, goal: Goal | N
     ]
 
 
-def _about_flaws(found: Findings) -> list[str]:
-    return [
-        *_remark(
-            list(found.flaws.get("blurred", ())),
-            "item",
-            f"without sharp edges (below {BLURRED}, where 1 is sharp): blur is learned, too; use sharper "
-            "ones, or a lower resolution",
-        ),
-        *_remark(
-            list(found.flaws.get("bars", ())),
-            "item",
-            "with black bars, which are learned, too; diffsynth-lite prepare FOLDER --out NEW --strip-bars "
-            "cuts them off",
-        ),
-    ]
-
-
 def _about_captions(data: ExaminedData, captions: CaptionFindings) -> list[str]:
     remarks = []
     for kind, words in _CAPTION_REMEDIES.items():
@@ -173,43 +155,52 @@ def _caption_command(data: ExaminedData, names: Sequence[str]) -> str:
     return caption_command(data.sources[index], "--replace", "all", *items)
 
 
-def _about_copies(found: Findings) -> list[str]:
-    equal, alike = ([_group(names) for names in groups] for groups in (found.equal, found.alike))
-    return [
-        *_remark(equal, "group", "of equal files, each of which is an item of its own"),
-        *_remark(alike, "group", "of items that look alike"),
-    ]
-
-
-def _group(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"({', '.join(names[:_NAMED])}{more})"
-
-
-def _about_sizes(data: ExaminedData) -> list[str]:
-    odd = {kind: data.records_of(found) for kind, found in data.oddities.items()}
+def _about_items(data: ExaminedData, found: Findings) -> list[str]:
+    """Lines on copies of items, on their flaws and on their sizes."""
+    equal, alike = ([f"({_group(names)})" for names in groups] for groups in (found.equal, found.alike))
+    odd = {kind: data.records_of(named) for kind, named in data.oddities.items()}
     example = next(iter(data.oddities["repeated"].values()), "")
-    return [
-        *_remark(
+    remarks: list[tuple[Sequence[str], str, str]] = [
+        (equal, "group", "of equal files, each of which is an item of its own"),
+        (alike, "group", "of items that look alike"),
+        (
+            list(found.flaws.get("blurred", ())),
+            "item",
+            f"without sharp edges (below {BLURRED}, where 1 is sharp): blur is learned, too; use sharper "
+            "ones, or a lower resolution",
+        ),
+        (
+            list(found.flaws.get("bars", ())),
+            "item",
+            "with black bars, which are learned, too; diffsynth-lite prepare FOLDER --out NEW --strip-bars "
+            "cuts them off",
+        ),
+        (
             odd["cropped"],
             "item",
             f"of which the crop takes more than {MUCH_CROPPED:.0%}; a larger data.max_aspect_ratio, or sizes "
             "of other shapes, keep more",
         ),
-        *_remark(odd["enlarged"], "item", "enlarged, so not sharp"),
-        *_remark(
+        (odd["enlarged"], "item", "enlarged, so not sharp"),
+        (
             odd["small"],
             "item",
             "with fewer pixels than the resolution, learned at a smaller size (data.upscale: true would "
             "enlarge them)",
         ),
-        *_remark(
+        (
             odd["repeated"],
             "clip",
             "with fewer frames a second than asked for, so that some are repeated and motion stutters "
             f"({example}); a lower data.fps, or faster clips, help",
         ),
     ]
+    return [line for remark in remarks for line in _remark(*remark)]
+
+
+def _group(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def _about_audio(data: ExaminedData) -> list[str]:
@@ -221,18 +212,8 @@ def _about_audio(data: ExaminedData) -> list[str]:
     ]
 
 
-def _about_batches(buckets: Sequence[BucketFindings]) -> list[str]:
-    return _remark(
-        [row.name for row in buckets if row.samples_per_pass < row.micro_batch_size],
-        "bucket",
-        "with fewer samples in a pass than a batch has, which holds some of them twice; a larger "
-        "data.bucket_step, input images of fewer shapes or a smaller batch helps",
-    )
-
-
 def _remark(names: Sequence[str], noun: str, words: str) -> list[str]:
     """A line about some things, of which it names the first three; no line about nothing."""
     if not names:
         return []
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return [f"{counted(len(names), noun)} {words}: {', '.join(names[:_NAMED])}{more}."]
+    return [f"{counted(len(names), noun)} {words}: {_group(names)}."]

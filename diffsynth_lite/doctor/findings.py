@@ -1,7 +1,7 @@
 """This file holds the doctor's findings, as values that both the console and the page show."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from PIL.Image import Image
@@ -269,19 +269,6 @@ class Findings:
 
     def as_json(self) -> dict[str, Any]:
         """All but the images, for json."""
-        shown = {name: _plain(getattr(self, name)) for name in self.__slots__ if name not in _IMAGES}
+        shown = asdict(replace(self, small={}, sheet=(), held_out=None))
+        del shown["small"], shown["sheet"]
         return shown | {"held_out": self.held_out and self.held_out.as_json()}
-
-
-_IMAGES = ("small", "sheet", "held_out")
-"""Fields of findings that hold images."""
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(held) for key, held in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(held) for held in value]
-    return value

@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
@@ -40,11 +40,22 @@ _DEFAULTS: Mapping[RecordKind, tuple[str, str]] = {
 }
 """The family that is taken where none is named, and why, by what the folder holds."""
 _OF_CLIPS: tuple[RecordKind, ...] = ("video", "image_to_video")
-_FLAGS = {"input_dirs": "--inputs", "layer_dirs": "--layers", "inpaint_mask_dir": "--masks"}
+_COMPANIONS: Mapping[RecordKind, tuple[str, str]] = {
+    "edit": ("--inputs", "are of images, and the folder holds clips"),
+    "layers": ("--layers", "are of images without --inputs"),
+    "inpaint": ("--masks", "are of images without --inputs and --layers"),
+}
+"""The flag that names the files which such data need, and why other data have none; the first one wins."""
+_SETTINGS = {
+    "input_dirs": ("--inputs", "what they come from, by the same names", "input_columns", []),
+    "layer_dirs": ("--layers", "their layers, from the bottom up", "layer_columns", []),
+    "inpaint_mask_dir": ("--masks", "white is what is regenerated", "random_masks", 0),
+}
+"""The flag of each setting, a remark, and the setting that it takes the place of, with its value for off."""
 _EDGE_STEP = 64
+"""Pixels that a proposed resolution is a multiple of."""
 _SMALLEST_CARD_GB = 8
 """That a recipe is made for."""
-"""Pixels that a proposed resolution is a multiple of."""
 _FRAME_STEP = 8
 """Frames of proposed clips are a multiple of it and one: right for families that take 4 k + 1 and 8 k + 1."""
 _NO_TRIGGERS = frozenset(
@@ -85,11 +96,9 @@ class FolderFindings:
     """
 
     path: Path
+    source: Source
     num_images: int
     num_clips: int
-    input_dirs: Sequence[Path]
-    layer_dirs: Sequence[Path]
-    mask_dir: Path | None
     sizes: Sequence[ImageFacts | VideoFacts]
     records: Sequence[Record]
     strays: Sequence[str]
@@ -113,15 +122,14 @@ def starting_point(
     path: Path,
     family: str | None,
     *,
-    has_inputs: bool = False,
-    has_layers: bool = False,
-    has_masks: bool = False,
+    given: Collection[str] = (),
     gpu: Gpu | None = None,
 ) -> StartingPoint:
     """A model family and its recipe: that of the family, or else what suits the folder and the card.
 
     Args:
         family: name, or the dotted path of a module elsewhere.
+        given: flags that name files of the same names: ``--inputs``, ``--layers``, ``--masks``.
         gpu: that is to train it, where that is known.
     """
     own = load_family(family).starting_recipes if family else {}
@@ -129,18 +137,14 @@ def starting_point(
     learned = "images"
     if _learns_clips(path, own):
         learned, kinds = "clips", _OF_CLIPS
-    elif has_inputs or ("edit" in own and "image" not in own):
-        learned, kinds = "images with --inputs", ("edit",)
-    elif has_layers or "layers" in own:
-        learned, kinds = "images with --layers", ("layers",)
-    elif has_masks or "inpaint" in own:
-        learned, kinds = "images with --masks", ("inpaint",)
-    if has_inputs and "edit" not in kinds:
-        raise UserError("--inputs: are of images, and the folder holds clips; leave it out")
-    if has_layers and "layers" not in kinds:
-        raise UserError("--layers: are of images without --inputs; leave it out")
-    if has_masks and "inpaint" not in kinds:
-        raise UserError("--masks: are of images without --inputs and --layers; leave it out")
+    else:
+        for kind, (flag, _) in _COMPANIONS.items():
+            if flag in given or (kind in own and "image" not in own):
+                learned, kinds = f"images with {flag}", (kind,)
+                break
+    for kind, (flag, why) in _COMPANIONS.items():
+        if flag in given and kind not in kinds:
+            raise UserError(f"{flag}: {why}; leave it out")
     default, reason = _DEFAULTS[kinds[0]]
     name = family or default
     if found := _recipe_of(name, kinds):
@@ -229,28 +233,26 @@ def _recipe_of(name: str, kinds: Sequence[RecordKind]) -> tuple[RecordKind, str]
     return None
 
 
-def look_at(
-    path: Path,
-    start: StartingPoint,
-    *,
-    input_dirs: Sequence[Path] = (),
-    layer_dirs: Sequence[Path] = (),
-    mask_dir: Path | None = None,
-) -> FolderFindings:
-    """The content of a folder, as the data of a recipe."""
+def look_at(path: Path, start: StartingPoint, companions: Mapping[str, Sequence[Path]]) -> FolderFindings:
+    """The content of a folder, as the data of a recipe.
+
+    Args:
+        companions: folders of files of the same names, by the flag that names them.
+    """
     data = load_config(start.recipe).config.data
     try:
+        dirs = {flag: list(map(str, folders)) for flag, folders in companions.items() if folders}
         source = Source(
             path=str(path),
-            input_columns=[] if input_dirs else data.input_columns,
-            input_dirs=list(map(str, input_dirs)),
-            layer_columns=[] if layer_dirs else data.layer_columns,
-            layer_dirs=list(map(str, layer_dirs)),
-            inpaint_mask_dir=None if mask_dir is None else str(mask_dir),
+            input_columns=[] if "--inputs" in dirs else data.input_columns,
+            input_dirs=dirs.get("--inputs", []),
+            layer_columns=[] if "--layers" in dirs else data.layer_columns,
+            layer_dirs=dirs.get("--layers", []),
+            inpaint_mask_dir=dirs.get("--masks", [None])[0],
         )
     except ValidationError as error:
         [first, *_] = error.errors()
-        flag = _FLAGS.get(str(first["loc"][0]) if first["loc"] else "", str(path))
+        flag = _SETTINGS.get(str(first["loc"][0]) if first["loc"] else "", [str(path)])[0]
         raise UserError(f"{flag}: {first['msg'].removeprefix('Value error, ')}") from None
     found = find_records([source], media_store=path)
     images, clips = list(filter(is_image, found.names)), list(filter(is_video, found.names))
@@ -269,11 +271,9 @@ def look_at(
         raise UserError(f"{path}: has none of what {start.family} trains on, only {join_names(strays)}")
     return FolderFindings(
         path=path,
+        source=source,
         num_images=len(images),
         num_clips=len(clips),
-        input_dirs=input_dirs,
-        layer_dirs=layer_dirs,
-        mask_dir=mask_dir,
         sizes=list(_sizes(path / name for name in (*images, *clips))),
         records=[one for one in found.records if _is_learned(one.target.name, start.kind)],
         strays=strays,
@@ -322,7 +322,7 @@ def _start_file(found: FolderFindings, start: StartingPoint, out: Path) -> Path 
         return None
     if start.kind == "image_to_video":
         return out.with_name(f"{out.stem}_start.png")
-    needs_mask = start.kind == "inpaint" and found.mask_dir is None
+    needs_mask = start.kind == "inpaint" and found.source.inpaint_mask_dir is None
     return out.with_name(f"{out.stem}_mask.png") if needs_mask else None
 
 
@@ -352,24 +352,33 @@ def starting_config(
             for key, value in values.items() if isinstance(values, dict) else ():
                 lines[section][key] = setting_line(key, value, f"preset {preset.name}")
     recipes = sorted((find_config_file(start.recipe).parent / "cards").glob("*.yaml"))
-    extends = f"extends: {start.recipe}"
-    cards = ", ".join(path.name for path in recipes if f"\n{extends}\n" in path.read_text(encoding="utf-8"))
+    mark = f"\nextends: {start.recipe}\n"
+    cards = ", ".join(path.name for path in recipes if mark in path.read_text(encoding="utf-8"))
     explained = if_in_clone("docs/configuration.md", "; docs/configuration.md explains every setting")
-    head = [
-        schema_line(),
-        f"# A LoRA for {config.model.family} from {shortened(str(found.path))}: {found.summary}.",
-        "#",
-        *(f"#   {command}" for command in commands),
-        "#",
-        f"# All else is as in the recipe that it extends{explained}.",
-        "",
-        extends + (f"  # by the memory of the card: {cards}" if cards else ""),
-    ]
     if not any("trigger:" in line for line in lines["data"].values()):
         remark = "names what is learned; captions without it get it in front"
         lines["data"]["trigger"] = f"  # trigger: my_word  # {remark}"
-    blocks = [[f"{section}:", *own.values()] for section, own in lines.items()]
-    return "\n\n".join("\n".join(block) for block in [head, *blocks]) + "\n"
+    return config_text(
+        f"A LoRA for {config.model.family} from {shortened(str(found.path))}: {found.summary}.",
+        commands,
+        remarks=["#", f"# All else is as in the recipe that it extends{explained}."],
+        extends=start.recipe + (f"  # by the memory of the card: {cards}" if cards else ""),
+        sections={section: list(own.values()) for section, own in lines.items()},
+    )
+
+
+def config_text(
+    title: str,
+    commands: Sequence[str],
+    *,
+    remarks: Sequence[str],
+    extends: str,
+    sections: Mapping[str, Sequence[str]],
+) -> str:
+    """A config that extends a recipe: what it is, what to type next, remarks, and lines of settings."""
+    blocks = (line for section, own in sections.items() for line in ("", f"{section}:", *own))
+    head = [schema_line(), f"# {title}", "#", *(f"#   {command}" for command in commands), *remarks]
+    return "\n".join([*head, "", f"extends: {extends}", *blocks]) + "\n"
 
 
 def _settings(
@@ -382,32 +391,19 @@ def _settings(
         start: image that previews of clips start from.
     """
     yield "data", "path", str(found.path), ""
-    if found.input_dirs:
-        yield "data", "input_dirs", list(map(str, found.input_dirs)), "what they come from, by the same names"
-        yield "data", "input_columns", [], ""
-    if found.layer_dirs:
-        yield "data", "layer_dirs", list(map(str, found.layer_dirs)), "their layers, from the bottom up"
-        yield "data", "layer_columns", [], ""
-    if found.mask_dir:
-        yield "data", "inpaint_mask_dir", str(found.mask_dir), "white is what is regenerated"
-        yield "data", "random_masks", 0, ""
+    for key, (_, why, other, off) in _SETTINGS.items():
+        if value := getattr(found.source, key):
+            yield "data", key, value, why
+            yield "data", other, off, ""
     given = CaptionReport(found.path).flag("--trigger")
     if trigger := given or _trigger([record.captions[0] for record in found.records]):
-        yield (
-            "data",
-            "trigger",
-            trigger,
-            f"{'the captions were written' if given else 'every caption begins'} with it",
-        )
+        remark = "the captions were written" if given else "every caption begins"
+        yield "data", "trigger", trigger, f"{remark} with it"
     yield from (("data", *setting) for setting in _proposed_sizes(found.sizes, config))
     yield "output", "dir", f"runs/{out.stem}", "the LoRA, checkpoints, previews and logs"
     yield "model", "path", config.model.path, "a hub id, downloaded on first use, or a pipeline's folder"
-    yield (
-        "logging",
-        "run_name",
-        found.path.resolve().name or out.stem,
-        "names the LoRA in its file and on its card",
-    )
+    run_name = found.path.resolve().name or out.stem
+    yield "logging", "run_name", run_name, "names the LoRA in its file and on its card"
     yield from (("validation", *setting) for setting in _proposed_previews(found, config, start))
 
 

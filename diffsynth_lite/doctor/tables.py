@@ -39,7 +39,7 @@ def source_table(data: ExaminedData) -> list[SourceFindings]:
         found.append(
             SourceFindings(
                 place=source.where,
-                num_records=kinds,
+                num_records=dict(kinds),
                 num_captions=sum(len(one.captions) for one in data.records if one.source == index),
                 num_dropped=sum(name.startswith(place) for name in data.dropped),
                 passes=float(source.passes),

@@ -19,11 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from diffsynth_lite.config import load_config, section_types
 from diffsynth_lite.config.document import shortened
-from diffsynth_lite.config.files import did_you_mean, schema_line
+from diffsynth_lite.config.files import did_you_mean
 from diffsynth_lite.config.peers import answer_to, setting_named
 from diffsynth_lite.config.settings import FilePath
 from diffsynth_lite.data.records import is_image, is_video
-from diffsynth_lite.doctor.starting_point import StartingPoint, setting_line
+from diffsynth_lite.doctor.starting_point import StartingPoint, config_text, setting_line
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import family_names
 
@@ -483,15 +483,10 @@ def translated_config(found: Translation, start: StartingPoint, theirs: Path, co
     for setting, value in found.settings.items():
         section, _, key = setting.partition(".")
         sections[section].append(setting_line(key, value, ""))
-    rest = ["", "# Not translated:", *(f"#   {line}" for line in found.rest)] if found.rest else []
-    lines = [
-        schema_line(),
-        f"# {start.family}, translated from {shortened(str(theirs))}, a config of {found.trainer}.",
-        "#",
-        *(f"#   {command}" for command in commands),
-        *rest,
-        "",
-        f"extends: {start.recipe}",
-        *(line for section, own in sections.items() for line in ("", f"{section}:", *own)),
-    ]
-    return "\n".join(lines) + "\n"
+    return config_text(
+        f"{start.family}, translated from {shortened(str(theirs))}, a config of {found.trainer}.",
+        commands,
+        remarks=["", "# Not translated:", *(f"#   {line}" for line in found.rest)] if found.rest else [],
+        extends=start.recipe,
+        sections=sections,
+    )

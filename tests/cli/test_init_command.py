@@ -211,7 +211,7 @@ def test_the_driver_is_asked_for_the_card(
 
 def test_a_folder_without_a_name_gets_one(images: Path, caplog: pytest.LogCaptureFixture) -> None:
     start = starting_point(images, None)
-    found = replace(look_at(images, start), path=Path("/"))
+    found = replace(look_at(images, start, {}), path=Path("/"))
     out = Path("lora.yaml")
     out.write_text(starting_config(found, start, out=out, commands=[], presets=[]))
     assert load_config(out).config.logging.run_name == "lora"
