@@ -103,7 +103,7 @@ def _about_number(data: ExaminedData, goal: Goal | None) -> list[str]:
     if goal is None or any(reason.startswith("no caption: ") for reason in data.dropped.values()):
         return []  # with their captions there are more
     noun, least, most = USUAL_NUMBERS[goal]
-    learned = [item.record.name for item in data.items if not data.sources[item.record.source].preserve]
+    learned = [item.record.name for item in data.items if not data.found.sources[item.record.source].preserve]
     number = len(set(learned))
     if least <= number <= most:
         return []
@@ -119,7 +119,7 @@ def _about_phrases(data: ExaminedData, captions: CaptionFindings, goal: Goal | N
     named = [f"{one.text!r} ({one.num_captions} of {one.num_all})" for one in captions.constant[:_NAMED]]
     more = len(captions.constant) - _NAMED
     others = f" and {counted(more, 'phrase')} more" if more > 0 else ""
-    trigger = "the trigger" if any(source.trigger for source in data.sources) else "a trigger"
+    trigger = "the trigger" if any(source.trigger for source in data.found.sources) else "a trigger"
     what = goal if goal in ("likeness", "style", "motion") else "likeness or style"
     return [
         f"Most captions have {', '.join(named)}{others}: the "
@@ -147,12 +147,11 @@ def _about_captions(data: ExaminedData, captions: CaptionFindings) -> list[str]:
 
 def _caption_command(data: ExaminedData, names: Sequence[str]) -> str:
     """The command that writes the captions of the first of some items again."""
-    index, several = 0, len(data.sources) > 1
-    if several and names:
-        index = int(names[0].partition("/")[0])
-        names = [name.partition("/")[2] for name in names if name.startswith(f"{index}/")]
-    items = (word for name in names[:_NAMED] for word in ("--only", name))
-    return caption_command(data.sources[index], "--replace", "all", *items)
+    found = [data.source_of(name) for name in names]
+    first = found[0][0] if found else data.found.sources[0]
+    own = [name for source, name in found if source is first]
+    items = (word for name in own[:_NAMED] for word in ("--only", name))
+    return caption_command(first, "--replace", "all", *items)
 
 
 def _about_items(data: ExaminedData, found: Findings) -> list[str]:

@@ -119,15 +119,12 @@ def examine(config: Config, *, sheet_size: int, goal: Goal | None = None) -> Exa
             data, decoded = examiner.examine(found, rules)
             examined = examiner.examine(held_out, held_out_rules(rules)) if held_out else None
         findings = dataclasses.replace(
-            _training_findings(data, decoded, problems, cache, lacking, goal), model=model
+            _training_findings(data, decoded, problems, cache, lacking, goal),
+            model=model,
+            held_out=_held_out_findings(*examined, data, decoded) if examined else None,
         )
-    if examined is None:
-        return Examination(findings=findings, problems=problems, data=[data])
-    held_out_findings = _held_out_findings(*examined, data, decoded)
     return Examination(
-        findings=dataclasses.replace(findings, held_out=held_out_findings),
-        problems=problems,
-        data=[data, examined[0]],
+        findings=findings, problems=problems, data=[data, *([examined[0]] if examined else [])]
     )
 
 
@@ -194,27 +191,21 @@ class _Examiner:
         bad = {**plan.bad, **decoded.bad}
         prefixes = {record.name: f"{record.target}: " for record in records}
         texts = list(dict.fromkeys(caption for record in records for caption in record.captions))
+        counts = self.family.prompt_lengths(texts) if texts and self.counts_tokens else []
         data = ExaminedData(
             config=self.config,
             family=self.family,
-            sources=found.sources,
             records=records,
-            without_trigger=found.without_trigger,
             found=found,
             plan=plan,
             reported=frozenset({*others, *stopping}),
             dropped={
                 name: bad[name].removeprefix(prefixes.get(name, "")) for name in plan.names if name in bad
             },
-            caption_tokens=self._token_counts(texts),
+            caption_tokens=dict(zip(texts, counts, strict=False)),
             unheard=self._unheard(plan),
         )
         return data, decoded
-
-    def _token_counts(self, texts: Sequence[str]) -> dict[str, int]:
-        if not texts or not self.counts_tokens:
-            return {}
-        return dict(zip(texts, self.family.prompt_lengths(texts), strict=True))
 
     def _unheard(self, plan: DatasetPlan) -> list[str]:
         if self.family.with_audio or not isinstance(self.family, WithAudio):
@@ -283,8 +274,8 @@ def _small_images(data: ExaminedData) -> dict[str, Image]:
     paths = {record.name: record.target for record in data.found.records}
     found = {}
     for name in list(data.dropped)[:_MAX_SHOWN]:
-        index, _, rest = name.partition("/") if len(data.sources) > 1 else ("0", "", name)
-        path = paths.get(name) or (data.sources[int(index)].folder or Path()) / rest
+        source, rest = data.source_of(name)
+        path = paths.get(name) or (source.folder or Path()) / rest
         if is_image(path.name) and path.is_file():
             with suppress(UserError):
                 found[name] = load_image(path, background=data.config.data.background)
@@ -343,7 +334,7 @@ def _contents(data: ExaminedData, *, only_learned: bool = False) -> dict[str, st
     return {
         item.record.name: item.content[0]
         for item in data.items
-        if not (only_learned and data.sources[item.record.source].preserve)
+        if not (only_learned and data.found.sources[item.record.source].preserve)
     }
 
 

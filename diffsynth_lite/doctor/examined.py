@@ -50,8 +50,8 @@ class ExaminedData:
 
     Attributes:
         family: bound to its folder, without weights.
-        without_trigger: names of those that lacked their trigger.
-        found: what was read: also the records that the family does not train on.
+        records: those that the family trains on.
+        found: all that was read.
         dropped: name of an item to the reason why it cannot be used, whether or not it could be read.
         reported: names of those of them that a problem of their own stops the run for.
         caption_tokens: of each caption, uncut; empty where there is no tokenizer.
@@ -60,9 +60,7 @@ class ExaminedData:
 
     config: Config
     family: ModelFamily
-    sources: Sequence[Source]
     records: Sequence[Record]
-    without_trigger: Sequence[str]
     found: FoundRecords
     plan: DatasetPlan
     dropped: Mapping[str, str]
@@ -90,8 +88,7 @@ class ExaminedData:
             if settings.sources:
                 given = "captions: optional and trigger: WORD in its entry of data.sources"
             lacking = next(name for name, why in self.dropped.items() if why.startswith("no caption"))
-            index = int(lacking.partition("/")[0]) if len(self.sources) > 1 else 0
-            ways.append(f"This writes captions: {caption_command(self.sources[index])}")
+            ways.append(f"This writes captions: {caption_command(self.source_of(lacking)[0])}")
             ways.append(f"What has no caption can be trained on one word: {given}")
         return ". ".join(ways)
 
@@ -142,6 +139,11 @@ class ExaminedData:
     def silent(self) -> Sequence[str]:
         """Those of them that have no track of audio."""
         return [name for name in self.clips_with_audio if name not in self.plan.audio]
+
+    def source_of(self, name: str) -> tuple[Source, str]:
+        """The source of an item, and its name without the index of that."""
+        index, _, rest = name.partition("/") if len(self.found.sources) > 1 else ("0", "", name)
+        return self.found.sources[int(index)], rest
 
     def records_of(self, items: Collection[str]) -> list[str]:
         """Names of the records that the named items are taken of."""

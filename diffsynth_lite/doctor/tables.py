@@ -30,8 +30,8 @@ _MAX_SHARED = 20
 def source_table(data: ExaminedData) -> list[SourceFindings]:
     """What each source holds, in their order."""
     found = []
-    for index, source in enumerate(data.sources):
-        place = f"{index}/" if len(data.sources) > 1 else ""
+    for index, source in enumerate(data.found.sources):
+        place = f"{index}/" if len(data.found.sources) > 1 else ""
         kinds: Counter[str] = Counter(record.kind for record in data.found.records if record.source == index)
         usual = next((kind for kind, _ in kinds.most_common() if kind != "video"), "image")
         unread = [name for name in data.found.unread if name.startswith(place)]
@@ -53,7 +53,7 @@ def samples_by_bucket(data: ExaminedData) -> dict[Bucket, Fraction]:
     """Samples of each bucket in a pass over the data, with repeats and weights."""
     samples: dict[Bucket, Fraction] = defaultdict(Fraction)
     for item in data.items:
-        samples[item.bucket] += data.sources[item.record.source].passes
+        samples[item.bucket] += data.found.sources[item.record.source].passes
     return samples
 
 
@@ -155,18 +155,18 @@ def caption_table(data: ExaminedData, *, goal: Goal | None) -> CaptionFindings:
         goal: of the captions of an edit a constant phrase is as it should be.
     """
     limit, lengths = data.family.max_prompt_tokens, data.caption_tokens
-    learned = [record for record in data.records if not data.sources[record.source].preserve]
+    learned = [record for record in data.records if not data.found.sources[record.source].preserve]
     described = [record for record in learned if not _is_instructed(record, goal)]
     owners = Counter(caption for record in described for caption in set(record.captions))
     same = [(caption, count) for caption, count in owners.most_common(_MAX_SHARED) if count > 1]
-    lints = [_lint(data, index, goal) for index in range(len(data.sources))]
+    lints = [_lint(data, index, goal) for index in range(len(data.found.sources))]
     remarks: dict[str, dict[str, str]] = {
         "too_long": {
             record.name: f"a caption of {longest} tokens, of which the model sees {limit}"
             for record in data.records
             if (longest := max((lengths.get(text, 0) for text in record.captions), default=0)) > limit
         },
-        "without_trigger": dict.fromkeys(data.without_trigger, "no trigger in the caption"),
+        "without_trigger": dict.fromkeys(data.found.without_trigger, "no trigger in the caption"),
         "same": {
             record.name: f"the same caption as {counted(others, 'other item')}"
             for record in described
@@ -196,10 +196,10 @@ def _is_instructed(record: Record, goal: Goal | None) -> bool:
 
 def _lint(data: ExaminedData, index: int, goal: Goal | None) -> CaptionLint:
     """That of one source, of its captions as they are written."""
-    source, added = data.sources[index], f"{data.sources[index].trigger}, "
+    source, added = data.found.sources[index], f"{data.found.sources[index].trigger}, "
     if source.preserve or source.captions == "none":
         return CaptionLint()
-    lacking = set(data.without_trigger)
+    lacking = set(data.found.without_trigger)
     records = [record for record in data.records if record.source == index]
     are_edits = any(_is_instructed(record, goal) for record in records)
     texts = {}

@@ -217,7 +217,9 @@ def translation_of(path: Path, folder: Path | None = None) -> Translation:
     Args:
         folder: the data, instead of theirs.
     """
-    values = _read(path)
+    values = _parsed(path)
+    if not isinstance(values, Mapping):
+        raise UserError(f"--from {path}: is not a config of {_TRAINERS}: it has no keys")
     found = Translation(trainer=_trainer_of(values, path))
     leaves = _trained_on(found, list(_all_leaves(values, path)))
     accumulated = _take_all(found, leaves)
@@ -443,13 +445,6 @@ def _trainer_of(values: Mapping[str, Any], path: Path) -> str:
         if not keys.isdisjoint(some):
             return trainer
     raise UserError(f"--from {path}: is not a config of {_TRAINERS} for training a LoRA")
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    values = _parsed(path)
-    if not isinstance(values, Mapping):
-        raise UserError(f"--from {path}: is not a config of {_TRAINERS}: it has no keys")
-    return values
 
 
 def _parsed(path: Path) -> Any:

@@ -1,7 +1,8 @@
 """This file reads the little of a run that a list of many shows, in milliseconds and whatever its length."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -69,7 +70,8 @@ def read_card(path: Path) -> RunCard:
     settings = redacted(dict(_settings(folder.resolved_file)))
     rows = list(_rows(folder.metrics_file))
     course = Series.of(rows, "loss").smoothed().values
-    steps = as_number(settings.get("train.steps"))
+    steps, rank = as_number(settings.get("train.steps")), settings.get("lora.rank")
+    kept_in = str(settings.get("model.quantize") or "").removeprefix("none")
     return RunCard(
         folder=path,
         state=read_state(
@@ -84,16 +86,10 @@ def read_card(path: Path) -> RunCard:
         model=_last_name(settings.get("model.path")),
         family=str(settings.get("model.family", "")),
         data=_last_name(settings.get("data.path") or settings.get("data.dataset")),
-        details=_details(settings),
+        details=[*([] if rank is None else [f"rank {rank}"]), *filter(None, [kept_in])],
         preview=last_preview(path),
         best_step=_best_step(folder),
     )
-
-
-def _details(settings: Mapping[str, Any]) -> list[str]:
-    rank, quantize = settings.get("lora.rank"), settings.get("model.quantize")
-    parts = [f"rank {rank}" if rank is not None else "", "" if quantize in (None, "none") else str(quantize)]
-    return [part for part in parts if part]
 
 
 def _last_name(place: object) -> str:
@@ -112,21 +108,8 @@ def _settings(file: Path) -> Iterator[tuple[str, Any]]:
         if not line.startswith(" "):
             section = line.rstrip(":")
         elif (match := _SETTING.fullmatch(line)) and (key := f"{section}.{match[1]}") in _SHOWN:
-            yield key, _value(match[2])
-
-
-def _value(text: str) -> Any:
-    """A yaml scalar; most are plain words, for which no parser is needed."""
-    if text == "null":
-        return None
-    if text.isdecimal():
-        return int(text)
-    if text[0] not in "'\"":
-        return text
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+            with suppress(yaml.YAMLError):
+                yield key, yaml.safe_load(match[2])
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -136,15 +119,11 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
             is_short = size <= _NUM_PARTS * _PART_BYTES
-            starts = (
-                [0]
-                if is_short
-                else [place * (size - _PART_BYTES) // (_NUM_PARTS - 1) for place in range(_NUM_PARTS)]
-            )
+            length, count = (size, 1) if is_short else (_PART_BYTES, _NUM_PARTS)
             parts = []
-            for start in starts:
+            for start in (place * (size - length) // max(1, count - 1) for place in range(count)):
                 opened.seek(start)
-                part = opened.read(size if is_short else _PART_BYTES)
+                part = opened.read(length)
                 # What stands before the first line break is torn, but at the start of the file.
                 parts.append(part if start == 0 else part.partition(b"\n")[2])
     except (OSError, UserError):

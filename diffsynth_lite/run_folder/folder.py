@@ -147,6 +147,8 @@ class RunFolder:
     ) -> None:
         """Replace ``status.json``; the first call, under the lock, makes this the folder of a run.
 
+        On a full disk the status of a run that ended is written over the old file, in place.
+
         Args:
             exit_code: None while the trainer runs.
 
@@ -154,32 +156,19 @@ class RunFolder:
             OSError: the disk is full, or fails.
         """
         self.require_held()
-        write_json(self.status_file, self._status(state, exit_code, step, message, progress or {}))
-
-    def write_last_status(self, state: RunState, *, exit_code: int, step: int, message: str) -> None:
-        """As ``write_status`` for a run that ended; on a full disk it overwrites the old file in place."""
-        try:
-            self.write_status(state, exit_code=exit_code, step=step, message=message)
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            write_json_over(self.status_file, self._status(state, exit_code, step, message, {}))
-
-    def _status(
-        self,
-        state: RunState,
-        exit_code: int | None,
-        step: int,
-        message: str,
-        progress: Mapping[str, float | str],
-    ) -> dict[str, Any]:
         places = (
             *(self.checkpoints_folder, self.lora_folder, self.ema_lora_folder, self.best_lora_folder),
             *(self.metrics_file, self.previews_folder),
         )
         found = {place.stem: place.name for place in places if place.exists()}
-        status = {"state": state, "exit_code": exit_code, "step": step, "message": message}
-        return {**status, **progress, "found_at": found}
+        outcome = {"state": state, "exit_code": exit_code, "step": step, "message": message}
+        status = {**outcome, **(progress or {}), "found_at": found}
+        try:
+            write_json(self.status_file, status)
+        except OSError as error:
+            if exit_code is None or error.errno not in DISK_FULL:
+                raise
+            write_json_over(self.status_file, status)
 
     def read_status(self) -> dict[str, Any] | None:
         """Content of ``status.json``; None before a run has been started, and where the file is damaged."""
@@ -382,7 +371,7 @@ def outcome_recorded(
         folder.write_status("running", exit_code=None, step=start_step, message="started")
         yield remarks
     message = "; ".join(["finished", *remarks])
-    folder.write_last_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message=message)
+    folder.write_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message=message)
 
 
 @contextmanager
@@ -420,10 +409,8 @@ def _end_recorded(
             if isinstance(error, left_out) and before is not None:
                 write_json(folder.status_file, before)
             else:
-                message = str(error) or type(error).__name__
-                step = saved_step()
-                state, code = _state(error), exit_code(error)
-                folder.write_last_status(state, exit_code=code, step=step, message=message)
+                message, step = str(error) or type(error).__name__, saved_step()
+                folder.write_status(_state(error), exit_code=exit_code(error), step=step, message=message)
         except (OSError, RunStoppedError, UserError) as failure:
             # A full disk, or a folder that is gone, takes no status; the cause of the end matters more.
             if str(failure) != str(error):

@@ -1,23 +1,17 @@
 """This file identifies a process of a machine, also after its number was given to another one."""
 
-import ctypes
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from contextlib import suppress
-from ctypes import wintypes
 from dataclasses import dataclass
 from pathlib import Path
 
 _TEXT = re.compile(r"process (?P<pid>[1-9]\d*) on (?P<host>.+?)(?:, started (?P<started>.+))?")
 _START_FIELD = 22 - 3
 """Place of the start time in ``/proc/PID/stat``, after the name of the program, which may hold anything."""
-_QUERY_LIMITED_INFORMATION = 0x1000
-_STILL_ACTIVE = 259
-_NO_SUCH_PROCESS = 87
 
 
 @dataclass(frozen=True)
@@ -83,19 +77,30 @@ def _start(pid: int) -> str | None:
 
     A process that ended and whose exit code nobody has asked for does not run.
     """
-    if sys.platform == "win32":
-        return _start_on_windows(pid)
+    if sys.platform == "linux":
+        return _start_on_linux(pid)
+    import psutil  # takes some 20 ms, for nothing on Linux
+
+    try:
+        found = psutil.Process(pid)
+        return None if found.status() == psutil.STATUS_ZOMBIE else f"{found.create_time():.6f}"
+    except psutil.AccessDenied:
+        return ""
+    except psutil.Error:
+        return None
+
+
+def _start_on_linux(pid: int) -> str | None:
+    """Clock ticks since the machine was booted, and which boot that was.
+
+    Not by psutil, whose time moves with the clock of the machine from one process that asks to the next.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
     except (OSError, OverflowError):  # of another user, or a number that no system gives
         pass
-    return _start_on_linux(pid) if sys.platform == "linux" else _start_by_ps(pid)
-
-
-def _start_on_linux(pid: int) -> str | None:
-    """Clock ticks since the machine was booted, and which boot that was."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:  # of another user, with hidepid
@@ -106,41 +111,3 @@ def _start_on_linux(pid: int) -> str | None:
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{after_name[_START_FIELD]}"
-
-
-def _start_by_ps(pid: int) -> str | None:
-    """Date and time in UTC, to the second: on macOS and the BSDs."""
-    columns = ("-o", "stat=", "-o", "lstart=")
-    try:
-        printed = subprocess.run(
-            ("/bin/ps", *columns, "-p", str(pid)),
-            env={"LC_ALL": "C", "TZ": "UTC0"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return None if printed[0].startswith("Z") else " ".join(printed[1:])
-
-
-def _start_on_windows(pid: int) -> str | None:
-    """Units of 100 ns since 1601."""
-    if sys.platform != "win32":
-        return ""  # for mypy: elsewhere there is no WinDLL
-    kernel = ctypes.WinDLL("kernel32", use_last_error=True)
-    kernel.OpenProcess.restype = wintypes.HANDLE
-    kernel.OpenProcess.argtypes = (wintypes.DWORD, wintypes.BOOL, wintypes.DWORD)
-    handle = kernel.OpenProcess(_QUERY_LIMITED_INFORMATION, False, pid)
-    if not handle:
-        return None if ctypes.get_last_error() == _NO_SUCH_PROCESS else ""
-    handle = wintypes.HANDLE(handle)
-    exit_code, times = wintypes.DWORD(), [wintypes.FILETIME() for _ in range(4)]
-    try:
-        kernel.GetExitCodeProcess(handle, ctypes.byref(exit_code))
-        kernel.GetProcessTimes(handle, *map(ctypes.byref, times))
-    finally:
-        kernel.CloseHandle(handle)
-    if exit_code.value != _STILL_ACTIVE:
-        return None
-    return str(times[0].dwHighDateTime << 32 | times[0].dwLowDateTime)

@@ -129,5 +129,5 @@ def test_all_but_images_is_json(workplace: Workplace) -> None:
     found = examine(workplace.config(f"data.path={path}", f"validation.data={path}2"), sheet_size=0).findings
     as_json = found.as_json()
     assert as_json.keys() == {field.name for field in fields(Findings)} - {"small", "sheet"}
-    assert as_json["items"]["0.png"]["crops"] == [{"bucket": "80x48", "box": [0, 3, 96, 61]}]
+    assert as_json["items"]["0.png"]["crops"] == [{"bucket": "80x48", "box": (0, 3, 96, 61)}]
     assert as_json["buckets"][0]["name"] == "80x48"
