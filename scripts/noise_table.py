@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from diffsynth_lite.config import Config, load_config
-from diffsynth_lite.data import Bucket
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.doctor.findings import NoiseFindings
 from diffsynth_lite.doctor.tables import noise_table
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder

@@ -22,7 +22,6 @@ BANNED_KEYWORDS = {"trust_remote_code": False, "shell": False, "allow_pickle": F
 IMPORTS_BY_NAME = {"__import__", "importlib.import_module", "importlib.util.spec_from_file_location"}
 IMPORTERS = {
     "diffsynth_lite/__init__.py": "the public names, on their first use",
-    "diffsynth_lite/data/__init__.py": "its names, on their first use: reading a folder needs no torch",
     "diffsynth_lite/pipelines/base/discovery.py": "model.family and train.optimizer, with a warning before",
 }
 """The files of the package that may import by name, once each; the last one's come from a config."""

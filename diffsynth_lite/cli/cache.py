@@ -89,7 +89,7 @@ def _fill(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     else:
         join_processes(os.environ, sys.argv)
     # Wrong arguments are reported before torch is imported, which takes seconds.
-    from diffsynth_lite.data import WHOLE, Part
+    from diffsynth_lite.data.records import WHOLE, Part
     from diffsynth_lite.training.caching import caching_accelerator, fill_cache
 
     part, accelerator = Part(*parsed.part) if parsed.part else WHOLE, caching_accelerator(loaded[0].config)
@@ -102,7 +102,7 @@ def _fill(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
 
 def _verify(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     """Read every entry, and set those that are damaged aside; read all that data.sealed holds, too."""
-    from diffsynth_lite.data import TensorCache, verify
+    from diffsynth_lite.data.cache import TensorCache, verify
     from diffsynth_lite.training.data_settings import cache_folder, sealed_folder
     from diffsynth_lite.training.encoding.seals import open_config_seal
 

@@ -102,11 +102,6 @@ class SampleSchedule:
         """Mean number of samples of a pass over all buckets."""
         return sum((stream.samples_per_pass for stream in self._streams), Fraction(0))
 
-    @property
-    def blocks_per_pass(self) -> Fraction:
-        """Mean number of blocks of a pass over all buckets."""
-        return sum(self._blocks_per_pass, Fraction(0))
-
     def block(self, index: int) -> dict[int, int]:
         """Index of the item at each position of block number ``index``, from 0; positions have no gaps."""
         if not 0 <= index - self._cycle_start < len(self._cycle):

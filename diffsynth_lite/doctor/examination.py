@@ -13,20 +13,13 @@ from PIL.Image import Image
 
 from diffsynth_lite.captioning.instructions import Goal
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import (
-    DatasetPlan,
-    FileMemory,
-    FoundRecords,
-    MediaIndex,
-    PlanRules,
-    Record,
-    TensorCache,
-    VideoFacts,
-    adopt_parts,
-    load_image,
-    plan_items,
-)
-from diffsynth_lite.data.records import is_image
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.images import load_image
+from diffsynth_lite.data.media_index import FileMemory, MediaIndex, adopt_parts
+from diffsynth_lite.data.plan import DatasetPlan, PlanRules, plan_items
+from diffsynth_lite.data.records import Record, is_image
+from diffsynth_lite.data.sources import FoundRecords
+from diffsynth_lite.data.video import VideoFacts
 from diffsynth_lite.doctor.advice import advise, advise_on_held_out
 from diffsynth_lite.doctor.examined import ExaminedData, estimate_cache, item_findings, remarks_by_record
 from diffsynth_lite.doctor.findings import Findings, NoiseFindings, counted

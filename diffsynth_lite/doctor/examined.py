@@ -10,21 +10,14 @@ from functools import cached_property
 import torch
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import (
-    BadItemsError,
-    DatasetPlan,
-    FoundRecords,
-    PromptItem,
-    Record,
-    Source,
-    TensorCache,
-    TrainingItem,
-    VideoFacts,
-    kept_ratio,
-    remedy_of_bad,
-    summary_of_bad,
-)
+from diffsynth_lite.data.buckets import kept_ratio
+from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.captions import caption_command
+from diffsynth_lite.data.items import PromptItem, TrainingItem
+from diffsynth_lite.data.plan import BadItemsError, DatasetPlan, remedy_of_bad, summary_of_bad
+from diffsynth_lite.data.records import Record, Source
+from diffsynth_lite.data.sources import FoundRecords
+from diffsynth_lite.data.video import VideoFacts
 from diffsynth_lite.doctor.findings import ItemCrop, ItemFindings
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import audio_shape

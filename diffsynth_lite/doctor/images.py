@@ -14,7 +14,10 @@ import numpy.typing as npt
 import PIL.Image
 from PIL.Image import Image
 
-from diffsynth_lite.data import ROLES, FileMemory, FileState, TensorCache, TrainingItem, unpacked
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.items import TrainingItem
+from diffsynth_lite.data.media_index import FileMemory, FileState
+from diffsynth_lite.data.records import ROLES, unpacked
 from diffsynth_lite.doctor.findings import SheetEntry
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, evenly_spread, frame_strip

@@ -18,12 +18,12 @@ from diffsynth_lite.captioning.report import CaptionReport
 from diffsynth_lite.config import Config, find_config_file, load_config
 from diffsynth_lite.config.document import shortened
 from diffsynth_lite.config.files import Preset, if_in_clone, schema_line
-from diffsynth_lite.data import Record, Source, VideoFacts, find_records
 from diffsynth_lite.data.folder import list_folder
 from diffsynth_lite.data.images import ImageFacts, check_image
 from diffsynth_lite.data.plan import settings_to_skip
-from diffsynth_lite.data.records import is_image, is_video
-from diffsynth_lite.data.video import check_video, max_frames, read_frames
+from diffsynth_lite.data.records import Record, Source, is_image, is_video
+from diffsynth_lite.data.sources import find_records
+from diffsynth_lite.data.video import VideoFacts, check_video, max_frames, read_frames
 from diffsynth_lite.doctor.findings import counted
 from diffsynth_lite.doctor.model_choice import FittingModel, fitting_models, recipe_for
 from diffsynth_lite.errors import UserError, join_names

@@ -8,8 +8,10 @@ from fractions import Fraction
 from diffsynth_lite.captioning.instructions import Goal
 from diffsynth_lite.core.noise.densities import LevelShares, mixed_shares
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.data import Bucket, Record, VideoFacts, micro_batch_sizes
-from diffsynth_lite.data.records import is_video
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.records import Record, is_video
+from diffsynth_lite.data.schedule import micro_batch_sizes
+from diffsynth_lite.data.video import VideoFacts
 from diffsynth_lite.doctor.captions import CaptionLint, lint
 from diffsynth_lite.doctor.examined import CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import (

@@ -18,7 +18,8 @@ from diffsynth_lite.core.weights.frozen_linear import QuantizationReport
 from diffsynth_lite.core.weights.packing import HostBlocks
 from diffsynth_lite.core.weights.sharding import local_bytes
 from diffsynth_lite.core.weights.stream import WeightStream
-from diffsynth_lite.data import Batch, BatchStream, SampleSchedule, micro_batch_sizes
+from diffsynth_lite.data.batches import Batch, BatchStream
+from diffsynth_lite.data.schedule import SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import UpdateSizes, add_adapter, add_training_adapter, load_adapter_tensors
 from diffsynth_lite.lora.updates import LoraFile

@@ -6,7 +6,10 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import WHOLE, Part, Pruned, TensorCache, UsableData, parts_folder, prune
+from diffsynth_lite.data.cache import Pruned, TensorCache, prune
+from diffsynth_lite.data.items import UsableData
+from diffsynth_lite.data.media_index import parts_folder
+from diffsynth_lite.data.records import WHOLE, Part
 from diffsynth_lite.data.sealed import (
     LANCE_ERRORS,
     Seal,

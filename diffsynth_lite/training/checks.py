@@ -11,7 +11,8 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
-from diffsynth_lite.data import WHOLE, FoundRecords, Part, Record
+from diffsynth_lite.data.records import WHOLE, Part, Record
+from diffsynth_lite.data.sources import FoundRecords
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import adapter_shapes
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder

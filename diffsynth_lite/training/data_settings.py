@@ -8,22 +8,12 @@ from typing import Any, TypeGuard
 from PIL import ImageColor
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import (
-    ROLES,
-    WHOLE,
-    Bucket,
-    BucketRule,
-    FileMemory,
-    FoundRecords,
-    Part,
-    PartMemory,
-    PlanRules,
-    Record,
-    Source,
-    find_records,
-    refuse_other_kinds,
-    tag_variants,
-)
+from diffsynth_lite.data.buckets import Bucket, BucketRule
+from diffsynth_lite.data.captions import tag_variants
+from diffsynth_lite.data.media_index import FileMemory, PartMemory
+from diffsynth_lite.data.plan import PlanRules, refuse_other_kinds
+from diffsynth_lite.data.records import ROLES, WHOLE, Part, Record, Source
+from diffsynth_lite.data.sources import FoundRecords, find_records
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily, WithAudio
 

@@ -16,7 +16,10 @@ from accelerate import Accelerator
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.noise.losses import SampleLosses
 from diffsynth_lite.core.randomness import normal
-from diffsynth_lite.data import AudioBatch, Batch, Bucket, ItemRow, TrainingItem
+from diffsynth_lite.data.batches import AudioBatch, Batch
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.item_table import ItemRow
+from diffsynth_lite.data.items import TrainingItem
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.lora import UpdateSize, UpdateSizes
 from diffsynth_lite.media import STRIP_FRAMES, frame_strip, jpeg_url

@@ -20,7 +20,7 @@ from diffsynth_lite.core.noise.densities import (
 )
 from diffsynth_lite.core.noise.losses import LossBreakdown, LossByTenth, SampleLosses
 from diffsynth_lite.core.noise.paths import LossWeighting, loss_weight
-from diffsynth_lite.data import AudioBatch, Batch
+from diffsynth_lite.data.batches import AudioBatch, Batch
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import without_adapter
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, WithAudio

@@ -6,8 +6,7 @@ from pathlib import Path
 from PIL.Image import Image
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import load_image
-from diffsynth_lite.data.images import black_or_white, cover, load_mask
+from diffsynth_lite.data.images import black_or_white, cover, load_image, load_mask
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import clip_times, read_frames
 from diffsynth_lite.errors import UserError

@@ -12,7 +12,7 @@ import torch
 from diffsynth_lite.core.gradient import HostBytesError
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights.sharding import local_bytes
-from diffsynth_lite.data import is_lost_worker
+from diffsynth_lite.data.workers import is_lost_worker
 from diffsynth_lite.errors import RunStoppedError, UserError, lacks_files
 from diffsynth_lite.files import DISK_FULL
 from diffsynth_lite.run_folder.folder import folder_is_gone

@@ -18,7 +18,7 @@ import torch
 from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.core.noise.losses import mean_losses
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
-from diffsynth_lite.data import Batch
+from diffsynth_lite.data.batches import Batch
 from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training.builder import TrainingObjects, build_engine

@@ -12,16 +12,11 @@ import torch
 from processes import LIMIT_S, few_files, wait_for
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from diffsynth_lite.data import (
-    BatchLayout,
-    BatchStream,
-    Bucket,
-    ItemRow,
-    ItemTable,
-    SampleSchedule,
-    TensorCache,
-)
-from diffsynth_lite.data.batches import WORKER_TIMEOUT_S
+from diffsynth_lite.data.batches import WORKER_TIMEOUT_S, BatchStream
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.item_table import ItemRow, ItemTable
+from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
 from diffsynth_lite.data.workers import WorkerWatch
 
 CAPTION = "1" * 64

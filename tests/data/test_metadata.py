@@ -10,7 +10,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from diffsynth_lite.data import Record
 from diffsynth_lite.data.captions import (
     MAX_CAPTION_BYTES,
     TagCounts,
@@ -22,7 +21,7 @@ from diffsynth_lite.data.captions import (
     with_trigger,
 )
 from diffsynth_lite.data.metadata import read_table
-from diffsynth_lite.data.records import Source
+from diffsynth_lite.data.records import Record, Source
 from diffsynth_lite.data.sources import find_records
 from diffsynth_lite.errors import UserError
 

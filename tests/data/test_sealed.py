@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from diffsynth_lite.data import Bucket, DataIdentity, ItemRow, ItemTable, TagCounts, TensorCache, UsableData
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.captions import TagCounts
+from diffsynth_lite.data.item_table import ItemRow, ItemTable
+from diffsynth_lite.data.items import DataIdentity, UsableData
 from diffsynth_lite.data.sealed import (
     DamagedSealError,
     SealFolder,

@@ -8,7 +8,7 @@ from messy_data import Workplace, add_images, findings
 from release_layouts import BOUNDARY, two_experts
 
 from diffsynth_lite.core.noise.densities import LevelShares
-from diffsynth_lite.data import Bucket
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.doctor.findings import Findings, NoiseFindings
 from diffsynth_lite.doctor.tables import noise_table
 from diffsynth_lite.training.builder import build_noise_levels

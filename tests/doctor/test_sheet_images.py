@@ -9,16 +9,12 @@ import pytest
 from messy_data import Workplace, scene
 from PIL import Image, ImageEnhance
 
-from diffsynth_lite.data import (
-    BucketRule,
-    FileMemory,
-    MediaIndex,
-    PlanRules,
-    Record,
-    TensorCache,
-    TrainingItem,
-    plan_items,
-)
+from diffsynth_lite.data.buckets import BucketRule
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.items import TrainingItem
+from diffsynth_lite.data.media_index import FileMemory, MediaIndex
+from diffsynth_lite.data.plan import PlanRules, plan_items
+from diffsynth_lite.data.records import Record
 from diffsynth_lite.doctor import images
 from diffsynth_lite.doctor.findings import SourceFindings
 from diffsynth_lite.doctor.images import (

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from diffsynth_lite.config import load_config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, gradient_engine
 from diffsynth_lite.core.planning.kernels import ON_ALL_DEVICES, FusedKernels, backward_in_scope
-from diffsynth_lite.data import Bucket
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.lora.kinds import LORA, Dora, Lokr
 from diffsynth_lite.training.planning.inference_count import count_media_encoder, count_prompt_encoder

@@ -36,7 +36,8 @@ from release_layouts import ti2v
 from transformers import PreTrainedTokenizerFast
 
 from diffsynth_lite.core.noise.paths import DiffusionPath
-from diffsynth_lite.data import Batch, Bucket
+from diffsynth_lite.data.batches import Batch
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import (

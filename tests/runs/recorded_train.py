@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diffsynth_lite.cli.train import main
-from diffsynth_lite.data import Batch
+from diffsynth_lite.data.batches import Batch
 
 if TYPE_CHECKING:  # the workers that read ahead import this file too, and need nothing else
     from diffsynth_lite.run_folder.progress import StepResult

@@ -15,7 +15,7 @@ from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_image, write_c
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
-from diffsynth_lite.data import TensorCache
+from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.doctor.examination import examine
 from diffsynth_lite.doctor.examined import estimate_cache
 from diffsynth_lite.training.checks import bind_family

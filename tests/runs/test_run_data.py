@@ -13,7 +13,7 @@ from PIL import Image
 from recorded_train import read_records, recorded_step
 from tiny_run import LOG_LINE, TinyRun, checkpoint_tensors, differing, forked, make_mixed_run, tiny_image
 
-from diffsynth_lite.data import Record
+from diffsynth_lite.data.records import Record
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training import run, stages, trainer
 

@@ -11,7 +11,8 @@ from test_objective import noise_levels
 from diffsynth_lite.core.noise.losses import LossBreakdown, MeanLosses, mean_losses
 from diffsynth_lite.core.noise.paths import FlowMatchingPath
 from diffsynth_lite.core.randomness import normal
-from diffsynth_lite.data import AudioBatch, Batch, Bucket
+from diffsynth_lite.data.batches import AudioBatch, Batch
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.lora import add_adapter
 from diffsynth_lite.pipelines import WithAudio
 from diffsynth_lite.training.evaluation import FixedNoiseErrors, FixedNoiseLoss, ValidationItem

@@ -16,7 +16,7 @@ from prepared_run import CPU, NUM_IMAGES, PROCESS, SETTINGS, Prepared, prepare
 from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.core.weights.stream import WeightStream
-from diffsynth_lite.data import Batch
+from diffsynth_lite.data.batches import Batch
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.run_folder.folder import RunFolder

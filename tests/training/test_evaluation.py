@@ -17,7 +17,9 @@ from PIL import Image
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.noise.losses import SampleLosses
 from diffsynth_lite.core.randomness import normal
-from diffsynth_lite.data import Batch, Bucket, ItemRow
+from diffsynth_lite.data.batches import Batch
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.item_table import ItemRow
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import UpdateSize
 from diffsynth_lite.run_folder.folder import RunFolder

@@ -10,7 +10,8 @@ from diffusers.loaders import PeftAdapterMixin
 
 from diffsynth_lite.core.noise.losses import LossBreakdown, MeanLosses, mean_losses
 from diffsynth_lite.core.noise.paths import FlowMatchingPath
-from diffsynth_lite.data import Batch, Bucket
+from diffsynth_lite.data.batches import Batch
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels

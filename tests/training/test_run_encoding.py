@@ -15,7 +15,9 @@ from prepared_run import CPU, PROCESS, Prepared, load_config_of, prepare
 from pretended_processes import PretendedProcesses
 
 from diffsynth_lite.config import Config, load_config
-from diffsynth_lite.data import Batch, FoundRecords, TensorCache
+from diffsynth_lite.data.batches import Batch
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.sources import FoundRecords
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles

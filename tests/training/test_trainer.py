@@ -17,7 +17,8 @@ from rich.console import Console
 from diffsynth_lite.config import LoadedConfig, load_config
 from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights.stream import WeightStream
-from diffsynth_lite.data import Batch, Bucket
+from diffsynth_lite.data.batches import Batch
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.errors import RunDivergedError
 from diffsynth_lite.report.page import ReportWriter
 from diffsynth_lite.run_folder.folder import RunFolder

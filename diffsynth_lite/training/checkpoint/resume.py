@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_args
 from accelerate import Accelerator
 
 from diffsynth_lite.config import AllowedChange, Config, section_types
-from diffsynth_lite.data import DataIdentity
+from diffsynth_lite.data.items import DataIdentity
 from diffsynth_lite.errors import DifferentRunError, UserError
 from diffsynth_lite.files import parse_json
 from diffsynth_lite.redaction import redacted

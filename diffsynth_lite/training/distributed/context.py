@@ -19,7 +19,7 @@ from PIL import Image
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.parallel import MESH_DIMENSIONS, ContextParallel, SequenceSplit
-from diffsynth_lite.data import Bucket
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import num_preview_frames, num_preview_layers, num_tokens_of

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import BatchLayout
+from diffsynth_lite.data.schedule import BatchLayout
 
 
 def device_name(device: torch.device) -> str:

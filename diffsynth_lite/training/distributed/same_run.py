@@ -16,7 +16,8 @@ from accelerate.utils import gather_object
 
 from diffsynth_lite import __version__
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import ROLES, ItemTable
+from diffsynth_lite.data.item_table import ItemTable
+from diffsynth_lite.data.records import ROLES
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted

@@ -11,25 +11,20 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import (
-    WHOLE,
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.item_table import ItemTable
+from diffsynth_lite.data.items import TrainingItem
+from diffsynth_lite.data.media_index import FileMemory, MediaIndex, adopt_parts, parts_folder
+from diffsynth_lite.data.plan import (
     BadItemsError,
-    Bucket,
     DatasetPlan,
-    FileMemory,
-    FoundRecords,
-    ItemTable,
-    MediaIndex,
-    Part,
     PlanRules,
-    Record,
-    TrainingItem,
-    adopt_parts,
-    parts_folder,
     plan_items,
     refuse_bad_items,
     summary_of_bad,
 )
+from diffsynth_lite.data.records import WHOLE, Part, Record
+from diffsynth_lite.data.sources import FoundRecords
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import write_text
 from diffsynth_lite.pipelines import ModelFamily

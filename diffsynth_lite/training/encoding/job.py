@@ -8,19 +8,12 @@ from typing import Never
 import torch
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import (
-    DataIdentity,
-    DatasetPlan,
-    Encodable,
-    Encoder,
-    ItemRow,
-    ItemTable,
-    PromptItem,
-    TensorCache,
-    TrainingItem,
-    UsableData,
-    count_tags,
-)
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.captions import count_tags
+from diffsynth_lite.data.encoding import Encodable, Encoder
+from diffsynth_lite.data.item_table import ItemRow, ItemTable
+from diffsynth_lite.data.items import DataIdentity, PromptItem, TrainingItem, UsableData
+from diffsynth_lite.data.plan import DatasetPlan
 from diffsynth_lite.data.sealed import SealedEntries
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily

@@ -16,29 +16,14 @@ from accelerate import Accelerator
 from diffusers.training_utils import free_memory
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import (
-    NOT_CONDITIONING,
-    OF_AUDIO,
-    WHOLE,
-    BadItemsError,
-    DataIdentity,
-    DatasetPlan,
-    Encodable,
-    Encoder,
-    EntryReader,
-    FileMemory,
-    ItemRow,
-    ItemTable,
-    LiveTensors,
-    MediaIndex,
-    Orders,
-    Part,
-    PromptItem,
-    UsableData,
-    draw_order,
-    encode_missing,
-    find_undecodable,
-)
+from diffsynth_lite.data.batches import NOT_CONDITIONING, OF_AUDIO, EntryReader
+from diffsynth_lite.data.encoding import Encodable, Encoder, LiveTensors, encode_missing, find_undecodable
+from diffsynth_lite.data.item_table import ItemRow, ItemTable
+from diffsynth_lite.data.items import DataIdentity, PromptItem, UsableData
+from diffsynth_lite.data.media_index import FileMemory, MediaIndex
+from diffsynth_lite.data.plan import BadItemsError, DatasetPlan
+from diffsynth_lite.data.records import WHOLE, Part
+from diffsynth_lite.data.schedule import Orders, draw_order
 from diffsynth_lite.data.sealed import Seal, SealedEntries, StoredOrders
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread

@@ -14,7 +14,8 @@ from PIL import Image
 
 from diffsynth_lite import __version__
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import ROLES, TagCounts
+from diffsynth_lite.data.captions import TagCounts
+from diffsynth_lite.data.records import ROLES
 from diffsynth_lite.lora.metadata import LoraFacts, SourceFacts
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily

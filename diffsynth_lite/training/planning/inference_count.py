@@ -11,7 +11,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.planning.stand_ins import StandIns
 from diffsynth_lite.core.weights.formats import counted_format
-from diffsynth_lite.data import Bucket
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.lora import without_training_adapter
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest

@@ -9,7 +9,7 @@ import torch
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import blocks_in
-from diffsynth_lite.data import Bucket
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_shapes
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from diffsynth_lite.config import AllowedChange, Config, load_config, section_types
-from diffsynth_lite.data import DataIdentity
+from diffsynth_lite.data.items import DataIdentity
 from diffsynth_lite.errors import DifferentRunError
 from diffsynth_lite.training.checkpoint.resume import (
     data_fingerprint,

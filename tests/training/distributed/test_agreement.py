@@ -18,7 +18,8 @@ from processes import FORKED, LIMIT_S, Program, free_port, on_ranks
 
 from diffsynth_lite.config import Config, section_types
 from diffsynth_lite.config.settings import FilePath
-from diffsynth_lite.data import Bucket, ItemRow, ItemTable
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.manifest import folder_name

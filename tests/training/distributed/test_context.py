@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffsynth_lite.config import Config, load_config
-from diffsynth_lite.data import Bucket
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux, qwen_image, wan
 from diffsynth_lite.training.distributed import agreement

@@ -18,8 +18,10 @@ from huggingface_hub import ModelCard as HubCard
 from torch import nn
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.data import Bucket, ItemRow, ItemTable, TagCounts
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.captions import TagCounts
 from diffsynth_lite.data.images import black_or_white, cover
+from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.video import read_frames, write_video
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, exported_tensors
 from diffsynth_lite.lora.kinds import LORA, AdapterKind, Dora, Lokr
