@@ -4,6 +4,7 @@ A name that a browser sends is looked up among the names that are there; no path
 """
 
 import os
+import re
 import secrets
 import threading
 from collections.abc import Iterable
@@ -16,6 +17,21 @@ from diffsynth_lite.run_folder.folder import find_runs
 
 _FOLDERS = ("data", "configs", "runs", ".ui")
 _PRIVATE = 0o700
+
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?")
+
+
+def new_name(given: object) -> str:
+    """The name of a config or data set that is made, which every system takes as that of a file.
+
+    Raises:
+        UserError: it has letters that not every system takes, or too many.
+    """
+    name = str(given or "").strip()
+    if not _NAME.fullmatch(name):
+        raise UserError(f"Name: {name or 'none given'}: use letters, digits, -, _ and ., up to 64 of them")
+    return name
 
 
 class Workspace:

@@ -118,7 +118,7 @@ class Jobs:
             job = self.of(folder)
             if captions_in(folder) is not None or (job is not None and job.is_alive):
                 raise UserError(f"{things} of {folder.name} are being {done} already; stop that first")
-            if _uses_device(arguments) and (holder := self._holder()):
+            if uses_device(arguments) and (holder := self._holder()):
                 raise UserError(
                     f"this device is in use: {holder}; stop that first, or wait until it has ended"
                 )
@@ -150,10 +150,10 @@ class Jobs:
     def holders(self) -> list[str]:
         """What uses the device of this machine and is no run, such as "captions of mug"."""
         jobs = map(self._read, sorted(self._workspace.logs_folder.glob("*.json")))
-        busy = [job for job in jobs if job and _uses_device(job.arguments) and job.works]
+        busy = [job for job in jobs if job and uses_device(job.arguments) and job.works]
         names = [f"{_WORDS[job.command][0]} of {Path(job.folder).name}" for job in busy]
         for name, folder in self._workspace.data_sets.items():
-            if (status := captions_in(folder)) is not None and _uses_device(status.arguments):
+            if (status := captions_in(folder)) is not None and uses_device(status.arguments):
                 names.append(f"captions of {name}")
         return list(dict.fromkeys(names))
 
@@ -246,7 +246,7 @@ def _await_end(job: Job) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _uses_device(arguments: Sequence[str]) -> bool:
+def uses_device(arguments: Sequence[str]) -> bool:
     """Whether a command keeps others from the device of this machine: all do but captions of an endpoint."""
     return not any(word.partition("=")[0] == "--endpoint" for word in arguments)
 

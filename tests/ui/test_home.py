@@ -83,6 +83,10 @@ def test_a_folder_with_a_name_that_no_config_can_hold_is_shown_with_the_reason(
     for address in ("/", "/new"):
         assert screen.get(address).status_code == 200, address
     assert "no run can read this folder: its path must not contain" in screen.get("/").text
+    given = json.dumps({"name": "new", "data": name, "recipe": "qwen_lora.yaml"}).encode()
+    made = screen.post("/configs", content=given, headers={"content-type": "application/json"})
+    assert made.status_code == 422
+    assert screen.workspace.configs == {}
     address = f"/data/{quote(os.fsencode(name))}/"
     assert screen.get(address).status_code == (200 if name.isascii() else 404)
 

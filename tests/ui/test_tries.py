@@ -291,7 +291,6 @@ def test_another_run_and_whatever_starts_end_the_process_which_is_gone_then(
         return ["mine"]
 
     monkeypatch.setattr(Jobs, "start", start)
-    monkeypatch.setattr("diffsynth_lite.ui.configs.routes._add", start)
     monkeypatch.setattr("diffsynth_lite.ui.runs.routes.entry_of_continuation", start)
     monkeypatch.setattr("diffsynth_lite.ui.queued.QueuedRuns.add", start)
     (tried.screen.workspace.data_folder / "mug").mkdir()
@@ -306,6 +305,14 @@ def test_another_run_and_whatever_starts_end_the_process_which_is_gone_then(
         assert tried.screen.post(path, given).status_code == 200, path
         assert not tried.state()["is_open"]
     assert len(tried.pids()) == 6
+    # Not so what takes no device, nor what is refused.
+    monkeypatch.setattr(Jobs, "start", lambda *_: None)
+    tried.generate("x", "done")
+    server = {"do": "write", "model": "m", "endpoint": "http://localhost/v1"}
+    assert tried.screen.post("/data/mug/captioning", server).status_code == 200
+    (tried.screen.workspace.configs_folder / "c.yaml").write_text("train: {step: 3}\n")
+    assert tried.screen.post("/configs/c/start").status_code == 422
+    assert tried.state()["is_open"]
 
 
 def test_next_to_a_training_it_generates_only_where_both_fit(

@@ -14,11 +14,11 @@ from typing import Any
 from diffsynth_lite.config import load_config
 from diffsynth_lite.config.editing import settings_of, with_value
 from diffsynth_lite.config.files import read_preset, recipe_table_file, schema_line
-from diffsynth_lite.data.records import Source
 from diffsynth_lite.data.sources import find_records
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.planning.gpus import ASSUMED_GPU, GPUS, Gpu, gpu_of_device
 from diffsynth_lite.ui.configs.draft import View, changed, on_one_line
+from diffsynth_lite.ui.data_sets.items import source_of
 from diffsynth_lite.ui.pages import device
 
 GOALS: Mapping[str, tuple[str, str, str]] = {
@@ -213,6 +213,6 @@ def _first_caption(data: Path | str) -> Iterator[str]:
     """A caption of the data set, which previews then begin with; none of one that is not here yet."""
     if isinstance(data, str):
         return
-    found = find_records([Source(path=str(data))], media_store=data, on_bad_item="skip", logs_skipped=False)
+    found = find_records([source_of(data, None)], media_store=data, on_bad_item="skip", logs_skipped=False)
     captions = (text for record in found.records for text in record.captions[:1])
     yield from [text for text in captions if text.isprintable() and "${" not in text][:1]

@@ -28,9 +28,8 @@ from diffsynth_lite.ui.data_sets.captioning import shown_path
 from diffsynth_lite.ui.home.routes import data_set_cards
 from diffsynth_lite.ui.pages import answer, change_route, digest, environment, page, workspace_of
 from diffsynth_lite.ui.queued import QueuedRuns
-from diffsynth_lite.workspace import Workspace
+from diffsynth_lite.workspace import Workspace, new_name
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 _CHANGED_ELSEWHERE = (
     "The file was changed elsewhere meanwhile. This change was not made; its newer text is shown now."
@@ -84,10 +83,8 @@ def _create(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     A copy: {"name", "from" or "config"}.
     """
     workspace, given = workspace_of(request), {key: str(value) for key, value in given.items()}
-    name = given.get("name", "").strip()
+    name = new_name(given.get("name"))
     path = workspace.configs_folder / f"{name}.yaml"
-    if not _NAME.fullmatch(name):
-        raise UserError(f"Name: {name or 'none given'}: use letters, digits, -, _ and ., up to 64 of them")
     if name in workspace.runs or os.path.lexists(workspace.runs_folder / name):
         raise UserError(f"Name: there is a run {name} already; choose another name")
     if os.path.lexists(path):
@@ -96,8 +93,9 @@ def _create(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         text = changed(_text(_source_file(workspace, given)), "output.dir", f"runs/{name}")
     else:
         text = _text_of_choices(workspace, given, name)
-    with path.open("x", encoding="utf-8", newline="") as file:
-        file.write(text)
+    content = _encoded(text)
+    with path.open("xb") as file:
+        file.write(content)
     return {"go": f"/configs/{quote(name)}/"}
 
 
@@ -169,15 +167,20 @@ def _change(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         new = request.app.state.live_plan.fitting(given["plan"], path, text)
     else:
         new = changed(text, str(given.get("key")), None if value is None else str(value))
+    content = _encoded(new)
+    if new != text:
+        write_bytes(path, content)
+    return {}
+
+
+def _encoded(text: str) -> bytes:
     try:
-        content = new.encode()
+        content = text.encode()
     except UnicodeEncodeError as error:
         raise UserError(str(error)) from None
     if len(content) > _MOST_BYTES:
         raise UserError("The text is too long for a config; it was not saved.")
-    if new != text:
-        write_bytes(path, content)
-    return {}
+    return content
 
 
 def _ask(request: Request, given: dict[str, Any]) -> dict[str, Any]:
@@ -199,9 +202,8 @@ def _plan(request: Request) -> Response:
 
 def _start(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Put the run of a config into the queue, and have it started."""
-    path, workspace = _config(request), workspace_of(request)
-    request.app.state.studio.end()
-    return {"go": f"/runs/{quote(_add(workspace, entries_of(workspace, path))[0])}/"}
+    entries = entries_of(workspace_of(request), _config(request))
+    return {"go": f"/runs/{quote(_add(request, entries)[0])}/"}
 
 
 def _variants(request: Request, given: dict[str, Any]) -> dict[str, Any]:
@@ -213,8 +215,7 @@ def _variants(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     listed = given.get("settings")
     settings = [str(each) for each in listed] if isinstance(listed, list) else []
     if given.get("do") == "add":
-        request.app.state.studio.end()
-        added = _add(workspace, entries_of(workspace, path, settings))
+        added = _add(request, entries_of(workspace, path, settings))
         return {"names": added, "compare": f"/compare?{urlencode([('run', name) for name in added])}"}
     try:
         several = variants(settings)
@@ -224,8 +225,10 @@ def _variants(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         return {"names": [], "wrong": str(error)}
 
 
-def _add(workspace: Workspace, entries: Sequence[Entry]) -> list[str]:
+def _add(request: Request, entries: Sequence[Entry]) -> list[str]:
     """Put entries into the queue, and have them started; returns the names by which their runs are shown."""
+    workspace = workspace_of(request)
+    request.app.state.studio.end()
     QueuedRuns(workspace).add(entries)
     known = QueuedRuns(workspace).without_run() | workspace.runs
     shown = {folder.resolve(): name for name, folder in known.items()}

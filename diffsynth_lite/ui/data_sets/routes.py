@@ -1,6 +1,5 @@
 """This file shows a data set, and takes in what is changed there."""
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,10 @@ from diffsynth_lite.ui.data_sets.items import (
     trigger_of,
 )
 from diffsynth_lite.ui.data_sets.uploads import named_few, receive, receive_new
-from diffsynth_lite.ui.jobs import Jobs
+from diffsynth_lite.ui.jobs import Jobs, uses_device
 from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
+from diffsynth_lite.workspace import new_name
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SIDES = {"cell": 360, "panel": 1024}
 """Pixels of thumbnails by where they are shown; on most displays a pixel of the page is two."""
 _NO_PREVIEW = (
@@ -100,9 +99,7 @@ async def _create_from_zip(request: Request) -> Response:
 
 def _new_folder(request: Request, given: object) -> Path:
     """The folder of a data set that is not there yet, by the name that it is given."""
-    name, workspace = str(given or "").strip(), workspace_of(request)
-    if not _NAME.fullmatch(name) or name.endswith("."):
-        raise UserError(f"Name: {name or 'none given'}: use letters, digits, -, _ and ., up to 64 of them")
+    name, workspace = new_name(given), workspace_of(request)
     if name in workspace.data_sets or (workspace.data_folder / name).exists():
         raise UserError(f"Name: there is a data set {name} already")
     return workspace.data_folder / name
@@ -245,7 +242,8 @@ def _caption(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         arguments = latest.same(workspace) if do == "go on" else from_form(form, folder, workspace)
     contents = read_contents(source_of(folder, None))
     with _editor(request).replaced_by_model(replaced_by(arguments, contents, CaptionReport(folder).rows())):
-        request.app.state.studio.end()
+        if uses_device(arguments):
+            request.app.state.studio.end()
         jobs.start(arguments, folder)
     return {}
 

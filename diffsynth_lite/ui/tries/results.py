@@ -34,8 +34,11 @@ def results_of(run: Path) -> list[dict[str, Any]]:
 def result_file(run: Path, number: str, name: str) -> Path | None:
     """A file of a result; None for any other."""
     folder = next((each for each in _folders(run) if each.name == number), None)
-    path = folder / name if folder is not None and _FILE.fullmatch(name) else None
-    return path if path is not None and path.is_file() and not path.is_symlink() else None
+    return folder / name if folder is not None and _is_result(folder / name) else None
+
+
+def _is_result(path: Path) -> bool:
+    return bool(_FILE.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
 
 
 def _folders(run: Path) -> list[Path]:
@@ -47,11 +50,7 @@ def _folders(run: Path) -> list[Path]:
 
 def _in_folder(folder: Path) -> list[dict[str, Any]]:
     groups: dict[str, list[tuple[int, float, str]]] = defaultdict(list)
-    names = {
-        path.name
-        for path in folder.glob("prompt-*")
-        if result_file(folder.parents[1], folder.name, path.name)
-    }
+    names = {path.name for path in folder.glob("prompt-*") if _is_result(path)}
     for match in filter(None, map(_FILE.fullmatch, names)):
         if match[4] == "png":
             with suppress(ValueError):
