@@ -114,7 +114,7 @@ def _check_stream(
             f"{config.memory.stream_slots}, so that all would stay on the device; take fewer slots, or set "
             "it to false"
         )
-    num_slots, min_bytes = config.memory.stream_slots, _min_bytes(config, device)
+    num_slots, min_bytes = config.memory.stream_slots, config.memory.min_bytes
     try:
         require_saving(stacks, device, num_slots=num_slots, min_bytes=min_bytes)
     except ValueError as error:
@@ -255,9 +255,10 @@ def load_for_previews(
 
 def _can_stream(config: Config, models: Sequence[Sequence[torch.nn.Module]], device: torch.device) -> bool:
     """Whether streaming these blocks, on the meta device, saves device memory and the host has room."""
-    num_slots = config.memory.stream_slots
     try:
-        require_saving(models, device, num_slots=num_slots, min_bytes=config.memory.min_bytes)
+        require_saving(
+            models, device, num_slots=config.memory.stream_slots, min_bytes=config.memory.min_bytes
+        )
     except ValueError:
         return False
     available = available_host_bytes()
@@ -268,7 +269,7 @@ def _host_blocks(config: Config, family: ModelFamily, device: torch.device, memo
     return HostBlocks(
         lambda model: _streamed_of(config, blocks_in(model, family.block_lists)),
         device,
-        min_bytes=_min_bytes(config, device),
+        min_bytes=smallest_worth_moving(device, config.memory.min_bytes),
         memory=memory,
     )
 
@@ -318,7 +319,7 @@ def streamable_bytes(
     Args:
         transformer: on the device.
     """
-    min_bytes = _min_bytes(config, next(transformer.parameters()).device)
+    min_bytes = smallest_worth_moving(next(transformer.parameters()).device, config.memory.min_bytes)
     sizes = [
         packed_bytes(frozen_weights(block, min_bytes))
         for blocks in blocks_by_model(family, transformer)
@@ -357,13 +358,8 @@ def _blocks_as_loaded(
 
 
 def _packed_bytes(config: Config, models: Sequence[Sequence[torch.nn.Module]], device: torch.device) -> int:
-    min_bytes = _min_bytes(config, device)
+    min_bytes = smallest_worth_moving(device, config.memory.min_bytes)
     return sum(packed_bytes(frozen_weights(block, min_bytes)) for blocks in models for block in blocks)
-
-
-def _min_bytes(config: Config, device: torch.device) -> int:
-    min_bytes = config.memory.min_bytes
-    return smallest_worth_moving(device) if min_bytes is None else min_bytes
 
 
 def _require_host_memory(

@@ -319,7 +319,7 @@ def test_the_expert_that_is_not_trained_is_drawn_with_in_the_format_of_the_other
 
 @pytest.mark.parametrize(
     ("told_by", "answer"),
-    [("available_host_bytes", lambda: 1000), ("smallest_worth_moving", lambda _: 2**20)],
+    [("available_host_bytes", lambda: 1000), ("smallest_worth_moving", lambda *_: 2**20)],
 )
 def test_an_expert_for_which_the_host_has_no_room_or_that_is_too_small_goes_to_the_device(
     told_by: str, answer: Any, folder: PipelineFolder, monkeypatch: pytest.MonkeyPatch

@@ -26,9 +26,7 @@ def reason_not_to_offload(tensor: Tensor, min_bytes: int | None) -> NotOffloaded
         return NotOffloadedReason.SUBCLASS
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return NotOffloadedReason.LAYOUT
-    if min_bytes is None:
-        min_bytes = smallest_worth_moving(tensor.device)
-    if num_bytes(tensor) < max(min_bytes, 1):
+    if num_bytes(tensor) < max(smallest_worth_moving(tensor.device, min_bytes), 1):
         return NotOffloadedReason.BELOW_MIN_BYTES
     strides = tensor.stride()
     if 0 in strides and any(size > 1 and not step for size, step in zip(tensor.shape, strides, strict=True)):

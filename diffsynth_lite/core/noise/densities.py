@@ -42,18 +42,6 @@ def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     return scaled / (scaled + (1 - sigma))
 
 
-def exponential_shift(sigma: Tensor, mu: float) -> Tensor:
-    """Shift ``exp(mu) / (exp(mu) + 1 / sigma - 1)``: the static shift by ``exp(mu)``, finite at sigma 0.
-
-    Source: ``FlowMatchEulerDiscreteScheduler.time_shift`` with ``time_shift_type="exponential"``.
-
-    Args:
-        sigma: any shape, in [0, 1].
-        mu: 0 changes nothing, above 0 adds noise; see ``resolution_mu``.
-    """
-    return shift_sigma(sigma, math.exp(mu))
-
-
 def resolution_mu(
     num_tokens: int, *, base_shift: float, max_shift: float, base_tokens: int, max_tokens: int
 ) -> float:

@@ -20,34 +20,24 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CountedCall:
-    """One call of a model.
-
-    Attributes:
-        peak: most bytes at once in addition to its weights, its inputs included.
-    """
-
-    model: str
-    method: str
-    peak: int
-
-
 class StandIns:
     """Counts what is held while models without numbers are called.
 
     To their callers they are on the CPU, and their weights are zeros that take no memory. In a call all but
     whole numbers is on the meta device, so that next to nothing is computed. What it returns are zeros.
+
+    Attributes:
+        peaks: of each call the method, and the most bytes at once in addition to its model's weights, its
+            inputs included.
     """
 
     def __init__(self, kernels: Replacements = ON_CUDA) -> None:
         self._kernels, self._meter, self._results = kernels, CountingMeter(), MetaResults()
-        self.calls: list[CountedCall] = []
+        self.peaks: list[tuple[str, int]] = []
 
     def put(
         self,
         model: _Model,
-        name: str,
         returned: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         *,
         repeated: Sequence[str] = (),
@@ -66,23 +56,21 @@ class StandIns:
         for module in map(model.get_submodule, repeated):
             vars(module)["forward"] = _Repeated(module.forward, lambda: self._meter)
         for method, convert in (returned or {"forward": zeros_like}).items():
-            vars(model)[method] = self._counting(model, name, method, weights, convert)
+            vars(model)[method] = self._counting(model, method, weights, convert)
         for place, module in model.named_modules() if with_parts else ():
             if place:
-                counting = self._counting(module, f"{name}.{place}", "forward", weights, zeros_like)
-                vars(module)["forward"] = counting
+                vars(module)["forward"] = self._counting(module, "forward", weights, zeros_like)
         weights.hide()
         return model
 
     @property
     def peak(self) -> int:
         """Most bytes of a call; 0 where there was none."""
-        return max((call.peak for call in self.calls), default=0)
+        return max((peak for _, peak in self.peaks), default=0)
 
     def _counting(
         self,
         model: nn.Module,
-        name: str,
         method: str,
         weights: "_Weights",
         convert: Callable[[Tensor], Tensor],
@@ -100,7 +88,7 @@ class StandIns:
                     (args, kwargs), lambda one: _to_meta(one) if one.is_floating_point() else one
                 )
                 result = function(*given[0], **given[1])
-            self.calls.append(CountedCall(model=name, method=method, peak=meter.peak_bytes))
+            self.peaks.append((method, meter.peak_bytes))
             return _mapped(result, convert)
 
         return call

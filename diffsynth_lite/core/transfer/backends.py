@@ -47,12 +47,14 @@ def backend_for(device: torch.device) -> Backend:
     return CudaBackend(device) if device.type == "cuda" else PlainBackend()
 
 
-def smallest_worth_moving(device: torch.device) -> int:
-    """Bytes of the smallest tensor that should leave ``device``, unless a setting changes it.
+def smallest_worth_moving(device: torch.device, given: int | None = None) -> int:
+    """Bytes of the smallest tensor that should leave ``device``: as given, or as suits the device.
 
     64 KiB on accelerators, so that nothing waits for copies that free next to nothing; 0 on the CPU, where it
     is rehearsed, not needed.
     """
+    if given is not None:
+        return given
     return 0 if device.type == "cpu" else _MIN_BYTES_ON_ACCELERATORS
 
 

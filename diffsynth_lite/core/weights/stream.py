@@ -56,7 +56,7 @@ def require_saving(
     Raises:
         ValueError: it does not.
     """
-    min_bytes = smallest_worth_moving(device) if min_bytes is None else min_bytes
+    min_bytes = smallest_worth_moving(device, min_bytes)
     for blocks in models:
         sizes = [packed_bytes(frozen_weights(block, min_bytes)) for block in blocks]
         num_moving, largest = sum(map(bool, sizes)), max(sizes)
@@ -116,7 +116,7 @@ class WeightStream:
         if backend is None:
             backend = backend_for(device) if loaded is None else loaded.memory.backend
         self._backend, self._device = backend, device
-        self._min_bytes = smallest_worth_moving(device) if min_bytes is None else min_bytes
+        self._min_bytes = smallest_worth_moving(device, min_bytes)
         self._num_host_copies = 1 if loaded is None else loaded.memory.num_copies
         self._num_host_processes = 1 if loaded is None else loaded.memory.num_processes
         for blocks in models:

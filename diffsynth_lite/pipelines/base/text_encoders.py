@@ -94,7 +94,7 @@ class TextEncoderMemory:
         return HostBlocks(
             lambda encoder: list(chain.from_iterable(self.streamed_layers([encoder]))),
             device,
-            min_bytes=smallest_worth_moving(device) if self._min_bytes is None else self._min_bytes,
+            min_bytes=smallest_worth_moving(device, self._min_bytes),
             memory=HostMemory(backend_for(device)),
         )
 
@@ -110,7 +110,7 @@ class TextEncoderMemory:
             encoders: on any device, or on meta; frozen, in their dtypes and formats.
         """
         total = sum(weight.nbytes for weight in nn.ModuleList(encoders).parameters())
-        min_bytes = smallest_worth_moving(device) if self._min_bytes is None else self._min_bytes
+        min_bytes = smallest_worth_moving(device, self._min_bytes)
         moving = [
             frozen_weights(layer, min_bytes) for stack in self.streamed_layers(encoders) for layer in stack
         ]

@@ -133,7 +133,8 @@ class CheckpointStore:
         _check_finite(tensors, step)
         path = self.folder / folder_name(step)
         if not self._is_good(path):
-            self._write(path, step, _contents(tensors, documents), _num_bytes(tensors))
+            num_bytes = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
+            self._write(path, step, _contents(tensors, documents), num_bytes)
         self._rotate()  # Also for a writer that was killed before it had.
         return path
 
@@ -325,7 +326,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     except OSError as error:
         logger.warning("%s cannot be removed and can be deleted by hand: %s", path, error)
-
-
-def _num_bytes(tensors: Mapping[str, Mapping[str, Tensor]]) -> int:
-    return sum(tensor.nbytes for named in tensors.values() for tensor in named.values())

@@ -98,8 +98,13 @@ def learning_rate_schedule(
     """
     if not 0 <= warmup_steps < total_steps:
         raise UserError(f"train.warmup_steps {warmup_steps} must be less than train.steps {total_steps}")
+    # Of a scheduler that is never stepped: a stateful one counts its own steps, which on resume ignores a
+    # changed setting (torch's cosine) or jumps (diffusers' lambdas over a new total).
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=base)
+    shape = "constant_with_warmup" if name == "constant" else name
+    numbers = {"num_warmup_steps": warmup_steps, "num_training_steps": total_steps}
     try:
-        factor = _diffusers_factor(name, base=base, warmup_steps=warmup_steps, total_steps=total_steps)
+        factor: Callable[[int], float] = get_scheduler(shape, optimizer, **numbers).lr_lambdas[0]
     except ValueError as error:
         raise UserError(f"{setting} {base:g} with train.lr_scheduler {name}: {error}") from error
 
@@ -109,25 +114,6 @@ def learning_rate_schedule(
         return base * factor(min(step, total_steps - 1))
 
     return learning_rate
-
-
-def _diffusers_factor(
-    name: str, *, base: float, warmup_steps: int, total_steps: int
-) -> Callable[[int], float]:
-    """diffusers' factor of the base learning rate, from a scheduler that is never stepped.
-
-    A stateful scheduler counts its own steps, which on resume ignores a changed setting (torch's cosine) or
-    jumps (diffusers' lambdas over a new total); a function of the step has nothing to save or restore.
-    """
-    optimizer = torch.optim.SGD([torch.zeros(())], lr=base)
-    scheduler = get_scheduler(
-        "constant_with_warmup" if name == "constant" else name,
-        optimizer,
-        num_warmup_steps=warmup_steps,
-        num_training_steps=total_steps,
-    )
-    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
-    return factor
 
 
 def build_optimizer(

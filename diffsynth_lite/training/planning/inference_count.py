@@ -144,17 +144,15 @@ def count_preview(
     counted = StandIns()
     # All experts, also those that are not trained.
     copied = without_weights(family, counted, trained=family.denoisers, vae_tiling=config.model.vae_tiling)
-    models = {
-        name: counted.put(counter.preview_model(settings), name, repeated=("",)) for name in copied.trained
-    }
+    models = {name: counted.put(counter.preview_model(settings), repeated=("",)) for name in copied.trained}
     model = Composite(models) if len(models) > 1 else models[copied.trained[0]]
     # Not every family decodes in tiles when the device is full.
     full = suppress(torch.OutOfMemoryError)
     with counted_silently(), evaluation_mode(model), without_training_adapter(model), full:
         copied.sample(model, getattr(torch, config.model.vae_dtype), [preview_request(config, copied)])
     # Of the two that decode, the second is in tiles.
-    decoded = [call.peak for call in counted.calls if call.method == "decode"]
-    others = [call.peak for call in counted.calls if call.method != "decode"]
+    decoded = [peak for method, peak in counted.peaks if method == "decode"]
+    others = [peak for method, peak in counted.peaks if method != "decode"]
     loaded = copied.loaded.items()
     return LoadedBytes(
         device=sum(weight.nbytes for _, one in loaded for weight in one.parameters()),

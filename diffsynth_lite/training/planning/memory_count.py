@@ -49,7 +49,6 @@ class MemoryCount:
 
     Attributes:
         slots: of streamed weights; with a sharded base, the weights that are gathered at once.
-        gradients: of the LoRA, at the end of the backward pass.
         step: memory of a step in addition, with its gradients, and its operations.
         exchanged: memory of processes that share samples, in addition to that of their parts.
     """
@@ -58,7 +57,6 @@ class MemoryCount:
     slots: int
     lora: int
     optimizer: int
-    gradients: int
     step: StepCost
     weights_on_host: int
     exchanged: int = 0
@@ -189,7 +187,6 @@ class MemoryCounter:
             slots=slots + max(model.gathered(num_shards) for model in models),
             lora=self.lora_bytes * (2 if settings.has_average else 1) + self._constant_bytes,
             optimizer=self.optimizer.state_bytes,
-            gradients=self.lora_bytes,
             step=self._step_cost(settings),
             weights_on_host=sum(block.packed for block in streamed),
             exchanged=exchanged,

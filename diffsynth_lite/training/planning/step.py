@@ -61,9 +61,7 @@ class StepSettings:
     @property
     def smallest_moved(self) -> int:
         """Bytes of the smallest tensor that is offloaded or streamed."""
-        if self.min_bytes is not None:
-            return self.min_bytes
-        return smallest_worth_moving(torch.device(self.device_type))
+        return smallest_worth_moving(torch.device(self.device_type), self.min_bytes)
 
     @property
     def itemsize(self) -> int:

@@ -107,7 +107,7 @@ class WithoutWeights(DiffusersFamily):
         if name in self.text_encoder_memory.quantizations:
             self.text_encoder_memory.quantizations[name].apply_to(model)
         if name != "vae":
-            return self.counted.put(model, name, with_parts=name in self.text_encoders)
+            return self.counted.put(model, with_parts=name in self.text_encoders)
         if self.vae_tiles is not None:
             self.vae_tiles.apply_to(model)
         is_tiled_when_full = self.vae_tiles is None and self.known_vae_tiles is not None
@@ -116,7 +116,7 @@ class WithoutWeights(DiffusersFamily):
             # Each of its thousand operations holds but a line of pixels.
             vars(model)[blend] = lambda _before, tile, _extent: tile
         returned = {"encode": zeros_like, "decode": decoded}
-        return self.counted.put(model, name, returned, repeated=("encoder", "decoder"))
+        return self.counted.put(model, returned, repeated=("encoder", "decoder"))
 
     def load_tokenizer(self, name: str = "tokenizer") -> Any:
         _, class_name = self.folder.parts().get(name, ("", None))

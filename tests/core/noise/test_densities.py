@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from diffsynth_lite.core.noise.densities import (
     TimestepDensity,
     draw_of_level,
-    exponential_shift,
     level_shares,
     mixed_shares,
     resolution_mu,
@@ -182,15 +181,9 @@ SIGMA = torch.linspace(0.001, 1, 999, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("mu", [-0.7, 0.0, 0.5, 0.8, 1.15, 2.05])
-def test_the_exponential_shift_equals_the_scheduler_s(mu: float) -> None:
+def test_the_schedulers_exponential_shift_is_the_static_one_by_the_exponential_of_mu(mu: float) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="exponential")
-    torch.testing.assert_close(exponential_shift(SIGMA, mu), scheduler.time_shift(mu, 1.0, SIGMA))
-
-
-@pytest.mark.parametrize("mu", [-0.7, 0.0, 0.8, 2.05])
-def test_the_exponential_shift_is_the_static_shift_by_the_exponential_of_mu(mu: float) -> None:
-    static = math.exp(mu) * SIGMA / (1 + (math.exp(mu) - 1) * SIGMA)
-    torch.testing.assert_close(exponential_shift(SIGMA, mu), static)
+    torch.testing.assert_close(shift_sigma(SIGMA, math.exp(mu)), scheduler.time_shift(mu, 1.0, SIGMA))
 
 
 @pytest.mark.parametrize("shift", [0.5, 1.0, 2.2, 3.0, 5.0, 16.0])
@@ -204,7 +197,6 @@ def test_the_static_shift_equals_the_sigmas_of_a_scheduler_with_that_shift(shift
 def test_the_ends_of_the_range_stay_where_they_are(shift: float) -> None:
     ends = torch.tensor([0.0, 1.0])
     assert torch.equal(shift_sigma(ends, shift), ends)
-    assert torch.equal(exponential_shift(ends, math.log(shift)), ends)
 
 
 @given(st.floats(0, 1, width=32), st.floats(0.01, 100))

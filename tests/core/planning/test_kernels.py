@@ -173,12 +173,10 @@ def test_a_call_holds_what_that_of_a_real_model_holds_and_repeated_parts_run_onc
     stand_ins = StandIns()
     with META:
         empty = Parts()
-    model = stand_ins.put(empty, "parts", repeated=("layer",))
+    model = stand_ins.put(empty, repeated=("layer",))
     with torch.no_grad():
         found = model(image, tokens, 3)
-    assert [(call.model, call.method, call.peak) for call in stand_ins.calls] == [
-        ("parts", "forward", meter.peak_bytes)
-    ]
+    assert stand_ins.peaks == [("forward", meter.peak_bytes)]
     assert (real.layer.num_runs, empty.layer.num_runs) == (6, 2)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.device.type == "cpu"
@@ -190,7 +188,7 @@ def test_weights_are_zeros_that_take_no_memory_and_stay_where_they_are() -> None
         weight = nn.Linear(KIB, KIB, bias=False)
         tied = nn.Sequential(weight, nn.Linear(KIB, KIB, bias=False))
     tied[1].weight = weight.weight
-    model = StandIns().put(tied, "tied")
+    model = StandIns().put(tied)
     (parameter,) = model.parameters()
     assert parameter.nbytes == 4 * KIB**2
     assert parameter.untyped_storage().nbytes() == 4

@@ -150,7 +150,7 @@ def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_
     assert streamed.step == half.step == resident.step
     # While one layer computes, its weight is there as it was.
     assert int8.step.peak - resident.step.peak <= max(weight.nbytes for weight in quantised)
-    assert resident.optimizer == 2 * resident.lora == 2 * resident.gradients
+    assert resident.optimizer == 2 * resident.lora
     # A block computes, one arrives, and the room that it arrives in is a third.
     assert sharded.slots == resident.weights - sum(whole) + 3 * max(whole)
     assert averaged == replace(resident, lora=2 * resident.lora)
@@ -178,7 +178,7 @@ def test_a_step_on_the_cpu_under_autocast_holds_what_is_counted() -> None:
         )
     # Of the norm before the last layer: mean and deviation of 256 tokens, which only the CPU keeps in bf16.
     means = 2 * 2 * 256 * torch.bfloat16.itemsize
-    expected = replace(held, kept=held.kept + means, peak=held.peak + counted.gradients)
+    expected = replace(held, kept=held.kept + means, peak=held.peak + counted.lora)
     assert_same_cost(counted.step, expected)
     with narrow("qwen_image", 2) as (family, release):
         without = release_counter(family, release).count(settings)
