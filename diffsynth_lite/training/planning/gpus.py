@@ -3,11 +3,13 @@
 It imports no torch: commands that only need the memory of a card look it up here.
 """
 
+import csv
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffsynth_lite.config.files import if_in_clone
@@ -91,211 +93,62 @@ class Gpu:
         return _BUS_RATIO * self.lanes * _TRANSFERS[self.pcie] * 128 / 130 / 8
 
 
-_AMPERE = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
-_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
-_BLACKWELL = (
-    "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
-)
-_GEFORCE = "https://www.nvidia.com/en-us/geforce/graphics-cards/compare/"
-"""It has cores, clock and memory: two operations a core and clock in fp32, and four in bf16, as the white
-papers have for the other cards of these generations."""
-_LAPTOPS = "https://www.nvidia.com/en-us/geforce/laptops/compare/"
-_A100 = (
-    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
-    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
-)
-_APPLE = "https://support.apple.com/docs/mac"
-_H100 = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
-_CENTER = "https://www.nvidia.com/en-us/data-center"
-_DESIGN = "https://www.nvidia.com/en-us/products/workstations"
-
-
-_NO_BF16 = "It has no tensor cores for bf16, in which recipes train: no time is estimated."
+_PAGES = {
+    "ampere": "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf",
+    "ada": "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
+    "blackwell": (
+        "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/"
+        "nvidia-rtx-blackwell-gpu-architecture.pdf"
+    ),
+    # It has cores, clock and memory: two operations a core and clock in fp32, and four in bf16, as the white
+    # papers have for the other cards of these generations.
+    "geforce": "https://www.nvidia.com/en-us/geforce/graphics-cards/compare/",
+    "laptops": "https://www.nvidia.com/en-us/geforce/laptops/compare/",
+    # Of workstations and data centers half of the number with sparsity, as their data sheets have it.
+    "workstations": "https://www.nvidia.com/en-us/products/workstations",
+    "data-center": "https://www.nvidia.com/en-us/data-center",
+    "a100": (
+        "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
+        "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+    ),
+    "h100": "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet",
+    "amd": "https://www.amd.com/en/products/specifications/graphics.html",
+    "apple": "https://support.apple.com/docs/mac",
+}
+"""Where the numbers are from, by the first word of ``page``; other words of it follow the address."""
+_UNTIMED = {
+    "no bf16": "It has no tensor cores for bf16, in which recipes train: no time is estimated.",
+    "laptop": "The clock of a laptop's card is the choice of who built it: no time is estimated.",
+    "amd": "Nothing was tried on a card of AMD, and no time is estimated.",
+    "apple": "Nothing was tried on a Mac, whose GPU shares all memory, and no time is estimated.",
+}
 _NOT_LISTED = "The card of this machine is not in the table of docs/memory.md: no time is estimated."
 _APPLE_RATIO = 2 / 3
 """The GPU of a Mac shares the memory with everything else; macOS lets it have two thirds, or more of much."""
 
 
-def _untimed(
-    cards: Mapping[str, tuple[float, Sequence[int]]],
-    *,
-    source: str,
-    remark: str,
-    ratio: float = COUNTED_SHARE,
-) -> Iterator[Gpu]:
-    """Cards of which no time is estimated.
-
-    Args:
-        cards: GB a second (the least, if it depends on the size), and GiB of each size there is, by name.
-    """
-    for name, (bandwidth, sizes) in cards.items():
-        for gib in sizes:
-            yield Gpu(
-                name=f"{name} {gib}GB" if len(sizes) > 1 else name,
-                memory_gib=gib,
-                bandwidth=bandwidth,
-                source=source,
-                remark=remark,
-                usable_ratio=ratio,
-            )
+def _listed() -> Iterator[Gpu]:
+    """The cards of ``gpus.csv``: one of each size of its memory, with the least bandwidth of them."""
+    with Path(__file__).with_suffix(".csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            page, _, place = row["page"].partition(" ")
+            sizes = row["gib"].split()
+            for gib in sizes:
+                yield Gpu(
+                    name=f"{row['name']} {gib}GB" if len(sizes) > 1 else row["name"],
+                    memory_gib=int(gib),
+                    bf16=float(row["bf16"] or 0),
+                    fp32=float(row["fp32"] or 0),
+                    bandwidth=float(row["bandwidth"] or 0),
+                    pcie=int(row["pcie"] or 4),
+                    lanes=int(row["lanes"] or 16),
+                    source=_PAGES[page] + place,
+                    remark=_UNTIMED.get(row["untimed"], ""),
+                    usable_ratio=_APPLE_RATIO if page == "apple" else COUNTED_SHARE,
+                )
 
 
-GPUS = (
-    Gpu(name="RTX 3050 6GB", memory_gib=6, bf16=13.5, fp32=6.8, bandwidth=168, lanes=8, source=_GEFORCE),
-    Gpu(name="RTX 3050 8GB", memory_gib=8, bf16=18.2, fp32=9.1, bandwidth=224, lanes=8, source=_GEFORCE),
-    Gpu(name="RTX 3060 8GB", memory_gib=8, bf16=25.5, fp32=12.7, bandwidth=240, source=_GEFORCE),
-    Gpu(name="RTX 3060 12GB", memory_gib=12, bf16=25.5, fp32=12.7, bandwidth=360, source=_GEFORCE),
-    Gpu(name="RTX 3060 Ti", memory_gib=8, bf16=32.4, fp32=16.2, bandwidth=448, source=_GEFORCE),
-    Gpu(name="RTX 3070", memory_gib=8, bf16=40.6, fp32=20.3, bandwidth=448, source=_AMPERE),
-    Gpu(name="RTX 3070 Ti", memory_gib=8, bf16=43.5, fp32=21.7, bandwidth=608, source=_GEFORCE),
-    Gpu(name="RTX 3080 10GB", memory_gib=10, bf16=59.5, fp32=29.8, bandwidth=760, source=_AMPERE),
-    Gpu(name="RTX 3080 12GB", memory_gib=12, bf16=61.3, fp32=30.6, bandwidth=912, source=_GEFORCE),
-    Gpu(name="RTX 3080 Ti", memory_gib=12, bf16=68.2, fp32=34.1, bandwidth=912, source=_GEFORCE),
-    Gpu(name="RTX 3090", memory_gib=24, bf16=71, fp32=35.6, bandwidth=936, source=_AMPERE),
-    Gpu(name="RTX 3090 Ti", memory_gib=24, bf16=80, fp32=40, bandwidth=1008, source=_GEFORCE),
-    Gpu(name="RTX 4060", memory_gib=8, bf16=30.2, fp32=15.1, bandwidth=272, lanes=8, source=_GEFORCE),
-    Gpu(name="RTX 4060 Ti 8GB", memory_gib=8, bf16=44.1, fp32=22.1, bandwidth=288, lanes=8, source=_GEFORCE),
-    Gpu(
-        name="RTX 4060 Ti 16GB", memory_gib=16, bf16=44.1, fp32=22.1, bandwidth=288, lanes=8, source=_GEFORCE
-    ),
-    Gpu(name="RTX 4070", memory_gib=12, bf16=58.3, fp32=29.1, bandwidth=504, source=_GEFORCE),
-    Gpu(name="RTX 4070 SUPER", memory_gib=12, bf16=71, fp32=35.5, bandwidth=504, source=_GEFORCE),
-    Gpu(name="RTX 4070 Ti", memory_gib=12, bf16=80.2, fp32=40.1, bandwidth=504, source=_GEFORCE),
-    Gpu(name="RTX 4070 Ti SUPER", memory_gib=16, bf16=88.2, fp32=44.1, bandwidth=672, source=_GEFORCE),
-    Gpu(name="RTX 4080", memory_gib=16, bf16=97.5, fp32=48.7, bandwidth=716.8, source=_ADA),
-    Gpu(name="RTX 4080 SUPER", memory_gib=16, bf16=104.4, fp32=52.2, bandwidth=736, source=_GEFORCE),
-    Gpu(name="RTX 4090", memory_gib=24, bf16=165.2, fp32=82.6, bandwidth=1008, source=_ADA),
-    Gpu(name="RTX 5050", memory_gib=8, bf16=26.3, fp32=13.2, bandwidth=320, pcie=5, lanes=8, source=_GEFORCE),
-    Gpu(name="RTX 5060", memory_gib=8, bf16=38.4, fp32=19.2, bandwidth=448, pcie=5, lanes=8, source=_GEFORCE),
-    *(
-        Gpu(
-            name=f"RTX 5060 Ti {gib}GB",
-            memory_gib=gib,
-            bf16=47.4,
-            fp32=23.7,
-            bandwidth=448,
-            pcie=5,
-            lanes=8,
-            source=_GEFORCE,
-        )
-        for gib in (8, 16)
-    ),
-    Gpu(name="RTX 5070", memory_gib=12, bf16=61.7, fp32=30.9, bandwidth=672, pcie=5, source=_BLACKWELL),
-    Gpu(name="RTX 5070 Ti", memory_gib=16, bf16=87.9, fp32=43.9, bandwidth=896, pcie=5, source=_BLACKWELL),
-    Gpu(name="RTX 5080", memory_gib=16, bf16=112.6, fp32=56.3, bandwidth=960, pcie=5, source=_BLACKWELL),
-    Gpu(name="RTX 5090", memory_gib=32, bf16=209.5, fp32=104.8, bandwidth=1792, pcie=5, source=_BLACKWELL),
-    # Of those below half of the number with sparsity, as their data sheets have it.
-    Gpu(name="RTX A4000", memory_gib=16, bf16=76.7, fp32=19.2, bandwidth=448, source=f"{_DESIGN}/rtx-a4000/"),
-    Gpu(
-        name="RTX A5000", memory_gib=24, bf16=111.1, fp32=27.8, bandwidth=768, source=f"{_DESIGN}/rtx-a5000/"
-    ),
-    Gpu(
-        name="RTX A6000", memory_gib=48, bf16=154.8, fp32=38.7, bandwidth=768, source=f"{_DESIGN}/rtx-a6000/"
-    ),
-    Gpu(
-        name="RTX 6000 Ada",
-        memory_gib=48,
-        bf16=364.2,
-        fp32=91.1,
-        bandwidth=960,
-        source=f"{_DESIGN}/rtx-6000/",
-    ),
-    Gpu(name="A10", memory_gib=24, bf16=125, fp32=31.2, bandwidth=600, source=f"{_CENTER}/products/a10-gpu/"),
-    Gpu(name="A40", memory_gib=48, bf16=149.7, fp32=37.4, bandwidth=696, source=f"{_CENTER}/a40/"),
-    Gpu(name="L4", memory_gib=24, bf16=121, fp32=30.3, bandwidth=300, source=f"{_CENTER}/l4/"),
-    Gpu(name="L40", memory_gib=48, bf16=181, fp32=90.5, bandwidth=864, source=f"{_CENTER}/l40/"),
-    Gpu(name="L40S", memory_gib=48, bf16=362, fp32=91.6, bandwidth=864, source=f"{_CENTER}/l40s/"),
-    Gpu(name="A100 40GB", memory_gib=40, bf16=312, fp32=19.5, bandwidth=1555, source=_A100),
-    Gpu(name="A100 40GB PCIe", memory_gib=40, bf16=312, fp32=19.5, bandwidth=1555, source=_A100),
-    Gpu(name="A100 80GB", memory_gib=80, bf16=312, fp32=19.5, bandwidth=2039, source=_A100),
-    Gpu(name="A100 80GB PCIe", memory_gib=80, bf16=312, fp32=19.5, bandwidth=1935, source=_A100),
-    Gpu(name="H100", memory_gib=80, bf16=989.5, fp32=67, bandwidth=3350, pcie=5, source=_H100),
-    Gpu(name="H100 PCIe", memory_gib=80, bf16=756.5, fp32=51, bandwidth=2000, pcie=5, source=_H100),
-    Gpu(name="H200", memory_gib=141, bf16=989.5, fp32=67, bandwidth=4800, pcie=5, source=f"{_CENTER}/h200/"),
-    *_untimed(
-        {
-            "RTX 2060": (336, (6, 12)),
-            "RTX 2060 SUPER": (448, (8,)),
-            "RTX 2070": (448, (8,)),
-            "RTX 2070 SUPER": (448, (8,)),
-            "RTX 2080": (448, (8,)),
-            "RTX 2080 SUPER": (496, (8,)),
-            "RTX 2080 Ti": (616, (11,)),
-        },
-        source=_GEFORCE,
-        remark=_NO_BF16,
-    ),
-    *_untimed({"T4": (320, (16,))}, source=f"{_CENTER}/tesla-t4/", remark=_NO_BF16),
-    *_untimed({"V100": (900, (16, 32))}, source=f"{_CENTER}/v100/", remark=_NO_BF16),
-    *_untimed(
-        {
-            "RTX 3050 Laptop": (0, (4, 6)),
-            "RTX 3050 Ti Laptop": (0, (4,)),
-            "RTX 3060 Laptop": (0, (6,)),
-            "RTX 3070 Laptop": (0, (8,)),
-            "RTX 3070 Ti Laptop": (0, (8,)),
-            "RTX 3080 Laptop": (0, (8, 16)),
-            "RTX 3080 Ti Laptop": (0, (16,)),
-            "RTX 4050 Laptop": (0, (6,)),
-            "RTX 4060 Laptop": (0, (8,)),
-            "RTX 4070 Laptop": (0, (8,)),
-            "RTX 4080 Laptop": (0, (12,)),
-            "RTX 4090 Laptop": (0, (16,)),
-            "RTX 5050 Laptop": (0, (8,)),
-            "RTX 5060 Laptop": (0, (8,)),
-            "RTX 5070 Laptop": (0, (8,)),
-            "RTX 5070 Ti Laptop": (0, (12,)),
-            "RTX 5080 Laptop": (0, (16,)),
-            "RTX 5090 Laptop": (0, (24,)),
-        },
-        source=_LAPTOPS,
-        remark="The clock of a laptop's card is the choice of who built it: no time is estimated.",
-    ),
-    *_untimed(
-        {
-            "RX 6700 XT": (384, (12,)),
-            "RX 6800": (512, (16,)),
-            "RX 6800 XT": (512, (16,)),
-            "RX 6900 XT": (512, (16,)),
-            "RX 7600": (288, (8,)),
-            "RX 7600 XT": (288, (16,)),
-            "RX 7700 XT": (432, (12,)),
-            "RX 7800 XT": (624, (16,)),
-            "RX 7900 GRE": (576, (16,)),
-            "RX 7900 XT": (800, (20,)),
-            "RX 7900 XTX": (960, (24,)),
-            "RX 9060 XT": (320, (8, 16)),
-            "RX 9070": (640, (16,)),
-            "RX 9070 XT": (640, (16,)),
-            "PRO W7900": (864, (48,)),
-            "MI300X": (5300, (192,)),
-        },
-        source="https://www.amd.com/en/products/specifications/graphics.html",
-        remark="Nothing was tried on a card of AMD, and no time is estimated.",
-    ),
-    *_untimed(
-        {
-            "M1": (68, (8, 16)),
-            "M1 Pro": (200, (16, 32)),
-            "M1 Max": (400, (32, 64)),
-            "M1 Ultra": (800, (64, 128)),
-            "M2": (100, (8, 16, 24)),
-            "M2 Pro": (200, (16, 32)),
-            "M2 Max": (400, (32, 64, 96)),
-            "M2 Ultra": (800, (64, 128, 192)),
-            "M3": (100, (8, 16, 24)),
-            "M3 Pro": (150, (18, 36)),
-            "M3 Max": (300, (36, 48, 64, 96, 128)),
-            "M3 Ultra": (819, (96, 256, 512)),
-            "M4": (120, (16, 24, 32)),
-            "M4 Pro": (273, (24, 48, 64)),
-            "M4 Max": (410, (36, 48, 64, 128)),
-        },
-        source=_APPLE,
-        remark="Nothing was tried on a Mac, whose GPU shares all memory, and no time is estimated.",
-        ratio=_APPLE_RATIO,
-    ),
-)
+GPUS = tuple(_listed())
 ASSUMED_GPU = "RTX 4090"
 """Its ratios order settings where no card is named."""
 
