@@ -8,7 +8,6 @@ import re
 from typing import Any
 
 import yaml
-import yaml.composer
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,9 +21,6 @@ NULLS = frozenset(["", "~", "null", "Null", "NULL"])
 # A config nests five deep; a little more is let through so that the message can name the key.
 _DEEPEST = 8
 _LONGEST_SHOWN = 60
-# Of these characters, but for comments, libyaml and PyYAML make the same nodes.
-_PLAIN = re.compile(r"""(?:[-\w .:,'"/()\[\]{}=+;<@^~$]*(?:(?<!\S)#[ -~]*)?\n)+""", re.ASCII)
-_NOTHING_IN_FLOW = re.compile(r":\s*,")  # whose place they give differently
 _NO_CHARACTER = re.compile(r"\\U(?!000|0010)")
 
 
@@ -57,7 +53,7 @@ def read_yaml(text: str, source: str = "") -> yaml.Node:
             that is not plain text.
     """
     try:
-        node = _plain_node(text, source) or _Loader(text, source).get_single_node()
+        node = _Loader(text, source).get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(f"character {error.character:#x} is not allowed in yaml; remove it", line) from None
@@ -248,13 +244,16 @@ def _refuse_null_in_text(settings: DictConfig, value: str | list[str]) -> None:
                 raise UserError(f"'{text}' needs {match[1]}, which is null; set it")
 
 
-class _Refusing:
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     """Refuses what a config never needs where it comes, so that no text can make a tree expensive."""
 
-    _depth = 0
+    def __init__(self, text: str, source: str) -> None:
+        super().__init__(text)
+        self.name = source
+        self._depth = 0
 
     def get_event(self) -> yaml.Event:
-        event = super().get_event()  # type: ignore[misc]  # of the loader
+        event = super().get_event()
         if getattr(event, "anchor", None):
             raise YamlError(
                 f"'{event.anchor}' is a yaml anchor or alias (& or *), which a config does not have; "
@@ -272,38 +271,6 @@ class _Refusing:
         if self._depth > _DEEPEST:
             raise YamlError("nested too deeply; a config has sections, and settings in them", line_of(event))
         return event
-
-
-class _Loader(_Refusing, yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    def __init__(self, text: str, source: str) -> None:
-        super().__init__(text)
-        self.name = source
-
-
-class _FastLoader(_Refusing, yaml.composer.Composer, getattr(yaml, "CSafeLoader", object)):  # type: ignore[misc]
-    """Takes a tenth of the time: the events are libyaml's, and the nodes are made as by the other."""
-
-    def __init__(self, text: str, source: str) -> None:
-        yaml.composer.Composer.__init__(self)
-        yaml.CSafeLoader.__init__(self, text)
-        self._source = source
-
-    def get_event(self) -> yaml.Event:
-        event = super().get_event()
-        mark = event.start_mark
-        event.start_mark = yaml.Mark(self._source, mark.index, mark.line, mark.column, None, 0)
-        event.style = getattr(event, "style", None) or None
-        return event
-
-
-def _plain_node(text: str, source: str) -> yaml.Node | None:
-    """The document of a text in which both loaders find the same; None where the other has the answer."""
-    if not yaml.__with_libyaml__ or not _PLAIN.fullmatch(text) or _NOTHING_IN_FLOW.search(text):
-        return None
-    try:
-        return _FastLoader(text, source).get_single_node()
-    except (yaml.YAMLError, YamlError):
-        return None  # the other words it
 
 
 def _require_plain_keys(node: yaml.Node) -> None:
