@@ -27,7 +27,7 @@ _IDLE_ADVICE = {
 }
 """Warnings of other libraries that nobody should act on: words of them, by their logger."""
 _IDLE_WARNING = "`FluxPosEmbed` is deprecated"
-"""diffusers 0.42 uses in its own Chroma what it tells others not to use."""
+"""diffusers 0.42 uses in its own Chroma what it asks others not to use."""
 _SILENT = logging.CRITICAL + 1
 
 

@@ -83,7 +83,7 @@ def run(parsed: argparse.Namespace) -> None:
         examination.require_usable()
     except UserError as error:
         lines = (line.partition(_CANNOT) for line in str(error).splitlines())
-        raise UserError("\n".join(f"{line}{said and _LISTED}" for line, said, _ in lines)) from None
+        raise UserError("\n".join(f"{line}{found and _LISTED}" for line, found, _ in lines)) from None
     if not parsed.json:
         print_lines(*(f"Next: {command(name, *config_words(parsed))}" for name in ("plan", "train")))
 

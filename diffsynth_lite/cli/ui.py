@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace) -> None:
     """Answer until Ctrl+C; the runs that were started continue.
 
     Raises:
-        UserError: the port is taken, or the folder is no workspace.
+        UserError: the port is taken, or the folder is not a workspace.
     """
     behind = parsed.behind.rstrip("/") if parsed.behind is not None else None
     if behind is not None and not _PROXY.fullmatch(behind):

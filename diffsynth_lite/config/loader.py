@@ -73,14 +73,16 @@ def load_config(
     for file in files:
         builder.add_file(file)
     chosen = [read_preset(name) for name in presets]
-    stages = [builder.written()]
+    written = builder.written()
+    stages = [_by_name(written)]
     for preset in chosen:
         builder.add_file(preset)
-        stages.append(builder.written())
+        written = builder.written()
+        stages.append(_by_name(written))
     given_flags = [f"{name}={value}" for name, value in (flags or {}).items() if value is not None]
     for pieces in [*_by_setting(overrides), *([flag] for flag in given_flags)]:
         builder.add_override(*pieces)
-    given = dict(_differences(stages[-1], builder.written()))
+    given = _differences(stages[-1], _by_name(builder.written()))
     config, unresolved = builder.build()
     for preset in chosen:
         preset.require_fit(config.model.family)
@@ -90,7 +92,7 @@ def load_config(
     return LoadedConfig(
         config=config,
         path=found,
-        source_text=redacted(_in_one(files, chosen, stages[-1])),
+        source_text=redacted(_in_one(files, chosen, written)),
         resolved_yaml=write_yaml(redacted(unresolved)),
         warnings=tuple(map(builder.located, remarks)),
     )
@@ -110,7 +112,7 @@ def recipes_for_card(like: LoadedConfig, card_gib: float, **given: Any) -> Itera
             continue
         found = load_config(path, **given)
         ours, theirs = like.config, found.config
-        # Where model.path is given, only output tells the smaller of two models from the larger.
+        # Where model.path is given, only output distinguishes the smaller of two models from the larger.
         if (theirs.model.path, theirs.output) == (ours.model.path, ours.output):
             yield card_gb, found
 
@@ -132,32 +134,28 @@ def _by_setting(overrides: Sequence[str]) -> list[list[str]]:
     return settings
 
 
-def _changes(
-    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], given: dict[str, Any]
-) -> Iterator[str]:
+def _changes(before: dict[str, Any], after: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     """Each setting that has another value now, such as ``lora.rank 16 (was 32)``.
 
     Args:
         given: those of the command line, which win over it.
     """
-    old = {f"{section}.{key}": value for section, own in before.items() for key, value in own.items()}
-    for name, value in _differences(before, after):
+    for name, value in _differences(before, after).items():
         if name in given:
             remark = f" (the command line wins: {json.dumps(given[name])})"
         else:
-            remark = f" (was {json.dumps(old[name])})" if name in old else ""
+            remark = f" (was {json.dumps(before[name])})" if name in before else ""
         yield f"{name} {json.dumps(value)}{remark}"
 
 
-def _differences(
-    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]
-) -> Iterator[tuple[str, Any]]:
-    """The names of settings that have another value now, with that."""
-    for section, values in after.items():
-        old = before.get(section, {})
-        for key, value in values.items():
-            if key not in old or old[key] != value:
-                yield f"{section}.{key}", value
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """The settings that have another value now, with that."""
+    return {name: value for name, value in after.items() if name not in before or before[name] != value}
+
+
+def _by_name(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Values by ``section.key``, from those by section and key."""
+    return {f"{section}.{key}": value for section, own in settings.items() for key, value in own.items()}
 
 
 def _in_one(
@@ -176,7 +174,6 @@ def _secrets_in(unresolved: dict[str, dict[str, Any]]) -> Iterator[Problem]:
         f"holds a secret, which the run folder and the trackers get as {MASK}; "
         "put it in an environment variable, and write ${oc.env:NAME} here"
     )
-    for section, values in unresolved.items():
-        for key, value in values.items():
-            if redacted(value) != value:
-                yield Problem((f"{section}.{key}",), message)
+    for name, value in _by_name(unresolved).items():
+        if redacted(value) != value:
+            yield Problem((name,), message)

@@ -51,10 +51,10 @@ def lint(
     """
     values = {text: json_object(text) for of_item in captions.values() for text in of_item}
     are_json = len(values) >= MIN_CAPTIONS // 2 and sum(map(bool, values.values())) > len(values) / 2
-    said = {text: (_texts_in(value) if value else text)[:_MOST_CHARACTERS] for text, value in values.items()}
+    texts = {text: (_texts_in(value) if value else text)[:_MOST_CHARACTERS] for text, value in values.items()}
     start = re.compile(rf"\A\s*{re.escape(trigger)}[\s,.:-]+" if trigger else r"\A", re.IGNORECASE)
-    answers = {text: start.sub("", words) for text, words in said.items()}
-    phrases = [] if may_repeat else constant_phrases(list(said.values()), trigger=trigger)
+    answers = {text: start.sub("", words) for text, words in texts.items()}
+    phrases = [] if may_repeat else constant_phrases(list(texts.values()), trigger=trigger)
     misspelt = partial(_misspelt, trigger=trigger)
     if not trigger and len(phrases) == 1 and " " not in phrases[0].text:
         misspelt = partial(_like_the_constant_word, word=phrases[0].text)

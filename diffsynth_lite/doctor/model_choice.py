@@ -17,7 +17,7 @@ class FittingModel:
     Attributes:
         recipe: file name of the recipe.
         card_gb: memory of the smallest card that it is for.
-        facts: what :func:`base_model` says of it.
+        facts: see :func:`base_model`.
     """
 
     family: str

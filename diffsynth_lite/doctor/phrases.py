@@ -150,7 +150,7 @@ def _tags(text: str, trigger: str) -> list[str]:
 def _without_trigger(text: str, trigger: str) -> str:
     """The text with breaks in place of the trigger and of its class: two words at most that follow directly.
 
-    If one of them is a known word for the subject, as in "ohwx blond woman", the others are no part of it.
+    If one of them is a known word for the subject, as in "ohwx blond woman", the others do not belong to it.
     """
     if not trigger:
         return text

@@ -246,28 +246,32 @@ def noise_table(
 
     total = sum(samples.values())
     sizes = _noise_sizes(levels, shape_of, samples, total)
-    rows = [_noise_row("all steps", 1.0, sizes)]
-    shift = rows[0].shift
-    if shift is None:
+    rows = [_noise_row("all steps", sizes, part=1.0)]
+    if rows[0].shift is None:
         rows += [
             NoiseFindings(name=size.name, part=size.part, shift=size.shift, shares=mixed_shares(size.ranges))
             for size in sizes
         ]
     if len(levels.ranges) > 1:
-        rows += [_of_expert(place, name, sizes, shift) for place, name in enumerate(family.trained)]
+        rows += [_noise_row(name, sizes, expert=place) for place, name in enumerate(family.trained)]
     heard = {bucket: number for bucket, number in samples.items() if audio_shape(bucket.num_frames)}
     if heard:
         of_audio = _noise_sizes(levels, lambda bucket: audio_shape(bucket.num_frames) or (), heard, total)
-        rows.append(_noise_row("audio", sum(heard.values()) / total, of_audio))
+        rows.append(_noise_row("audio", of_audio, part=sum(heard.values()) / total))
     return rows
 
 
-def _noise_row(name: str, part: float, sizes: Sequence[_NoiseSize]) -> NoiseFindings:
+def _noise_row(
+    name: str, sizes: Sequence[_NoiseSize], *, part: float | None = None, expert: int | None = None
+) -> NoiseFindings:
+    """The steps of all sizes, or of those only the ones of an expert, whose part of all steps is counted."""
+    only = slice(None) if expert is None else slice(expert, expert + 1)
+    parts = [(size.part * own, shares) for size in sizes for own, shares in size.ranges[only]]
     return NoiseFindings(
         name=name,
-        part=part,
+        part=sum(own for own, _ in parts) if part is None else part,
         shift=sizes[0].shift if len({size.shift for size in sizes}) == 1 else None,
-        shares=mixed_shares([(size.part * part, shares) for size in sizes for part, shares in size.ranges]),
+        shares=mixed_shares(parts),
     )
 
 
@@ -290,10 +294,3 @@ def _noise_sizes(
             known[shift] = levels.shares(shape)
         sizes.append(_NoiseSize(name=bucket.name, part=number / total, shift=shift, ranges=known[shift]))
     return sizes
-
-
-def _of_expert(place: int, name: str, sizes: Sequence[_NoiseSize], shift: float | None) -> NoiseFindings:
-    parts = [(size.part * size.ranges[place][0], size.ranges[place][1]) for size in sizes]
-    return NoiseFindings(
-        name=name, part=sum(part for part, _ in parts), shift=shift, shares=mixed_shares(parts)
-    )

@@ -111,7 +111,7 @@ _LONG = re.compile(r"[\w-]{32,}")
 _REPEATED = re.compile(r"[1-9]\d{0,3}_")
 """Start of the name of a folder of kohya's that repeats."""
 _NOISE = re.compile(r"(job|meta\..*|(.*\.)?process\.type)")
-"""Their keys that say nothing of a run."""
+"""Their keys that mean nothing for a run."""
 _LEAST_EDGE = 64
 """Less is not an edge, such as SimpleTuner's 1.0, a megapixel."""
 _NOT_TRAINED = ["enabled false", "disabled true", "dataset_type conditioning", "dataset_type eval"]
@@ -120,7 +120,7 @@ _NOT_TRAINED += ["type validation"]
 _PRESERVED = ["is_reg true", "is_regularisation_data true", "type prior_prediction"]
 """The same of data that our ``preserve`` is for."""
 _OF_A_SOURCE = ("datasets", "subsets", "directory")
-"""Their lists of data; what is there says nothing of the run."""
+"""Their lists of data; settings there are not of the run."""
 _ALPHA_IS_RANK = ("SimpleTuner", "diffusion-pipe")
 """Trainers whose alpha is the rank where it is not set; it is 1 in the others."""
 
@@ -302,7 +302,7 @@ def _is_below(place: tuple[str, ...], entries: Mapping[tuple[str, ...], str]) ->
 
 
 def _repeats_in_names(found: Translation) -> dict[str, int]:
-    """Kohya's folders such as ``10_ohwx`` by how often each repeats, which stand for the one above them."""
+    """Kohya's folders such as ``10_ohwx`` and how often each repeats; they replace the folder above."""
     repeats: dict[str, int] = {}
     for path in found.paths if found.trainer == "kohya" else ():
         named = [folder for folder in sorted(Path(path).glob("*_*/")) if _REPEATED.match(folder.name)]
@@ -363,7 +363,7 @@ def _is_translated(found: Translation, words: Sequence[str], value: object, *, i
     is_family = key in _FAMILY_KEYS or (parent, key) == ("model", "type")
     if is_family or (key == "model_type" and found.trainer == "OneTrainer"):
         is_known = found.take_family(key, value)
-        # It also says that this is a LoRA.
+        # It also shows that this is a LoRA.
         return found.add("lora.kind", value) or is_known if key == "network_module" else is_known
     if (found.trainer, key) in _MEANS_OTHERWISE:
         return False
@@ -413,7 +413,7 @@ def _setting_of(parent: str, key: str) -> str | None:
 
 
 def _all_leaves(values: Mapping[str, Any], path: Path) -> Iterator[_Leaf]:
-    """Places and values of a config and of the file of its data, those that say something."""
+    """Places and values of a config and of the file of its data, those that are not empty."""
     for place, value in _leaves(values):
         named = (path.parent / str(value), Path(str(value))) if place[-1] in _FILES else ()
         if second := next((file for file in named if file.is_file()), None):

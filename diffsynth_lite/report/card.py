@@ -124,7 +124,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
             for start in (place * (size - length) // max(1, count - 1) for place in range(count)):
                 opened.seek(start)
                 part = opened.read(length)
-                # What stands before the first line break is torn, but at the start of the file.
+                # The text before the first line break is torn, but at the start of the file.
                 parts.append(part if start == 0 else part.partition(b"\n")[2])
     except (OSError, UserError):
         return

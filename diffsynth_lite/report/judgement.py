@@ -1,4 +1,4 @@
-"""This file says in a sentence how well a run learns, by named rules on its losses on fixed noise.
+"""This file judges in a sentence how well a run learns, by named rules on its losses on fixed noise.
 
 The loss of a training step jumps with its noise, so it is not judged. The losses used here are measured on
 the same data with the same noise each time.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MIN_EVALUATIONS = 5
-"""Of fewer, nothing is said."""
+"""Fewer are not judged."""
 CLEAR_RATIO = 0.02
 """A smaller part of a loss is not called a change."""
 RECENT_RATIO = 1 / 4

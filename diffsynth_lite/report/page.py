@@ -30,6 +30,7 @@ from diffsynth_lite.report.previews import Preview, embedded
 from diffsynth_lite.report.record import as_yaml
 from diffsynth_lite.report.run_report import RunReport, read_run
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.metrics import flat_settings
 
 logger = logging.getLogger(__name__)
 
@@ -334,15 +335,7 @@ def _rows(settings: Sequence[str]) -> Rows:
 
 @lru_cache(maxsize=64)
 def _flat_settings(text: str) -> Mapping[str, str]:
-    return dict(_flat(yaml.safe_load(text) or {}))
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", as_yaml(value)
+    return {name: as_yaml(value) for name, value in flat_settings(yaml.safe_load(text) or {}).items()}
 
 
 def shared_prompts(runs: Sequence[RunReport]) -> list[SharedPrompt]:

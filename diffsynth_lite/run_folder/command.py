@@ -39,7 +39,7 @@ class StartCommand:
 
     def as_text(self) -> str:
         """As json for ``command.json``, with secrets masked."""
-        # In ASCII, since names of files may hold bytes that are no text.
+        # In ASCII, since names of files may hold bytes that are not text.
         return json.dumps(redacted(vars(self)), indent=2) + "\n"
 
     @classmethod

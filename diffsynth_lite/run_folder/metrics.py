@@ -138,6 +138,11 @@ def start_trackers(
     from wandb.errors import Error as WandbError
 
     folder.mkdir(parents=True, exist_ok=True)
+    # Trackers show neither lists nor None, which they get as text.
+    shown = {
+        name: value if isinstance(value, str | int | float | bool) else str(value)
+        for name, value in flat_settings(settings).items()
+    }
     wandb = {
         "dir": str(folder),
         "mode": wandb_mode,
@@ -148,9 +153,7 @@ def start_trackers(
         "settings": WandbSettings(console="off", x_disable_meta=True, disable_git=True, disable_code=True),
     }
     try:
-        accelerator.init_trackers(
-            redacted(project), config=redacted(_flat(settings)), init_kwargs={"wandb": wandb}
-        )
+        accelerator.init_trackers(redacted(project), config=redacted(shown), init_kwargs={"wandb": wandb})
     except WandbError as error:
         raise UserError(
             f"logging.trackers: wandb: {error}; log in with `wandb login`, or set logging.wandb_mode=offline"
@@ -185,14 +188,12 @@ class MetricsLog:
         self._accelerator.log(dict(values), step=step)
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
-    """Nested settings with dotted keys; values that a tracker cannot show (lists, None) as text."""
-    flat: dict[str, str | int | float | bool] = {}
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted keys."""
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value if isinstance(value, str | int | float | bool) else str(value)
+        is_nested = isinstance(value, Mapping)
+        flat |= flat_settings(value, f"{prefix}{name}.") if is_nested else {f"{prefix}{name}": value}
     return flat
 
 

@@ -150,8 +150,8 @@ def test_the_majority_of_what_can_be_used_decides(
     config, printed = load_config("mine.yaml").config, capsys.readouterr().out
     assert config.model.family == family
     advice = f"move them out of the folder, or set data.on_bad_item=skip data.max_bad_ratio={ratio}\n"
-    told = f"> {family} does not train on {strays}; a run stops at such files: {advice}"
-    assert (told in printed) == bool(strays)
+    line = f"> {family} does not train on {strays}; a run stops at such files: {advice}"
+    assert (line in printed) == bool(strays)
     assert caplog.text.count("skipped files: 1 md") == 1
 
 

@@ -34,7 +34,7 @@ ACCELERATE = {"ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_MIXED_PRECISION":
 
 
 def refusal(environment: dict[str, str]) -> str:
-    """What is said to a process with this environment, in one line."""
+    """The error of a process with this environment, in one line."""
     with pytest.raises(UserError) as refused:
         join_processes(environment, COMMAND)
     assert "\n" not in str(refused.value)

@@ -26,7 +26,7 @@ OVERRIDES = [
 ]
 
 SEE = "; see diffsynth-lite train --help"
-# Flags, and what is said of them.
+# Flags, and the errors about them.
 FLAGS: list[tuple[tuple[str, ...], str]] = [
     (("--resume",), "argument --resume: expected one argument"),
     (("--resum", "auto"), "unrecognized arguments: --resum; did you mean --resume?"),
@@ -188,12 +188,12 @@ def test_a_wrong_override_is_refused(refused, good: Path, override: str) -> None
     assert refused("--config", str(good), override).startswith(f"{shown} (command line)")
 
 
-@pytest.mark.parametrize(("flags", "told"), FLAGS)
-def test_a_wrong_flag_is_refused(good: Path, flags: tuple[str, ...], told: str, capsys) -> None:
+@pytest.mark.parametrize(("flags", "message"), FLAGS)
+def test_a_wrong_flag_is_refused(good: Path, flags: tuple[str, ...], message: str, capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--config", str(good), *flags])
     assert caught.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"diffsynth-lite train: error: {told}{SEE}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"diffsynth-lite train: error: {message}{SEE}"
 
 
 @pytest.mark.parametrize(("text", "place"), TEXTS, ids=range(len(TEXTS)))
@@ -226,5 +226,5 @@ def test_a_config_is_needed(capsys, monkeypatch, words: list[str], hint: str) ->
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2
-    told = f"the following arguments are required: --config{hint}"
-    assert capsys.readouterr().err.splitlines()[-1] == f"diffsynth-lite train: error: {told}{SEE}"
+    message = f"the following arguments are required: --config{hint}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"diffsynth-lite train: error: {message}{SEE}"

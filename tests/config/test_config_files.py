@@ -39,10 +39,10 @@ def test_a_missing_name_says_where_it_was_looked_for_and_what_is_there(tmp_path,
     ):
         with pytest.raises(UserError) as caught:
             find_config_file(name)
-        where, _, told = str(caught.value).partition("; ")
+        where, _, line = str(caught.value).partition("; ")
         assert where == f"--config {name}: not found in {tmp_path} nor in {CONFIGS}"
-        assert told.endswith(hint)
-        assert "\n" not in told
+        assert line.endswith(hint)
+        assert "\n" not in line
 
 
 def test_an_installed_package_has_its_recipes_inside_and_names_no_page_of_the_docs(tmp_path, monkeypatch):
@@ -163,8 +163,8 @@ def test_a_text_that_no_file_has_is_loaded_as_if_its_file_had_it(files, tmp_path
 )
 def test_a_file_that_cannot_be_extended_is_refused_at_the_line_that_names_it(refusal, files, line, reason):
     path = files(back="extends: top.yaml\n", top=f"# one\n{line}\n")
-    (told,) = refusal(path)
-    place, _, message = told.partition(" extends: ")
+    (line,) = refusal(path)
+    place, _, message = line.partition(" extends: ")
     number = 3 if "already" in reason else 2
     assert place == (f"{path}:{number}" if "back" not in line else f"{path.parent / 'back.yaml'}:1")
     assert reason in message

@@ -298,8 +298,8 @@ def test_a_warm_up_leaves_a_step_at_the_highest_rate_and_says_when_it_is_shorten
     path = write(f"train:\n  warmup_steps: 50\n{minimal}")
     loaded = load_config(path, [f"train.steps={steps}"])
     assert (loaded.config.train.warmup_in_run, loaded.config.train.warmup_steps) == (warmup, 50)
-    told = f"{path}:2 train.warmup_steps: 50 is shortened to {warmup}, as train.steps is {steps}"
-    assert loaded.warnings == ((told,) if warmup < 50 else ())
+    warning = f"{path}:2 train.warmup_steps: 50 is shortened to {warmup}, as train.steps is {steps}"
+    assert loaded.warnings == ((warning,) if warmup < 50 else ())
 
 
 def test_the_names_of_other_trainers_stand_for_settings_there_are_and_are_none_themselves():

@@ -292,9 +292,9 @@ def test_a_wrong_value_is_reported_though_a_later_one_replaces_it(refusal, write
 
 def test_very_many_problems_are_counted_and_the_first_ones_told(refusal, write, minimal):
     path = write(minimal + "train:\n" + "".join(f"  key{number}: 1\n" for number in range(20_000)))
-    *told, rest = refusal(path)
-    assert len(told) == MAX_LINES
-    assert told[0].startswith(f"{path}:9 train.key0: ")
+    *lines, rest = refusal(path)
+    assert len(lines) == MAX_LINES
+    assert lines[0].startswith(f"{path}:9 train.key0: ")
     assert rest == f"and {20_000 - MAX_LINES} more like these"
 
 

@@ -15,11 +15,11 @@ from diffsynth_lite.doctor.page import write_page
 from diffsynth_lite.errors import UserError
 
 
-def apart(workplace: Workplace, count: int = 2) -> tuple[str, str]:
+def separate(workplace: Workplace, count: int = 2) -> tuple[str, str]:
     """Settings of images to train on, and of others that are held out."""
     return (
         f"data.path={add_images(workplace, 'trained', 3)}",
-        f"validation.data={add_images(workplace, 'apart', count)}",
+        f"validation.data={add_images(workplace, 'held', count)}",
     )
 
 
@@ -29,12 +29,12 @@ def held_out(found: Findings) -> Findings:
 
 
 def test_without_held_out_data_nothing_is_found_in_them(workplace: Workplace) -> None:
-    assert findings(workplace.config(apart(workplace)[0])).held_out is None
+    assert findings(workplace.config(separate(workplace)[0])).held_out is None
 
 
 def test_they_are_read_planned_and_shown_as_the_training_data_are(workplace: Workplace) -> None:
-    settings = apart(workplace)
-    workplace.add("apart/flat.png", scene(2, (300, 60)), "word " * 600)
+    settings = separate(workplace)
+    workplace.add("held/flat.png", scene(2, (300, 60)), "word " * 600)
     crops = ("data.crop=random", "data.crops_per_item=4", "data.repeats=3", "validation.loss_items=2")
     examination = examine(workplace.config(*settings, *crops), sheet_size=50)
     examination.require_usable()
@@ -42,7 +42,7 @@ def test_they_are_read_planned_and_shown_as_the_training_data_are(workplace: Wor
     # Once each, from the middle, however often the training crops and repeats.
     assert (found.num_items, examination.findings.num_items) == (3, 12)
     assert [(source.place, source.contents, source.passes) for source in found.sources] == [
-        (f"{workplace.root}/apart", "3 images", 1.0)
+        (f"{workplace.root}/held", "3 images", 1.0)
     ]
     assert found.facts["measured on"] == "2 of 3 items"
     assert found.facts["width"] == "96 to 300, median 96"
@@ -58,8 +58,8 @@ def test_they_are_read_planned_and_shown_as_the_training_data_are(workplace: Wor
 
 
 def test_a_bad_one_stops_the_run_and_is_named(workplace: Workplace) -> None:
-    settings = apart(workplace)
-    workplace.add("apart/page.png", scene(8)).write_text("<!doctype html>")
+    settings = separate(workplace)
+    workplace.add("held/page.png", scene(8)).write_text("<!doctype html>")
     examination = examine(workplace.config(*settings), sheet_size=0)
     assert held_out(examination.findings).dropped.keys() == {"page.png"}
     assert examination.findings.dropped == {}
@@ -77,7 +77,7 @@ def test_a_bad_one_stops_the_run_and_is_named(workplace: Workplace) -> None:
 def test_what_is_wrong_with_all_of_them_is_a_problem_of_the_run(
     workplace: Workplace, place: str, problem: str
 ) -> None:
-    trained, _ = apart(workplace)
+    trained, _ = separate(workplace)
     workplace.add("trained/inner/inside.png", scene(5))
     examination = examine(
         workplace.config(trained, f"validation.data={workplace.root / place}"), sheet_size=5
@@ -88,13 +88,13 @@ def test_what_is_wrong_with_all_of_them_is_a_problem_of_the_run(
 
 
 def test_copies_of_training_items_are_told_from_those_that_only_look_alike(workplace: Workplace) -> None:
-    settings = apart(workplace)
-    shutil.copy(workplace.root / "trained/0.png", workplace.root / "apart/copy.png")
-    (workplace.root / "apart/copy.txt").write_text("a copy")
-    workplace.add("apart/again.jpg", Image.open(workplace.root / "trained/1.png"), "one more")
+    settings = separate(workplace)
+    shutil.copy(workplace.root / "trained/0.png", workplace.root / "held/copy.png")
+    (workplace.root / "held/copy.txt").write_text("a copy")
+    workplace.add("held/again.jpg", Image.open(workplace.root / "trained/1.png"), "one more")
     # Equal among themselves only, which is not a leak.
-    shutil.copy(workplace.root / "apart/1.png", workplace.root / "apart/twin.png")
-    (workplace.root / "apart/twin.txt").write_text("a twin")
+    shutil.copy(workplace.root / "held/1.png", workplace.root / "held/twin.png")
+    (workplace.root / "held/twin.txt").write_text("a twin")
     found = held_out(findings(workplace.config(*settings)))
     assert found.trained == [["copy.png", "trained on: 0.png"]]
     assert found.like_trained == [["again.jpg", "trained on: 1.png"]]
@@ -109,10 +109,10 @@ def test_copies_of_training_items_are_told_from_those_that_only_look_alike(workp
 def test_console_and_page_tell_them_from_the_training_data(
     workplace: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = apart(workplace)
-    shutil.copy(workplace.root / "trained/0.png", workplace.root / "apart/copy.png")
-    (workplace.root / "apart/copy.txt").write_text("a copy")
-    workplace.add("apart/page.png", scene(8)).write_text("<!doctype html>")
+    settings = separate(workplace)
+    shutil.copy(workplace.root / "trained/0.png", workplace.root / "held/copy.png")
+    (workplace.root / "held/copy.txt").write_text("a copy")
+    workplace.add("held/page.png", scene(8)).write_text("<!doctype html>")
     found = findings(workplace.config(*settings))
     print_findings(Console(width=200), found)
     printed = capsys.readouterr().out

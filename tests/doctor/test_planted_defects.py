@@ -50,8 +50,8 @@ def test_every_planted_defect_is_found_at_its_item_and_advised_on(workplace: Wor
     found = examine(
         workplace.config(*settings, "data.on_bad_item=skip", "data.max_bad_ratio=0.5"), sheet_size=0
     ).findings
-    said = {name.removesuffix(".png"): item.remarks for name, item in found.items.items() if item.remarks}
-    assert {name: remarks[0].partition(":")[0] for name, remarks in said.items()} == {
+    remarked = {name.removesuffix(".png"): item.remarks for name, item in found.items.items() if item.remarks}
+    assert {name: remarks[0].partition(":")[0] for name, remarks in remarked.items()} == {
         "misspelt": "another spelling of the trigger",
         "one word": "no trigger in the caption",
         "refusal": "no trigger in the caption",
@@ -67,9 +67,9 @@ def test_every_planted_defect_is_found_at_its_item_and_advised_on(workplace: Wor
         "0": "the same file as copy.png",
         "copy": "the same file as 0.png",
     }
-    assert said["one word"][1:] == ["a caption of one word: 'bridge'"]
-    assert said["script"][1:] == ["a caption in another script than the others"]
-    assert said["refusal"][1].startswith("a refusal in place of a caption: ")
+    assert remarked["one word"][1:] == ["a caption of one word: 'bridge'"]
+    assert remarked["script"][1:] == ["a caption in another script than the others"]
+    assert remarked["refusal"][1].startswith("a refusal in place of a caption: ")
     for words, names in {
         "spelt in another way": "misspelt.png ('ohxw woman')",
         "of one word": "one word.png ('bridge')",

@@ -1,4 +1,4 @@
-"""Clips slower than asked for: the doctor tells how many of their frames stand twice."""
+"""Clips slower than asked for: the doctor counts the frames that they repeat."""
 
 import pytest
 from messy_data import Workplace, advice_with, scene
@@ -34,10 +34,10 @@ def test_frames_that_repeat_are_counted_as_they_are_decoded(
 ) -> None:
     examination = examined(workplace, file_fps=file_fps, wanted_fps=20, num_frames=17)
     assert num_repeats(examination) == repeats
-    told = f"{repeats} of 17 frames are repeats: it has {file_fps} a second"
+    remark = f"{repeats} of 17 frames are repeats: it has {file_fps} a second"
     [entry] = examination.findings.sheet
-    assert entry.remarks == [told]
-    assert "slow.mp4" in advice_with(examination.findings, told)
+    assert entry.remarks == [remark]
+    assert "slow.mp4" in advice_with(examination.findings, remark)
 
 
 @pytest.mark.parametrize(("wanted_fps", "num_frames", "repeats"), [(20, 17, 0), (10, 17, 0), (20.5, 41, 1)])

@@ -81,11 +81,11 @@ def test_what_guides_an_item_and_what_is_painted_anew_are_shown_beside_it(
 
 def test_items_of_each_kind_are_counted_by_a_name_of_their_own() -> None:
     kinds = get_args(RecordKind)
-    told = SourceFindings(
+    contents = SourceFindings(
         place="data", num_records=dict.fromkeys(kinds, 2), num_captions=0, num_dropped=0, passes=1.0
     ).contents
-    assert len(set(told.split(", "))) == len(kinds)
-    assert all(name.startswith("2 ") for name in told.split(", "))
+    assert len(set(contents.split(", "))) == len(kinds)
+    assert all(name.startswith("2 ") for name in contents.split(", "))
 
 
 def test_all_are_looked_at_and_the_sheet_is_spread_over_them(
