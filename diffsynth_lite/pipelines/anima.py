@@ -45,7 +45,7 @@ from diffsynth_lite.pipelines.base.model_function import (
 )
 from diffsynth_lite.pipelines.base.preview_request import PreviewRequest
 from diffsynth_lite.pipelines.base.single_file import holds, names_in
-from diffsynth_lite.releases.components import DIFFUSERS, ONE_TRAINER, QWEN_VAE
+from diffsynth_lite.releases.components import DIFFUSERS, ONE_TRAINER, QWEN_VAE, encoder_sizes, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
@@ -157,22 +157,13 @@ ANIMA: tuple[Release, ...] = (
             ),
             "text_encoder": ReleaseComponent(
                 "Qwen3Model",
-                {
-                    "head_dim": 128,
-                    "hidden_size": 1024,
-                    "intermediate_size": 3072,
-                    "num_attention_heads": 16,
-                    "num_hidden_layers": 28,
-                    "num_key_value_heads": 8,
-                    "tie_word_embeddings": False,
-                    "vocab_size": 151936,
-                },
+                {"tie_word_embeddings": False, **encoder_sizes(1024, 3072, 16, 28, 8, 151936, 128)},
                 dtype="bfloat16",
                 source=f"Qwen3-0.6B, by {_CONVERTED}; dtype from {_BYTES}",
             ),
             "vae": QWEN_VAE,
         },
-        scheduler=ReleaseComponent("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}, source=_CONVERTED),
+        scheduler=flow_euler(3.0, _CONVERTED),
         tokenizers={
             "tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("tokenizer.json",)),
             "t5_tokenizer": ReleaseTokenizer("T5Tokenizer", ("tokenizer.json",)),

@@ -31,7 +31,7 @@ from diffsynth_lite.pipelines.base.model_function import (
     checkpointed,
     model_function,
 )
-from diffsynth_lite.releases.components import DIFFUSERS, FLUX2_VAE, SWARM
+from diffsynth_lite.releases.components import DIFFUSERS, FLUX2_VAE, PIXTRAL, SWARM, encoder_sizes, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
@@ -92,25 +92,10 @@ _MINISTRAL3_3B = ReleaseComponent(
         "tie_word_embeddings": True,
         "text_config": {
             "model_type": "ministral3",
-            "head_dim": 128,
-            "hidden_size": 3072,
-            "intermediate_size": 9216,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 26,
-            "num_key_value_heads": 8,
             "tie_word_embeddings": True,
-            "vocab_size": 131072,
+            **encoder_sizes(3072, 9216, 32, 26, 8, 131072, 128),
         },
-        "vision_config": {
-            "model_type": "pixtral",
-            "head_dim": 64,
-            "hidden_size": 1024,
-            "image_size": 1540,
-            "intermediate_size": 4096,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 24,
-            "patch_size": 14,
-        },
+        "vision_config": {**PIXTRAL},
     },
     dtype="bfloat16",
     source=f"{_PORT}; {_STUDIO}ernie_image_text_encoder.py. The part that sees images, which is not used, "
@@ -136,10 +121,8 @@ _BASE = Release(
         "text_encoder": _MINISTRAL3_3B,
         "vae": replace(FLUX2_VAE, source=f"{_PORT}; dtype from the bytes in {_BYTES}"),
     },
-    scheduler=ReleaseComponent(
-        "FlowMatchEulerDiscreteScheduler",
-        {"shift": 4.0},
-        source="a fork of musubi-tuner, ernie_image_generate_image.py, of the file in the repository",
+    scheduler=flow_euler(
+        4.0, "a fork of musubi-tuner, ernie_image_generate_image.py, of the file in the repository"
     ),
     tokenizers={"tokenizer": ReleaseTokenizer("TokenizersBackend", ("tokenizer.json",))},
     size=(1024, 1024, 1),

@@ -35,7 +35,7 @@ from diffsynth_lite.pipelines.base.model_function import (
     stacked,
 )
 from diffsynth_lite.pipelines.flux import Flux
-from diffsynth_lite.releases.components import CLIP_L, DIFFUSERS, MUSUBI
+from diffsynth_lite.releases.components import CLIP_L, DIFFUSERS, MUSUBI, encoder_sizes, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_hunyuan_video_vae
@@ -102,11 +102,6 @@ def model_fn_hunyuan_video(
     return velocity_bcfhw
 
 
-def hunyuan_scheduler(shift: float, source: str) -> ReleaseComponent:
-    """The scheduler of a release, also of HunyuanVideo 1.5."""
-    return ReleaseComponent("FlowMatchEulerDiscreteScheduler", {"shift": shift}, source=source)
-
-
 _SCRIPT = f"{DIFFUSERS}scripts/convert_hunyuan_video_to_diffusers.py"
 
 _T2V = Release(
@@ -119,14 +114,7 @@ _T2V = Release(
         ),
         "text_encoder": ReleaseComponent(
             "LlamaModel",
-            {
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_attention_heads": 32,
-                "num_hidden_layers": 32,
-                "num_key_value_heads": 8,
-                "vocab_size": 128320,
-            },
+            encoder_sizes(4096, 14336, 32, 32, 8, 128320),
             dtype="float16",
             source="the language model of xtuner/llava-llama-3-8b-v1_1-transformers, as "
             f"{MUSUBI}hunyuan_model/text_encoder.py has its numbers and {_SCRIPT} its dtype",
@@ -134,7 +122,7 @@ _T2V = Release(
         "text_encoder_2": replace(CLIP_L, dtype="float16", source=f"{CLIP_L.source}; dtype as in {_SCRIPT}"),
         "vae": ReleaseComponent("AutoencoderKLHunyuanVideo", source=f"{_SCRIPT}: the defaults of the class"),
     },
-    scheduler=hunyuan_scheduler(7.0, _SCRIPT),
+    scheduler=flow_euler(7.0, _SCRIPT),
     tokenizers={
         "tokenizer": ReleaseTokenizer("LlamaTokenizerFast"),
         "tokenizer_2": ReleaseTokenizer("CLIPTokenizer"),

@@ -32,7 +32,7 @@ from diffsynth_lite.pipelines.base.model_function import (
     model_function,
     padded_together,
 )
-from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE
+from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE, encoder_sizes
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
@@ -92,16 +92,7 @@ _PIPELINE = "docstring of the pipeline in diffusers"
 _TEXT_ENCODER = ReleaseComponent(
     "Qwen3VLModel",
     {
-        "text_config": {
-            "model_type": "qwen3_vl_text",
-            "head_dim": 128,
-            "hidden_size": 2560,
-            "intermediate_size": 9728,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 36,
-            "num_key_value_heads": 8,
-            "vocab_size": 151936,
-        },
+        "text_config": {"model_type": "qwen3_vl_text", **encoder_sizes(2560, 9728, 32, 36, 8, 151936, 128)},
         "vision_config": {
             "model_type": "qwen3_vl_vision",
             "deepstack_visual_indexes": [5, 11, 17],

@@ -31,7 +31,7 @@ from diffsynth_lite.pipelines.base.model_function import (
     checkpointed,
     model_function,
 )
-from diffsynth_lite.releases.components import LICENCES, MUSUBI, PINNED_INDEXES, QWEN_VAE
+from diffsynth_lite.releases.components import LICENCES, MUSUBI, PINNED_INDEXES, QWEN_VAE, encoder_sizes
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
@@ -117,15 +117,7 @@ QWEN_README = "QwenLM/Qwen-Image, README.md"
 QWEN_TEXT_ENCODER = ReleaseComponent(
     "Qwen2_5_VLForConditionalGeneration",
     {
-        "text_config": {
-            "model_type": "qwen2_5_vl_text",
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_attention_heads": 28,
-            "num_hidden_layers": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-        },
+        "text_config": {"model_type": "qwen2_5_vl_text", **encoder_sizes(3584, 18944, 28, 28, 4, 152064)},
         "vision_config": {
             "model_type": "qwen2_5_vl",
             "depth": 32,

@@ -32,7 +32,7 @@ from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.qwen_image import IMAGE_TOKEN, PLACEHOLDERS, QWEN_IMAGE_BASE
-from diffsynth_lite.releases.components import MUSUBI
+from diffsynth_lite.releases.components import MUSUBI, encoder_sizes
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen21_vae
@@ -92,16 +92,7 @@ _FIZGIG = "Fizgig, a public trainer, src/fizgig/families/qwen_image.py"
 QWEN3_VL_8B = ReleaseComponent(
     "Qwen3VLModel",
     {
-        "text_config": {
-            "model_type": "qwen3_vl_text",
-            "head_dim": 128,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 36,
-            "num_key_value_heads": 8,
-            "vocab_size": 151936,
-        },
+        "text_config": {"model_type": "qwen3_vl_text", **encoder_sizes(4096, 12288, 32, 36, 8, 151936, 128)},
         "vision_config": {
             "model_type": "qwen3_vl_vision",
             "deepstack_visual_indexes": [8, 16, 24],

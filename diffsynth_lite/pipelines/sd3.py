@@ -53,6 +53,7 @@ from diffsynth_lite.releases.components import (
     SD_SCRIPTS,
     T5_TOKENIZER_BOTH,
     T5_XXL,
+    flow_euler,
 )
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 from diffsynth_lite.testing import seeded
@@ -136,9 +137,7 @@ _MEDIUM_3 = Release(
             source=f"{_FOLDER}/vae",
         ),
     },
-    scheduler=ReleaseComponent(
-        "FlowMatchEulerDiscreteScheduler", {"shift": 3.0}, source=f"{_FOLDER}/scheduler"
-    ),
+    scheduler=flow_euler(3.0, f"{_FOLDER}/scheduler"),
     tokenizers={
         "tokenizer": CLIP_TOKENIZER,
         "tokenizer_2": CLIP_TOKENIZER,

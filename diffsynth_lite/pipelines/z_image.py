@@ -26,7 +26,7 @@ from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
-from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, MUSUBI, QWEN3_4B
+from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, MUSUBI, QWEN3_4B, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
@@ -73,10 +73,6 @@ _REPOSITORY = "Tongyi-MAI/Z-Image, "
 _CONFIGS = "settings that public ports write out as those of Z-Image-Turbo, such as rullama's"
 
 
-def _scheduler(shift: float, source: str) -> ReleaseComponent:
-    return ReleaseComponent("FlowMatchEulerDiscreteScheduler", {"shift": shift}, source=source)
-
-
 _BASE = Release(
     name="Z-Image",
     hub_id="Tongyi-MAI/Z-Image",
@@ -88,7 +84,7 @@ _BASE = Release(
         "text_encoder": replace(QWEN3_4B, class_name="Qwen3Model", source=f"{QWEN3_4B.source}; {_CONFIGS}"),
         "vae": FLUX_VAE,
     },
-    scheduler=_scheduler(6.0, "zml, a public runtime that names the file of this repository as its source"),
+    scheduler=flow_euler(6.0, "zml, a public runtime that names the file of this repository as its source"),
     tokenizers={"tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("tokenizer.json",))},
     size=(1024, 1024, 1),
     parameters=6e9,
@@ -113,7 +109,7 @@ _TURBO = _BASE.but(
         dtype="float32",
         source=f"{_BASE.components['transformer'].source}; dtype from its three shards",
     ),
-    scheduler=_scheduler(3.0, f"{_REPOSITORY}src/config/model.py"),
+    scheduler=flow_euler(3.0, f"{_REPOSITORY}src/config/model.py"),
     distilled="8 steps without guidance",
     unconfirmed=(),
 )

@@ -1,7 +1,6 @@
 """HunyuanVideo 1.5: 480p and 720p, from text and from images, and what was distilled from these."""
 
-from diffsynth_lite.pipelines.hunyuan_video import hunyuan_scheduler
-from diffsynth_lite.releases.components import DIFFUSERS, MUSUBI
+from diffsynth_lite.releases.components import DIFFUSERS, MUSUBI, T5_SHAPE, encoder_sizes, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _SCRIPT_15 = f"{DIFFUSERS}scripts/convert_hunyuan_video1_5_to_diffusers.py"
@@ -25,14 +24,7 @@ _480P_T2V = Release(
         "transformer": _transformer_15("i2v", 640),
         "text_encoder": ReleaseComponent(
             "Qwen2_5_VLTextModel",
-            {
-                "hidden_size": 3584,
-                "intermediate_size": 18944,
-                "num_attention_heads": 28,
-                "num_hidden_layers": 28,
-                "num_key_value_heads": 4,
-                "vocab_size": 152064,
-            },
+            encoder_sizes(3584, 18944, 28, 28, 4, 152064),
             dtype="bfloat16",
             source=f"the language model of Qwen/Qwen2.5-VL-7B-Instruct, as {_SCRIPT_15} takes it; its "
             f"numbers as in {MUSUBI}qwen_image/qwen_image_utils.py",
@@ -40,10 +32,9 @@ _480P_T2V = Release(
         "text_encoder_2": ReleaseComponent(
             "T5EncoderModel",
             {
+                **T5_SHAPE,
                 "d_ff": 3584,
-                "d_kv": 64,
                 "d_model": 1472,
-                "feed_forward_proj": "gated-gelu",
                 "num_heads": 6,
                 "num_layers": 12,
                 "tie_word_embeddings": False,
@@ -55,7 +46,7 @@ _480P_T2V = Release(
             "AutoencoderKLHunyuanVideo15", source=f"{_SCRIPT_15}: the defaults of the class"
         ),
     },
-    scheduler=hunyuan_scheduler(5.0, _SCRIPT_15),
+    scheduler=flow_euler(5.0, _SCRIPT_15),
     tokenizers={
         "tokenizer": ReleaseTokenizer("Qwen2Tokenizer"),
         "tokenizer_2": ReleaseTokenizer("ByT5Tokenizer"),
@@ -84,14 +75,7 @@ _480P_T2V = Release(
 _FROM_IMAGES = {
     "image_encoder": ReleaseComponent(
         "SiglipVisionModel",
-        {
-            "hidden_size": 1152,
-            "image_size": 384,
-            "intermediate_size": 4304,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 27,
-            "patch_size": 14,
-        },
+        {"image_size": 384, "patch_size": 14, **encoder_sizes(1152, 4304, 16, 27)},
         dtype="bfloat16",
         source=f"SigLIP so400m of FLUX.1-Redux-dev, as {_SCRIPT_15} takes it; its numbers from memory",
     )
@@ -110,7 +94,7 @@ _720P_T2V = _480P_T2V.but(
     "HunyuanVideo 1.5 720p T2V",
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
     transformer=_transformer_15("t2v", 960),
-    scheduler=hunyuan_scheduler(9.0, _SCRIPT_15),
+    scheduler=flow_euler(9.0, _SCRIPT_15),
     size=(1280, 720, 121),
 )
 
@@ -118,7 +102,7 @@ _720P_I2V = _480P_I2V.but(
     "HunyuanVideo 1.5 720p I2V",
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
     transformer=_transformer_15("i2v", 960),
-    scheduler=hunyuan_scheduler(7.0, _SCRIPT_15),
+    scheduler=flow_euler(7.0, _SCRIPT_15),
     size=(1280, 720, 121),
 )
 

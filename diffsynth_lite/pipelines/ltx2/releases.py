@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from diffsynth_lite.pipelines.ltx_video.releases import LTX_SCHEDULER
-from diffsynth_lite.releases.components import DIFFUSERS, SWARM
+from diffsynth_lite.releases.components import DIFFUSERS, SWARM, encoder_sizes
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_ltx2_to_diffusers.py"
@@ -14,22 +14,14 @@ _GEMMA3 = ReleaseComponent(
     {
         "text_config": {
             "model_type": "gemma3_text",
-            "head_dim": 256,
-            "hidden_size": 3840,
-            "intermediate_size": 15360,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 48,
-            "num_key_value_heads": 8,
             "sliding_window": 1024,
+            **encoder_sizes(3840, 15360, 16, 48, 8, head_dim=256),
         },
         "vision_config": {
             "model_type": "siglip_vision_model",
-            "hidden_size": 1152,
             "image_size": 896,
-            "intermediate_size": 4304,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 27,
             "patch_size": 14,
+            **encoder_sizes(1152, 4304, 16, 27),
         },
     },
     dtype="bfloat16",

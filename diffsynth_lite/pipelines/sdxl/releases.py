@@ -7,6 +7,7 @@ from diffsynth_lite.releases.components import (
     CLIP_L,
     CLIP_TOKENIZER,
     FORGE,
+    KL_SHAPE,
     SD_SCRIPTS,
 )
 from diffsynth_lite.releases.release import Release, ReleaseComponent
@@ -43,14 +44,7 @@ _XL_BASE = Release(
         "text_encoder_2": replace(CLIP_G, dtype="float32", source=f"{_XL_FOLDER}/text_encoder_2{_XL_DTYPE}"),
         "vae": ReleaseComponent(
             "AutoencoderKL",
-            {
-                "block_out_channels": (128, 256, 512, 512),
-                "down_block_types": ("DownEncoderBlock2D",) * 4,
-                "layers_per_block": 2,
-                "sample_size": 1024,
-                "scaling_factor": 0.13025,
-                "up_block_types": ("UpDecoderBlock2D",) * 4,
-            },
+            {**KL_SHAPE, "scaling_factor": 0.13025},
             dtype="float32",
             source=f"{_XL_FOLDER}/vae{_XL_DTYPE}",
         ),
