@@ -23,12 +23,16 @@ FURTHER_LAYOUTS: Layouts = {
     "cogvideox 1.5": ("cogvideox", partial(releases.cogvideox, "1.5")),
     "cogvideox 2b": ("cogvideox", partial(releases.cogvideox, "2b")),
     "flux schnell": ("flux", releases.schnell),
+    "flux2 klein distilled": ("flux2", partial(releases.klein, is_distilled=True)),
     "hunyuan_video unguided": ("hunyuan_video", releases.hunyuan_without_guidance),
     "hunyuan_video_15 of images": ("hunyuan_video_15", releases.hunyuan_of_images),
     "ltx2 2.3": ("ltx2", releases.ltx_2_3),
     "qwen_image_edit plus": ("qwen_image_edit", releases.edit_plus),
     "sana 1.5": ("sana", partial(releases.sana, qk_norm="rms_norm_across_heads")),
-    "sana 4k": ("sana", partial(releases.sana, interpolation_scale=2.0, sample_size=128)),
+    "sana 4k": (
+        "sana",
+        partial(releases.sana, interpolation_scale=2.0, sample_size=128, timestep_scale=0.001),
+    ),
 }
 """Releases that differ in less, for the tests marked ``further_layouts``."""
 ALL_LAYOUTS: Layouts = {

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -64,18 +64,27 @@ def test_the_model_is_run_as_by_its_own_forward_to_the_last_gradient(
                 assert tensor is ours[name] is None or torch.equal(tensor, ours[name]), name
 
 
-PASSED_ON = {
-    "qwen_image_layered": ("additional_t_cond", "additional_t_cond", torch.tensor([1, 0, 1])),
-    "wan_vace": ("control_scale", "control_hidden_states_scale", torch.tensor([0.25, 0.75])),
-}
-"""An argument of the model function that no run gives this value, and its name in the model's forward."""
+PASSED_ON = [
+    ("anima", "attention_mask", "attention_mask", torch.arange(512) < torch.tensor([[512], [9], [3]])),
+    # In pixels, as the pipeline has it.
+    ("anima", "padding_mask", "padding_mask", (torch.arange(64) < 8).float().expand(1, 1, 32, 64)),
+    ("qwen_image_layered", "additional_t_cond", "additional_t_cond", torch.tensor([1, 0, 1])),
+    ("wan_vace", "control_scale", "control_hidden_states_scale", torch.tensor([0.25, 0.75])),
+]
+"""Families, an argument of the model function that no run gives this value, and its name in the forward."""
 
 
-@pytest.mark.families(lambda name, _: name in PASSED_ON)
+@pytest.mark.parametrize(("name", "argument", "in_forward", "value"), PASSED_ON)
 def test_an_argument_that_no_run_changes_is_that_of_the_models_forward(
-    sample: Sample, monkeypatch: pytest.MonkeyPatch
+    sample_of: Callable[[str], Sample],
+    name: str,
+    argument: str,
+    in_forward: str,
+    value: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    family, model, (argument, in_forward, value) = sample.family, sample.model, PASSED_ON[sample.name]
+    sample = sample_of(name)
+    family, model = sample.family, sample.model
     model_fn = type(family).model_fn
     passing_on = staticmethod(lambda *given, **named: model_fn(*given, **named | {argument: value}))
     monkeypatch.setattr(type(family), "model_fn", passing_on)
@@ -205,8 +214,8 @@ def test_every_declared_block_runs_through_the_engine_and_the_flags_change_nothi
 
 def num_forwards(sample: Sample) -> int:
     """Passes through the model that the batch takes: Qwen-Image 2.1 has one for each length of prompts."""
-    is_split = sample.name == "qwen_image_21"
-    return len({len(prompt["prompt_embeds"]) for prompt in sample.prompts}) if is_split else 1
+    lengths = {len(prompt["prompt_embeds"]) for prompt in sample.prompts}
+    return len(lengths) if sample.family.splits_batches else 1
 
 
 def module_of_model_fn(sample: Sample) -> ModuleType:

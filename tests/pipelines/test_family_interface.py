@@ -5,6 +5,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def test_the_shift_is_positive_and_grows_with_the_image_where_it_depends_on_it(s
         assert family.resolution_shift(small) < family.resolution_shift(large)
 
 
+@pytest.mark.further_layouts
 def test_a_noise_level_is_given_to_the_model_as_by_the_sampler(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +130,27 @@ def test_a_noise_level_is_given_to_the_model_as_by_the_sampler(
         for theirs, row in zip(call["encoder_hidden_states"], ours["encoder_hidden_states"], strict=True):
             assert torch.equal(theirs[: len(row)], row)
             assert not theirs[len(row) :].any()  # padding that previews have and batches need not
+
+
+TAKE_GUIDANCE = ("flux", "flux2", "flux_fill", "flux_kontext", "hunyuan_video")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.of_the_model
+@pytest.mark.families(lambda name, _: name in TAKE_GUIDANCE)
+def test_in_training_the_model_gets_the_scale_that_is_set_as_from_the_pipeline(
+    sample: Sample, dtype: torch.dtype
+) -> None:
+    family = type(sample.family)(sample.family.folder)
+    model = family.load_transformer(dtype)
+    batch = sample.latents[:1], SIGMA[:1], sample.conditioning[:1]
+    for scale in (family.training_guidance, 6.3):
+        family.training_guidance = scale
+        (trained,) = transformer_calls(model, lambda: family.predict(model, *batch))
+        request = sample.request(num_inference_steps=1, guidance_scale=scale, seed=0)
+        sampled = transformer_calls(model, partial(family.sample, model, torch.float32, [request]))[0]
+        assert torch.equal(trained["guidance"], sampled["guidance"])
+    assert family.takes_guidance
 
 
 def test_the_velocity_is_what_the_pipeline_hands_to_its_sampler(

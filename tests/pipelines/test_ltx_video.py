@@ -23,7 +23,6 @@ from family_sample import (
     PROMPTS,
     SIGMA,
     Sample,
-    build_media,
     build_sample,
     encode_texts,
     mandelbrot,
@@ -203,19 +202,6 @@ def test_an_autoencoder_that_denoises_while_it_decodes_is_given_how_much(
     assert given == pytest.approx([0.05, 0.05])
 
 
-def test_a_preview_masks_the_shorter_one_of_its_prompts(sample: Sample) -> None:
-    transformer = sample.family.load_transformer(torch.float32)
-    calls: list[dict[str, Any]] = []
-    transformer.register_forward_pre_hook(
-        lambda _module, _args, kwargs: calls.append(kwargs), with_kwargs=True
-    )
-    request = sample.request(num_inference_steps=2, guidance_scale=2.0, seed=0)
-    sample.family.sample(transformer, torch.float32, [request])
-    lengths = [len(prompt["prompt_embeds"]) for prompt in (request.negative, request.conditioning)]
-    assert lengths[0] != lengths[1]
-    assert calls[0]["encoder_attention_mask"].sum(1).tolist() == lengths
-
-
 @pytest.mark.parametrize("name", ["ltx_video", "ltx_video of conditions"])
 def test_a_preview_has_the_positions_of_clips_that_are_read_at_its_rate(
     sample_of: Callable[[str], Sample], name: str
@@ -235,13 +221,6 @@ def test_a_preview_has_the_positions_of_clips_that_are_read_at_its_rate(
 def _positions(call: dict[str, Any]) -> dict[str, Any]:
     names = ("num_frames", "height", "width", "rope_interpolation_scale", "video_coords")
     return {name: call.get(name) for name in names}
-
-
-def test_the_facts_of_the_family(sample: Sample) -> None:
-    family = sample.family
-    assert (family.size_divisor, family.frame_step, family.default_fps) == (32, 8, 25)
-    assert family.default_num_frames % 8 == 1
-    assert len(build_media(family)[0].frames) == 17
 
 
 @pytest.mark.parametrize("name", ["ltx_video", "ltx2"])
@@ -271,20 +250,6 @@ def assert_given_the_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert torch.equal(ours["encoder_hidden_states"], theirs["encoder_hidden_states"][mask][None])
     # A timestep is divided by 1000 and multiplied again.
     torch.testing.assert_close(ours["timestep"].flatten(), theirs["timestep"].flatten(), rtol=1e-6, atol=0.0)
-
-
-def test_clips_with_and_without_a_first_frame_share_a_batch(started: Sample) -> None:
-    family, sigma = started.family, SIGMA
-    transformer = family.load_transformer(torch.float32)
-    with torch.no_grad():
-        together = family.predict(transformer, started.latents, sigma, started.conditioning)
-        single = [
-            family.predict(
-                transformer, started.latents[place, None], sigma[place, None], [started.conditioning[place]]
-            )
-            for place in range(3)
-        ]
-    torch.testing.assert_close(together, torch.cat(single), rtol=1e-4, atol=1e-5)
 
 
 def test_from_a_first_frame_the_model_gets_what_the_pipeline_gives_it(

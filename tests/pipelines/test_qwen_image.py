@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImage21Pipeline, QwenImageEditPlusPipeline, QwenImagePipeline
+from diffusers import QwenImage21Pipeline, QwenImagePipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered as layered
 from family_sample import (
     CPU,
-    PROMPTS,
     Sample,
     assert_equal_under_all_flags,
-    encode_texts,
     layers_of,
     mandelbrot,
     sample_fixture,
@@ -26,37 +24,16 @@ from PIL import Image
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, qwen_image_edit
-from diffsynth_lite.pipelines.base.vae_tiles import tiles_of
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.pipelines.qwen_image_21 import QwenImage21, model_fn_qwen_image_21
 from diffsynth_lite.pipelines.qwen_image_edit import QwenImageEdit, TextAndImages
 from diffsynth_lite.pipelines.qwen_image_layered import QwenImageLayered
-from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 
 FAMILY = "qwen_image"
 of_21 = sample_fixture("qwen_image_21")
 of_layers = sample_fixture("qwen_image_layered")
 TWO_LEVELS = torch.tensor([0.2, 0.7])
 MEDIA = Media(frames=(mandelbrot(64, 32, 10),), layers=layers_of(64, 32, 20))
-
-
-@pytest.mark.parametrize("name", ["qwen_image", "qwen_image_layered"])
-def test_lengths_are_those_of_what_the_pipeline_keeps_with_the_end_of_the_chat(
-    sample_of: Callable[[str], Sample], name: str
-) -> None:
-    family, pipeline = sample_of(name).family, sample_of(name).fresh_pipeline()
-    texts = ["", "a circle", *("1" * count for count in (507, 508, 512))]  # a token each
-    lengths = family.prompt_lengths(texts)
-    assert lengths[0] == 5
-    assert [length - lengths[0] for length in lengths[2:]] == [507, 508, 512]
-    assert [length > family.max_prompt_tokens for length in lengths] == [False, False, False, True, True]
-    for text, row, length in zip(texts, encode_texts(family, *texts), lengths, strict=True):
-        with torch.no_grad():
-            whole, _ = pipeline.encode_prompt(text, device=CPU, max_sequence_length=1024)
-            cut, _ = pipeline.encode_prompt(text, device=CPU, max_sequence_length=512)
-        assert len(whole[0]) == length
-        # Of a text of 508 the last token of the chat's end is lost, as in the pipeline's own call.
-        torch.testing.assert_close(row["prompt_embeds"], cut[0], rtol=0, atol=1e-5)
 
 
 def test_another_template_of_the_pipeline_makes_other_cache_entries(
@@ -108,33 +85,6 @@ def test_a_model_function_of_2_1_takes_a_mask_as_the_transformer_does(of_21: Sam
         pipeline.transformer, reference, model_fn_qwen_image_21, latents, TWO_LEVELS, embeds, mask
     )
     assert None not in expected.values()
-
-
-def test_samples_of_several_lengths_are_what_the_pipeline_makes_of_each(of_21: Sample) -> None:
-    family, pipeline = of_21.family, of_21.fresh_pipeline()
-    texts, latents = (PROMPTS[0], PROMPTS[1], PROMPTS[0]), random_latents(3)
-    sigma = torch.tensor([0.2, 0.7, 0.9])
-    batch = latents, sigma, encode_texts(family, *texts)
-    passes = transformer_calls(pipeline.transformer, lambda: family.predict(pipeline.transformer, *batch))
-    assert [len(one["hidden_states"]) for one in passes] == [2, 1]
-    assert family.splits_batches
-    with torch.no_grad():
-        found = family.predict(pipeline.transformer, *batch)
-        single = [
-            own_forward(
-                pipeline,
-                latents[place, None],
-                pipeline.encode_prompt(text, device=CPU)[0],
-                None,
-                sigma[place, None],
-            )
-            for place, text in enumerate(texts)
-        ]
-        embeds, mask, _ = pipeline.encode_prompt(list(texts[:2]), device=CPU)
-        together = own_forward(pipeline, latents[:2], embeds, mask, sigma[:2])
-    torch.testing.assert_close(found, torch.cat(single), rtol=0, atol=1e-5)
-    # Why they go through the model separately: after padding the image of a shorter prompt is elsewhere.
-    assert not torch.allclose(together[0], found[0], atol=1e-4)
 
 
 def test_images_are_opaque_for_2_1(of_21: Sample) -> None:
@@ -224,21 +174,6 @@ def test_the_shift_of_the_sampler_is_the_pipelines_and_that_of_training_is_qwen_
     assert family.resolution_shift(sizes[1024][0]) == 4
 
 
-def test_layers_are_encoded_in_tiles_like_other_images() -> None:
-    vae = tiny_qwen_vae(input_channels=4)
-    tiles = tiles_of(type(vae), vae.config)
-    assert tiles is not None
-    width = tiles.largest_whole + 64
-    assert tiles.split(width, 32)
-    tiles.apply_to(vae)
-    seen: list[torch.Size] = []
-    vae.encoder.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].shape))
-    with torch.no_grad():
-        assert vae.encode(torch.zeros(1, 4, 1, 32, width)).latent_dist.mode().shape[-1] == width // 8
-    assert len(seen) > 1
-    assert {shape[1] for shape in seen} == {4}
-
-
 WIDE, TALL = mandelbrot(100, 52, 20), mandelbrot(40, 90, 30)
 
 
@@ -247,15 +182,6 @@ def edit(request: pytest.FixtureRequest, sample_of: Callable[[str], Sample]) -> 
     edit = sample_of(request.param).family
     edit.check_folder()
     return edit
-
-
-def test_each_release_takes_as_many_images_as_its_pipeline(edit: QwenImageEdit) -> None:
-    assert edit.max_inputs == (None if edit.pipeline is QwenImageEditPlusPipeline else 1)
-
-
-def test_a_prompt_without_its_images_is_refused(edit: QwenImageEdit) -> None:
-    with pytest.raises(UserError, match="0 input images"):
-        encode_texts(edit, "a red circle")
 
 
 def test_text_and_images_are_processed_as_by_the_processor_of_the_released_models() -> None:

@@ -180,15 +180,6 @@ def test_the_sampler_comes_back_to_the_clean_latents_along_the_target(name: str,
     torch.testing.assert_close(stepped.prev_sample, clean, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "last"), [("epsilon", 0.0047), ("v without a signal at the end", 2**-24)])
-def test_the_signal_that_is_left_is_that_of_the_folders_sampler(
-    name: str, last: float, tmp_path: Path
-) -> None:
-    family = saved_sdxl(tiny(), tmp_path, scheduler=SCHEDULERS[name]())
-    signal = family.noise_path.add_noise(torch.ones(1, 1), torch.zeros(1, 1), torch.ones(1)).square()
-    assert signal.item() == pytest.approx(last, rel=0.01)
-
-
 @pytest.mark.parametrize(("zeros", "theirs"), [(True, None), (False, " ")])
 def test_a_preview_with_an_empty_negative_prompt_is_what_the_pipeline_generates(
     zeros: bool, theirs: str | None, tmp_path: Path

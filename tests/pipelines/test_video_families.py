@@ -60,30 +60,6 @@ of_15 = sample_fixture("hunyuan_video_15")
 of_images = family_fixture("hunyuan_video_15 of images")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_training_the_model_gets_the_scale_that_is_set_as_from_the_pipeline(
-    sample: Sample, dtype: torch.dtype
-) -> None:
-    family = HunyuanVideo(sample.family.folder)
-    model = family.load_transformer(dtype)
-    batch = sample.latents[:1], SIGMA[:1], sample.conditioning[:1]
-    (plain,) = transformer_calls(model, lambda: family.predict(model, *batch))
-    assert plain["guidance"].tolist() == [1000.0]
-    family.training_guidance = 6.3
-    (trained,) = transformer_calls(model, lambda: family.predict(model, *batch))
-    request = sample.request(num_inference_steps=1, guidance_scale=6.3, seed=0)
-    sampled = transformer_calls(model, lambda: family.sample(model, torch.float32, [request]))[0]
-    assert trained["guidance"].dtype == sampled["guidance"].dtype == dtype
-    assert torch.equal(trained["guidance"], sampled["guidance"])
-
-
-def test_a_model_that_knows_no_scale_is_steered_away_from_the_negative_prompt(
-    sample_of: Callable[[str], Sample],
-) -> None:
-    unguided = sample_of("hunyuan_video unguided")
-    fidelity.test_another_caption_and_another_negative_prompt_generate_something_else(unguided)
-
-
 def test_a_folder_that_names_the_class_of_llama_2_is_read_as_its_file_has_it(
     sample: Sample, tmp_path: Path
 ) -> None:
