@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ class AudioBatch:
 
     def pin_memory(self) -> "AudioBatch":
         """Copy in page-locked memory."""
-        return dataclasses.replace(self, **_pinned([vars(self)])[0])
+        return dataclasses.replace(self, **_pinned(vars(self)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,21 +135,16 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Copy in page-locked memory; `DataLoader` calls this."""
-        return dataclasses.replace(
-            self,
-            latents=self.latents.pin_memory(),
-            noise=self.noise.pin_memory(),
-            uniform=self.uniform.pin_memory(),
-            conditioning=_pinned(self.conditioning),
-            unconditional=_pinned(self.unconditional),
-            loss_mask=None if self.loss_mask is None else self.loss_mask.pin_memory(),
-            audio=None if self.audio is None else self.audio.pin_memory(),
-            loss_weights=None if self.loss_weights is None else self.loss_weights.pin_memory(),
-        )
+        return dataclasses.replace(self, **_pinned(vars(self)))
 
 
-def _pinned(conditioning: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    return [{name: tensor.pin_memory() for name, tensor in entry.items()} for entry in conditioning]
+def _pinned(value: Any) -> Any:
+    """A copy of a value in page-locked memory: a tensor, or what holds some."""
+    if isinstance(value, Tensor | AudioBatch):
+        return value.pin_memory()
+    if isinstance(value, dict):
+        return {name: _pinned(each) for name, each in value.items()}
+    return [_pinned(each) for each in value] if isinstance(value, list) else value
 
 
 class BatchStream:

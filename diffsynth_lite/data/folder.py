@@ -6,7 +6,7 @@ Nothing outside the folder is reached unless that is allowed: links are resolved
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -152,8 +152,11 @@ class PairFolders:
     """Folders that hold a file for each target, of the same relative name except for the suffix."""
 
     def __init__(self, source: Source) -> None:
-        def opened(path: Path) -> _PairFolder:
-            return _PairFolder(list_folder(path, allow_outside=source.allow_outside))
+        def opened(path: Path) -> tuple[Folder, dict[str, list[str]]]:
+            folder, by_stem = list_folder(path, allow_outside=source.allow_outside), dict[str, list[str]]()
+            for name in folder.files:
+                by_stem.setdefault(stem(name), []).append(name)
+            return folder, by_stem
 
         self._folders = {role: [opened(path) for path in source.dirs_of(role)] for role in ROLES}
         self._inside = tuple(_names_below(source.folder, path) for path in source.pair_dirs)
@@ -164,28 +167,19 @@ class PairFolders:
 
     def of(self, target: str) -> Companions:
         """Files that belong to a target."""
+
+        def find(role: Role, folder: Folder, by_stem: Mapping[str, Sequence[str]]) -> Path:
+            suffixes = role.suffixes(target)
+            names = [name for name in by_stem.get(stem(target), ()) if name.lower().endswith(suffixes)]
+            if len(names) == 1:
+                return folder.use(names[0])
+            if names:
+                raise UserError(f"{folder.path} has {' and '.join(names)}; keep one")
+            raise UserError(f"{folder.path} has no {stem(target)}.* ({', '.join(suffixes)})")
+
         return Companions.of(
-            {
-                role: [folder.find(target, role.suffixes(target)) for folder in folders]
-                for role, folders in self._folders.items()
-            }
+            {role: [find(role, *each) for each in folders] for role, folders in self._folders.items()}
         )
-
-
-class _PairFolder:
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self._names: dict[str, list[str]] = {}
-        for name in folder.files:
-            self._names.setdefault(stem(name), []).append(name)
-
-    def find(self, target: str, suffixes: tuple[str, ...]) -> Path:
-        names = [name for name in self._names.get(stem(target), ()) if name.lower().endswith(suffixes)]
-        if len(names) == 1:
-            return self._folder.use(names[0])
-        if names:
-            raise UserError(f"{self._folder.path} has {' and '.join(names)}; keep one")
-        raise UserError(f"{self._folder.path} has no {stem(target)}.* ({', '.join(suffixes)})")
 
 
 def _names_below(root: Path | None, folder: Path) -> str:
@@ -211,22 +205,21 @@ def companions_in_row(
         cell: column to its content in the row.
         find: maps the content of a cell to name and path of the file.
     """
+
+    def cells(role: Role, column: str) -> Sequence[object]:
+        given = cell(column)
+        if role.is_several and isinstance(given, list):
+            return given
+        return () if role.is_several and given in (None, "") else (given,)
+
     found = {}
     for role in ROLES:
         columns = source.columns_of(role)
-        wanted = [(column, each) for column in columns for each in _cells(role, cell(column))]
+        wanted = [(column, each) for column in columns for each in cells(role, column)]
         if columns and not wanted:
             raise UserError(f"no {role.setting} in {' and '.join(map(repr, columns))}")
         found[role] = [_named(column, each, find, role.suffixes(target)) for column, each in wanted]
     return Companions.of(found)
-
-
-def _cells(role: Role, cell: object) -> list[object]:
-    if not role.is_several:
-        return [cell]
-    if isinstance(cell, list):
-        return cell
-    return [] if cell is None or cell == "" else [cell]
 
 
 def _named(

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from diffsynth_lite.data.audio import DECODER_ID as AUDIO_DECODER_ID
@@ -90,12 +89,7 @@ class FileMemory:
     def __enter__(self) -> "FileMemory":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def recall(self, name: str, state: FileState) -> str | None:

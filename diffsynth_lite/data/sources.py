@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -48,7 +48,7 @@ _NOTHING = Companions()
 _SUFFIXES = ", ".join((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class FoundRecords:
     """The records of some sources, or a part of them, and the problems; nothing where nothing was read.
 
@@ -63,11 +63,11 @@ class FoundRecords:
 
     sources: Sequence[Source] = ()
     records: list[Record] = field(default_factory=list)
-    unread: Mapping[str, str] = field(default_factory=dict)
-    problems: Sequence[str] = ()
-    about_items: Sequence[str] = ()
-    skipped: Sequence[str] = ()
-    without_trigger: Sequence[str] = ()
+    unread: dict[str, str] = field(default_factory=dict)
+    problems: Problems = field(default_factory=Problems)
+    about_items: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    without_trigger: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -76,7 +76,7 @@ class FoundRecords:
 
     def require_all(self) -> list[Record]:
         """The records; a UserError if there are problems."""
-        Problems(self.problems).require_none()
+        self.problems.require_none()
         return self.records
 
 
@@ -101,66 +101,45 @@ def find_records(
         are_entries: their settings are entries of ``data.sources``, for messages; several always are.
         logs_skipped: the kinds of files that are skipped, and the media without a row, are logged.
     """
-    records: list[Record] = []
-    unread: dict[str, str] = {}
-    problems = Problems()
-    without_trigger: list[str] = []
-    about_items: list[str] = []
-    skipped: list[str] = []
+    found = FoundRecords(sources=sources)
     for index, source in enumerate(sources):
-        # The index and not the folder's name: a run can be resumed after its folders were moved.
-        prefix = f"{index}/" if len(sources) > 1 else ""
         reader = _Reader(
             source,
+            found,
             index=index,
-            prefix=prefix,
             part=part,
-            is_entry=are_entries or bool(prefix),
+            on_bad_item=on_bad_item,
+            is_entry=are_entries or len(sources) > 1,
             logs_skipped=logs_skipped,
         )
         read = partial(reader.read_dataset, media_store) if source.dataset else reader.read_folder
-        records += problems.attempt(read) or []
-        unread |= reader.unread
-        if on_bad_item == "error":
-            problems += reader.problems
-            about_items += reader.problems
-        skipped += reader.skipped
-        without_trigger += reader.without_trigger
-    return FoundRecords(
-        sources=sources,
-        records=records,
-        unread=unread,
-        problems=problems,
-        about_items=about_items,
-        skipped=skipped,
-        without_trigger=without_trigger,
-    )
+        found.records += found.problems.attempt(read) or []
+    return found
 
 
 class _Reader:
-    """Reads one source.
-
-    Attributes:
-        problems: one line for each item that cannot be read.
-        unread: name of such an item to the reason.
-        skipped: a line about the files that are neither media nor captions, if there are any.
-        without_trigger: names of the records with a caption to which the trigger was added.
-    """
+    """Reads one source; what is to be reported besides its records goes to ``found``."""
 
     def __init__(
-        self, source: Source, *, index: int, prefix: str, part: Part, is_entry: bool, logs_skipped: bool
+        self,
+        source: Source,
+        found: FoundRecords,
+        *,
+        index: int,
+        part: Part,
+        on_bad_item: OnBadItem,
+        is_entry: bool,
+        logs_skipped: bool,
     ) -> None:
-        self._source = source
+        self._source, self._found = source, found
         self._index = index
-        self._prefix = prefix
+        # The index and not the folder's name: a run can be resumed after its folders were moved.
+        self._prefix = f"{index}/" if len(found.sources) > 1 else ""
         self._part = part
+        self._on_bad_item = on_bad_item
         self._is_entry = is_entry
         self._logs_skipped = logs_skipped
         self._lacks_captions = False
-        self.problems: list[str] = []
-        self.unread: dict[str, str] = {}
-        self.without_trigger: list[str] = []
-        self.skipped: list[str] = []
 
     def read_dataset(self, media_store: Path) -> list[Record]:
         # Imported here, because `datasets` takes seconds to import and most runs need none of it.
@@ -294,7 +273,7 @@ class _Reader:
             raise UserError(", and ".join(problems))
         if trigger := self._source.trigger:
             if not all(has_trigger(text, trigger) for text in texts):
-                self.without_trigger.append(self._prefix + name)
+                self._found.without_trigger.append(self._prefix + name)
             texts = tuple(with_trigger(text, trigger) for text in texts)
         return Record(
             name=self._prefix + name,
@@ -334,14 +313,15 @@ class _Reader:
             except UserError as error:
                 bad[label(key)] = str(error)
         if bad:
-            self.unread |= {f"{self._prefix}{name}": reason for name, reason in bad.items()}
+            self._found.unread |= {f"{self._prefix}{name}": reason for name, reason in bad.items()}
+        if bad and self._on_bad_item == "error":
             problems = [f"{name}: {reason}" for name, reason in bad.items()]
             only_captions = all(reason.startswith("no caption: ") for reason in bad.values())
             named = join_names(problems, 3) if only_captions else join_names(problems)
-            self.problems.append(
-                f"{where}: {len(problems)} of {len(keys)} items cannot be used: {named}"
-                f"{self._hint_at_captions(where) if self._lacks_captions else ''}"
-            )
+            hint = self._hint_at_captions(where) if self._lacks_captions else ""
+            line = f"{where}: {len(problems)} of {len(keys)} items cannot be used: {named}{hint}"
+            self._found.problems.append(line)
+            self._found.about_items.append(line)
         return records
 
     def _count_ignored_files(self, folder: Folder, pairs: PairFolders) -> None:
@@ -360,7 +340,7 @@ class _Reader:
             for readable, suffixes in _UNREAD_MEDIA.items()
             if (media := sorted(set(others).intersection(suffixes.split())))
         ]
-        self.skipped.append(f"{self._prefix}{counts}{''.join(remedies)}")
+        self._found.skipped.append(f"{self._prefix}{counts}{''.join(remedies)}")
         if self._logs_skipped:
             level = logging.WARNING if remedies else logging.INFO
             logger.log(level, "%s: skipped files: %s%s", folder.path, counts, "".join(remedies))

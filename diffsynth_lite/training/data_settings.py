@@ -297,8 +297,6 @@ def _find(key: str, sources: Sequence[Source], config: Config, part: Part) -> Fo
     tables = tuple(f"{source.metadata_file}: " for source in sources if source.metadata is not None)
     # Several sources have one key, and so have the held-out items.
     table_key = "data.metadata" if key == "data.path" else key
-    problems, about_items = (
-        [f"{table_key if problem.startswith(tables) else key}: {problem}" for problem in some]
-        for some in (found.problems, found.about_items)
-    )
-    return dataclasses.replace(found, problems=problems, about_items=about_items)
+    for lines in (found.problems, found.about_items):
+        lines[:] = [f"{table_key if line.startswith(tables) else key}: {line}" for line in lines]
+    return found
