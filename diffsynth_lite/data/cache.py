@@ -77,12 +77,7 @@ class TensorCache:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
-            write_synced(temporary, entry_content(key, contiguous))
-
-
-def entry_content(key: str, tensors: Mapping[str, Tensor]) -> bytes:
-    """Content of an entry's file, which :func:`parse_entry` reads; ``tensors`` are contiguous, on the CPU."""
-    return save(dict(tensors), metadata={"xxh3": _digest(key, tensors)})
+            write_synced(temporary, save(contiguous, metadata={"xxh3": _digest(key, contiguous)}))
 
 
 def parse_entry(key: str, content: bytes) -> dict[str, Tensor]:

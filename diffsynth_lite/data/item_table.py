@@ -140,15 +140,17 @@ class ItemTable:
         rank_of_place = np.array([rank[bucket] for bucket in places], np.uint16)
         bucket_index = rank_of_place[np.array(bucket_places, np.uint16)]
         source_of_item = np.array(source_index, np.uint16)
-        group_counts, members = _grouped(bucket_index, source_of_item)
+        group_of_item = bucket_index.astype(np.uint32) << 16 | source_of_item
+        groups, counts = np.unique(group_of_item, return_counts=True)
+        pairs = ((group >> 16, group & 0xFFFF) for group in groups.tolist())
         return cls(
             buckets=tuple(rank),
             has_unconditional=unconditional == {True},
-            group_counts=group_counts,
+            group_counts=dict(zip(pairs, counts.tolist(), strict=True)),
             columns=ItemColumns(
                 bucket_index=bucket_index.astype("<u2").tobytes(),
                 source_index=source_of_item.astype("<u2").tobytes(),
-                members=members.tobytes(),
+                members=np.argsort(group_of_item, kind="stable").astype("<u4").tobytes(),
                 names=bytes(names),
                 name_ends=np.array(name_ends, "<i8").tobytes(),
                 media_keys=bytes(media_keys),
@@ -236,17 +238,6 @@ class ItemTable:
     def num_bytes(self) -> int:
         """Bytes that the columns take."""
         return sum(map(len, self.columns.by_name().values()))
-
-
-def _grouped(
-    bucket_index: npt.NDArray[np.uint16], source_index: npt.NDArray[np.uint16]
-) -> tuple[dict[tuple[int, int], int], npt.NDArray[np.uint32]]:
-    """Number of items of each bucket and source, and all items in the order of these groups."""
-    group_of_item = bucket_index.astype(np.uint32) << 16 | source_index
-    members = np.argsort(group_of_item, kind="stable").astype("<u4")
-    groups, counts = np.unique(group_of_item, return_counts=True)
-    pairs = ((group >> 16, group & 0xFFFF) for group in groups.tolist())
-    return dict(zip(pairs, counts.tolist(), strict=True)), members
 
 
 def _members(column: Column, start: int, count: int) -> Indices:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Literal
 
 from diffsynth_lite.core.randomness import uniform
@@ -140,32 +139,25 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
 
 
 def _check_companions(record: Record, target: MediaFacts, index: MediaIndex) -> None:
-    for shaped in chain(*(paths for role, paths in record.by_role.items() if role.follows_crop)):
-        facts = index.facts(shaped)
-        _check_aspect(shaped, facts, target)
-        if isinstance(facts, VideoFacts):
-            _check_length(shaped, facts, target)
-
-
-def _check_aspect(path: Path, facts: MediaFacts, target: MediaFacts) -> None:
-    """Refuse a file of another shape: it is cropped like the target, and would show another part."""
-    difference = (facts.width * target.height) / (facts.height * target.width) - 1
-    if abs(difference) > _MAX_ASPECT_DIFFERENCE:
-        raise UserError(
-            f"{path}: {facts.width}x{facts.height} has another aspect ratio than its target of "
-            f"{target.width}x{target.height}"
-        )
-
-
-def _check_length(path: Path, facts: VideoFacts, target: MediaFacts) -> None:
-    """Refuse a clip that ends before its target: it would show something else at most times, or nothing."""
-    assert isinstance(target, VideoFacts), "only clips have clips that belong to them"
-    # Rates may differ, and with them the end of the last frame.
-    if facts.duration_s < target.duration_s - 0.5 / target.fps:
-        raise UserError(
-            f"{path}: is {facts.duration_s:.3g} s long, and its target {target.duration_s:.3g} s; it needs "
-            "the length of the target"
-        )
+    """Refuse files of another shape, which are cropped like the target and would show another part, and clips
+    that end before it, which would show something else at most times, or nothing."""
+    for path in chain(*(paths for role, paths in record.by_role.items() if role.follows_crop)):
+        facts = index.facts(path)
+        difference = (facts.width * target.height) / (facts.height * target.width) - 1
+        if abs(difference) > _MAX_ASPECT_DIFFERENCE:
+            raise UserError(
+                f"{path}: {facts.width}x{facts.height} has another aspect ratio than its target of "
+                f"{target.width}x{target.height}"
+            )
+        if not isinstance(facts, VideoFacts):
+            continue
+        assert isinstance(target, VideoFacts), "only clips have clips that belong to them"
+        # Rates may differ, and with them the end of the last frame.
+        if facts.duration_s < target.duration_s - 0.5 / target.fps:
+            raise UserError(
+                f"{path}: is {facts.duration_s:.3g} s long, and its target {target.duration_s:.3g} s; "
+                "it needs the length of the target"
+            )
 
 
 def _input_sizes(record: Record, index: MediaIndex, rules: PlanRules) -> tuple[Size, ...]:

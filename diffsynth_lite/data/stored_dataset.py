@@ -112,7 +112,10 @@ def _load(source: Source) -> Dataset:
 def _stored(source: Source, dataset: Dataset, media_store: Path, part: Part) -> dict[str, list[object]]:
     """Cells of the media columns, from the notes about this dataset or from its bytes."""
     for column, feature in dataset.features.items():
-        if not isinstance(_element(feature), datasets.Image | datasets.Video):
+        element = feature
+        while isinstance(element, datasets.List | datasets.LargeList):
+            element = element.feature
+        if not isinstance(element, datasets.Image | datasets.Video):
             raise UserError(f"{source.where}: the column {column} holds {feature}, not images or clips")
     identity = f"{dataset._fingerprint}:{sorted(dataset.column_names)}:{source.allow_outside}"
     note = media_store / "datasets" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
@@ -122,7 +125,8 @@ def _stored(source: Source, dataset: Dataset, media_store: Path, part: Part) -> 
         return _store(source, dataset, media_store, note)
     own, own_note = rows_of(part, len(dataset)), _note_of(part, note)
     stored = _noted(own_note) or _store(source, dataset.select(own), media_store, own_note)
-    return {column: _spread(cells, own, len(dataset)) for column, cells in stored.items()}
+    by_row = {column: dict(zip(own, cells, strict=True)) for column, cells in stored.items()}
+    return {column: [cells.get(row) for row in range(len(dataset))] for column, cells in by_row.items()}
 
 
 def _store(source: Source, dataset: Dataset, media_store: Path, note: Path) -> dict[str, list[object]]:
@@ -138,14 +142,6 @@ def _store(source: Source, dataset: Dataset, media_store: Path, note: Path) -> d
         note.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(note, json.dumps(stored).encode())
     return stored
-
-
-def _spread(cells: Sequence[object], rows: Sequence[int], num_rows: int) -> list[object]:
-    """The cells at their rows, and None at all others."""
-    spread: list[object] = [None] * num_rows
-    for row, cell in zip(rows, cells, strict=True):
-        spread[row] = cell
-    return spread
 
 
 def _note_of(part: Part, note: Path) -> Path:
@@ -176,13 +172,6 @@ def _noted(note: Path) -> dict[str, list[object]] | None:
         return None
     files = (path for cells in noted.values() for path in _leaves(cells))
     return noted if all(Path(path).is_file() for path in files) else None
-
-
-def _element(feature: object) -> object:
-    """The kind of cells in a column, or in its lists."""
-    while isinstance(feature, datasets.List | datasets.LargeList):
-        feature = feature.feature
-    return feature
 
 
 def _leaves(cells: list[object]) -> Iterator[Any]:

@@ -67,7 +67,12 @@ class WorkerWatch:
             return
         if not self._is_counting:
             self._is_counting = True
-            self._begin_counting()
+            # The trainer's time limit for the first batch has been running while this worker started.
+            spent_s = 0.0 if self._began_at is None else time.monotonic() - self._began_at
+            self._began_at = None
+            dump_after_s = max(_DUMP_NOT_BEFORE * self._limit_s, _DUMP_AT * self._limit_s - spent_s)
+            if sys.__stderr__ is not None:
+                faulthandler.dump_traceback_later(dump_after_s, file=sys.__stderr__)
         self._note(name)
 
     def being_read(self) -> list[str]:
@@ -82,14 +87,6 @@ class WorkerWatch:
         start = worker.id * _NAME_BYTES
         encoded = name.encode(errors="replace")[:_NAME_BYTES]
         self._names[start : start + _NAME_BYTES] = encoded.ljust(_NAME_BYTES, b"\0")
-
-    def _begin_counting(self) -> None:
-        # The trainer's time limit for the first batch has been running while this worker started.
-        spent_s = 0.0 if self._began_at is None else time.monotonic() - self._began_at
-        self._began_at = None
-        dump_after_s = max(_DUMP_NOT_BEFORE * self._limit_s, _DUMP_AT * self._limit_s - spent_s)
-        if sys.__stderr__ is not None:
-            faulthandler.dump_traceback_later(dump_after_s, file=sys.__stderr__)
 
 
 class WorkerContext(SpawnContext):

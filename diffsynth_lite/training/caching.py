@@ -10,17 +10,9 @@ from diffsynth_lite.data.cache import Pruned, TensorCache, prune
 from diffsynth_lite.data.items import UsableData
 from diffsynth_lite.data.media_index import parts_folder
 from diffsynth_lite.data.records import WHOLE, Part
-from diffsynth_lite.data.sealed import (
-    LANCE_ERRORS,
-    Seal,
-    SealDocument,
-    SealFolder,
-    first_line,
-    prune_orders,
-    prune_tables,
-    prune_unfinished,
-    write_seal,
-)
+from diffsynth_lite.data.sealed.entries import LANCE_ERRORS, SealFolder, first_line
+from diffsynth_lite.data.sealed.mapped import prune_orders, prune_tables, prune_unfinished
+from diffsynth_lite.data.sealed.seal import Seal, SealDocument, write_seal
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.data_settings import (

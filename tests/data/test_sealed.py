@@ -19,15 +19,9 @@ from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.captions import TagCounts
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.items import DataIdentity, UsableData
-from diffsynth_lite.data.sealed import (
-    DamagedSealError,
-    SealFolder,
-    StoredOrders,
-    open_seal,
-    prune_orders,
-    prune_tables,
-    write_seal,
-)
+from diffsynth_lite.data.sealed.entries import SealFolder
+from diffsynth_lite.data.sealed.mapped import DamagedSealError, StoredOrders, prune_orders, prune_tables
+from diffsynth_lite.data.sealed.seal import open_seal, write_seal
 from diffsynth_lite.errors import UserError
 
 NUM_ITEMS = 40

@@ -14,7 +14,7 @@ from diffsynth_lite.data.encoding import Encodable, Encoder
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.items import DataIdentity, PromptItem, TrainingItem, UsableData
 from diffsynth_lite.data.plan import DatasetPlan
-from diffsynth_lite.data.sealed import SealedEntries
+from diffsynth_lite.data.sealed.entries import SealedEntries
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder

@@ -24,7 +24,9 @@ from diffsynth_lite.data.media_index import FileMemory, MediaIndex
 from diffsynth_lite.data.plan import BadItemsError, DatasetPlan
 from diffsynth_lite.data.records import WHOLE, Part
 from diffsynth_lite.data.schedule import Orders, draw_order
-from diffsynth_lite.data.sealed import Seal, SealedEntries, StoredOrders
+from diffsynth_lite.data.sealed.entries import SealedEntries
+from diffsynth_lite.data.sealed.mapped import StoredOrders
+from diffsynth_lite.data.sealed.seal import Seal
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest

@@ -3,7 +3,8 @@
 from typing import Any
 
 from diffsynth_lite.config import Config, DataSettings, SourceSettings
-from diffsynth_lite.data.sealed import Seal, SealFolder, open_seal
+from diffsynth_lite.data.sealed.entries import SealFolder
+from diffsynth_lite.data.sealed.seal import Seal, open_seal
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.redaction import redacted
 
