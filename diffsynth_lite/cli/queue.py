@@ -80,7 +80,10 @@ def run(parsed: argparse.Namespace) -> None:
     parsed.here = Path.cwd()
     workspace = _workspace(parsed)
     os.chdir(workspace.path)  # Paths in its configs are relative to it.
-    parsed.task(parsed, Queue(workspace))
+    queue = Queue(workspace)
+    parsed.task(parsed, queue)
+    if parsed.task is not _add and (parsed.task is not _work or parsed.json):
+        _show(parsed, queue)
 
 
 def _workspace(parsed: argparse.Namespace) -> Workspace:
@@ -140,32 +143,27 @@ def _add(parsed: argparse.Namespace, queue: Queue) -> None:
 
 def _list(parsed: argparse.Namespace, queue: Queue) -> None:
     """Show what runs, what waits, and how it went with what is done."""
-    _show(parsed, queue)
 
 
 def _move(parsed: argparse.Namespace, queue: Queue) -> None:
     """Change the place of a run that waits."""
     queue.move(parsed.names[0], parsed.place)
-    _show(parsed, queue)
 
 
 def _remove(parsed: argparse.Namespace, queue: Queue) -> None:
     """Take runs that wait, or are done, out of the queue; their folders stay as they are."""
     for name in parsed.names:
         queue.remove(name)
-    _show(parsed, queue)
 
 
 def _pause(parsed: argparse.Namespace, queue: Queue) -> None:
     """Start no more; what runs goes on."""
     queue.pause()
-    _show(parsed, queue)
 
 
 def _go(parsed: argparse.Namespace, queue: Queue) -> None:
     """Start what waits, in the background: the runs go on when this terminal is closed."""
     _start(queue)
-    _show(parsed, queue)
 
 
 def _start(queue: Queue) -> None:
@@ -185,8 +183,6 @@ def _work(parsed: argparse.Namespace, queue: Queue) -> None:
         Worker(queue, holders=Jobs(queue.workspace).holders).work()
     except KeyboardInterrupt:
         logger.info("Ended; a run that it started goes on.")
-    if parsed.json:
-        _show(parsed, queue)
 
 
 def _show(parsed: argparse.Namespace, queue: Queue) -> None:

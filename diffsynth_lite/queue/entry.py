@@ -29,6 +29,8 @@ _TRAIN = ("-m", "diffsynth_lite.cli.main", "train")
 _LAUNCHED_TRAIN = ("-m", "diffsynth_lite.cli.train")
 _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
+_OF_RUN = {"process", "was_signalled", "started_at", "ended_at", "exit_code", "outcome", "message"}
+
 _Word = Annotated[str, StringConstraints(pattern=r"^[^-\x00][^\x00]*$", max_length=10_000)]
 """An argument that is no flag."""
 _Setting = Annotated[str, StringConstraints(pattern=r"^[a-z_]+\.[a-z0-9_]+=[^\x00]*$", max_length=100_000)]
@@ -86,8 +88,7 @@ class Entry(BaseModel):
 
     def asked(self) -> "Entry":
         """What it asks for, without how a run of it went."""
-        kept = (*("config", "folder", "settings", "presets"), *("device", "num_processes", "working_folder"))
-        return Entry(**{name: getattr(self, name) for name in kept})
+        return Entry.model_validate(self.model_dump(exclude=_OF_RUN))
 
     def load(self, workspace: Workspace) -> LoadedConfig:
         """The config of the run.

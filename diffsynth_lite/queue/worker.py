@@ -107,8 +107,8 @@ class Worker:
         self._holders = holders
         self._poll_s = poll_s
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._waits_for: RunFolder | None = None
-        self._waits_for_holder = ""
+        self._theirs: RunFolder | None = None
+        self._waits_for = ""
 
     def work(self) -> None:
         """Work until there is nothing to do.
@@ -155,18 +155,14 @@ class Worker:
 
     def _is_taken(self) -> bool:
         """Whether somebody else has a device, nobody knows which: a run of a terminal, or ``holders``."""
-        if (name := next(iter(self._holders()), "")) != self._waits_for_holder:
-            self._waits_for_holder = name
-            if name:
-                logger.info("Waits for %s.", name)
-        if name:
-            return True
-        if self._waits_for is not None and self._waits_for.trains_here():
-            return True
-        self._waits_for = self._queue.run_of_others()
-        if self._waits_for is not None:
-            logger.info("Waits for %s, which trains on this machine.", self._waits_for.path.name)
-        return self._waits_for is not None
+        if self._theirs is None or not self._theirs.trains_here():
+            self._theirs = self._queue.run_of_others()
+        theirs = self._theirs.path.name if self._theirs is not None else ""
+        name = next(iter(self._holders()), theirs)
+        if name and name != self._waits_for:
+            logger.info("Waits for %s, which uses the device of this machine.", name)
+        self._waits_for = name
+        return bool(name)
 
     def _start(self, run: QueuedRun, entry: Entry) -> None:
         queue = self._queue

@@ -1,7 +1,6 @@
 """This file shows the queue on Home, and changes it as its buttons say."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,45 +61,23 @@ class Row:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueueList:
-    """The queue as it is shown.
+def queue_shown(runs: QueuedRuns, *, waits_for: str) -> dict[str, Any]:
+    """The queue at a moment, for the template; ``ended`` are runs done since yesterday, the latest first.
 
-    Attributes:
-        ended: runs that are done since yesterday, the latest first.
-        paused: why nothing more is started; None where it is not paused.
-        needs_go: whether nobody starts what waits.
+    Args:
         waits_for: what has the device and is not of the queue; empty for nothing.
     """
-
-    running: Sequence[Row]
-    waiting: Sequence[Row]
-    ended: Sequence[Row]
-    paused: str | None
-    needs_go: bool
-    waits_for: str
-
-    @classmethod
-    def of(cls, runs: QueuedRuns, *, waits_for: str) -> "QueueList":
-        """The queue at a moment."""
-        snapshot, since = runs.snapshot, time.time() - _LATELY_S
-        rows = {
-            state: [Row.of(run, runs.queue) for run in snapshot.in_state(state)]
-            for state in ("running", "waiting")
-        }
-        done = [run for run in reversed(snapshot.in_state("done")) if run.ended_at > since]
-        return cls(
-            **rows,
-            ended=[Row.of(run, runs.queue) for run in done[:_MOST_ENDED]],
-            paused=snapshot.paused,
-            needs_go=runs.needs_go,
-            waits_for=waits_for,
-        )
-
-    @property
-    def num_startable(self) -> int:
-        """Number of runs that a worker will start."""
-        return sum(row.folder is not None for row in self.waiting)
+    done = reversed(runs.snapshot.in_state("done"))
+    lately = [run for run in done if run.ended_at > time.time() - _LATELY_S][:_MOST_ENDED]
+    running, waiting = (runs.snapshot.in_state(state) for state in ("running", "waiting"))
+    shown = {"running": running, "waiting": waiting, "ended": lately}
+    return {
+        **{name: [Row.of(run, runs.queue) for run in each] for name, each in shown.items()},
+        "num_startable": len(runs.waiting),
+        "paused": runs.snapshot.paused,
+        "needs_go": runs.needs_go,
+        "waits_for": waits_for,
+    }
 
 
 def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:

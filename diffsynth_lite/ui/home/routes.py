@@ -22,7 +22,7 @@ from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.ui.data_sets.items import source_of
 from diffsynth_lite.ui.home.example import example_folder
 from diffsynth_lite.ui.home.example import routes as example_routes
-from diffsynth_lite.ui.home.queue import QueueList
+from diffsynth_lite.ui.home.queue import queue_shown
 from diffsynth_lite.ui.home.queue import routes as queue_routes
 from diffsynth_lite.ui.home.run_list import KINDS, PENDING, NamedCard, RunList
 from diffsynth_lite.ui.jobs import captions_in
@@ -61,7 +61,7 @@ def _home(request: Request) -> Response:
         kinds=KINDS,
         num_runs=len(runs),
         sets=data_set_cards(workspace.data_sets),
-        queue=QueueList.of(queued, waits_for=waits_for),
+        queue=queue_shown(queued, waits_for=waits_for),
         places={queued.resolve(card.run.folder): f"/runs/{quote(card.name)}/" for card in cards},
         has_example=example_folder() is not None,
     )
