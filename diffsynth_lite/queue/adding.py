@@ -71,11 +71,7 @@ def entries_of(
 
 
 def entry_of_continuation(workspace: Workspace, run: Path, found: Continuation) -> Entry:
-    """The entry with which a run is continued.
-
-    Raises:
-        UserError: it would not start.
-    """
+    """The entry with which a run is continued."""
     root, folder = workspace.path.resolve(), run.resolve()
     is_here = found.working_folder.resolve() == root
     entry = _entry(

@@ -217,11 +217,7 @@ def read_state(folder: Path, state: QueueState, workspace: Workspace) -> list[Qu
 
 
 def named(runs: Sequence[QueuedRun], name: str) -> QueuedRun:
-    """The run of that name or id: one that waits or runs, or else the latest that is done.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The run of that name or id: one that waits or runs, or else the latest that is done."""
     found = [run for run in runs if name in (run.id, run.name)]
     if not found:
         known = ", ".join(dict.fromkeys(run.name for run in runs)) or "nothing"

@@ -89,11 +89,7 @@ class Queue:
             return Snapshot(runs=runs, paused=self.paused(), is_worked=is_worked)
 
     def add(self, entries: Sequence[Entry]) -> list[QueuedRun]:
-        """Put runs behind those that wait, all or none.
-
-        Raises:
-            UserError: one of them waits or runs already, or the folder cannot be written to.
-        """
+        """Put runs behind those that wait, all or none."""
         with self.changing():
             known = [run for state in STATES for run in self.in_state(state)]
             self._require_new(entries, known)
@@ -114,11 +110,7 @@ class Queue:
             return [run for run in self.in_state("waiting") if run.file in added]
 
     def move(self, name: str, place: Place) -> None:
-        """Change the place of a run that waits.
-
-        Raises:
-            UserError: there is none of that name.
-        """
+        """Change the place of a run that waits."""
         if place not in get_args(Place):
             raise UserError(f"{place}: is not a place; there are {', '.join(get_args(Place))}")
         with self.changing():
@@ -130,11 +122,7 @@ class Queue:
             self._put(run, others, to[place])
 
     def remove(self, name: str) -> QueuedRun:
-        """Take a run that waits, or one that is done, out of the queue; its folder stays as it is.
-
-        Raises:
-            UserError: there is none of that name, or it runs.
-        """
+        """Take a run that waits, or one that is done, out of the queue; its folder stays as it is."""
         with self.changing():
             run = named([run for state in STATES for run in self.in_state(state)], name)
             if run.state == "running" and self.is_alive(run):
@@ -150,11 +138,7 @@ class Queue:
             self.write_pause(reason)
 
     def unpause(self) -> None:
-        """Allow that runs are started, which a worker does.
-
-        Raises:
-            UserError: the file cannot be removed.
-        """
+        """Allow that runs are started, which a worker does."""
         with self.changing():
             try:
                 self._paused_file.unlink(missing_ok=True)
@@ -186,11 +170,7 @@ class Queue:
 
     @contextmanager
     def work_lock(self) -> Iterator[ExitStack]:
-        """Scope of the only worker, which closes what it gets when it ends, within :meth:`changing`.
-
-        Raises:
-            UserError: there is another one.
-        """
+        """Scope of the only worker, which closes what it gets when it ends, within :meth:`changing`."""
         with ExitStack() as held:
             with self.changing():
                 file = held.enter_context(self._worker_file.open("ab"))

@@ -33,11 +33,7 @@ if sys.platform == "win32":
 
 
 def start_worker(queue: Queue) -> None:
-    """Have the queue go on: it is not paused any more, and a worker of its own session starts what waits.
-
-    Raises:
-        UserError: the worker ended at once.
-    """
+    """Have the queue go on: it is not paused any more, and a worker of its own session starts what waits."""
     queue.unpause()
     if queue.is_worked():
         return
@@ -111,11 +107,7 @@ class Worker:
         self._waits_for = ""
 
     def work(self) -> None:
-        """Work until there is nothing to do.
-
-        Raises:
-            UserError: another worker does.
-        """
+        """Work until there is nothing to do."""
         with self._queue.work_lock() as lock:
             while not self._has_ended(lock):
                 time.sleep(self._poll_s)

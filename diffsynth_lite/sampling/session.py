@@ -132,9 +132,6 @@ class SampleSession:
         Args:
             config: all but its section ``validation`` stays.
             run: its choices of memory settings are taken.
-
-        Raises:
-            UserError: something that the user can fix.
         """
         if config.train.cpu_threads is not None:
             torch.set_num_threads(config.train.cpu_threads)
@@ -298,11 +295,7 @@ class SampleSession:
     def _sample(
         self, model: torch.nn.Module, requests: Sequence[PreviewRequest], scale: float
     ) -> Sequence[Generated]:
-        """The frames of each sample.
-
-        Raises:
-            UserError: numbers overflowed, which diffusers would show as black.
-        """
+        """The frames of each sample."""
         vae_dtype = getattr(torch, self.config.model.vae_dtype)
         try:
             with (

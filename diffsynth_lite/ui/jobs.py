@@ -125,11 +125,7 @@ class Jobs:
             self._start(command, arguments, folder)
 
     def stop(self, folder: Path, *, command: Command = "caption") -> None:
-        """Have the command stop that works in a folder, also where a terminal started it.
-
-        Raises:
-            UserError: there is nobody to ask.
-        """
+        """Have the command stop that works in a folder, also where a terminal started it."""
         things, done = _WORDS[command]
         with self._queue.changing():
             job, status = self.of(folder), captions_in(folder)
@@ -208,9 +204,6 @@ def start_command(
         noted_in: json file that gets ``facts``, and as ``process`` which one it is.
         errors: takes what it logs; None is the log with its output.
         variables: of its environment, in addition to those of this process.
-
-    Raises:
-        UserError: the system refuses.
     """
     command = [sys.executable, "-m", "diffsynth_lite.cli.main", *words]
     try:

@@ -92,9 +92,6 @@ class QueuedRuns:
         """Put runs behind those that wait, and have them started.
 
         Where others wait that nobody starts, a person decides whether all of them go on.
-
-        Raises:
-            UserError: one of them runs or waits already.
         """
         for entry in entries:
             folder = entry.folder_in(self.queue.workspace)
@@ -105,11 +102,7 @@ class QueuedRuns:
             start_worker(self.queue)
 
     def start_again(self, run: QueuedRun) -> None:
-        """Start once more what did not start, in place of that.
-
-        Raises:
-            UserError: it would not start.
-        """
+        """Start once more what did not start, in place of that."""
         if run.entry is None:
             raise UserError(run.refusal)
         entry = run.entry.asked()
@@ -123,9 +116,6 @@ class QueuedRuns:
 
         Args:
             what: a key of ``REQUESTS``.
-
-        Raises:
-            UserError: there is nobody to ask.
         """
         run = self.of(folder)
         if is_running(folder):
@@ -155,11 +145,7 @@ def is_running(folder: Path) -> bool:
 
 
 def _put(request: Path) -> None:
-    """Make the file that asks a run for something, unless it is there.
-
-    Raises:
-        UserError: its folder may not be written to.
-    """
+    """Make the file that asks a run for something, unless it is there."""
     try:
         os.close(os.open(request, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:

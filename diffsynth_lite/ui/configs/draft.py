@@ -145,11 +145,7 @@ def view_of(path: Path, text: str) -> View:
 
 
 def changed(text: str, key: str, typed: str | None) -> str:
-    """A text with what was typed into a field; None takes the setting out of it.
-
-    Raises:
-        UserError: there is no such setting, or the text has it in a form that cannot be changed by itself.
-    """
+    """A text with what was typed into a field; None takes the setting out of it."""
     field = fields().get(key)
     if field is None:
         raise UserError(f"{key}: is not a setting")

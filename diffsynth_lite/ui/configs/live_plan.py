@@ -139,11 +139,7 @@ class LivePlan:
         return Plan(parts=parts, error=error, is_open=last.get("state", "part") == "part")
 
     def fitting(self, number: object, path: Path, text: str) -> str:
-        """The text of a config with the settings that fit, by the plan of that number.
-
-        Raises:
-            UserError: the plan is of another text, or has none.
-        """
+        """The text of a config with the settings that fit, by the plan of that number."""
         asked, plan = self._asked, self.plan(str(number), path)
         if not plan.settings or asked is None or asked.hash != digest(text.encode()):
             raise UserError(_OLDER)

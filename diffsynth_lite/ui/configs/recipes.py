@@ -181,9 +181,6 @@ def text_on_recipe(recipe: Recipe, way: Way | None, *, name: str, data: Path | s
         way: to train it on a card; None for the recipe as it is.
         data: folder of the data set, as the config is to have it; as text, its id on the hub.
         goal: name of a preset; empty for none.
-
-    Raises:
-        UserError: the goal is none, or not one for this model.
     """
     if goal not in GOALS:
         raise UserError(f"goal: {goal}: choose one of {', '.join(filter(None, GOALS))}, or none")

@@ -187,11 +187,7 @@ def _checked(key: str, value: str) -> str:
 
 
 def _host_of(endpoint: str) -> str:
-    """The machine that images are sent to; empty for this one.
-
-    Raises:
-        UserError: it is not the address of a server, or holds a key.
-    """
+    """The machine that images are sent to; empty for this one."""
     # Imported here: the HTTP client takes memory, and most data sets need none.
     from diffsynth_lite.captioning.endpoint import api_address, is_this_machine
 

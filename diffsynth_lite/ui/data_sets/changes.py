@@ -105,9 +105,6 @@ class DataSetEditor:
 
         Returns:
             What was done.
-
-        Raises:
-            UserError: a metadata file names the items, so that a run would miss them.
         """
         folder, texts = self._listed()
         names = {item.file for item in items}
@@ -145,11 +142,7 @@ class DataSetEditor:
             raise
 
     def undo(self) -> str:
-        """Take the last change back, as far as nobody has changed the same since; returns what was done.
-
-        Raises:
-            UserError: a model writes over these captions now.
-        """
+        """Take the last change back, as far as nobody has changed the same since; returns what was done."""
         readable = ((path, entry) for path in self._kept() if (entry := _entry(path)) is not None)
         path, entry = next(readable, (None, None))
         if path is None or entry is None:

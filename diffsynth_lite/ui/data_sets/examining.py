@@ -58,9 +58,6 @@ class Examination:
             goal: of which it knows the usual number of items; empty for none.
             settings: what changes with the config.
             prefix: of the names that it gives to items of this data set.
-
-        Raises:
-            UserError: it examines one already, or cannot be started.
         """
         for busy in self._folder.glob("*.started.json"):
             if (known := _read(busy)) and lives_here(known["process"]):

@@ -84,11 +84,7 @@ class RunSteps:
         choose(self._run, known[name])
 
     def compare(self) -> None:
-        """Start the command that generates the grid.
-
-        Raises:
-            UserError: it runs already, or something else uses the device.
-        """
+        """Start the command that generates the grid."""
         self._jobs.start(self._arguments, self._run.path, command="sample")
 
     def stop(self) -> None:

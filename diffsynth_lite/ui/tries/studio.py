@@ -59,9 +59,6 @@ class Studio:
         Args:
             run: folder whose base model is loaded.
             request: the arguments of ``sample`` by their names.
-
-        Raises:
-            UserError: the process cannot be started.
         """
         with self._lock:
             names = tuple(self._holders())
