@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice
 from statistics import median
 from typing import Any
 
@@ -104,14 +105,9 @@ class FixedNoiseErrors:
 
     def _batches(self, samples: Iterable[FixedNoise]) -> Iterator[list[FixedNoise]]:
         """Samples that follow each other and whose items have one batch key."""
-        batch: list[FixedNoise] = []
-        for sample in samples:
-            if batch and (len(batch) == self.batch_size or sample.item.batch_key != batch[0].item.batch_key):
+        for _, alike in groupby(samples, key=lambda sample: sample.item.batch_key):
+            while batch := list(islice(alike, self.batch_size)):
                 yield batch
-                batch = []
-            batch.append(sample)
-        if batch:
-            yield batch
 
     def _errors(self, transformer: torch.nn.Module, samples: Sequence[FixedNoise]) -> SampleErrors:
         items, positions = [sample.item for sample in samples], [sample.position for sample in samples]

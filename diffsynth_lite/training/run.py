@@ -52,7 +52,8 @@ def _conclude(run: Run, built: TrainingObjects, step: int, remarks: list[str]) -
         raise RunInterrupted(
             f"stopped after step {step} of {steps}, saved; the same command continues it{command}"
         )
-    remarks += built.divergence.remarks()
+    if skipped := built.divergence.num_skipped:
+        remarks.append(f"skipped steps, as loss or gradients were not finite: {skipped}")
     _log_results(run.folder, "; ".join([f"Finished after {step} steps", *remarks]))
 
 

@@ -176,10 +176,5 @@ def mean_losses(loss: float, totals: Sequence[float]) -> MeanLosses:
     """
     if not totals:
         return MeanLosses(learned=loss)
-    sums, numbers = totals[: len(_KINDS)], totals[len(_KINDS) :]
-    means = map(_mean, sums, numbers)
-    return MeanLosses(**dict(zip(_KINDS, means, strict=True)))
-
-
-def _mean(total: float, number: float) -> float | None:
-    return total / number if number else None
+    kinds = zip(_KINDS, totals[: len(_KINDS)], totals[len(_KINDS) :], strict=True)
+    return MeanLosses(**{kind: total / number if number else None for kind, total, number in kinds})

@@ -107,12 +107,6 @@ class Divergence:
         except RunDivergedError as error:
             raise RunDivergedError(f"{error}; {self._way_out()}") from error
 
-    def remarks(self) -> list[str]:
-        """Remarks for the final message of a run."""
-        if not self.num_skipped:
-            return []
-        return [f"skipped steps, as loss or gradients were not finite: {self.num_skipped}"]
-
     def _way_out(self) -> str:
         if self.sound_step is None:
             return (

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.core.parallel import MESH_DIMENSIONS, ContextParallel, SequenceSplit
+from diffsynth_lite.core.parallel import MESH_DIMENSIONS, ContextParallel
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
@@ -90,7 +90,12 @@ def check_split(config: Config, family: ModelFamily, transformer: torch.nn.Modul
             "or data.audio: false"
         )
     model: Any = family.parts_of(transformer)[family.trained[0]]
-    split = _split_of(config, family, model)
+    split = family.sequence_split
+    if split is None or getattr(model, "_cp_plan", None) is None:
+        raise UserError(
+            f"train.context_parallel: {wanted} is not for model.family {config.model.family}: diffusers "
+            f"{diffusers.__version__} has no plan to split the sequences of its model; set it to 1"
+        )
     if kind not in split.kinds:
         raise UserError(
             f"train.context_parallel_kind: {kind} would compute other numbers in {config.model.family}, as "
@@ -107,17 +112,6 @@ def check_split(config: Config, family: ModelFamily, transformer: torch.nn.Modul
                 f"train.context_parallel: {wanted} does not divide the {count} {what}; "
                 f"{_listed(_divisors(math.gcd(*counts.values())))} would do"
             )
-
-
-def _split_of(config: Config, family: ModelFamily, model: torch.nn.Module) -> SequenceSplit:
-    split = family.sequence_split
-    if split is None or getattr(model, "_cp_plan", None) is None:
-        raise UserError(
-            f"train.context_parallel: {config.train.context_parallel} is not for model.family "
-            f"{config.model.family}: diffusers {diffusers.__version__} has no plan to split the sequences of "
-            "its model; set it to 1"
-        )
-    return split
 
 
 def check_tokens(

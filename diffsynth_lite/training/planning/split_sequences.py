@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
-from torch import nn
 
 from diffsynth_lite.core.parallel import ContextKind
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
@@ -56,17 +54,6 @@ class Exchange:
     width: int
     num_blocks: int
     embeds_whole: bool
-
-    @classmethod
-    def of(cls, model: nn.Module, **numbers: Any) -> Self:
-        """The exchange of a model with a ``_cp_plan``."""
-        described: Any = model
-        config = described.config
-        return cls(
-            width=config.num_attention_heads * config.attention_head_dim,
-            embeds_whole=any(name.endswith(".0") for name in described._cp_plan),
-            **numbers,
-        )
 
     def num_bytes(self, micro_batch_size: int, itemsize: int) -> int:
         """Its peak, with numbers of this many bytes."""

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -130,8 +130,9 @@ class MetaModel:
         autocast = None
         if precision == "bf16":
             autocast = CudaAutocast() if device_type == "cuda" else CudaAutocast.of_the_cpu()
-        if autocast:
-            _wrap_forward(model, autocast)
+        if autocast:  # as ``accelerator.prepare`` does: in the forward pass, and its result in fp32
+            forward = autocast.forward()(model.forward)
+            vars(model)["forward"] = convert_outputs_to_fp32(forward)
         return cls(model.train(), autocast)
 
 
@@ -203,14 +204,3 @@ class MetaStep:
         """The backward pass of the loss; gradients are kept."""
         with self._kernels, self.autocast or nullcontext():
             backward_in_scope(loss)
-
-
-def _wrap_forward(model: nn.Module, autocast: CudaAutocast) -> None:
-    """As ``accelerator.prepare`` does: autocast in the forward pass, and its result in fp32."""
-    forward = model.forward
-
-    def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        with autocast.forward():
-            return forward(*args, **kwargs)
-
-    vars(model)["forward"] = convert_outputs_to_fp32(under_autocast)

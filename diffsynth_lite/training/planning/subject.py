@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -151,10 +152,11 @@ def _exchange(
     check_split(config, family, model)
     if config.data.given_sizes:  # others are known when the data are
         check_tokens(config, family, sizes_of(config, family))
-    first = family.parts_of(model)[family.trained[0]]
+    first: Any = family.parts_of(model)[family.trained[0]]
     images = [tensor.shape for name, tensor in conditioning.items() if name.startswith(INPUT)]
-    return Exchange.of(
-        first,
+    return Exchange(
+        width=first.config.num_attention_heads * first.config.attention_head_dim,
+        embeds_whole=any(name.endswith(".0") for name in first._cp_plan),
         kind=config.train.context_parallel_kind,
         num_processes=config.train.context_parallel,
         tokens=sum(family.num_tokens(one) for one in (shape, *images)),

@@ -242,17 +242,6 @@ def test_a_new_report_starts_from_zero_and_leaves_the_old_one_alone() -> None:
     assert report_of_a_step((True, True), engine=engine) == second
 
 
-def test_a_report_stays_as_it_was_when_more_is_counted() -> None:
-    engine = GradientEngine(min_bytes=1024)
-    once = report_of_a_step((True, True), engine=engine)
-    twice = report_of_a_step((True, True), engine=engine)
-    assert twice.blocks_run == 2 * once.blocks_run
-    assert (
-        twice.not_offloaded["below min_bytes"].num_bytes
-        == 2 * once.not_offloaded["below min_bytes"].num_bytes
-    )
-
-
 def test_without_a_scope_calls_do_not_share_an_engine() -> None:
     engine = GradientEngine()
     with gradient_engine(engine):

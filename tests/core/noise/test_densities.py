@@ -66,12 +66,6 @@ def test_cosmap_has_the_density_that_the_cosmap_loss_weight_states() -> None:
         torch.testing.assert_close(by_density, by_weight, rtol=1e-5, atol=0)
 
 
-def test_logit_normal_has_the_stated_moments() -> None:
-    logit = torch.logit(sigma_from_uniform(MIDPOINTS, "logit_normal", logit_mean=0.4, logit_std=0.8).double())
-    assert logit.mean().item() == pytest.approx(0.4, abs=1e-3)
-    assert logit.std().item() == pytest.approx(0.8, abs=1e-3)
-
-
 @pytest.mark.parametrize("draw", [1e-12, 0.3, 1 - 1e-12])
 def test_a_draw_near_the_ends_keeps_its_precision(draw: float) -> None:
     expected = 1 / (1 + math.exp(-NormalDist().inv_cdf(draw)))
@@ -204,10 +198,6 @@ def test_a_shifted_sigma_stays_in_range(sigma: float, shift: float) -> None:
     assert 0 <= shift_sigma(torch.tensor(sigma), shift).item() <= 1
 
 
-def test_a_shift_and_its_reciprocal_undo_each_other() -> None:
-    torch.testing.assert_close(shift_sigma(shift_sigma(SIGMA, 3.0), 1 / 3), SIGMA)
-
-
 @pytest.mark.parametrize("shift", [0.0, -1.0, math.nan])
 def test_a_shift_that_is_not_positive_is_refused(shift: float) -> None:
     with pytest.raises(ValueError, match="shift"):
@@ -293,47 +283,6 @@ def test_the_draw_of_a_level_is_found_in_densities_that_grow_and_that_fall() -> 
     assert draw_of_level(lambda draws: 1 - draws, 0.2) == pytest.approx(0.8)
     assert draw_of_level(lambda draws: 0.5 + 0.1 * draws, 0.2) == 0
     assert draw_of_level(lambda draws: 0.5 - 0.1 * draws, 0.2) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("density", "shift", "mean", "below_half"),
-    [
-        ("uniform", 1.88, 0.604, 0.35),
-        ("uniform", 3.16, 0.684, 0.24),
-        ("uniform", 7.56, 0.797, 0.12),
-        ("uniform", 16, 0.870, 0.06),
-        ("uniform", 32.16, 0.917, 0.03),
-        ("logit_normal", 1, 0.500, 0.50),
-        ("logit_normal", 1.88, 0.628, 0.26),
-        ("logit_normal", 3.16, 0.723, 0.13),
-        ("logit_normal", 5, 0.794, 0.05),
-    ],
-)
-def test_means_and_halves_are_those_of_another_program(
-    density: TimestepDensity, shift: float, mean: float, below_half: float
-) -> None:
-    found = level_shares(quantiles(density, shift))
-    # A shift is given here with three digits.
-    assert found.mean == pytest.approx(mean, abs=1e-3)
-    assert found.below_half == pytest.approx(below_half, abs=6e-3)
-
-
-@pytest.mark.parametrize(
-    ("boundary", "density", "shift", "above"),
-    [
-        (0.875, "uniform", 3, 0.300),
-        (0.875, "uniform", 5, 0.417),
-        (0.875, "uniform", 12, 0.632),
-        (0.875, "logit_normal", 3, 0.198),
-        (0.875, "logit_normal", 12, 0.705),
-        (0.9, "uniform", 5, 0.357),
-        (0.9, "logit_normal", 5, 0.278),
-    ],
-)
-def test_the_part_above_a_boundary_is_that_of_another_program(
-    boundary: float, density: TimestepDensity, shift: float, above: float
-) -> None:
-    assert 1 - draw_of_level(quantiles(density, shift), boundary) == pytest.approx(above, abs=6e-4)
 
 
 def test_losses_are_added_up_by_tenth_until_they_are_taken() -> None:

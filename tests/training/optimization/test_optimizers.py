@@ -210,17 +210,6 @@ def test_rates_rise_evenly_to_the_base_are_never_zero_and_stay_past_the_end(name
         ]  # whatever was asked before
 
 
-def test_shapes_have_their_closed_forms() -> None:
-    def middle(name: str) -> float:
-        return learning_rate_schedule(name, base=1.0, warmup_steps=10, total_steps=110)(35)
-
-    assert middle("constant") == 1
-    assert middle("linear") == 0.75
-    assert middle("cosine") == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-    assert middle("cosine_with_restarts") == middle("cosine")
-    assert middle("polynomial") == pytest.approx(0.75, abs=1e-7)
-
-
 @pytest.mark.parametrize(("warmup_steps", "total_steps"), [(10, 10), (11, 10), (0, 0), (-1, 10)])
 def test_a_warm_up_that_leaves_no_step_is_refused(warmup_steps: int, total_steps: int) -> None:
     with pytest.raises(

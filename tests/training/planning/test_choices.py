@@ -50,7 +50,6 @@ class Arithmetic:
             slots=2 * size if streamed else 0,
             lora=0,
             optimizer=0,
-            gradients=0,
             step=StepCost(kept=held, peak=held * settings.micro_batch_size + 10, host=host),
             weights_on_host=size * streamed,
         )
