@@ -13,9 +13,9 @@ from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.run_folder.loras import (
     SUFFIX,
     chosen_or,
-    comfyui_file,
     contract_of,
     find_lora_place,
+    named_file,
     run_of,
 )
 
@@ -132,7 +132,7 @@ def _copy(parsed: argparse.Namespace, folder: Path) -> None:
     run = run_of(source)
     files = [source] if source.is_file() else sorted(source.glob(f"*{SUFFIX}"))
     targets = {
-        file: comfyui_file(folder, run.path.resolve().name, file.name) if run else folder / file.name
+        file: named_file(folder, run.path.resolve().name, file.name) if run else folder / file.name
         for file in files
     }
     for file, target in targets.items():

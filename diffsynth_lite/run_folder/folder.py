@@ -93,6 +93,9 @@ class RunFolder:
     lora_folder = _Place("lora")
     """The latest export."""
 
+    converted_folder = _Place("converted")
+    """LoRAs that were converted for other programs, a folder for each format."""
+
     @property
     def row_files(self) -> tuple[Path, ...]:
         """Files of rows by step, which a resumed run continues."""
@@ -316,7 +319,10 @@ class RunFolder:
             raise UserError(f"output.dir: {self.path} cannot be written to: {error.strerror}") from error
         self._locked.append(lock.file)
         if lock.is_locked:  # No other process writes: unfinished files are left from killed writers.
-            loras = self.lora_folder, self.ema_lora_folder, self.best_lora_folder
+            loras = (
+                *(self.lora_folder, self.ema_lora_folder, self.best_lora_folder),
+                self.converted_folder,
+            )
             in_loras = [entry for folder in loras for entry in folder.rglob("*")]
             for entry in (*self.path.glob("*"), *self.previews_folder.glob("*"), *in_loras):
                 if is_unfinished(entry.name) and entry.is_file():

@@ -76,15 +76,14 @@ def contract_of(file: Path) -> str | None:
     return metadata_of(file).get("diffsynth_lite.contract")
 
 
-def comfyui_file(folder: Path, run: str, file: str) -> Path:
-    """The copy of a LoRA file in a folder of ComfyUI, ``RUN.safetensors`` or ``RUN-high_noise.safetensors``.
+def named_file(folder: Path, name: str, file: str) -> Path:
+    """The path of a LoRA file under another name, ``NAME.safetensors`` or ``NAME-high_noise.safetensors``.
 
     Args:
-        run: name of the run's folder.
         file: name of the file, as the family has it.
     """
     expert = Path(file).stem.removeprefix("pytorch_lora_weights").strip("_")
-    return folder / f"{'-'.join(filter(None, [run, expert]))}{SUFFIX}"
+    return folder / f"{'-'.join(filter(None, [name, expert]))}{SUFFIX}"
 
 
 def find_lora_place(given: str, *, key: str = "") -> Path:

@@ -197,6 +197,7 @@ def start_command(
     facts: Mapping[str, Any],
     errors: IO[bytes] | None = None,
     variables: Mapping[str, str] | None = None,
+    ended_in: Path | None = None,
 ) -> None:
     """Start a command of this installation in a session of its own, so that it outlives this process.
 
@@ -204,6 +205,7 @@ def start_command(
         noted_in: json file that gets ``facts``, and as ``process`` which one it is.
         errors: takes what it logs; None is the log with its output.
         variables: of its environment, in addition to those of this process.
+        ended_in: json file that gets its exit code once it has ended, unless this process is gone by then.
     """
     command = [sys.executable, "-m", "diffsynth_lite.cli.main", *words]
     try:
@@ -211,7 +213,13 @@ def start_command(
     except OSError as error:
         raise UserError(f"{words[0]} cannot be started: {error.strerror}") from None
     process = Process.of(child.pid)
-    threading.Thread(target=child.wait, daemon=True).start()  # or it would stay as a zombie
+
+    def wait() -> None:  # or it would stay as a zombie
+        code = child.wait()
+        if ended_in is not None:
+            write_json(ended_in, {"process": process.as_text(), "exit_code": code})
+
+    threading.Thread(target=wait, daemon=True).start()
     try:
         write_json(noted_in, {**facts, "process": process.as_text()})
     except OSError:  # Nobody could find it, nor stop it.

@@ -17,7 +17,7 @@ from diffsynth_lite.files import write_bytes
 from diffsynth_lite.lora.conversion import FamilyNames, convert, write_conversion
 from diffsynth_lite.lora.reading import LoraContents, read_contents
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.run_folder.loras import comfyui_file, contract_of
+from diffsynth_lite.run_folder.loras import contract_of, named_file
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class ComfyuiCopies:
 
     def _target(self, name: str) -> Path:
         assert self.folder is not None
-        return comfyui_file(self.folder, self.name, name)
+        return named_file(self.folder, self.name, name)
 
 
 def write_copy(contents: LoraContents, target: Path, names: FamilyNames) -> None:

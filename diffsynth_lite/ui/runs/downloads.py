@@ -61,7 +61,19 @@ def downloads(run: RunFolder) -> dict[str, Download]:
     found += [
         Download(name=path.name, words=words, path=path, files=[path]) for path, words in others.items()
     ]
+    found += [
+        Download(
+            name=name_of_converted(file), words=f"{file.stem} for {file.parent.name}", path=file, files=[file]
+        )
+        for file in _files(run.converted_folder)
+        if file.suffix == SUFFIX
+    ]
     return {each.name: each for each in found}
+
+
+def name_of_converted(file: Path) -> str:
+    """Under which a LoRA is downloaded that was written into the folder of a format."""
+    return f"{file.stem}-{file.parent.name}{SUFFIX}"
 
 
 def zipped(folder: Path) -> Iterator[bytes]:

@@ -22,7 +22,7 @@ from diffsynth_lite.run_folder.command import Continuation
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.ui.pages import answer, change_route, environment, navigation, report_answer, workspace_of
 from diffsynth_lite.ui.queued import REQUESTS, QueuedRuns
-from diffsynth_lite.ui.runs import steps
+from diffsynth_lite.ui.runs import share, steps
 from diffsynth_lite.ui.runs.downloads import downloads, zipped
 from diffsynth_lite.ui.tries.request import loras_of
 from diffsynth_lite.ui.tries.routes import studio_of
@@ -45,6 +45,7 @@ def routes() -> list[Route]:
         Route("/runs/{name}/previews/{file}", _preview),
         Route("/runs/{name}/download/{file}", _download),
         *steps.routes(),
+        *share.routes(),
         change_route("/runs/{name}/{action}", _act),
     ]
 
@@ -108,10 +109,17 @@ class _Run:
             "checkpoint": max(map(_step, folder.checkpoints_folder.glob("step-*/COMPLETE")), default=None),
             "downloads": downloads(folder).values(),
             "steps": steps.RunSteps(self.workspace, self.name, path).values(),
+            "share": self._share(),
             "can_be_tried": bool(loras_of(self.folder)),
             "command": command,
             "refusal": refusal,
         }
+
+    def _share(self) -> dict[str, Any]:
+        try:
+            return share.RunShare(self.workspace, self.name, self.folder).values()
+        except (OSError, UserError) as error:  # a run may replace its LoRA meanwhile
+            return {"problem": str(error)}
 
 
 def _step(manifest: Path) -> int:

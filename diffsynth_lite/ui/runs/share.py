@@ -1,0 +1,301 @@
+"""This file shares the LoRA of a run: converts it for other programs, copies it to ComfyUI, publishes it."""
+
+import hashlib
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.routing import Route
+
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import parse_json, read_bytes
+from diffsynth_lite.queue.locks import locked
+from diffsynth_lite.queue.outcome import log_lines
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import (
+    CHOSEN,
+    SUFFIX,
+    chosen_copy,
+    contract_of,
+    copy_name,
+    find_lora_place,
+    metadata_of,
+    named_file,
+)
+from diffsynth_lite.ui.data_sets.captioning import shown_path
+from diffsynth_lite.ui.jobs import interrupt, lives_here, start_command
+from diffsynth_lite.ui.pages import change_route, workspace_of
+from diffsynth_lite.ui.runs.downloads import name_of_converted
+from diffsynth_lite.workspace import Workspace, folder_here
+
+FORMATS = {"comfyui": "ComfyUI", "kohya": "kohya's trainers", "diffusers": "diffusers"}
+ONLY_IN_DIFFUSERS = ("sana",)
+"""Families for whose layers other programs have no known names; their own files import torch."""
+_FOLDER = "comfyui_folder"
+_DRY = "--dry-run"
+_LOG_LINES = 30
+_MOST_BYTES = 1 << 20
+_LONGEST_TEXT = 200
+
+
+def routes() -> list[Route]:
+    """The routes of this part of a run's screen."""
+    return [change_route("/runs/{name}/share/{action}", _act)]
+
+
+class LatestCommand:
+    """The latest command that was started for a purpose; it outlives the server.
+
+    Args:
+        folder: of the run that it is about.
+    """
+
+    def __init__(self, workspace: Workspace, purpose: str, folder: Path) -> None:
+        own = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+        self._workspace, self._place = workspace, workspace.logs_folder / f"{purpose}-{own}"
+        started, ended = self._read(".started"), self._read(".ended")
+        process = str(started.get("process", ""))
+        self.words = tuple(map(str, started.get("words", ())))
+        """After ``diffsynth-lite``; none before there was one."""
+        self.note: Mapping[str, Any] = started.get("note", {})
+        """What its starter keeps with it."""
+        self.process = process if lives_here(process) else ""
+        """That runs it; empty once it has ended."""
+        has_code = not self.process and ended.get("process") == process
+        self.exit_code: int | None = ended.get("exit_code") if has_code else None
+        """None while it runs, and where the server was gone when it ended."""
+
+    def start(self, words: Sequence[str], note: Mapping[str, Any]) -> None:
+        """Start another one, unless it runs."""
+        with locked(self._file(".lock")):
+            if lives_here(str(self._read(".started").get("process", ""))):
+                raise UserError(f"{shown(self.words)} runs; wait until it has ended")
+            with self._file(".log").open("wb") as log:
+                start_command(
+                    words,
+                    self._workspace,
+                    log,
+                    noted_in=self._file(".started"),
+                    facts={"words": words, "note": note},
+                    ended_in=self._file(".ended"),
+                )
+
+    def values(self) -> dict[str, Any] | None:
+        """What the template shows of it; None before there was one."""
+        if not self.words:
+            return None
+        ended = {0: "Done", None: "Ended"}.get(self.exit_code, "Failed")
+        lines = log_lines(self._file(".log"), num_lines=_LOG_LINES)
+        return {
+            "command": shown(self.words),
+            "state": "Running" if self.process else ended,
+            "lines": lines,
+        }
+
+    def _file(self, ending: str) -> Path:
+        return self._place.with_suffix(ending)
+
+    def _read(self, ending: str) -> dict[str, Any]:
+        with suppress(OSError, UserError, ValueError):
+            return dict(parse_json(read_bytes(self._file(ending), most_bytes=_MOST_BYTES)))
+        return {}
+
+
+class RunShare:
+    """The LoRA of a run that was chosen, else its latest, and the commands that share it.
+
+    Args:
+        name: of the run in the workspace.
+
+    Raises:
+        UserError: the LoRA that was chosen is gone.
+    """
+
+    def __init__(self, workspace: Workspace, name: str, folder: Path) -> None:
+        self._workspace, self._name, self._run = workspace, name, RunFolder(folder)
+        is_chosen = chosen_copy(self._run) is not None
+        self._lora = find_lora_place(f"{folder}@{CHOSEN}") if is_chosen else self._run.lora_folder
+        self._files = [file for file in sorted(self._lora.glob(f"*{SUFFIX}")) if file.is_file()]
+        self._metadata = metadata_of(self._files[0]) if self._files else {}
+        self._source = f"{shown_path(folder, workspace)}@{CHOSEN if is_chosen else 'last'}"
+        self.conversion = LatestCommand(workspace, "convert", folder)
+        self.publication = LatestCommand(workspace, "publish", folder)
+
+    def values(self) -> dict[str, Any]:
+        """What the template shows of it; nothing before the run has a LoRA."""
+        if not self._files:
+            return {}
+        words = self._shown_publication()
+        step = self._metadata.get("diffsynth_lite.step")
+        return {
+            "problem": "",
+            "words": f"Step {step}" if step else "",
+            "conversions": list(self._conversions()),
+            "comfyui": self._copy(),
+            "conversion": self.conversion.values(),
+            "form": self.publication.note,
+            "publication": self.publication.values(),
+            "publish": shown(words) if words else "",
+            "has_token": _has_token(),
+        }
+
+    def convert(self, given: Mapping[str, Any]) -> None:
+        """Start the command that writes a file, unless that is there already."""
+        for each in self._conversions():
+            if each["name"] == given.get("name") and not each["refusal"]:
+                if not each["size"]:
+                    self.conversion.start(each["words"], {})
+                return
+        raise UserError(f"{self._name} has no LoRA that can be converted so (any more)")
+
+    def copy(self, given: Mapping[str, Any]) -> None:
+        """Start the command that copies to ComfyUI; over files of others only where the person saw these."""
+        copy = self._copy()
+        if given.get("replace", []) != copy["others"]:
+            raise UserError(f"{', '.join(copy['others'])} is there already, and not of this run")
+        if copy["refusal"]:
+            raise UserError(copy["refusal"])
+        self.conversion.start(copy["words"], {})
+
+    def set_folder(self, given: Mapping[str, Any]) -> None:
+        """Write down ComfyUI's folder of LoRAs, for all runs of the workspace."""
+        self._workspace.set(_FOLDER, str(folder_here(Path(_line("Folder", given.get("folder"))))))
+
+    def show_publication(self, given: Mapping[str, Any]) -> None:
+        """Start the dry run."""
+        repository, licence = (_line(key, given.get(key.lower())) for key in ("Repository", "Licence"))
+        is_private = given.get("visibility") != "public"
+        words = ["publish", self._source, f"--to={repository}", *["--private"] * is_private]
+        words += [f"--license={licence}"] * bool(licence)
+        form = {"repository": repository, "is_public": not is_private, "licence": licence}
+        self.publication.start([*words, _DRY], form | {"stamp": self._stamp})
+
+    def publish(self, given: Mapping[str, Any]) -> None:
+        """Start the command whose dry run the person has seen."""
+        words = self._shown_publication()
+        if not words or given.get("command") != shown(words):
+            raise UserError("What would be sent is not as it was shown; show it again")
+        self.publication.start(words, self.publication.note)
+
+    def stop(self, given: Mapping[str, Any]) -> None:
+        """Have a command stop."""
+        interrupt((self.publication if given.get("what") == "publication" else self.conversion).process)
+
+    @property
+    def _stamp(self) -> str:
+        """What changes when any file of the LoRA does, its card and images among them."""
+        found = [(str(file), file.stat()) for file in sorted(self._lora.rglob("*"))]
+        return str([(name, status.st_mtime_ns, status.st_size) for name, status in found])
+
+    def _conversions(self) -> Iterator[dict[str, Any]]:
+        """Each file that can be written, with its size once it is there."""
+        step, kind = (self._metadata.get(f"diffsynth_lite.{key}", "") for key in ("step", "kind"))
+        is_latest = self._lora == self._run.lora_folder and step.isdecimal()
+        name = copy_name(self._lora.name, int(step)) if is_latest else self._lora.name
+        for target, label in FORMATS.items():
+            for file in self._files:
+                written = named_file(self._run.converted_folder / target, name, file.name)
+                is_new = written.is_file() and written.stat().st_mtime_ns >= file.stat().st_mtime_ns
+                source, expert = self._source, ""
+                if len(self._files) > 1:
+                    source, expert = (
+                        shown_path(file, self._workspace),
+                        f", {file.stem.rpartition('weights_')[2]}",
+                    )
+                words = ["convert", source, shown_path(written, self._workspace), f"--to={target}"]
+                words += ["--replace"] * written.is_file()
+                yield {
+                    "label": f"{label}{expert}",
+                    "name": name_of_converted(written),
+                    "size": format_bytes(written.stat().st_size) if is_new else "",
+                    "refusal": f"Only a plain LoRA can be converted; this is a {kind}."
+                    if kind
+                    else self._unknown(target),
+                    "words": words,
+                    "command": shown(words),
+                }
+
+    def _copy(self) -> dict[str, Any]:
+        """The copy to ComfyUI: where it goes, what of others is there, and why it cannot be made."""
+        named = str(self._workspace.settings.get(_FOLDER, ""))
+        folder, contract = Path(named), contract_of(self._files[0])
+        targets = [named_file(folder, self._run.path.resolve().name, file.name) for file in self._files]
+        there = [target for target in targets if named and target.exists()]
+        others = [target.name for target in there if not contract or contract_of(target) != contract]
+        refusal = self._unknown("comfyui") or ("" if named else "Name ComfyUI's folder of LoRAs first.")
+        if not refusal and not folder.is_dir():
+            refusal = f"{folder} is not a folder (any more)."
+        words = ["convert", self._source, named, "--to=comfyui", *["--replace"] * bool(others)]
+        return {
+            "folder": named,
+            "there": [target.name for target in there if target.name not in others],
+            "others": others,
+            "refusal": refusal,
+            "words": words,
+            "command": shown(words),
+        }
+
+    def _unknown(self, target: str) -> str:
+        """Why a program cannot read the LoRA; empty where it can, as far as is known without reading it."""
+        family = self._metadata.get("diffsynth_lite.family")
+        if target == "diffusers" or family not in ONLY_IN_DIFFUSERS:
+            return ""
+        return f"No program but diffusers is known to have names for the layers of {family}."
+
+    def _shown_publication(self) -> list[str]:
+        """The command whose dry run was shown and that would send the same now; empty for none.
+
+        One that failed, or whose end nobody knows, may be started again.
+        """
+        latest = self.publication
+        if latest.process or latest.note.get("stamp") != self._stamp:
+            return []
+        is_to_come = (_DRY in latest.words) is (latest.exit_code == 0)
+        return [word for word in latest.words if word != _DRY] if is_to_come else []
+
+
+def shown(words: Sequence[str]) -> str:
+    """A command as it is typed in the workspace."""
+    return shlex.join(["diffsynth-lite", *words])
+
+
+def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    name: str = request.path_params["name"]
+    card = request.app.state.run_pages.card(name)
+    if card is None:
+        raise HTTPException(404)
+    share = RunShare(workspace_of(request), name, card.folder)
+    actions = {
+        "convert": share.convert,
+        "copy": share.copy,
+        "folder": share.set_folder,
+        "dry-run": share.show_publication,
+        "publish": share.publish,
+        "stop": share.stop,
+    }
+    action = request.path_params["action"]
+    if action not in actions:
+        raise HTTPException(404)
+    actions[action](given)
+    # A form leads to where its effect is; a button stays where it is.
+    return {"go": f"/runs/{quote(name)}/#share"} if action in ("folder", "dry-run") else {}
+
+
+def _line(name: str, given: Any) -> str:
+    text = str(given or "").strip()
+    if len(text) > _LONGEST_TEXT or not text.isprintable():
+        raise UserError(f"{name}: give one line of up to {_LONGEST_TEXT} letters")
+    return text
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token  # it takes memory, and most screens need none of it
+
+    return bool(get_token())
