@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "other: for job arrays, in any order; without it all missing items are encoded",
             )
         if task is _prune:
-            command.add_argument("--yes", action="store_true", help="delete without asking")
+            answers = command.add_mutually_exclusive_group()
+            answers.add_argument("--yes", action="store_true", help="delete without asking")
+            answers.add_argument("--dry-run", action="store_true", help="report what would be deleted")
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -177,6 +179,9 @@ def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
         )
     if not num_files:
         logger.info("The cache holds nothing that the configs do not need.")
+        return
+    if parsed.dry_run:
+        logger.info("Would delete %s, from %s.", what, folder)
         return
     agrees = parsed.yes
     with suppress(EOFError):  # nobody answers without a terminal

@@ -18,6 +18,7 @@ from diffsynth_lite.ui.configs.live_plan import LivePlan
 from diffsynth_lite.ui.data_sets import routes as data_sets
 from diffsynth_lite.ui.guard import LOOPBACK, Guard
 from diffsynth_lite.ui.home import routes as home
+from diffsynth_lite.ui.home.disk import DiskUse
 from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.ui.pages import refused, report_answer, static_file
 from diffsynth_lite.ui.queued import QueuedRuns
@@ -50,6 +51,7 @@ def build(
     )
     application.state.workspace = workspace
     application.state.jobs = Jobs(workspace)
+    application.state.disk = DiskUse(workspace)
     application.state.run_pages = RunPages(lambda: QueuedRuns(workspace).without_run() | workspace.runs)
     application.state.studio = Studio(workspace, lambda: device_holders(workspace))
     application.state.live_plan = LivePlan.of(workspace.path)

@@ -8,6 +8,7 @@ import pytest
 from tiny_run import TinyRun
 
 from diffsynth_lite.cli.main import main
+from diffsynth_lite.ui.home.disk import WOULD_DELETE
 
 
 def cache(run: TinyRun, task: str, *arguments: str) -> int:
@@ -86,6 +87,9 @@ def test_pruning_keeps_what_any_config_needs_and_drops_the_rest(
         os.utime(path, (0, 0))
     assert len(entries(tiny_run)) == len(needed) + 5
     caplog.set_level(logging.INFO)
+    assert cache(tiny_run, "prune", "--config", str(other), "--dry-run") == 0
+    assert f"{WOULD_DELETE} 8 files, " in caplog.text
+    assert len(entries(tiny_run)) == len(needed) + 5
     assert cache(tiny_run, "prune", "--config", str(other), "--yes") == 0
     assert "Deleted 8 files, " in caplog.text
     assert "(3 of them, 3 bytes, are orders of samples" in caplog.text

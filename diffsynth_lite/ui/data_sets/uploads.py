@@ -128,12 +128,12 @@ class _Archive(io.FileIO):
     """A zip whose list of files, which `zipfile` reads at once and takes ten times the memory for, is short.
 
     Raises:
-        UserError: it is not.
+        BadZipFile: it is not.
     """
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > _MOST_LIST_BYTES:
-            raise UserError(f"its list of files has {size:,} bytes, and {_MOST_LIST_BYTES:,} are the most")
+            raise zipfile.BadZipFile(f"its list has {size:,} bytes, and {_MOST_LIST_BYTES:,} are the most")
         return super().read(size)
 
 

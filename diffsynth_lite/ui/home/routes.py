@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.data.captions import CaptionFiles
 from diffsynth_lite.data.folder import is_unicode, list_folder
 from diffsynth_lite.data.records import is_video
@@ -20,6 +21,7 @@ from diffsynth_lite.data.sources import METADATA_FILES, find_records
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.ui.data_sets.items import source_of
+from diffsynth_lite.ui.home.disk import routes as disk_routes
 from diffsynth_lite.ui.home.example import example_folder
 from diffsynth_lite.ui.home.example import routes as example_routes
 from diffsynth_lite.ui.home.queue import queue_shown
@@ -41,6 +43,7 @@ def routes() -> list[Route]:
         Route("/device", _device),
         *queue_routes(),
         *example_routes(),
+        *disk_routes(),
         change_route("/add", _add, limiter=one_by_one),
         change_route("/runs/{name}/archive", _archive, limiter=one_by_one),
     ]
@@ -60,6 +63,8 @@ def _home(request: Request) -> Response:
         runs=RunList.of(begun, request.query_params),
         kinds=KINDS,
         num_runs=len(runs),
+        sizes=state.disk.runs.latest() or {},
+        bytes=format_bytes,
         sets=data_set_cards(workspace.data_sets),
         queue=queue_shown(queued, waits_for=waits_for),
         places={queued.resolve(card.run.folder): f"/runs/{quote(card.name)}/" for card in cards},

@@ -1,0 +1,248 @@
+"""This file shows what runs, caches and models take of the disk, and frees what a person wants freed."""
+
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from anyio import CapacityLimiter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.queue.folder import Queue
+from diffsynth_lite.queue.outcome import log_lines
+from diffsynth_lite.queue.worker import start_detached
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.ui.home.models import bytes_in, delete_model, folder_of, models
+from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
+from diffsynth_lite.ui.queued import is_running
+from diffsynth_lite.workspace import Workspace
+
+WOULD_DELETE = "Would delete"
+"""With which ``cache prune --dry-run`` begins where there is something to delete."""
+_LOG_LINES = 5
+_COUNT_EVERY_S = 30.0
+_PAUSE_MULTIPLE = 20
+"""Pause between two counts, in times of the last one's duration."""
+
+_Count = TypeVar("_Count")
+
+
+class Counted(Generic[_Count]):
+    """What takes long to count: counted in a thread when somebody looks, at most every 30 s."""
+
+    def __init__(self, count: Callable[[], _Count]) -> None:
+        self._count, self._lock = count, threading.Lock()
+        self._latest: _Count | None = None
+        self._due_at, self._is_counting = 0.0, False
+
+    def latest(self) -> _Count | None:
+        """The last count; None before the first one is there."""
+        with self._lock:
+            if time.monotonic() >= self._due_at and not self._is_counting:
+                self._is_counting = True
+                threading.Thread(target=self._renew, daemon=True).start()
+            return self._latest
+
+    def forget(self) -> None:
+        """Count again at the next look."""
+        self._due_at = 0.0
+
+    def _renew(self) -> None:
+        started = time.monotonic()
+        try:
+            self._latest = self._count()
+        finally:
+            ended = time.monotonic()
+            self._due_at = ended + max(_COUNT_EVERY_S, _PAUSE_MULTIPLE * (ended - started))
+            self._is_counting = False
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of encoded data, and the names of the configs that use it."""
+
+    folder: Path
+    num_bytes: int
+    configs: list[str]
+
+    @property
+    def command(self) -> list[str]:
+        """What deletes what none of them needs."""
+        words = [word for name in self.configs for word in ("--config", f"configs/{name}.yaml")]
+        return ["diffsynth-lite", "cache", "prune", *words]
+
+    @property
+    def key(self) -> str:
+        """By which a browser names it."""
+        return digest(str(self.folder).encode())
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """A ``cache prune`` that this server started."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    is_dry: bool
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def lines(self) -> list[str]:
+        """What it reported last."""
+        return log_lines(self.log, num_lines=_LOG_LINES)
+
+    @property
+    def finds_some(self) -> bool:
+        """Whether it has found something to delete, which is still there."""
+        is_done = self.is_dry and self.process.poll() == 0
+        return is_done and any(WOULD_DELETE in line for line in self.lines)
+
+
+class DiskUse:
+    """What a workspace takes of the disk, as far as it has been counted.
+
+    Attributes:
+        runs: bytes of each run folder.
+        others: caches, and models.
+        prunings: the latest of each cache.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._sizes: dict[Path, tuple[object, int]] = {}
+        self.runs = Counted(self._count_runs)
+        self.others = Counted(lambda: (self.caches(), models(readable(workspace)[0], workspace.path)))
+        self.prunings: dict[str, Pruning] = {}
+
+    def caches(self) -> list[Cache]:
+        """The caches of all configs."""
+        users: dict[Path, list[str]] = {}
+        for name, config in readable(self._workspace)[0].items():
+            if config.data.cache:
+                folder = folder_of(config.data.cache_dir, self._workspace.path)
+                users.setdefault(folder, []).append(name)
+        return [Cache(folder, bytes_in(folder), names) for folder, names in users.items()]
+
+    def prune(self, key: str, *, is_dry: bool) -> None:
+        """Start ``cache prune`` for a cache, which deletes nothing while a run trains.
+
+        Raises:
+            UserError: it may take what somebody needs, or runs already.
+        """
+        cache = next((cache for cache in self.caches() if cache.key == key), None)
+        if cache is None:
+            raise UserError("No config uses this cache any more; look again")
+        if (known := self.prunings.get(key)) and known.is_running:
+            raise UserError(f"{cache.folder} is being looked through already")
+        if problems := readable(self._workspace)[1]:
+            raise UserError(f"{problems[0]}. What that config needs is not known: mend or remove it first")
+        if not is_dry and (names := list(_busy(self._workspace, with_waiting=False))):
+            raise UserError(f"{names[0]} runs, and may need what would be deleted; stop it or wait")
+        log = self._workspace.logs_folder / f"prune-{key}.log"
+        log.unlink(missing_ok=True)
+        command = [*cache.command[1:], "--dry-run" if is_dry else "--yes"]
+        with Queue(self._workspace).open_log(log) as opened:
+            program = [sys.executable, "-m", "diffsynth_lite.cli.main", *command]
+            process = start_detached(program, cwd=self._workspace.path, log=opened)
+        self.prunings[key] = Pruning(process, log, is_dry)
+
+    def _count_runs(self) -> dict[Path, int]:
+        """Only folders that have changed since the last count are walked."""
+        now = {folder: RunFolder(folder).changes() for folder in self._workspace.runs.values()}
+        for folder, changes in now.items():
+            if self._sizes.get(folder, (None,))[0] != changes:
+                self._sizes[folder] = changes, bytes_in(folder)
+        self._sizes = {folder: self._sizes[folder] for folder in now}
+        return {folder: size for folder, (_, size) in self._sizes.items()}
+
+
+def routes() -> list[Route]:
+    """The routes of this screen."""
+    one_by_one = CapacityLimiter(1)
+    return [
+        Route("/disk", _show),
+        change_route("/disk/prune", _prune, limiter=one_by_one),
+        change_route("/disk/delete", _delete, limiter=one_by_one),
+    ]
+
+
+def readable(workspace: Workspace) -> tuple[dict[str, Config], list[str]]:
+    """The configs of a workspace, and what is wrong with those that cannot be read."""
+    configs, problems = {}, []
+    for name, path in workspace.configs.items():
+        try:
+            configs[name] = load_config(path).config
+        except UserError as error:
+            problems.append(f"configs/{path.name}: {str(error).splitlines()[0].removeprefix(f'{path}: ')}")
+    return configs, problems
+
+
+def _show(request: Request) -> Response:
+    disk: DiskUse = request.app.state.disk
+    others = disk.others.latest()
+    return page(
+        request,
+        "home/disk.html",
+        runs=disk.runs.latest(),
+        caches=None if others is None else others[0],
+        models=None if others is None else others[1],
+        prunings=disk.prunings,
+        shown=shlex.join,
+        bytes=format_bytes,
+    )
+
+
+def _prune(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Look what of a cache no config needs, or delete that: {"cache": its key, "do": "look" or "delete"}."""
+    disk: DiskUse = request.app.state.disk
+    disk.prune(str(given.get("cache")), is_dry=given.get("do") != "delete")
+    disk.others.forget()
+    return {}
+
+
+def _delete(request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    """Delete a model from the hub's cache: {"model": its id}."""
+    state, workspace = request.app.state, workspace_of(request)
+    if holder := state.jobs.captioning():
+        raise UserError(f"{holder}; wait until it has ended")
+    state.studio.end()
+    freed = delete_model(str(given.get("model")), _busy(workspace, with_waiting=True), workspace.path)
+    state.disk.others.forget()
+    return {"said": f"{given.get('model')} is deleted: {format_bytes(freed)} are free."}
+
+
+def _busy(workspace: Workspace, *, with_waiting: bool) -> Mapping[str, Config]:
+    """The configs of the runs that train, by the names of these.
+
+    Args:
+        with_waiting: whether those of the queue that wait are among them, but for those that cannot start.
+
+    Raises:
+        UserError: the settings of a run that trains cannot be read.
+    """
+    found: dict[str, Config] = {}
+    queue = Queue(workspace).snapshot()
+    if with_waiting:
+        for run in queue.in_state("waiting"):
+            with suppress(UserError):
+                found |= {run.name: run.entry.load(workspace).config} if run.entry else {}
+    for run in queue.in_state("running"):
+        found |= {run.name: run.entry.load(workspace).config} if run.entry else {}
+    for name, folder in workspace.runs.items():
+        if is_running(folder):
+            found[name] = load_config(RunFolder(folder).resolved_file).config
+    return found
