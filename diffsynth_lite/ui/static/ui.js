@@ -56,7 +56,7 @@ const ui = (() => {
     button.disabled = true;
     try {
       const { go, said } = await post(button.dataset.post, JSON.parse(button.dataset.body ?? "{}"));
-      pressed = button.ariaLabel;
+      pressed = { name: button.ariaLabel, action: button.dataset.post.split("/").pop() };
       if (said) say(said);
       if (go) location.assign(go);
       else document.dispatchEvent(new Event("changed"));
@@ -71,7 +71,8 @@ const ui = (() => {
   let pressed = null;
   document.addEventListener("renewed", () => {
     if (pressed && document.activeElement === document.body) {
-      const now = document.querySelector(`[aria-label="${CSS.escape(pressed)}"]`);
+      const now = document.querySelector(`[aria-label="${CSS.escape(pressed.name)}"]`) ??
+        document.querySelector(`[data-post$="/${CSS.escape(pressed.action)}"]`); // of the next one, where it is gone
       (now?.disabled ? now.parentElement.querySelector("button:enabled") : now)?.focus();
     }
     pressed = null;
