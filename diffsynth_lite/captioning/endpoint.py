@@ -92,9 +92,8 @@ class ChatServer:
         is_here = is_this_machine(endpoint)
         if not is_here and self.address.startswith("http:"):
             logger.warning("%s: images and the key are sent there without encryption", self.address)
-        headers = {"Accept-Encoding": "identity"}
         self._client = httpx2.Client(
-            headers=headers | {"Authorization": f"Bearer {key}"} if key else headers,
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
             timeout=httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S),
             trust_env=not is_here,  # a proxy does not reach this machine
         )
@@ -154,11 +153,11 @@ class ChatServer:
                 self._left_out.add(name)
                 continue
             self._require_ok(reply)
-            answer, is_thinking = self._parsed(reply.body)
-            if is_thinking and not extra:
+            answer = self._parsed(reply.body)
+            if answer is None and not extra:
                 self._extra_tokens = _THINKING_TOKENS
                 continue
-            return answer
+            return answer or Answer(problem="the model thought until the limit of tokens")
 
     def _require_ok(self, reply: _Reply) -> None:
         if reply.status == 200:
@@ -233,14 +232,14 @@ class ChatServer:
         after = response.headers.get("Retry-After", "")
         return _Reply(response.status_code, read, float(after) if after.isdecimal() else 0.0)
 
-    def _parsed(self, body: bytes) -> tuple[Answer, bool]:
-        """The answer, and whether it is lacking because the model thought until the limit of tokens."""
+    def _parsed(self, body: bytes) -> Answer | None:
+        """The answer; None where the model thought until the limit of tokens."""
         try:
             values = parse_json(body)
             choice = values["choices"][0]
             message, ending = choice["message"], choice.get("finish_reason")
             text = message.get("content") or ""
-            is_empty = not text.strip()
+            is_empty, is_unfinished = not text.strip(), ending == "length"
             refusal = message.get("refusal")
             thought = message.get("reasoning_content") or message.get("reasoning")
             num_tokens = (values.get("usage") or {}).get("completion_tokens")
@@ -250,19 +249,15 @@ class ChatServer:
             raise _Unanswered("the server's content filter withheld the answer")
         if refusal:
             raise _Unanswered(f"refused: {self._line(str(refusal))}")
-        is_unfinished = ending == "length"
+        if is_empty and thought and is_unfinished:
+            return None
         if is_empty:
-            if thought and is_unfinished:
-                return Answer(problem="the model thought until the limit of tokens"), True
             raise _Unanswered("the answer is empty")
-        return Answer(
-            text=self._redactor.text(text),
-            num_tokens=num_tokens if type(num_tokens) is int else None,
-            is_unfinished=is_unfinished,
-        ), False
+        num_tokens = num_tokens if type(num_tokens) is int else None
+        return Answer(text=self._redactor.text(text), num_tokens=num_tokens, is_unfinished=is_unfinished)
 
     def _reason(self, reply: _Reply) -> str:
-        return f"{reply.status} {self._excerpt(reply.body)}".strip()
+        return f"{reply.status} {self._excerpt(reply.body)}"
 
     def _excerpt(self, body: bytes) -> str:
         """The message of an error, or the beginning of what came instead."""
@@ -298,23 +293,19 @@ def api_address(endpoint: str) -> str:
     Raises:
         UserError: it is not the address of a server.
     """
-    given = endpoint.strip()
-    if "://" not in given:
-        raise UserError(f"--endpoint {given}: lacks http:// or https://, as in http://localhost:1234/v1")
+    given, example = endpoint.strip(), "as in http://localhost:1234/v1"
     try:
         url = httpx2.URL(given)
     except (httpx2.InvalidURL, ValueError) as error:
-        raise UserError(f"--endpoint: is not an address ({error}); write http://localhost:1234/v1") from None
-    is_host = bool(url.host) and "%" not in url.host and (url.port or 0) < 65_536
-    if url.scheme not in ("http", "https") or not is_host:
-        raise UserError(
-            f"--endpoint {given}: must be http or https and a host, as in http://localhost:1234/v1"
-        )
+        raise UserError(f"--endpoint: is not an address ({error}); give one {example}") from None
     if url.userinfo or url.query or url.fragment:
         raise UserError(
             "--endpoint: leave out the user, the password, and what follows ? or #; the key comes from an "
             "environment variable"
         )
+    is_host = bool(url.host) and "%" not in url.host and (url.port or 0) < 65_536
+    if url.scheme not in ("http", "https") or not is_host:
+        raise UserError(f"--endpoint {given}: must be http:// or https:// and a host, {example}")
     path = url.path.rstrip("/").removesuffix("/chat/completions")
     return str(url.copy_with(path=path or "/v1"))
 

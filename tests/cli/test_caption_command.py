@@ -106,7 +106,7 @@ def test_a_dry_run_prints_captions_and_writes_none(
         ("--model m --key-variable K", "--key-variable K: is for a server: give --endpoint, or "),
         ("--endpoint http://h/v1 --quantize int8", "--quantize int8: is for a model that is loaded"),
         ("--endpoint http://h/v1 --key-variable NO_KEY", "--key-variable NO_KEY: this environment"),
-        ("--endpoint h:1234", "--endpoint h:1234: lacks http:// or https://"),
+        ("--endpoint h:1234", "--endpoint h:1234: must be http:// or https://"),
         ("--model m --goal edit", "--goal edit: name the folder of the images before the edit, "),
         ("--model m --goal style --inputs x", "--goal style: is not for edits; leave it or "),
         ("--model m --inputs x --format tags", "--format tags: what changes in an edit is written as prose"),

@@ -119,9 +119,9 @@ def test_a_server_elsewhere_is_named_before_images_leave(screen: Screen, mug: Pa
         ({"model": "m", "trigger": "a\nb"}, "Trigger: give one line"),
         ({"model": "m", "goal": "fame"}, "Goal: fame: is not one of the choices"),
         ({"model": "m", "goal": "edit", "inputs": "../secret"}, "Inputs: choose the data set"),
-        ({"endpoint": "localhost"}, "lacks http:// or https://"),
-        ({"endpoint": "file:///etc/passwd"}, "must be http or https and a host"),
-        ({"endpoint": "http://[x"}, "must be http or https and a host"),
+        ({"endpoint": "localhost"}, "must be http:// or https:// and a host"),
+        ({"endpoint": "file:///etc/passwd"}, "must be http:// or https:// and a host"),
+        ({"endpoint": "http://[x"}, "must be http:// or https:// and a host"),
         ({"endpoint": "https://me:sk-123@api.example.org"}, "the key comes from an environment variable"),
     ],
 )
