@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import Browser
 from PIL import Image
-from screens import Screen
+from processes import wait_for
+from screens import Screen, server_process
 
 from diffsynth_lite.data.records import Source
 from diffsynth_lite.data.sources import find_records
@@ -298,3 +300,28 @@ def test_what_is_moved_to_the_trash_goes_with_all_that_belongs_to_it_and_comes_b
 def test_no_other_data_set_is_there(screen: Screen, path: str) -> None:
     for name in ("nothing", "%2e%2e", "..%2fconfigs", ".ui"):
         assert screen.get(f"/data/{name}/{path}").status_code == 404
+
+
+def test_undo_after_a_refusal_puts_there_all_that_was_typed_meanwhile(
+    screen: Screen, mug: Path, browser: Browser
+) -> None:
+    later = (
+        "(post => { ui.post = (...all) => new Promise((go) => { window.go = () => go(post(...all)); }); })"
+    )
+    with (
+        server_process(screen.workspace.path) as server,
+        browser.page(server.address.replace("/?", "/data/mug/?"), width=1280) as page,
+    ):
+        page.await_control("textbox", "Caption of a.png")
+        page.evaluate(f"{later}(ui.post)")
+        (mug / "a.txt").write_text("theirs\n")
+        page.fill("textbox", "Caption of a.png", "mine")
+        page.wait_for("window.go !== undefined")
+        page.fill("textbox", "Caption of a.png", "mine, and more")
+        page.evaluate("window.go()")
+        page.wait_for("document.querySelector('#said button') !== null")
+        page.evaluate("window.go = undefined")
+        page.click("#said button")
+        page.wait_for("window.go !== undefined")
+        page.evaluate("window.go()")
+        wait_for(lambda: (mug / "a.txt").read_text() == "mine, and more\n")

@@ -256,6 +256,7 @@ const dataSet = (() => {
     const late = await send([{ item, caption }]).catch(() => null);
     item.isSaving = false;
     item.unsaved = late === null;
+    if (late?.length) late[0].caption = item.typed; // what Undo puts there, with all that was typed meanwhile
     if (late?.length || (late && item.typed === caption)) item.typed = undefined;
     else if (late) item.pause = setTimeout(save, PAUSE_MS, item);
     refresh(item);

@@ -67,6 +67,7 @@ class Studio:
             served = self._served
             if served is None or not served.is_open:
                 self._run, self._next_to, self._allowed_bytes = run, names, 0
+                self._state = {"state": "none"}
                 served = self._new(request["lora"][0])
             self._ask(served, request, "count" if names else "generate")
             if served is not self._served:
