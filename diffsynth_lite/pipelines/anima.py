@@ -132,59 +132,57 @@ def model_fn_anima(
 _CONVERTED = f"{DIFFUSERS}scripts/convert_anima_to_diffusers.py"
 _BYTES = "the bytes of the files of circlestone-labs/Anima, which it was converted from, in public loaders"
 _NOTES = "serenitymojo, a public port, its notes on Anima"
-ANIMA: tuple[Release, ...] = (
-    Release(
-        name="Anima Base 1.0",
-        hub_id="circlestone-labs/Anima-Base-v1.0-Diffusers",
-        pipeline_class="AnimaModularPipeline",
-        components={
-            "transformer": ReleaseComponent(
-                "CosmosTransformer3DModel",
-                {
-                    "extra_pos_embed_type": None,
-                    "num_attention_heads": 16,
-                    "rope_scale": (1.0, 4.0, 4.0),
-                },
-                dtype="bfloat16",
-                source="Cosmos-2.0-Diffusion-2B-Text2Image in "
-                f"{DIFFUSERS}scripts/convert_cosmos_to_diffusers.py; its config.json in {_NOTES}; dtype from "
-                f"{_BYTES}",
-            ),
-            "text_conditioner": ReleaseComponent(
-                "AnimaTextConditioner",
-                dtype="bfloat16",
-                source=f"defaults of the class; {_CONVERTED}; dtype of the transformer, whose file holds it",
-            ),
-            "text_encoder": ReleaseComponent(
-                "Qwen3Model",
-                {"tie_word_embeddings": False, **encoder_sizes(1024, 3072, 16, 28, 8, 151936, 128)},
-                dtype="bfloat16",
-                source=f"Qwen3-0.6B, by {_CONVERTED}; dtype from {_BYTES}",
-            ),
-            "vae": QWEN_VAE,
-        },
-        scheduler=flow_euler(3.0, _CONVERTED),
-        tokenizers={
-            "tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("tokenizer.json",)),
-            "t5_tokenizer": ReleaseTokenizer("T5Tokenizer", ("tokenizer.json",)),
-        },
-        size=(1024, 1024, 1),
-        parameters=2e9,
-        licence="CircleStone Labs Non-Commercial, which allows commercial use of images; made from a model "
-        "under the NVIDIA Open Model License",
-        gated=None,
-        architecture="Anima",
-        version=None,
-        sources={
-            "pipeline": "local-ai skills, anima references, of its modular_model_index.json; class of the "
-            "tokenizers: a public converter, which writes the same index",
-            "size": "defaults of the pipeline",
-            "parameters": "the card of the model on the hub",
-            "licence": "discussion 37 of circlestone-labs/Anima on the hub",
-            "architecture": f"{ONE_TRAINER}anima-lora.json",
-        },
-        unconfirmed=("whether it is gated", "files of the tokenizers"),
-    ),
+_RELEASE = Release(
+    name="Anima Base 1.0",
+    hub_id="circlestone-labs/Anima-Base-v1.0-Diffusers",
+    pipeline_class="AnimaModularPipeline",
+    components={
+        "transformer": ReleaseComponent(
+            "CosmosTransformer3DModel",
+            {
+                "extra_pos_embed_type": None,
+                "num_attention_heads": 16,
+                "rope_scale": (1.0, 4.0, 4.0),
+            },
+            dtype="bfloat16",
+            source="Cosmos-2.0-Diffusion-2B-Text2Image in "
+            f"{DIFFUSERS}scripts/convert_cosmos_to_diffusers.py; its config.json in {_NOTES}; dtype from "
+            f"{_BYTES}",
+        ),
+        "text_conditioner": ReleaseComponent(
+            "AnimaTextConditioner",
+            dtype="bfloat16",
+            source=f"defaults of the class; {_CONVERTED}; dtype of the transformer, whose file holds it",
+        ),
+        "text_encoder": ReleaseComponent(
+            "Qwen3Model",
+            {"tie_word_embeddings": False, **encoder_sizes(1024, 3072, 16, 28, 8, 151936, 128)},
+            dtype="bfloat16",
+            source=f"Qwen3-0.6B, by {_CONVERTED}; dtype from {_BYTES}",
+        ),
+        "vae": QWEN_VAE,
+    },
+    scheduler=flow_euler(3.0, _CONVERTED),
+    tokenizers={
+        "tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("tokenizer.json",)),
+        "t5_tokenizer": ReleaseTokenizer("T5Tokenizer", ("tokenizer.json",)),
+    },
+    size=(1024, 1024, 1),
+    parameters=2e9,
+    licence="CircleStone Labs Non-Commercial, which allows commercial use of images; made from a model "
+    "under the NVIDIA Open Model License",
+    gated=None,
+    architecture="Anima",
+    version=None,
+    sources={
+        "pipeline": "local-ai skills, anima references, of its modular_model_index.json; class of the "
+        "tokenizers: a public converter, which writes the same index",
+        "size": "defaults of the pipeline",
+        "parameters": "the card of the model on the hub",
+        "licence": "discussion 37 of circlestone-labs/Anima on the hub",
+        "architecture": f"{ONE_TRAINER}anima-lora.json",
+    },
+    unconfirmed=("whether it is gated", "files of the tokenizers"),
 )
 
 
@@ -250,7 +248,7 @@ class Anima(DiffusersFamily):
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (AnimaModularPipeline,)
-    releases = ANIMA
+    releases = (_RELEASE,)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "anima_lora.yaml"}
     transformer_class = CosmosTransformer3DModel
     lora_spelling = _NAMES

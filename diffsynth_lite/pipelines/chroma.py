@@ -133,7 +133,6 @@ _BASE = _HD.but(
     sources={"licence": LICENCES},
     unconfirmed=(*_HD.unconfirmed, "that its settings and dtypes are those of HD"),
 )
-CHROMA: tuple[Release, ...] = (_HD, _BASE)
 
 
 _LORA_LAYERS = LayerNames(
@@ -176,7 +175,7 @@ class Chroma(DiffusersFamily):
     """
 
     pipelines = (ChromaPipeline,)
-    releases = CHROMA
+    releases = (_HD, _BASE)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "chroma_lora.yaml"}
     transformer_class = ChromaTransformer2DModel
     lora_spelling = taken_by_comfyui(but=("distilled_guidance_layer",))

@@ -179,7 +179,6 @@ _1_5 = _5B.but(
     sources={"size": "the page of THUDM/CogVideo on DeepWiki, of its README.md"},
     unconfirmed=(*_5B.unconfirmed, "dtype of the transformer", "its sample_height and sample_width"),
 )
-COGVIDEOX: tuple[Release, ...] = (_2B, _5B, _1_5)
 
 
 _IN_COMFYUI = Spelling(
@@ -228,7 +227,7 @@ class CogVideoX(DiffusionFamily):
     """
 
     pipelines = (CogVideoXPipeline,)
-    releases = COGVIDEOX
+    releases = (_2B, _5B, _1_5)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "cogvideox_lora.yaml"}
     transformer_class = CogVideoXTransformer3DModel
     lora_spelling = converted_for_comfyui(_IN_COMFYUI)

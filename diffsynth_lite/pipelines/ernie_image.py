@@ -147,7 +147,6 @@ _TURBO = _BASE.but(
     distilled="8 steps without guidance",
     unconfirmed=(*_BASE.unconfirmed, "shift of the scheduler: 4 in MLX-Gen, 1 in modl's copy"),
 )
-ERNIE_IMAGE: tuple[Release, ...] = (_BASE, _TURBO)
 
 
 _LORA_LAYERS = LayerNames(
@@ -182,7 +181,7 @@ class ErnieImage(DiffusersFamily):
     """
 
     pipelines = (ErnieImagePipeline,)
-    releases = ERNIE_IMAGE
+    releases = (_BASE, _TURBO)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "ernie_image_lora.yaml"}
     transformer_class = ErnieImageTransformer2DModel
     lora_spelling = ERNIE_IMAGE_NAMES

@@ -215,8 +215,6 @@ _KREA = FLUX_DEV.but(
     unconfirmed=("that its settings are those of FLUX.1 dev", "whether it is gated"),
 )
 
-FLUX: tuple[Release, ...] = (FLUX_DEV, _KREA, _SCHNELL)
-
 
 _TIME_AND_TEXT = tuple(
     f"time_text_embed.{part}.{layer}"
@@ -288,7 +286,7 @@ class Flux(DiffusersFamily):
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (FluxPipeline,)
-    releases = FLUX
+    releases: ClassVar[tuple[Release, ...]] = (FLUX_DEV, _KREA, _SCHNELL)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "flux_lora.yaml"}
     transformer_class = FluxTransformer2DModel
     lora_spelling = taken_by_comfyui()

@@ -238,7 +238,6 @@ def _distilled(base: Release, name: str) -> Release:
 
 _KLEIN_4B = _distilled(_KLEIN_4B_BASE, "klein 4B")
 _KLEIN_9B = _distilled(_KLEIN_9B_BASE, "klein 9B")
-FLUX2: tuple[Release, ...] = (_DEV, _KLEIN_4B_BASE, _KLEIN_4B, _KLEIN_9B_BASE, _KLEIN_9B)
 
 
 _LORA_LAYERS = LayerNames(
@@ -296,7 +295,7 @@ class Flux2(EditInputs, DiffusersFamily):
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (Flux2Pipeline, Flux2KleinPipeline)
-    releases = FLUX2
+    releases = (_DEV, _KLEIN_4B_BASE, _KLEIN_4B, _KLEIN_9B_BASE, _KLEIN_9B)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {
         "image": "flux2_lora.yaml",
         "edit": "flux2_klein_edit_lora.yaml",

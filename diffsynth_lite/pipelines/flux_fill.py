@@ -22,7 +22,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.model_function import stacked
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, LANCZOS
 from diffsynth_lite.pipelines.flux import FLUX_DEV
-from diffsynth_lite.releases.release import Release, ReleaseComponent
+from diffsynth_lite.releases.release import ReleaseComponent
 from diffsynth_lite.testing import seeded
 
 model_fn_flux_fill = flux.model_fn_flux
@@ -34,24 +34,22 @@ _PIXELS_OF_A_TOKEN = 16 * 16
 
 _FILL_SOURCE = "black-forest-labs/flux, src/flux/util.py, flux-dev-fill"
 
-FLUX_FILL: tuple[Release, ...] = (
-    FLUX_DEV.but(
-        "FLUX.1 Fill dev",
-        "black-forest-labs/FLUX.1-Fill-dev",
-        pipeline_class="FluxFillPipeline",
-        transformer=ReleaseComponent(
-            "FluxTransformer2DModel",
-            {"in_channels": 384, "out_channels": 64, "guidance_embeds": True},
-            dtype="bfloat16",
-            source=f"{_FILL_SOURCE}; diffusers, loaders/single_file_utils.py, flux-fill",
-        ),
-        version="flux1",
-        sources={
-            "pipeline": f"{_FILL_SOURCE}; all else as of FLUX.1 dev",
-            "parameters": "black-forest-labs/flux, model_cards/FLUX.1-tools.md",
-        },
-        unconfirmed=("that its other settings are those of FLUX.1 dev", "whether it is gated"),
+_RELEASE = FLUX_DEV.but(
+    "FLUX.1 Fill dev",
+    "black-forest-labs/FLUX.1-Fill-dev",
+    pipeline_class="FluxFillPipeline",
+    transformer=ReleaseComponent(
+        "FluxTransformer2DModel",
+        {"in_channels": 384, "out_channels": 64, "guidance_embeds": True},
+        dtype="bfloat16",
+        source=f"{_FILL_SOURCE}; diffusers, loaders/single_file_utils.py, flux-fill",
     ),
+    version="flux1",
+    sources={
+        "pipeline": f"{_FILL_SOURCE}; all else as of FLUX.1 dev",
+        "parameters": "black-forest-labs/flux, model_cards/FLUX.1-tools.md",
+    },
+    unconfirmed=("that its other settings are those of FLUX.1 dev", "whether it is gated"),
 )
 
 
@@ -70,7 +68,7 @@ class FluxFill(flux.Flux):
     """
 
     pipelines = (FluxFillPipeline,)
-    releases = FLUX_FILL
+    releases = (_RELEASE,)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"inpaint": "flux_fill_lora.yaml"}
     record_kinds = ("inpaint",)
     latents_id = "flux_fill/latents/1"

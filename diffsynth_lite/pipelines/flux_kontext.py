@@ -23,28 +23,25 @@ from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.pipelines.flux import FLUX_DEV
 from diffsynth_lite.releases.components import MUSUBI, PINNED_INDEXES
-from diffsynth_lite.releases.release import Release
 
 model_fn_flux_kontext = flux.model_fn_flux
 """One forward; ``input_latents_bchw`` is the image to edit."""
 
 
-FLUX_KONTEXT: tuple[Release, ...] = (
-    replace(
-        FLUX_DEV,
-        name="FLUX.1 Kontext dev",
-        hub_id="black-forest-labs/FLUX.1-Kontext-dev",
-        pipeline_class="FluxKontextPipeline",
-        version="flux_kontext",
-        sources={
-            **FLUX_DEV.sources,
-            "pipeline": f"{PINNED_INDEXES}; settings as of FLUX.1 dev",
-            "parameters": "black-forest-labs/flux, model_cards/FLUX.1-kontext-dev.md",
-            "architecture": f"{MUSUBI}utils/sai_model_spec.py, which gives it that of FLUX.1 dev, and "
-            "dataset/architectures.py",
-        },
-        unconfirmed=("that its settings are those of FLUX.1 dev", "whether it is gated"),
-    ),
+_RELEASE = replace(
+    FLUX_DEV,
+    name="FLUX.1 Kontext dev",
+    hub_id="black-forest-labs/FLUX.1-Kontext-dev",
+    pipeline_class="FluxKontextPipeline",
+    version="flux_kontext",
+    sources={
+        **FLUX_DEV.sources,
+        "pipeline": f"{PINNED_INDEXES}; settings as of FLUX.1 dev",
+        "parameters": "black-forest-labs/flux, model_cards/FLUX.1-kontext-dev.md",
+        "architecture": f"{MUSUBI}utils/sai_model_spec.py, which gives it that of FLUX.1 dev, and "
+        "dataset/architectures.py",
+    },
+    unconfirmed=("that its settings are those of FLUX.1 dev", "whether it is gated"),
 )
 
 
@@ -56,7 +53,7 @@ class FluxKontext(EditInputs, flux.Flux):
     """
 
     pipelines = (FluxKontextPipeline,)
-    releases = FLUX_KONTEXT
+    releases = (_RELEASE,)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"edit": "flux_kontext_lora.yaml"}
     record_kinds = ("edit",)
     latents_id = "flux/latents/1 FluxKontextPipeline"

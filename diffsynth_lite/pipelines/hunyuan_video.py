@@ -143,8 +143,6 @@ _T2V = Release(
     unconfirmed=("dtype of the autoencoder",),
 )
 
-HUNYUAN_VIDEO: tuple[Release, ...] = (_T2V,)
-
 
 OTHER_DOUBLE = "double_blocks.*"
 """What Tencent's repository and ComfyUI call the blocks, which are those of FLUX.1."""
@@ -254,7 +252,7 @@ class HunyuanVideo(DiffusersFamily):
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (HunyuanVideoPipeline,)
-    releases = HUNYUAN_VIDEO
+    releases = (_T2V,)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "hunyuan_video_lora.yaml"}
     transformer_class = HunyuanVideoTransformer3DModel
     lora_spelling = JOINED_IN_COMFYUI

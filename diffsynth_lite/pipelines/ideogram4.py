@@ -100,40 +100,38 @@ _TRANSFORMER = ReleaseComponent(
     dtype="bfloat16",
     source=f"{MUSUBI}ideogram4/ideogram4_model.py: the defaults of the class; dtype from the name",
 )
-IDEOGRAM4: tuple[Release, ...] = (
-    Release(
-        name="Ideogram 4 in bfloat16",
-        hub_id="CalamitousFelicitousness/Ideogram-4-bf16-Diffusers",
-        pipeline_class="Ideogram4Pipeline",
-        components={
-            "transformer": _TRANSFORMER,
-            "text_encoder": QWEN3_VL_8B,
-            "vae": FLUX2_VAE,
-            "unconditional_transformer": _TRANSFORMER,
-        },
-        scheduler=ReleaseComponent(
-            "FlowMatchEulerDiscreteScheduler",
-            source="signature of the pipeline in diffusers, which computes the noise levels itself",
-        ),
-        tokenizers={"tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("tokenizer.json",))},
-        size=(2048, 2048, 1),
-        parameters=9.3e9,
-        licence="Ideogram's non-commercial model agreement",
-        gated=None,
-        architecture="Ideogram-4",
-        version="ideogram4",
-        sources={
-            "pipeline": "signature of the pipeline in diffusers",
-            "size": "defaults of the pipeline",
-            "parameters": _SDNEXT,
-            "licence": "musubi-tuner, docs/ideogram4.md, which calls it non-commercial",
-            "architecture": f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py",
-        },
-        unconfirmed=(
-            "that the copy, which the makers of the model did not release, has these settings",
-            "settings of the scheduler",
-            "files of the tokenizer",
-        ),
+_RELEASE = Release(
+    name="Ideogram 4 in bfloat16",
+    hub_id="CalamitousFelicitousness/Ideogram-4-bf16-Diffusers",
+    pipeline_class="Ideogram4Pipeline",
+    components={
+        "transformer": _TRANSFORMER,
+        "text_encoder": QWEN3_VL_8B,
+        "vae": FLUX2_VAE,
+        "unconditional_transformer": _TRANSFORMER,
+    },
+    scheduler=ReleaseComponent(
+        "FlowMatchEulerDiscreteScheduler",
+        source="signature of the pipeline in diffusers, which computes the noise levels itself",
+    ),
+    tokenizers={"tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("tokenizer.json",))},
+    size=(2048, 2048, 1),
+    parameters=9.3e9,
+    licence="Ideogram's non-commercial model agreement",
+    gated=None,
+    architecture="Ideogram-4",
+    version="ideogram4",
+    sources={
+        "pipeline": "signature of the pipeline in diffusers",
+        "size": "defaults of the pipeline",
+        "parameters": _SDNEXT,
+        "licence": "musubi-tuner, docs/ideogram4.md, which calls it non-commercial",
+        "architecture": f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py",
+    },
+    unconfirmed=(
+        "that the copy, which the makers of the model did not release, has these settings",
+        "settings of the scheduler",
+        "files of the tokenizer",
     ),
 )
 
@@ -186,7 +184,7 @@ class Ideogram4(DiffusersFamily):
     """
 
     pipelines = (Ideogram4Pipeline,)
-    releases = IDEOGRAM4
+    releases = (_RELEASE,)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "ideogram4_lora.yaml"}
     transformer_class = Ideogram4Transformer2DModel
     lora_spelling = JOINED_IN_COMFYUI

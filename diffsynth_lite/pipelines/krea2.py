@@ -156,7 +156,6 @@ _RAW = Release(
 _TURBO = _RAW.but(
     "Krea 2 Turbo", "krea/Krea-2-Turbo", settings={"is_distilled": True}, distilled="8 steps without guidance"
 )
-KREA2: tuple[Release, ...] = (_RAW, _TURBO)
 
 
 _BLOCK_LAYERS = (*under("attn", (*QKV, "to_gate", "to_out.0")), *under("ff", ("gate", "up", "down")))
@@ -223,7 +222,7 @@ class Krea2(DiffusersFamily):
     """
 
     pipelines = (Krea2Pipeline,)
-    releases = KREA2
+    releases = (_RAW, _TURBO)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "krea2_lora.yaml"}
     transformer_class = Krea2Transformer2DModel
     lora_spelling = taken_by_comfyui()

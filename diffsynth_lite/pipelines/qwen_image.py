@@ -179,8 +179,6 @@ _2512 = QWEN_IMAGE_BASE.but(
     unconfirmed=(*QWEN_IMAGE_BASE.unconfirmed, "that its settings are those of Qwen-Image"),
 )
 
-QWEN_IMAGE: tuple[Release, ...] = (QWEN_IMAGE_BASE, _2512)
-
 QWEN_EDIT = QWEN_IMAGE_BASE.but(
     "Qwen-Image-Edit",
     "Qwen/Qwen-Image-Edit",
@@ -215,7 +213,7 @@ class QwenImage(DiffusersFamily):
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (QwenImagePipeline,)
-    releases = QWEN_IMAGE
+    releases: ClassVar[tuple[Release, ...]] = (QWEN_IMAGE_BASE, _2512)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "qwen_lora.yaml"}
     transformer_class = QwenImageTransformer2DModel
     lora_spelling = taken_by_comfyui()

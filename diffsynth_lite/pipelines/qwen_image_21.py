@@ -112,40 +112,38 @@ QWEN3_VL_8B_LM = replace(
     class_name="Qwen3VLForConditionalGeneration",
     source=f"{_NOTES}; settings as in {QWEN3_VL_8B.source}; dtype from the 17.5 GB of its files",
 )
-QWEN_IMAGE_21: tuple[Release, ...] = (
-    Release(
-        name="Qwen-Image 2.1",
-        hub_id="Qwen/Qwen-Image-2.1",
-        pipeline_class="QwenImage21Pipeline",
-        components={
-            "transformer": ReleaseComponent(
-                "QwenImage21Transformer2DModel",
-                dtype="bfloat16",
-                source=f"{_NOTES}: the defaults of the class, in two shards in bfloat16",
-            ),
-            "text_encoder": QWEN3_VL_8B_LM,
-            "vae": ReleaseComponent(
-                "AutoencoderKLQwenImage21",
-                dtype="float32",
-                source=f"{_NOTES}: the defaults of the class; dtype from the 1.35 GB in {_FIZGIG}",
-            ),
-        },
-        scheduler=replace(QWEN_IMAGE_BASE.scheduler, source=_NOTES),
-        tokenizers={"processor": ReleaseTokenizer("Qwen3VLProcessor", ("tokenizer.json",))},
-        size=(2048, 2048, 1),
-        parameters=7e9,
-        licence="Qwen Research License",
-        gated=False,
-        architecture="Qwen-Image-2.1",
-        version="qwenimage21",
-        sources={
-            "pipeline": "docstring of the pipeline in diffusers",
-            "size": _README,
-            "parameters": _README,
-            "licence": _NOTES,
-            "architecture": f"{_FIZGIG}: `modelspec_arch` and `arch_id`",
-        },
-    ),
+_RELEASE = Release(
+    name="Qwen-Image 2.1",
+    hub_id="Qwen/Qwen-Image-2.1",
+    pipeline_class="QwenImage21Pipeline",
+    components={
+        "transformer": ReleaseComponent(
+            "QwenImage21Transformer2DModel",
+            dtype="bfloat16",
+            source=f"{_NOTES}: the defaults of the class, in two shards in bfloat16",
+        ),
+        "text_encoder": QWEN3_VL_8B_LM,
+        "vae": ReleaseComponent(
+            "AutoencoderKLQwenImage21",
+            dtype="float32",
+            source=f"{_NOTES}: the defaults of the class; dtype from the 1.35 GB in {_FIZGIG}",
+        ),
+    },
+    scheduler=replace(QWEN_IMAGE_BASE.scheduler, source=_NOTES),
+    tokenizers={"processor": ReleaseTokenizer("Qwen3VLProcessor", ("tokenizer.json",))},
+    size=(2048, 2048, 1),
+    parameters=7e9,
+    licence="Qwen Research License",
+    gated=False,
+    architecture="Qwen-Image-2.1",
+    version="qwenimage21",
+    sources={
+        "pipeline": "docstring of the pipeline in diffusers",
+        "size": _README,
+        "parameters": _README,
+        "licence": _NOTES,
+        "architecture": f"{_FIZGIG}: `modelspec_arch` and `arch_id`",
+    },
 )
 
 
@@ -188,7 +186,7 @@ class QwenImage21(DiffusersFamily):
     """
 
     pipelines = (QwenImage21Pipeline,)
-    releases = QWEN_IMAGE_21
+    releases = (_RELEASE,)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "qwen_image_21_lora.yaml"}
     transformer_class = QwenImage21Transformer2DModel
     lora_spelling = taken_by_comfyui(by_kohya_names=False)

@@ -26,7 +26,6 @@ from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_TRANSFORMER
-from diffsynth_lite.releases.release import Release
 
 # A literal in the pipeline; Edit-Plus has names for its areas.
 _EDIT_AREA = 1024 * 1024
@@ -61,8 +60,6 @@ _EDIT_2511 = replace(
     },
 )
 
-QWEN_IMAGE_EDIT: tuple[Release, ...] = (QWEN_EDIT, _EDIT_2509, _EDIT_2511)
-
 
 class QwenImageEdit(EditInputs, qwen_image.QwenImage):
     """Qwen-Image-Edit (one input image) and Edit-Plus 2509, 2511 (several); the folder decides which.
@@ -75,7 +72,7 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
     """
 
     pipelines = (QwenImageEditPipeline, QwenImageEditPlusPipeline)
-    releases = QWEN_IMAGE_EDIT
+    releases = (QWEN_EDIT, _EDIT_2509, _EDIT_2511)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"edit": "qwen_image_edit_lora.yaml"}
     record_kinds = ("edit",)
     # The pipelines cut no prompt; they refuse a limit above this one.

@@ -30,7 +30,6 @@ from diffsynth_lite.pipelines.base.model_function import stacked
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code
 from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_IMAGE_BASE, QWEN_TRANSFORMER
 from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE
-from diffsynth_lite.releases.release import Release
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 
@@ -77,8 +76,6 @@ _LAYERED = replace(
     },
 )
 
-QWEN_IMAGE_LAYERED: tuple[Release, ...] = (_LAYERED,)
-
 
 class QwenImageLayered(qwen_image.QwenImage):
     """Qwen-Image-Layered: an image and a prompt in, its layers with transparency out.
@@ -95,7 +92,7 @@ class QwenImageLayered(qwen_image.QwenImage):
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (QwenImageLayeredPipeline,)
-    releases = QWEN_IMAGE_LAYERED
+    releases = (_LAYERED,)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"layers": "qwen_image_layered_lora.yaml"}
     latents_id = "qwen_image_layered/latents/1"
     record_kinds = ("layers",)

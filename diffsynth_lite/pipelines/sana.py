@@ -166,7 +166,6 @@ _15_4800M = _15_1600M.but(
     ),
     parameters=4.8e9,
 )
-SANA: tuple[Release, ...] = (_600M, _1600M, _15_1600M, _15_4800M)
 
 
 _TIME = ("time_embed.emb.timestep_embedder.linear_1", "time_embed.emb.timestep_embedder.linear_2")
@@ -195,7 +194,7 @@ class Sana(DiffusersFamily):
     """
 
     pipelines = (SanaPipeline,)
-    releases = SANA
+    releases = (_600M, _1600M, _15_1600M, _15_4800M)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "sana_lora.yaml"}
     transformer_class = SanaTransformer2DModel
     lora_spelling = taken_by_comfyui(but=("",))

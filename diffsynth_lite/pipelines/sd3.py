@@ -206,7 +206,6 @@ _LARGE_TURBO = _LARGE.but(
     "stabilityai/stable-diffusion-3.5-large-turbo",
     distilled="4 steps without guidance",
 )
-SD3_RELEASES: tuple[Release, ...] = (_MEDIUM, _LARGE, _LARGE_TURBO, _MEDIUM_3)
 
 
 _LORA_LAYERS = LayerNames(
@@ -279,7 +278,7 @@ class SD3(DiffusersFamily):
     """
 
     pipelines = (StableDiffusion3Pipeline,)
-    releases = SD3_RELEASES
+    releases = (_MEDIUM, _LARGE, _LARGE_TURBO, _MEDIUM_3)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "sd35_medium_lora.yaml"}
     transformer_class = SD3Transformer2DModel
     lora_spelling = taken_by_comfyui()

@@ -113,7 +113,6 @@ _TURBO = _BASE.but(
     distilled="8 steps without guidance",
     unconfirmed=(),
 )
-Z_IMAGE: tuple[Release, ...] = (_BASE, _TURBO)
 
 
 _BLOCKS = ("layers.*", "noise_refiner.*", "context_refiner.*")
@@ -183,7 +182,7 @@ class ZImage(DiffusersFamily):
     """
 
     pipelines = (ZImagePipeline,)
-    releases = Z_IMAGE
+    releases = (_BASE, _TURBO)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "z_image_lora.yaml"}
     transformer_class = ZImageTransformer2DModel
     lora_spelling = taken_by_comfyui(by_kohya_names=False)

@@ -13,7 +13,7 @@ from original_layouts import original_layout
 from safetensors.torch import save_file
 
 from diffsynth_lite.pipelines import PipelineFolder
-from diffsynth_lite.pipelines.anima import ANIMA, Anima, without_torchvision
+from diffsynth_lite.pipelines.anima import Anima, without_torchvision
 from diffsynth_lite.pipelines.base.release_folder import num_parameters
 from diffsynth_lite.pipelines.base.single_file import component_files
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_of_comfyuis_gives_transformer_and_conditioner(
 
 
 def test_the_released_model_has_as_many_weights_as_its_files() -> None:
-    (release,) = ANIMA
+    (release,) = Anima.releases
     sizes = {name: num_parameters(component) for name, component in release.components.items()}
     for names, num_bytes in (
         (("transformer", "text_conditioner"), BYTES_OF_TRANSFORMER_AND_CONDITIONER),

@@ -18,8 +18,8 @@ from PIL import Image
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import PreviewRequest
 from diffsynth_lite.pipelines.chroma import tiny as tiny_chroma
-from diffsynth_lite.pipelines.flux import FLUX
-from diffsynth_lite.pipelines.flux_fill import FLUX_FILL, FluxFill
+from diffsynth_lite.pipelines.flux import Flux
+from diffsynth_lite.pipelines.flux_fill import FluxFill
 
 FAMILY = "flux"
 fill = family_fixture("flux_fill")
@@ -54,12 +54,12 @@ def test_a_preview_keeps_the_middle_of_its_image_undistorted(fill: FluxFill) -> 
 
 def test_the_released_fill_has_the_size_of_its_file() -> None:
     """23,804,922,408 bytes, a header of some 100 KiB among them."""
-    counts = {}
-    for release in (FLUX[0], FLUX_FILL[0]):
+    (dev, *_), counts = Flux.releases, {}
+    for release in (dev, FluxFill.releases[0]):
         with torch.device("meta"):
             model = FluxTransformer2DModel(**release.components["transformer"].config)
         counts[release.name] = 2 * sum(weight.numel() for weight in model.parameters())
-    assert counts["FLUX.1 dev"] == FLUX[0].components["transformer"].num_bytes
+    assert counts["FLUX.1 dev"] == dev.components["transformer"].num_bytes
     assert counts["FLUX.1 Fill dev"] == counts["FLUX.1 dev"] + 2 * 320 * 3072 == 23_804_782_720
     assert 0 < 23_804_922_408 - counts["FLUX.1 Fill dev"] < 200_000
 

@@ -27,7 +27,7 @@ from family_sample import (
 from held_step import assert_same_cost, step_on_cpu
 from release_layouts import ltx_2_3, other_guidance
 from test_family_fidelity import numbers
-from test_ltx2 import BUILDS, forward, prompt_width, some_audio
+from test_ltx2 import BUILDS, forward, some_audio
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from diffsynth_lite.core.gradient import gradient_engine
@@ -70,40 +70,6 @@ def tone(frequency: float, num_frames: int, *, amplitude: float = 0.5) -> Audio:
     times = torch.arange(round(num_frames / 24 * RATE), dtype=torch.float64) / RATE
     left = (amplitude * torch.cos(2 * math.pi * frequency * times)).float()
     return Audio(waveform=torch.stack([left, left / 2]), sample_rate=RATE)
-
-
-def mel_of(frequency: float) -> float:
-    """Slaney's scale: even up to 1000 Hz, and logarithmic from there."""
-    return frequency * 3 / 200 if frequency < 1000 else 15 + 27 * math.log(frequency / 1000) / math.log(6.4)
-
-
-def frequency_of(mel: float) -> float:
-    return mel * 200 / 3 if mel < 15 else 1000 * 6.4 ** ((mel - 15) / 27)
-
-
-def triangle(band: int, frequency: float) -> float:
-    """The weight of a frequency in a band: of an area of 1 over all, in Hz."""
-    edges = [frequency_of(mel_of(RATE / 2) * (band + place) / 65) for place in range(3)]
-    height = 2 / (edges[2] - edges[0])
-    rising = (frequency - edges[0]) / (edges[1] - edges[0])
-    falling = (edges[2] - frequency) / (edges[2] - edges[1])
-    return height * max(0.0, min(rising, falling))
-
-
-@pytest.mark.parametrize("place", [40, 64, 200, 480])
-def test_a_tone_has_the_spectrum_that_its_formula_gives(place: int) -> None:
-    frequency = place * RATE / N_FFT
-    waveform = tone(frequency, 25).waveform[None]
-    mel = log_mel(waveform, **SETTINGS)
-    assert mel.shape == (1, 2, waveform.shape[-1] // 160 + 1, 64)
-    # Of a cosine of amplitude a on a place of the transform, Hann's window leaves a N / 4 there and half of
-    # it next to it: the sums of the window, and of it times a cosine of one period.
-    magnitudes = {place: 0.5 * N_FFT / 4, place - 1: 0.5 * N_FFT / 8, place + 1: 0.5 * N_FFT / 8}
-    for band in range(64):
-        expected = sum(triangle(band, at * RATE / N_FFT) * magnitude for at, magnitude in magnitudes.items())
-        found = mel[0, :, 10, band].exp()
-        assert found[0].item() == pytest.approx(max(expected, 1e-5), rel=2e-3, abs=2e-5)
-        assert found[1].item() == pytest.approx(max(expected / 2, 1e-5), rel=2e-3, abs=2e-5)
 
 
 def test_noise_has_the_spectrum_of_another_implementation_and_silence_the_smallest() -> None:
@@ -256,31 +222,6 @@ def test_model_fn_equals_the_transformers_own_forward_of_both(
     assert all(gradient is not None and gradient.any() for gradient in learned.values())
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
-def test_a_level_of_its_own_that_is_that_of_the_clip_changes_nothing(build: Callable[[], Any]) -> None:
-    transformer = build().transformer
-    streams = some_audio(transformer, 1)
-    sigma = torch.tensor([200.0, 700.0])
-    _, (latents, *_), _ = forward(transformer, sigma, streams)
-    prompts = {
-        "prompt_embeds_bld": torch.ones(2, 7, prompt_width(transformer)),
-        "audio_prompt_embeds_bld": torch.ones(2, 7, prompt_width(transformer, "audio_")),
-    }
-    given: dict[str, Any] = {
-        **prompts,
-        "sigma": sigma,
-        "frame_rate": torch.tensor([24.0, 24.0]),
-        "audio_latents_bclm": streams["audio_hidden_states"].unflatten(2, (4, 4)).transpose(1, 2),
-    }
-    with torch.no_grad():
-        shared, same, other = (
-            model_fn_ltx2(transformer, latents, sigma, **given, audio_sigma=level)
-            for level in (None, sigma, sigma.flip(0))
-        )
-    assert all(map(torch.equal, shared, same))
-    assert not any(map(torch.equal, shared, other))
-
-
 def test_audio_with_a_level_of_its_own_gets_it_and_a_first_frame_has_none(
     sample: Sample, audio_latents: torch.Tensor
 ) -> None:
@@ -409,17 +350,6 @@ def test_a_released_model_gets_a_lora_on_either_stream_and_between_them(tmp_path
         assert len(layers) == 48 * num_attentions * 4
     # A clip of the pipeline's default size: 25 latents of audio a second.
     assert family.audio_latents_shape(121, 24.0) == (8, 126, 16)
-
-
-def test_streams_hear_each_other_where_audio_is_learned(sample: Sample, audio_latents: torch.Tensor) -> None:
-    transformer = sample.family.load_transformer(torch.float32)
-    with torch.no_grad():
-        clips, audios = predicted(sample, transformer, audio_latents)
-        others, _ = predicted(sample, transformer, audio_latents.roll(1, 0))
-        separate = sample.family.predict(transformer, sample.latents, SIGMA, sample.conditioning)
-    assert (clips.shape, audios.shape) == (sample.latents.shape, audio_latents.shape)
-    assert not torch.allclose(clips, others, atol=1e-4)
-    assert not torch.allclose(clips, separate, atol=1e-4)
 
 
 def test_a_clip_that_starts_from_an_image_has_its_audio_at_the_noise_level_of_the_rest(

@@ -25,12 +25,11 @@ from diffsynth_lite.core.weights.formats import Int8
 from diffsynth_lite.core.weights.frozen_linear import Quantization
 from diffsynth_lite.core.weights.loading import StoredTensors
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, flux2
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
 from diffsynth_lite.pipelines.base.folder import ComponentFile
 from diffsynth_lite.pipelines.base.quantized import load_frozen_component, quantizable_layers
 from diffsynth_lite.pipelines.base.single_file import component_files, read_single_file
 from diffsynth_lite.pipelines.flux import Flux, tiny
-from diffsynth_lite.pipelines.flux2 import Flux2
 from diffsynth_lite.pipelines.wan import tiny_wan_transformer
 
 KEY = "model.transformer_file"
@@ -221,31 +220,6 @@ def test_the_same_model_in_another_size_is_refused_with_a_shape(wan: nn.Module, 
     message = r"linear_1.weight, which is \[24, 36\], not \[24, 16\]; it seems to be one of another size"
     with pytest.raises(UserError, match=message):
         read_single_file(file, wan)
-
-
-def test_scales_of_a_file_in_8_bits_go_where_its_weights_go(tmp_path: Path) -> None:
-    pipeline = flux2.tiny()
-    pipeline.save_pretrained(tmp_path)
-    family = Flux2(PipelineFolder(path=tmp_path))
-    tensors = original_layout(pipeline.transformer)
-    assert tensors is not None
-    scaled = [name for name in tensors if "blocks" in name and tensors[name].ndim == 2]
-    for place, name in enumerate(scaled, start=1):
-        scale = torch.tensor(place / 512)
-        weight = (tensors[name] / scale).to(torch.float8_e4m3fn)
-        tensors |= {name: weight, f"{name.removesuffix('weight')}scale_weight": scale}
-    file = write(tensors | {"scaled_fp8": torch.zeros(2)}, tmp_path / "x.safetensors")
-    bind(family, file)
-    loaded = original_layout(family.load_transformer(torch.float32))
-    assert loaded is not None
-    for place, name in enumerate(scaled, start=1):
-        assert torch.equal(loaded[name], tensors[name].float() * (place / 512)), name
-    assert len(scaled) > 10
-
-    tensors.pop(f"{scaled[0].removesuffix('weight')}scale_weight")
-    write(tensors, file.path)
-    with pytest.raises(UserError, match=f"{KEY}: {file.path} is not read: 1 of its layers in 8 bits lack"):
-        family.check_folder()
 
 
 def test_what_cannot_be_read_is_refused(wan: nn.Module, tmp_path: Path) -> None:

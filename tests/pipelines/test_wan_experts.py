@@ -142,16 +142,6 @@ def test_each_sample_is_the_work_of_the_expert_of_its_noise_level(batch: Batch) 
     assert not torch.allclose(mixed[0], mixed[1])
 
 
-def test_each_clip_takes_its_images_to_its_expert(of_images: Batch) -> None:
-    family, conditioning = of_images.family, of_images.conditioning
-    assert family.noise_ranges == ((0.9, 1.0), (0.0, 0.9))
-    strangers = dataclasses.replace(of_images, conditioning=[*conditioning[-1:], *conditioning[:-1]])
-    model = family.load_transformer(torch.float32)
-    with torch.no_grad():
-        own, other = (one.predict(family, model) for one in (of_images, strangers))
-    assert not any(torch.allclose(*pair, atol=1e-4) for pair in zip(own, other, strict=True))
-
-
 @pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
 def test_the_flags_change_nothing_and_only_the_blocks_of_the_expert_that_is_used_run(
     of_texts: Batch, flags: tuple[bool, bool]

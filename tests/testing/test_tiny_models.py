@@ -5,11 +5,8 @@ import inspect
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
-from PIL import Image
-from transformers import Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.pipelines.wan import tiny_wan_transformer
-from diffsynth_lite.pipelines.wan_i2v import tiny_clip_processor, tiny_clip_vision
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import (
     tiny_dc_vae,
@@ -77,11 +74,6 @@ def weights(model):
     return torch.cat([weight.flatten() for weight in model.state_dict().values()])
 
 
-@pytest.fixture
-def image():
-    return torch.rand(1, 3, 1, 16, 24, generator=torch.Generator().manual_seed(0)) * 2 - 1
-
-
 @pytest.mark.parametrize("name", BUILDERS)
 def test_only_the_seed_decides_the_weights_and_the_random_state_is_left_as_it_was(name):
     before = torch.get_rng_state()
@@ -115,15 +107,6 @@ def test_the_text_encoder_has_the_asked_width():
     assert states[-1].isfinite().all()
 
 
-def test_the_text_encoder_computes_the_same_after_reloading(tmp_path):
-    tokenizer = qwen2_tokenizer()
-    text_encoder = tiny_qwen2_5_vl(tokenizer)
-    text_encoder.save_pretrained(tmp_path)
-    loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)
-    ids = torch.tensor([tokenizer.encode("a red circle")])
-    assert torch.equal(loaded(input_ids=ids).logits, text_encoder(input_ids=ids).logits)
-
-
 SHAPES = {
     "dc_vae": ((1, 3, 64, 96), (1, 32, 2, 3)),
     "flux_vae": ((1, 3, 16, 24), (1, 16, 2, 3)),
@@ -155,42 +138,3 @@ def test_an_autoencoder_has_the_statistics_of_the_released_one(vae_class, build)
     defaults = inspect.signature(vae_class.__init__).parameters
     for name in ("z_dim", "latents_mean", "latents_std", "temperal_downsample"):
         assert build().config[name] == defaults[name].default
-
-
-def test_the_vae_computes_the_same_after_reloading(tmp_path, image):
-    vae = tiny_qwen_vae()
-    vae.save_pretrained(tmp_path)
-    loaded = AutoencoderKLQwenImage.from_pretrained(tmp_path)
-    assert torch.equal(loaded.encode(image).latent_dist.mode(), vae.encode(image).latent_dist.mode())
-    assert (tmp_path / "diffusion_pytorch_model.safetensors").stat().st_size < 128 * 1024
-
-
-def test_the_clip_encoder_pools_at_the_end_of_the_text_and_not_at_its_padding():
-    tokenizer = clip_tokenizer()
-    text_encoder = tiny_clip_text(tokenizer)
-    tokens = tokenizer("a ring", padding="max_length", return_tensors="pt").input_ids
-    end = tokenizer("a ring", return_tensors="pt").input_ids.shape[1] - 1
-    with torch.no_grad():
-        output = text_encoder(tokens)
-    assert tokens.shape == (1, 77)
-    assert torch.equal(output.pooler_output, output.last_hidden_state[:, end])
-
-
-def test_the_clip_encoder_of_images_takes_what_its_processor_makes_of_any_shape():
-    pixels = tiny_clip_processor()(Image.new("RGB", (100, 52), "red"), return_tensors="pt").pixel_values
-    with torch.no_grad():
-        states = tiny_clip_vision()(pixels, output_hidden_states=True).hidden_states
-    assert [state.shape for state in states] == [(1, 5, 16)] * 3
-
-
-def test_the_gemma_encoder_hides_what_is_behind_the_mask():
-    tokenizer = gemma_tokenizer()
-    tokenizer.padding_side = "right"
-    text_encoder = tiny_gemma2(tokenizer)
-    padded = tokenizer("a ring", padding="max_length", max_length=20, return_tensors="pt")
-    single = tokenizer("a ring", return_tensors="pt").input_ids
-    with torch.no_grad():
-        states = text_encoder(padded.input_ids, attention_mask=padded.attention_mask)[0]
-        expected = text_encoder(single)[0]
-    assert padded.input_ids.shape == (1, 20)
-    torch.testing.assert_close(states[:, : single.shape[1]], expected, rtol=1e-5, atol=1e-5)

@@ -3,7 +3,8 @@
 Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from PIL import ImageOps
@@ -11,27 +12,9 @@ from PIL.Image import Image
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code
-
-
-def encode_clips(
-    media: Sequence[Media], encode: Callable[[Sequence[Sequence[Image]]], torch.Tensor]
-) -> list[EncodedMedia]:
-    """Latents of clips, and what is kept of the images that some of them start from.
-
-    Args:
-        media: of one size and frame count.
-        encode: normalised latents (B, C, F, H, W) of B clips.
-    """
-    assert not any(item.last_frame for item in media), "families that call this take no last frame"
-    encoded = []
-    for item, latents_cfhw in zip(media, encode([item.frames for item in media]), strict=True):
-        tensors = {"latents": latents_cfhw}
-        if item.first_frame is not None:
-            tensors |= first_frame_tensors(encode([[item.first_frame]])[0], latents_cfhw.shape)
-        encoded.append(tensors)
-    return encoded
 
 
 def preview_start(request: PreviewRequest) -> dict[str, Image]:
@@ -53,6 +36,18 @@ def require_later_frames(num_frames: int, frame_step: int, *, key: str) -> None:
             f"{key}: {num_frames} frames; this family needs {frame_step} k + 1, of which the first is given, "
             f"such as {frame_step + 1} or {2 * frame_step + 1}"
         )
+
+
+def encode_start(family: DiffusersFamily, pipeline: Any, item: Media) -> EncodedMedia:
+    """What is kept of the image that a clip starts from, if it names one: by ``encode_given`` of a family."""
+    assert not item.last_frame, "families that call this take no last frame"
+    if item.first_frame is None:
+        return {}
+    first_bcfhw = family.encode_pixels(
+        pipeline.vae, pipeline.video_processor.preprocess_video([[item.first_frame]])
+    )
+    shape = family.latents_shape(*item.frames[0].size, len(item.frames))
+    return first_frame_tensors(first_bcfhw[0], shape)
 
 
 def first_frame_tensors(first_cfhw: torch.Tensor, latents_shape: Sequence[int]) -> EncodedMedia:

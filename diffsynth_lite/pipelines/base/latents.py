@@ -81,13 +81,18 @@ def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     # That of Sana gives one latent for an image, and not a distribution.
     latents: torch.Tensor = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
     latents = latents.float().cpu()
-    if not is_of_wan:
-        scale: float = vae.config.scaling_factor
-        return (latents - (vae.config.get("shift_factor") or 0.0)) * scale
-    mean, std = (
-        torch.tensor(values).view(-1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return (latents - mean) / std
+    if "latents_mean" in dict(vae.named_buffers(recurse=False)):  # of LTX
+        mean, std = (values.float().cpu().view(-1, 1, 1, 1) for values in (vae.latents_mean, vae.latents_std))
+        normalised: torch.Tensor = (latents - mean) * vae.config.scaling_factor / std
+        return normalised
+    if is_of_wan:
+        mean, std = (
+            torch.tensor(values).view(-1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return (latents - mean) / std
+    scale: float = vae.config.scaling_factor
+    return (latents - (vae.config.get("shift_factor") or 0.0)) * scale
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
-    encode_clips,
+    encode_start,
     preview_start,
     start_code,
     with_first_frames,
@@ -225,34 +225,33 @@ class LTX2(WithAudio, DiffusersFamily):
         of_clip = f"ltx2/latents/1 {self.folder.fingerprint('vae')} {dtype} {DEFAULT_IMAGE_CRF}"
         return f"{of_clip} sound/1 {self.folder.fingerprint('audio_vae')}" if self.with_audio else of_clip
 
+    def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        pipeline = super().media_pipeline(dtype, device)
+        # Encoding asks for it, too. Previews are not decoded so.
+        pipeline.vae.use_framewise_decoding = self.vae_tiles is not None
+        return pipeline
+
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        start = encode_start(self, pipeline, _with_recompressed_start(item))
+        return {**start, "frame_rate": torch.tensor(item.fps or self.default_fps)}
+
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component("vae", dtype).to(device)
-        # Encoding asks for it, too. Previews are not decoded so.
-        vae.use_framewise_decoding = self.vae_tiles is not None
-        pipeline = assemble(LTX2Pipeline, vae=vae)
+        encode = super().load_media_encoder(dtype, device)
+        if not self.with_audio:
+            return encode
         # In fp32 whatever the other is in, as in Lightricks' trainer.
-        audio_vae = self.load_component("audio_vae", torch.float32).to(device) if self.with_audio else None
+        audio_vae = self.load_component("audio_vae", torch.float32).to(device)
 
-        def encode_pixels(clips: Sequence[Sequence[Image.Image]]) -> torch.Tensor:
-            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(frames) for frames in clips])
-            latents_bcfhw = vae.encode(pixels_bcfhw.to(vae.device, vae.dtype)).latent_dist.mode().float()
-            statistics = vae.latents_mean, vae.latents_std, vae.config.scaling_factor
-            normalised_bcfhw: torch.Tensor = pipeline._normalize_latents(latents_bcfhw, *statistics)
-            return normalised_bcfhw.cpu()
-
-        @torch.no_grad()
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            encoded = encode_clips(list(map(_with_recompressed_start, media)), encode_pixels)
-            for item, tensors in zip(media, encoded, strict=True):
-                tensors["frame_rate"] = torch.tensor(item.fps or self.default_fps)
-            if audio_vae is not None and len(media[0].frames) > 1:
+        def encode_with_audio(media: Sequence[Media]) -> list[EncodedMedia]:
+            encoded = encode(media)
+            if len(media[0].frames) > 1:
                 for tensors, latents_clm in zip(encoded, self._encode_audio(audio_vae, media), strict=True):
                     tensors["audio_latents"] = latents_clm
             return encoded
 
-        return encode
+        return encode_with_audio
 
     def _encode_audio(self, audio_vae: Any, media: Sequence[Media]) -> torch.Tensor:
         """(B, C, L, M), of clips; silence where one has no audio."""

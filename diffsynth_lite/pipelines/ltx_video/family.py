@@ -19,7 +19,6 @@ from diffusers import (
     LTXPipeline,
     LTXVideoTransformer3DModel,
 )
-from PIL.Image import Image
 from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
@@ -29,11 +28,10 @@ from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, und
 from diffsynth_lite.lora.shared_names import ATTENTIONS, DOUBLE, EMBEDDER
 from diffsynth_lite.lora.spelling import Spelling
 from diffsynth_lite.media import Media, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
-    encode_clips,
+    encode_start,
     preview_start,
     start_code,
     with_first_frames,
@@ -227,32 +225,37 @@ class LTXVideo(DiffusersFamily):
                 "LTXConditionPipeline cannot generate; set it to false there, as it is in 0.9.5 and 0.9.7"
             )
 
+    def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        pipeline = super().media_pipeline(dtype, device)
+        # Encoding asks for it, too. Previews are not decoded so: in diffusers 0.42.1 the frames of each part
+        # but the first come one place late.
+        pipeline.vae.use_framewise_decoding = self.vae_tiles is not None
+        return pipeline
+
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component("vae", dtype).to(device)
-        # Encoding asks for it, too. Previews are not decoded so: in diffusers 0.42.1 the frames of each part
-        # but the first come one place late.
-        vae.use_framewise_decoding = self.vae_tiles is not None
-        processor = assemble(LTXPipeline, vae=vae).video_processor
+        encode = super().load_media_encoder(dtype, device)
 
-        def encode_pixels(clips: Sequence[Sequence[Image]]) -> Any:
-            pixels_bcfhw = processor.preprocess_video([list(frames) for frames in clips])
-            return vae.encode(pixels_bcfhw.to(vae.device, vae.dtype)).latent_dist
-
-        @torch.no_grad()
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            encoded = encode_clips(media, lambda clips: _normalised(vae, encode_pixels(clips).mode()))
-            for item, tensors in zip(media, encoded, strict=True):
-                tensors["frame_rate"] = torch.tensor(item.fps or self.default_fps)
-                if item.first_frame is not None:
-                    std_bcfhw = encode_pixels([[item.first_frame]]).std
-                    tensors["first_frame_std"] = _normalised(vae, std_bcfhw, mean=0)[0]
+        def encode_with_starts(media: Sequence[Media]) -> list[EncodedMedia]:
+            encoded = encode(media)
+            for tensors in encoded:
+                if "first_frame_latents" in tensors:
                     # So that the rest of the noisy latents there is noise, to draw those of the image with.
                     tensors["latents"][:, :1] = tensors["first_frame_latents"]
             return encoded
 
-        return encode
+        return encode_with_starts
+
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        given = encode_start(self, pipeline, item)
+        if item.first_frame is not None:
+            vae = pipeline.vae
+            pixels_bcfhw = pipeline.video_processor.preprocess_video([[item.first_frame]])
+            std_bcfhw = vae.encode(pixels_bcfhw.to(vae.device, vae.dtype)).latent_dist.std.float().cpu()
+            of_channels = vae.latents_std.float().cpu().view(-1, 1, 1, 1)
+            given["first_frame_std"] = (std_bcfhw * vae.config.scaling_factor / of_channels)[0]
+        return {**given, "frame_rate": torch.tensor(item.fps or self.default_fps)}
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which grows with the clip, to the end of its line; 1 from 0.9.5 on.
@@ -351,15 +354,6 @@ def _with_drawn_start(
     noise_cfhw = (noisy_cfhw[:, :1] - (1 - sigma) * first_cfhw) / sigma.clamp(min=1e-6)
     scale_cfhw = (std_cfhw**2 + (noise_scale * sigma**2) ** 2).sqrt()
     return sample | {"first_frame_latents": first_cfhw + scale_cfhw * noise_cfhw}
-
-
-def _normalised(vae: Any, latents_bcfhw: torch.Tensor, mean: float | None = None) -> torch.Tensor:
-    """Latents as the pipeline expects them, in fp32, on the CPU; ``mean`` replaces the VAE's own."""
-    means = vae.latents_mean if mean is None else torch.full_like(vae.latents_mean, mean)
-    normalised_bcfhw: torch.Tensor = LTXPipeline._normalize_latents(
-        latents_bcfhw.float(), means, vae.latents_std, vae.config.scaling_factor
-    )
-    return normalised_bcfhw.cpu()
 
 
 def tiny() -> LTXPipeline:

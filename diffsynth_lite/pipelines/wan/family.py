@@ -27,7 +27,7 @@ from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
-    first_frame_tensors,
+    encode_start,
     preview_start,
     start_code,
     with_first_frames,
@@ -191,12 +191,7 @@ class Wan(ExpertFamily):
         return _num_tokens(self.load_tokenizer(), texts)
 
     def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
-        assert not item.last_frame, "those of this family take no last frame"
-        if item.first_frame is None:
-            return {}
-        pixels_bcfhw = pipeline.video_processor.preprocess_video([[item.first_frame]])
-        shape = self.latents_shape(*item.frames[0].size, len(item.frames))
-        return first_frame_tensors(self.encode_pixels(pipeline.vae, pixels_bcfhw)[0], shape)
+        return encode_start(self, pipeline, item)
 
     @cached_property
     def _vae_config(self) -> ModelSettings:
