@@ -153,7 +153,7 @@ def run_command(work: Callable[[], None], console: Console, *, level: int = logg
     logging.basicConfig(level=logging.WARNING, handlers=[_ConsoleHandler(console, redactor, level)])
     logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
     for name in _IDLE_ADVICE:
-        logging.getLogger(name).addFilter(_is_no_idle_advice)
+        logging.getLogger(name).addFilter(lambda record: _IDLE_ADVICE[record.name] not in record.getMessage())
     warnings.filterwarnings("ignore", _IDLE_WARNING, FutureWarning)
     with in_force(redactor), lossy_log():
         code = EXIT_BUG
@@ -179,10 +179,6 @@ def _leave_process_group(*, failed: bool) -> None:
             distributed.destroy_process_group()
         except RuntimeError as error:  # the others are lost, but the end of the run is logged
             logger.debug("the process group could not be ended: %s", error)
-
-
-def _is_no_idle_advice(record: logging.LogRecord) -> bool:
-    return _IDLE_ADVICE[record.name] not in record.getMessage()
 
 
 def print_lines(*lines: str) -> None:

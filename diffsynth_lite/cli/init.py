@@ -72,7 +72,9 @@ def run(parsed: argparse.Namespace) -> None:
     presets = [read_preset(name) for name in parsed.presets]
     if parsed.family:
         require_family_name(parsed.family)
-    out = _file_to_write(parsed)
+    # By what it is made from; the name of "." too, while "/" has none.
+    name = parsed.theirs.stem if parsed.theirs else parsed.folder.resolve().name
+    out = parsed.out or Path(f"{name}_lora.yaml" if name else "lora.yaml")
     flags = {"plan": ["--gpu", parsed.gpu]} if parsed.gpu else {}
     commands = [
         command(name, "--config", shortened(str(out)), *flags.get(name, []))
@@ -98,13 +100,6 @@ def run(parsed: argparse.Namespace) -> None:
         start, lines = _write_for_folder(parsed, out, commands, gpu, presets)
     base = base_model(start.family, start.model or load_config(start.recipe).config.model.path)
     print_lines(*lines, f"Base model: {base}. Look at the file, then:", *(f"  {line}" for line in commands))
-
-
-def _file_to_write(parsed: argparse.Namespace) -> Path:
-    """The file to write, by what it is made from unless it is given."""
-    # The name of "." too; "/" has none.
-    name = parsed.theirs.stem if parsed.theirs else parsed.folder.resolve().name
-    return parsed.out or Path(f"{name}_lora.yaml" if name else "lora.yaml")
 
 
 def _write(out: Path, text: str) -> None:

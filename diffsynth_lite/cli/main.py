@@ -95,13 +95,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _require_command(parser: argparse.ArgumentParser, word: str) -> None:
-    known = [module.__name__.rpartition(".")[2] for module in _EXAMPLES]
-    if word not in known:
-        hint = did_you_mean(word, known).strip() or f"there are {', '.join(known)}"
-        parser.error(f"{word}: is not a command; {hint}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -110,8 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser = build_parser()
-    if words and not words[0].startswith("-"):
-        _require_command(parser, words[0])
+    known = [module.__name__.rpartition(".")[2] for module in _EXAMPLES]
+    if words and not words[0].startswith("-") and words[0] not in known:
+        hint = did_you_mean(words[0], known).strip() or f"there are {', '.join(known)}"
+        parser.error(f"{words[0]}: is not a command; {hint}")
     # Subcommands know no intermixed arguments; the overrides are at the end, or between flags of theirs.
     parsed, rest = parser.parse_known_args(words)
     takes_overrides = "overrides" in parsed

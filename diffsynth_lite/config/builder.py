@@ -260,7 +260,8 @@ class ConfigBuilder:
         return self._failures.get(path) or f"got {typed}; {reason or expectation(_name(path), node, schema)}"
 
     def _blamed(self, problem: Problem, section: _Path) -> _Path:
-        paths = [(*section, *_path(key)) for key in problem.keys]
+        names = [re.findall(r"[^.\[\]]+", key) for key in problem.keys]
+        paths = [(*section, *(int(key) if key.isdecimal() else key for key in name)) for name in names]
         return next((path for path in paths if path in self._settings), paths[0])
 
     def _nearest(self, path: _Path) -> yaml.Node:
@@ -294,12 +295,6 @@ def _node_of_argument(value: str, schema: Schema, source: str) -> yaml.Node:
 def _name(path: _Path) -> str:
     """A path as it is written, such as ``data.sources[0].path``."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
-
-
-def _path(name: str) -> _Path:
-    """The path of a setting, from its name."""
-    keys = re.findall(r"[^.\[\]]+", name)
-    return tuple(int(key) if key.isdecimal() else key for key in keys)
 
 
 def _longest(path: _Path, known: Collection[_Path]) -> _Path:

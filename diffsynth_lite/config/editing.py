@@ -57,7 +57,9 @@ def with_value(text: str, key: str, value: str | None) -> str:
             own[name] = _content(_value(value))
         wanted |= {section: own} if own else {}
         for edits in _Editor(text, "\r\n" if "\r\n" in text else "\n").edits(root, section, name, value):
-            changed = _edited(text, edits)
+            changed = text
+            for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
+                changed = changed[: edit.start] + edit.new + changed[edit.end :]
             if _is_read_as(changed, wanted):
                 return changed
     except (AttributeError, ValueError):  # a section that is none, a key that is there twice
@@ -197,16 +199,12 @@ class _Editor:
         return next(_LINE_END.finditer(self.text, position)).end()
 
 
-def _edited(text: str, edits: Sequence[_Edit]) -> str:
-    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
-        text = text[: edit.start] + edit.new + text[edit.end :]
-    return text
-
-
 def _lines(name: str, value: str, indent: str) -> list[str]:
     """A new setting; texts, which may be long, have a line each."""
     given = _value(value)
-    if not isinstance(given, yaml.SequenceNode) or all(map(_is_number, given.value)):
+    if not isinstance(given, yaml.SequenceNode) or all(
+        isinstance(node, yaml.ScalarNode) and _NUMBER.fullmatch(node.value) for node in given.value
+    ):
         return [f"{indent}{name}: {value}"]
     return [f"{indent}{name}:", *(f"{indent}  - {source}" for source in _sources(value, given))]
 
@@ -225,10 +223,6 @@ def _value(text: str) -> yaml.Node:
 
 def _is_block(node: yaml.Node) -> bool:
     return isinstance(node, yaml.CollectionNode) and not node.flow_style
-
-
-def _is_number(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and bool(_NUMBER.fullmatch(node.value))
 
 
 def _entry(node: yaml.Node, name: str) -> _Entry | None:

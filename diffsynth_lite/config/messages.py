@@ -67,15 +67,12 @@ def _limits(schema: Schema) -> Iterator[str]:
         yield "not empty"
     if "examples" in schema:
         yield f"such as {' or '.join(map(json.dumps, schema['examples']))}"
-    bounds = dict(schema)
+    bounds = {key: schema[key] for key in _BOUNDS if key in schema}
     if schema.get("type") == "integer" and "exclusiveMinimum" in schema:
         bounds["minimum"] = bounds.pop("exclusiveMinimum") + 1
-    if limits := [f"{word} {_digits(bounds[key])}" for key, word in _BOUNDS.items() if key in bounds]:
+    digits = {key: str(value) if isinstance(value, int) else f"{value:g}" for key, value in bounds.items()}
+    if limits := [f"{word} {digits[key]}" for key, word in _BOUNDS.items() if key in digits]:
         yield " and ".join(limits)
-
-
-def _digits(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def expectation(name: str, node: yaml.Node, schema: Schema) -> str:

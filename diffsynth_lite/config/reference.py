@@ -182,12 +182,10 @@ def _section(name: str, model: Schema, models: dict[str, Schema], *, level: int)
 
 
 def _row(key: str, setting: Schema) -> str:
-    default = _in_yaml(setting["default"]) if "default" in setting else "**required**"
+    value = setting.get("default")
+    written = value if isinstance(value, str) and value.strip() else json.dumps(value)
+    default = f"`{written}`" if "default" in setting else "**required**"
     return f"| `{key}` | {in_words(setting)} | {default} | {_on_one_line(setting['description'])} |"
-
-
-def _in_yaml(value: object) -> str:
-    return f"`{value}`" if isinstance(value, str) and value.strip() else f"`{json.dumps(value)}`"
 
 
 def _on_one_line(text: str) -> str:

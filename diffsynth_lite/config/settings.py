@@ -71,8 +71,8 @@ Seed: TypeAlias = Annotated[int, Field(ge=0, le=10**18 - 1)]
 Pixels: TypeAlias = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 """Edge of an image."""
 Frames: TypeAlias = Annotated[int, Field(ge=1, le=100_000)]
-Layers: TypeAlias = Annotated[int, Field(ge=1, le=1000)]
 """Length of a clip."""
+Layers: TypeAlias = Annotated[int, Field(ge=1, le=1000)]
 Blocks: TypeAlias = Annotated[int, Field(ge=0, le=10_000)]
 """How many blocks of a model, or the place of one."""
 BlocksAtLeastOne: TypeAlias = Annotated[int, Field(ge=1, le=10_000)]

@@ -240,7 +240,9 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
         elif isinstance(item, TrainingItem):
             missing_bytes += _FILE_BYTES + _LATENT_BYTES * _num_latents(item, config, family)
         else:
-            missing_bytes += _FILE_BYTES + token_bytes * _num_tokens(item, data)
+            of_text = min(data.caption_tokens.get(item.text, 0), family.max_prompt_tokens)
+            num_tokens = of_text + len(item.images) * family.edits.prompt_tokens_of_an_input
+            missing_bytes += _FILE_BYTES + token_bytes * num_tokens
     return CacheEstimate(
         num_present=num_present,
         present_bytes=present_bytes,
@@ -256,12 +258,6 @@ def _num_latents(item: TrainingItem, config: Config, family: ModelFamily) -> int
     audio = None if item.audio is None else audio_shape(config, family, bucket.num_frames)
     target += 0 if audio is None else math.prod(audio)
     return target + sum(math.prod(family.latents_shape(*size, 1)) for size in bucket.inputs)
-
-
-def _num_tokens(prompt: PromptItem, data: ExaminedData) -> int:
-    family = data.family
-    of_text = min(data.caption_tokens.get(prompt.text, 0), family.max_prompt_tokens)
-    return of_text + len(prompt.images) * family.edits.prompt_tokens_of_an_input
 
 
 def _token_width(family: ModelFamily) -> int:

@@ -1,6 +1,6 @@
 """This file writes the doctor's findings as one HTML page that needs nothing else: no network, no scripts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,10 @@ def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None
     text = environment.get_template("page.html").render(
         findings=findings,
         inlined=_inlined,
-        width_of=_width,
+        # Of the images of an item side by side; captions are broken there.
+        width_of=lambda images: max(
+            _THUMBNAIL_PX, _GAP_PX * (len(images) - 1) + sum(image.width for image in images)
+        ),
         thumbnail_px=_THUMBNAIL_PX,
         title=title,
         lead=lead,
@@ -60,8 +63,3 @@ def _inlined(images: Mapping[str, Image.Image]) -> list[_InlineImage]:
             _InlineImage(kind=kind, source=jpeg_url(small), width=small.width, height=small.height)
         )
     return inlined
-
-
-def _width(images: Sequence[_InlineImage]) -> int:
-    """Pixels that the images of an item take side by side; captions are broken there."""
-    return max(_THUMBNAIL_PX, _GAP_PX * (len(images) - 1) + sum(image.width for image in images))

@@ -20,6 +20,7 @@ _MOST_CAPTIONS, _MOST_WORDS = 1000, 300
 _LONGEST_RUN = 8
 _Run = tuple[str, ...]
 _IS_CJK = re.compile(f"[{CJK}]")
+_BETWEEN_CJK = re.compile(f"(?<=[{CJK}]) (?=[{CJK}])")
 _TOKEN = re.compile(rf"[{CJK}]|[^\W{CJK}]+(?:['\u2019-][^\W{CJK}]+)*|[^\w\s]+|\n")
 _TAG_WORD = re.compile(r"[^\s.(){}\[\]:]+")
 _COMMA = re.compile("[,\u3001\uff0c]")
@@ -85,12 +86,17 @@ def constant_phrases(texts: Sequence[str], *, trigger: str = "") -> list[Constan
     common = _common_runs(lines, CONSTANT * len(distinct))
     kept: dict[str, int] = {}
     for run, number in _chained(common):
-        phrase = _trimmed(run)
+        places = [place for place, word in enumerate(run) if not _means_nothing(word)]
+        phrase = run[places[0] : places[-1] + 1] if places else ()
         text = f"|{'|'.join(phrase)}|"
         if _weight(phrase) >= least_weight and not any(text in longer for longer in kept):
             kept[text] = common.get(phrase, number)
     return [
-        ConstantPhrase(text=_joined(text.strip("|").split("|")), num_captions=number, num_all=len(distinct))
+        ConstantPhrase(
+            text=_BETWEEN_CJK.sub("", text.strip("|").replace("|", " ")),
+            num_captions=number,
+            num_all=len(distinct),
+        )
         for text, number in kept.items()
     ]
 
@@ -174,12 +180,3 @@ def _weight(words: Sequence[str]) -> float:
 def _means_nothing(word: str) -> bool:
     word = word if word.isascii() else _CJK_STOPS.sub(" ", word)
     return all(part in _STOPS or part.isdigit() for part in word.split())
-
-
-def _trimmed(run: tuple[str, ...]) -> tuple[str, ...]:
-    places = [place for place, word in enumerate(run) if not _means_nothing(word)]
-    return run[places[0] : places[-1] + 1] if places else ()
-
-
-def _joined(words: Sequence[str]) -> str:
-    return re.sub(rf"(?<=[{CJK}]) (?=[{CJK}])", "", " ".join(words))

@@ -265,14 +265,6 @@ def _resource(name: str) -> str:
     return files("diffsynth_lite.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _percent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{100 * ratio:+.1f} %"
-
-
 def _sparkline(values: Sequence[float]) -> str:
     """Points of a line in a box of 80 x 20, the largest value on top."""
     low, high = min(values), max(values)
@@ -362,8 +354,8 @@ FILTERS = {
     "duration": duration,
     # Seconds since 1970 as ISO 8601 in UTC, which the page's script shows in local time.
     "moment": lambda seconds: datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds"),
-    "number": _number,
-    "percent": _percent,
+    "number": lambda value: "" if value is None else f"{value:.4g}",
+    "percent": lambda ratio: "" if ratio is None else f"{100 * ratio:+.1f} %",
     "sparkline": _sparkline,
     "base64": lambda content: base64.b64encode(content).decode(),
 }

@@ -86,12 +86,15 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
     validation = _section(settings, "validation")
     prompts, model_path = validation.get("prompts"), validation.get("model_path")
     series = read_series(rows) | update_series(layer_rows)
+    # The size of a clip has a number of frames.
+    dimensions = {str(item.size).count("x") for item in items}
+    nouns = {frozenset({1}): "images", frozenset({2}): "clips"}
     judged = (
         judge(
             *(series[name].points if name in series else [] for name in _JUDGED),
             has_finished=state.name == "finished",
         ),
-        judge_items(item_courses(items, loss_rows), noun=_noun(items)),
+        judge_items(item_courses(items, loss_rows), noun=nouns.get(frozenset(dimensions), "items")),
     )
     return RunReport(
         name=path.resolve().name,
@@ -149,12 +152,6 @@ def _items(folder: RunFolder, reader: TolerantReader) -> list[MeasuredItem]:
     except (OSError, UserError):
         reader.problems.append(f"{folder.items_file.name} cannot be read and is left out")
         return []
-
-
-def _noun(items: Sequence[MeasuredItem]) -> str:
-    """What items are by their sizes, which have a number of frames where they are clips."""
-    frames = {str(item.size).count("x") for item in items}
-    return {frozenset({1}): "images", frozenset({2}): "clips"}.get(frozenset(frames), "items")
 
 
 def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -121,7 +121,12 @@ class RunPages:
         """A preview of a run, by its path in the run folder; None for any other file."""
         with self._lock:
             folder = self._find().get(name)
-        return _file(folder / file) if folder is not None and is_preview(folder, file) else None
+        if folder is None or not is_preview(folder, file):
+            return None
+        try:
+            return Answer(read_run_file(folder / file), _TYPES[Path(file).suffix])
+        except (OSError, UserError):  # The run has removed it, or somebody has put something else there.
+            return None
 
     def cards(self, folders: Mapping[str, Path] | None = None) -> dict[str, RunCard]:
         """What a list shows of each run.
@@ -174,10 +179,3 @@ class RunPages:
         answer = Answer(render(runs, served=served).encode(), "text/html")
         self._pages[key] = (runs, served, answer)
         return answer
-
-
-def _file(path: Path) -> Answer | None:
-    try:
-        return Answer(read_run_file(path), _TYPES[path.suffix])
-    except (OSError, UserError):  # The run has removed it, or somebody has put something else there.
-        return None

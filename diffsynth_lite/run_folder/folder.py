@@ -305,7 +305,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output folder {self.path} cannot be made: {error.strerror}") from error
-        if self.is_new() and any(not _is_ours(entry.name) for entry in self.path.iterdir()):
+        if self.is_new() and any(map(_is_foreign, self.path.iterdir())):
             raise UserError(
                 f"output folder {self.path} is not empty and holds no run: give a new or empty folder "
                 "(nothing in this one was changed)"
@@ -440,6 +440,6 @@ def _state(error: BaseException) -> RunState:
     return "stopped" if isinstance(error, RunStoppedError) else "failed"
 
 
-def _is_ours(name: str) -> bool:
-    """Whether a name is one that a trainer can have left which ended before its first status."""
-    return name in (_LOCK_NAME, _QUARANTINE_NAME) or is_unfinished(name)
+def _is_foreign(path: Path) -> bool:
+    """Whether no trainer that ended before its first status can have left a file."""
+    return path.name not in (_LOCK_NAME, _QUARANTINE_NAME) and not is_unfinished(path.name)

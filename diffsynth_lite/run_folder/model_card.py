@@ -8,6 +8,7 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -85,7 +86,10 @@ def write_model_card(folder: Path, card: ModelCard) -> None:
     A card that somebody edited, or wrote, stays as it is, and so do its images.
     """
     path = folder / CARD
-    if path.exists() and not _is_ours(path):
+    is_ours = not path.exists()
+    with suppress(UserError):  # it is not a file that a run writes
+        is_ours = is_ours or is_as_written(read_run_file(path).decode(errors="replace"))
+    if not is_ours:
         logger.info("%s was edited; it and its images stay as they are.", path)
         return
     images = _images(card.samples)
@@ -94,13 +98,6 @@ def write_model_card(folder: Path, card: ModelCard) -> None:
         with replacing(folder / IMAGES / name) as temporary:
             shutil.copyfile(source, temporary)
     write_text(path, _rendered(card, set(images)))
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return is_as_written(read_run_file(path).decode(errors="replace"))
-    except UserError:
-        return False
 
 
 def is_as_written(text: str) -> bool:

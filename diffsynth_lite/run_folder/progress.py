@@ -109,8 +109,9 @@ class Throughput:
     def describe(self, result: StepResult, device: torch.device) -> str:
         """Loss, learning rate, speed, time left and peak memory as one line."""
         rate = result.learning_rate if result.learned_rate is None else result.learned_rate
+        loss = "nan" if self._loss is None else f"{self._loss:.4f}"
         return (
-            f"loss {_number(self._loss)} lr {rate:.2e} {self.samples_per_s:.3g} samples/s "
+            f"loss {loss} lr {rate:.2e} {self.samples_per_s:.3g} samples/s "
             f"left {_clock(self.seconds_left(result))} peak {peak_memory_gib(device):.2f} GiB"
         )
 
@@ -267,10 +268,6 @@ class StepReport:
 
 def _smooth(before: float | None, value: float) -> float:
     return value if before is None else _SMOOTHING * before + (1 - _SMOOTHING) * value
-
-
-def _number(value: float | None) -> str:
-    return "nan" if value is None else f"{value:.4f}"
 
 
 def _clock(seconds: float) -> str:
