@@ -27,10 +27,6 @@ _BOUNDS = {
 }
 _FIRST_KEYS = {"SourceSettings": "path", "LoraGroup": "match"}
 """What an entry of a list of sections begins with, for examples."""
-_PLANNED = frozenset(["memory.budget"])
-_AUTO_IS_PLANNED = frozenset(
-    ["train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload", "memory.policy"]
-)
 _MOST_LISTED = 10
 """Keys that a message lists; for a section with more it refers to the docs."""
 
@@ -91,8 +87,6 @@ def expectation(name: str, node: yaml.Node, schema: Schema) -> str:
     kind = value["type"]
     if meant := get_close_matches(node.value, [*value.get("enum", ()), *words_instead(schema)], n=1):
         return f"{words}; did you mean '{meant[0]}'?"
-    if node.value == "auto" and name in _AUTO_IS_PLANNED:
-        return f"auto is planned, not available yet; {words}"
     if node.style is not None and kind not in ("string", "array"):
         return f"{words}, without quotes"
     if node.value in NULLS and node.style is None and kind == "string":
@@ -129,8 +123,6 @@ def unknown_key(section: str, key: str, own: Collection[str], sections: Mapping[
     Args:
         section: its name, which may be that of an entry of a list, such as ``data.sources[0]``.
     """
-    if f"{section}.{key}" in _PLANNED:
-        return "planned, not available yet; remove it"
     of_list = key.partition("[")[0]
     if of_list != key and of_list in own:
         return f"an entry cannot be set by itself; set the whole list, as {section}.{of_list}=[...]"

@@ -138,6 +138,7 @@ _OTHERWISE = {
         ("enable_bucket", "aspect_ratio_bucketing"),
         "is not a setting here, as items keep their shape without data.width and data.height; remove it",
     ),
+    "budget": "is memory.device_gib here, with memory.auto: true",
     "max_pixels": "is data.resolutions here: the edge of a square of as many pixels",
     "validation_resolution": "is validation.width and validation.height here",
     "num_validation_images": "is not a setting here, as each of validation.prompts gives one preview",
@@ -186,7 +187,11 @@ _OTHERWISE = {
 _CHANGES_BASE = "{} changes the base's weights, so that its file is wrong on the model that others have"
 _NOT_READ = "neither diffusers nor this trainer can read a file of the kind {} back"
 _IN_8_BITS = "model.quantize: int8 keeps the base in 8 bits, also that of a model.transformer_file in fp8"
+_AUTO = {"auto": "memory.auto: true chooses it"}
 _NOT_HERE = {
+    "train.use_gradient_checkpointing": _AUTO,
+    "train.use_gradient_checkpointing_offload": _AUTO,
+    "memory.policy": _AUTO,
     "model.dtype": dict.fromkeys(("fp8", "fp8_e4m3fn", "float8", "float8_e4m3fn", "fp8_scaled"), _IN_8_BITS),
     "model.quantize": dict.fromkeys(("fp8", "fp8_e4m3fn", "float8", "qfloat8", "fp8_scaled"), _IN_8_BITS),
     "lora.kind": {
@@ -204,7 +209,7 @@ _NOT_HERE = {
         },
     },
 }
-"""Values that other trainers accept and we do not, and why."""
+"""Values that other trainers accept and we do not, or not there, and why."""
 
 
 def names_by_setting() -> dict[str, list[str]]:

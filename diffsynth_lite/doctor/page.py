@@ -1,8 +1,8 @@
 """This file writes the doctor's findings as one HTML page that needs nothing else: no network, no scripts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from PIL import Image
@@ -15,16 +15,6 @@ _THUMBNAIL_PX = 208
 _STRIP_PX = 4 * _THUMBNAIL_PX
 _STRIP_ASPECT = 2.5
 _GAP_PX = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _InlineImage:
-    """An image as text that is in the page, and its size there in pixels."""
-
-    kind: str
-    source: str
-    width: int
-    height: int
 
 
 def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None:
@@ -42,7 +32,7 @@ def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None
         inlined=_inlined,
         # Of the images of an item side by side; captions are broken there.
         width_of=lambda images: max(
-            _THUMBNAIL_PX, _GAP_PX * (len(images) - 1) + sum(image.width for image in images)
+            _THUMBNAIL_PX, _GAP_PX * (len(images) - 1) + sum(image["width"] for image in images)
         ),
         thumbnail_px=_THUMBNAIL_PX,
         title=title,
@@ -52,7 +42,7 @@ def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None
     path.write_text(redacted(text), encoding="utf-8")
 
 
-def _inlined(images: Mapping[str, Image.Image]) -> list[_InlineImage]:
+def _inlined(images: Mapping[str, Image.Image]) -> list[dict[str, Any]]:
     """Small JPEGs of the images of an item as data URLs; a strip of frames is wider."""
     inlined = []
     for kind, image in images.items():
@@ -60,6 +50,6 @@ def _inlined(images: Mapping[str, Image.Image]) -> list[_InlineImage]:
         is_strip = small.width > _STRIP_ASPECT * small.height
         small.thumbnail((_STRIP_PX if is_strip else _THUMBNAIL_PX, _THUMBNAIL_PX))
         inlined.append(
-            _InlineImage(kind=kind, source=jpeg_url(small), width=small.width, height=small.height)
+            {"kind": kind, "source": jpeg_url(small), "width": small.width, "height": small.height}
         )
     return inlined
