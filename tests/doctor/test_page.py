@@ -3,11 +3,11 @@
 import base64
 import io
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from browser import DESKTOP_PX, PHONE_PX, Browser
+from html_page import HtmlPage
 from PIL import Image
 
 from diffsynth_lite.core.noise.densities import LevelShares
@@ -23,24 +23,6 @@ from diffsynth_lite.doctor.findings import (
 from diffsynth_lite.doctor.page import write_page
 
 ATTACK = "<script>alert(1)</script> & \" ' {{ 7 * 7 }}"
-
-
-class _Page(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.images: list[dict[str, str | None]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.text += " "
-        if tag == "img":
-            self.images.append(dict(attributes))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def findings(**changes: object) -> Findings:
@@ -79,11 +61,11 @@ def findings(**changes: object) -> Findings:
     return Findings(**(values | changes))
 
 
-def page(tmp_path: Path, **changes: object) -> tuple[str, _Page]:
+def page(tmp_path: Path, **changes: object) -> tuple[str, HtmlPage]:
     path = tmp_path / "new" / "page.html"
     write_page(path, findings(**changes), title="flowers", lead="two images")
     text = path.read_text(encoding="utf-8")
-    return text, _Page(text)
+    return text, HtmlPage(text)
 
 
 def test_the_page_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:

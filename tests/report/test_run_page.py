@@ -4,11 +4,11 @@ import base64
 import hashlib
 import re
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from browser import DESKTOP_PX, PHONE_PX, Browser
+from html_page import HtmlPage
 from PIL import Image
 from run_folders import ATTACK, full_folder, of_chart, write_rows
 
@@ -25,44 +25,12 @@ FILES = (
 )
 
 
-class Page(HTMLParser):
-    """What a page consists of."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.places: list[str] = []
-        self.text = ""
-        self.scripts: list[str] = []
-        self.policy = ""
-        self._in: str | None = None
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attributes}
-        self.tags.append(tag)
-        self.text += " "
-        self.places += [given[name] for name in ("src", "href", "data-video", "poster") if name in given]
-        self._in = "data" if "type" in given else tag
-        if "http-equiv" in given:
-            self.policy = given["content"]
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in = None
-
-    def handle_data(self, data: str) -> None:
-        if self._in == "script":
-            self.scripts.append(data)
-        elif self._in not in ("style", "data"):
-            self.text += data
-
-
 def test_a_run_is_shown_with_all_that_it_left(tmp_path: Path) -> None:
     folder = RunFolder(full_folder(tmp_path / "mine"))
     folder.lora_folder.mkdir()
     (folder.lora_folder / "one #1.safetensors").write_bytes(b"\0" * 2048)
     text = write_report(folder.path).read_text()
-    page = Page(text)
+    page = HtmlPage(text)
     shown = re.sub(r"\s+", " ", page.text)
     for words in (
         *("Failed", "LoRA: one #1.safetensors 2.0 KiB", "Step 200 of 300", "no memory for a circle"),
@@ -86,8 +54,8 @@ def test_a_run_is_shown_with_all_that_it_left(tmp_path: Path) -> None:
 
 def test_what_others_wrote_is_text_and_no_script_but_ours_may_run(tmp_path: Path) -> None:
     folder = full_folder(tmp_path / "mine", text=ATTACK)
-    page = Page(write_report(folder).read_text())
-    harmless = Page(render([read_run(full_folder(tmp_path / "harmless"))]))
+    page = HtmlPage(write_report(folder).read_text())
+    harmless = HtmlPage(render([read_run(full_folder(tmp_path / "harmless"))]))
     assert page.tags == harmless.tags
     assert page.text.count(ATTACK) >= 8
     hashes = [
@@ -100,7 +68,7 @@ def test_what_others_wrote_is_text_and_no_script_but_ours_may_run(tmp_path: Path
 
 def test_nothing_is_fetched_from_elsewhere(tmp_path: Path) -> None:
     text = write_report(full_folder(tmp_path / "mine")).read_text()
-    places = Page(text).places
+    places = HtmlPage(text).places
     assert len(places) > 20
     assert [place for place in places if "//" in place and not place.startswith("data:")] == []
     # The one address is that of the chart library, in its first comment.
@@ -194,7 +162,7 @@ def test_a_page_holds_so_many_bytes_of_previews_and_links_to_the_others(
         *("previews/step-00001900-prompt-01-aa1.mp4", "previews/step-00000000-prompt-00-aa0.png"),
         *("previews/step-00000000-prompt-01-aa1.png", "previews/step-00000000-prompt-01-aa1.mp4"),
     ]
-    page = Page(render([read_run(folder)]))
+    page = HtmlPage(render([read_run(folder)]))
     assert "previews/step-00000900-prompt-00-aa0.png" in page.places
     assert "12 of 20 steps are shown" in page.text
 

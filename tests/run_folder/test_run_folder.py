@@ -43,26 +43,7 @@ def start_without_lock(folder: RunFolder) -> None:
     folder.write_status("running", exit_code=None, step=0, message="training")
 
 
-def test_the_layout_is_the_documented_one(folder: RunFolder) -> None:
-    layout = {
-        "config.yaml": folder.config_file,
-        "resolved.yaml": folder.resolved_file,
-        "status.json": folder.status_file,
-        "metrics.jsonl": folder.metrics_file,
-        "items.jsonl": folder.items_file,
-        "item_losses.jsonl": folder.item_losses_file,
-        "sample_losses.jsonl": folder.sample_losses_file,
-        "layers.jsonl": folder.layers_file,
-        "quarantine.jsonl": folder.quarantine_file,
-        "checkpoints": folder.checkpoints_folder,
-        "previews": folder.previews_folder,
-        "lora": folder.lora_folder,
-    }
-    assert {path.name for path in layout.values()} == set(layout)
-    assert all(path.parent == folder.path for path in layout.values())
-
-
-def test_the_status_says_how_the_run_stands_and_where_things_are(folder: RunFolder) -> None:
+def test_the_status_shows_the_state_of_the_run_and_where_its_files_are(folder: RunFolder) -> None:
     start(folder)
     folder.lora_folder.mkdir()
     folder.metrics_file.touch()
