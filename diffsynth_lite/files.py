@@ -90,6 +90,37 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file durably under a name that nobody has.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: it could not be written; there is no such file.
+    """
+    temporary = temporary_path(path)
+    try:
+        write_synced(temporary, content)
+        link_new(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def link_new(temporary: Path, path: Path) -> None:
+    """Give a file a name, in one step that a crash cannot cut in two where the disk has such a step.
+
+    Raises:
+        FileExistsError: the name is taken, whoever else wants it now.
+    """
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # FAT and some network disks have no second names; another reason comes again below.
+        path.open("xb").close()
+        temporary.replace(path)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a json file for people to read, or replace it, durably and with secrets masked.
 

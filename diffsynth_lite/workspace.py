@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import parse_json, write_json
+from diffsynth_lite.files import parse_json, replacing, write_json
 from diffsynth_lite.run_folder.folder import find_runs
 
 _FOLDERS = ("data", "configs", "runs", ".ui")
@@ -132,10 +132,12 @@ class Workspace:
     def token(self) -> str:
         """What the printed address carries; made once, so that pages stay valid when the server restarts."""
         file = self.path / ".ui" / "token"
-        if not file.exists():
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as opened:
-                opened.write(secrets.token_urlsafe(24))
+        # One without a text, as a full disk leaves it, would let in everybody.
+        if not file.exists() or not file.read_text().strip():
+            with replacing(file) as temporary:
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with os.fdopen(descriptor, "w") as opened:
+                    opened.write(secrets.token_urlsafe(24))
         return file.read_text().strip()
 
     def _added(self, kind: str) -> list[Path]:

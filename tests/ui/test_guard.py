@@ -162,6 +162,8 @@ def test_the_token_is_kept_and_is_the_persons_alone(tmp_path: Path) -> None:
     token = workspace.token()
     assert len(token) >= 32
     assert open_workspace(workspace.path).token() == token
+    (workspace.path / ".ui" / "token").write_text("")  # as a full disk leaves it
+    assert len(workspace.token()) >= 32
     assert stat.S_IMODE((workspace.path / ".ui" / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE((workspace.path / ".ui").stat().st_mode) == 0o700
 

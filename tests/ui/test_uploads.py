@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import stat
 import struct
 import zipfile
@@ -54,6 +55,9 @@ def names(screen: Screen) -> set[str]:
     ["a.png", "B.JPEG", "c.mp4", "a.txt", "a.1.caption", "metadata.jsonl", "sub/folder/a b.webp", "ü.gif"],
 )
 def test_what_a_run_reads_is_added(screen: Screen, folder: Path, name: str) -> None:
+    killed = folder / ".tmp-big.mp4-0123abcd"
+    killed.touch()
+    os.utime(killed, (0, 0))
     assert add(screen, name) == {"added": [name], "taken": [], "unread": []}
     assert (folder / name).read_bytes() == b"new"
     assert names(screen) == {"taken.png", name}

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import read_bytes, write_bytes
+from diffsynth_lite.files import read_bytes, write_bytes, write_new
 from diffsynth_lite.queue.adding import entries_of
 from diffsynth_lite.queue.entry import Entry
 from diffsynth_lite.queue.variants import names, variants
@@ -93,9 +93,7 @@ def _create(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         text = changed(_text(_source_file(workspace, given)), "output.dir", f"runs/{name}")
     else:
         text = _text_of_choices(workspace, given, name)
-    content = _encoded(text)
-    with path.open("xb") as file:
-        file.write(content)
+    write_new(path, _encoded(text))
     return {"go": f"/configs/{quote(name)}/"}
 
 

@@ -67,6 +67,7 @@ class Examination:
         words = ["doctor", "--config", f"configs/{self.config}.yaml", "--json"]
         words += ["--goal", goal] if goal else []
         facts = {"data_set": self.data_set, "prefix": prefix, "settings": settings, "marks": marks}
+        self._drop_started()  # One that a killed server has started, and not noted, keeps files of its own.
         with self._file("out").open("wb") as out, self._file("log").open("wb") as log:
             start_command(
                 words,

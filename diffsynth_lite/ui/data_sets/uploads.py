@@ -1,7 +1,6 @@
 """This file adds files that a browser sends to a data set, and never over one that is there."""
 
 import io
-import os
 import shutil
 import stat
 import zipfile
@@ -18,7 +17,7 @@ from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.data.records import VIDEO_SUFFIXES
 from diffsynth_lite.data.sources import METADATA_FILES
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import DISK_FULL, free_disk_bytes, temporary_path
+from diffsynth_lite.files import DISK_FULL, free_disk_bytes, is_abandoned, link_new, temporary_path
 
 MOST_BYTES = 8 << 30
 """Of a file that is sent, and of one in a zip."""
@@ -54,6 +53,8 @@ async def receive(
     """
     is_zip = name.lower().endswith(".zip")
     target = "upload.zip" if is_zip else _safe_name(name)
+    for left in filter(is_abandoned, folder.glob(".tmp-*")):  # by a server that was killed
+        left.unlink(missing_ok=True)
     _require_room(num_bytes, folder, name)  # A run may need the rest of the disk.
     with _temporary(folder / Path(target).name, name) as temporary:
         await _save(body, temporary, name)
@@ -200,25 +201,10 @@ def _place(temporary: Path, target: str, folder: Path) -> bool:
         raise UserError(f"{target}: is behind a link that leaves the folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _link(temporary, path)
+        link_new(temporary, path)
     except (FileExistsError, NotADirectoryError):
         return False
     return True
-
-
-def _link(temporary: Path, path: Path) -> None:
-    """Give a file its name, in one step that a crash cannot cut in two where the disk has such a step.
-
-    Raises:
-        FileExistsError: the name is taken, whoever else wants it now.
-    """
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError:  # FAT and some network disks have no second names; another reason comes again below.
-        path.open("xb").close()
-        temporary.replace(path)
 
 
 def _safe_name(name: str) -> str:
