@@ -5,18 +5,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from browser import PHONE_PX, Browser, Page
 from hub_server import REPOSITORY, Hub, serving
 from huggingface_hub import constants
 from processes import wait_for
 from run_folders import full_folder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from screens import INLINE, Screen, Started
+from screens import INLINE, Screen, Server, Started, server_process
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.pipelines import family_names, load_family
@@ -256,3 +258,31 @@ def test_a_command_outlives_the_server_is_started_once_and_can_be_stopped(
     assert act(screen, "stop", what="conversion").status_code == 200
     wait_for(lambda: not LatestCommand(screen.workspace, "convert", run).process)
     assert len(started.words) == 1
+
+
+@contextmanager
+def opened(browser: Browser, server: Server, *, dark: bool = False) -> Iterator[Page]:
+    """What Share holds, on a phone."""
+    address = f"{server.root}/runs/mine/?{server.address.partition('/?')[2]}"
+    with browser.page(address, width=PHONE_PX, dark=dark) as page:
+        page.wait_for("document.getElementById('share')")
+        page.click("#share > summary")
+        yield page
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_loses_no_conversion_and_a_failure_is_shown_in_the_words_of_the_command(
+    screen: Screen, run: Path, browser: Browser
+) -> None:
+    with server_process(screen.workspace.path) as server, opened(browser, server) as page:
+        page.press("button", "Convert for ComfyUI")
+        page.await_control("button", "Stop the conversion")
+        server.kill()
+    wait_for(lambda: not LatestCommand(screen.workspace, "convert", run).process)
+    with server_process(screen.workspace.path) as server, opened(browser, server, dark=True) as page:
+        page.await_control("link", "Download for ComfyUI")
+        page.fill("textbox", "Repository", "no-owner")
+        page.press("button", "Show what would be sent")
+        page.wait_for("document.getElementById('share').innerText.includes('not the name of a repository')")
+        assert page.value("textbox", "Repository") == "no-owner"
+        assert (page.nameless(), page.complaints, page.overflow_px()) == ([], [], 0)
