@@ -48,9 +48,7 @@ class Requests(Generic[_Kind]):
     answered and drops what waits; ``{"ask": "end"}`` ends the requests, too.
 
     Args:
-        kind: of the requests.
         lines: each a JSON object; read in a thread of its own.
-        answers: takes a line for each answer.
         idle_s: seconds without a request after which they end.
     """
 

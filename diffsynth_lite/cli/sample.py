@@ -24,7 +24,14 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import run_of
 from diffsynth_lite.run_folder.reading import require_run_file
-from diffsynth_lite.sampling.request import GivenLora, SampleRequest, find_lora, loras_by_step, require_new
+from diffsynth_lite.sampling.request import (
+    FILES,
+    GivenLora,
+    SampleRequest,
+    find_lora,
+    loras_by_step,
+    require_new,
+)
 from diffsynth_lite.serving import Requests, standard_lines
 
 logger = logging.getLogger(__name__)
@@ -202,17 +209,13 @@ def _settings(parsed: argparse.Namespace) -> dict[str, object]:
     prompts = parsed.prompt
     if prompts:
         settings["validation.prompts"] = _as_list(prompts)
-    for name, given in (
-        ("inputs", parsed.input),
-        ("last_frames", parsed.last_frame),
-        ("control", parsed.control),
-        ("inpaint_masks", parsed.mask),
-    ):
+    for name, setting in FILES.items():
+        given = getattr(parsed, name)
         # The config's images are for the config's prompts.
         if given or prompts:
             files = given or []
             is_for_all = len(files) == 1 and prompts
-            settings[f"validation.{name}"] = _as_list(files * len(prompts) if is_for_all else files)
+            settings[f"validation.{setting}"] = _as_list(files * len(prompts) if is_for_all else files)
     return settings
 
 

@@ -40,11 +40,6 @@ def entries_of(
 ) -> list[Entry]:
     """The entries of a config, one for each combination of the values that the settings list.
 
-    Args:
-        config: a file of the workspace, or a recipe.
-        settings: see :func:`~diffsynth_lite.queue.variants.variants`.
-        device: for ``CUDA_VISIBLE_DEVICES``; empty for whichever the run takes by itself.
-
     Raises:
         UserError: a config is wrong, leads out of the workspace, or has the folder of another run.
     """

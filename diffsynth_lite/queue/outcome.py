@@ -28,7 +28,6 @@ def ended(entry: Entry, workspace: Workspace, *, exit_code: int | None, log: Pat
 
     Args:
         exit_code: of its process; None where nobody knows it.
-        log: what the process printed.
         at: when, as far as that is known, in seconds since 1970.
     """
     run = RunFolder(entry.folder_in(workspace))

@@ -63,11 +63,7 @@ def variants(settings: Sequence[str]) -> list[Variant]:
 
 
 def names(base: str, several: Sequence[Variant]) -> list[str]:
-    """A name for each run, by what differs, such as ``mine-rank4-lr1e-4``.
-
-    Args:
-        base: the name of a single run.
-    """
+    """A name for each run, by what differs, such as ``mine-rank4-lr1e-4``."""
     found = ["-".join([base, *_parts(variant.differs)]) for variant in several]
     counts = Counter(name.casefold() for name in found)
     return [

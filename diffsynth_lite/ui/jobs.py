@@ -104,10 +104,6 @@ class Jobs:
     def start(self, arguments: Sequence[str], folder: Path, *, command: Command = "caption") -> None:
         """Start a command in a session of its own.
 
-        Args:
-            folder: of the data set, or of the run.
-            command: "caption", or "sample" for a grid of steps.
-
         Raises:
             UserError: it runs there already, something else has the device, or it cannot be started.
         """
@@ -203,8 +199,6 @@ def start_command(
 
     Args:
         noted_in: json file that gets ``facts``, and as ``process`` which one it is.
-        errors: takes what it logs; None is the log with its output.
-        variables: of its environment, in addition to those of this process.
         ended_in: json file that gets its exit code once it has ended, unless this process is gone by then.
     """
     command = [sys.executable, "-m", "diffsynth_lite.cli.main", *words]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from anyio import CapacityLimiter, to_thread
@@ -19,6 +20,7 @@ from starlette.routing import Route
 
 from diffsynth_lite.doctor.machine import ask_driver
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.report.page import FILTERS
 from diffsynth_lite.report.server import Answer
 from diffsynth_lite.workspace import Workspace
@@ -61,6 +63,18 @@ def workspace_of(request: Request) -> Workspace:
     """The workspace that the server shows."""
     workspace: Workspace = request.app.state.workspace
     return workspace
+
+
+def run_folder(request: Request) -> Path:
+    """Folder of the run that an address names.
+
+    Raises:
+        HTTPException: there is no such run (404).
+    """
+    card: RunCard | None = request.app.state.run_pages.card(request.path_params["name"])
+    if card is None:
+        raise HTTPException(404)
+    return card.folder
 
 
 def page(request: Request, template: str, *, is_edited: bool = False, **values: Any) -> Response:

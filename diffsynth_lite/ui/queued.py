@@ -47,11 +47,7 @@ class QueuedRuns:
         return self._runs.get(self.resolve(folder))
 
     def word(self, folder: Path, state: str) -> str:
-        """A run's state in a word: that of its entry where that has not come to its folder.
-
-        Args:
-            state: by its folder.
-        """
+        """A run's state in a word: that of its entry where that has not come to its folder."""
         run = self.of(folder)
         if run is None or run.entry is None:
             return state
@@ -112,11 +108,7 @@ class QueuedRuns:
             self.queue.remove(run.id)
 
     def ask(self, folder: Path, what: str) -> None:
-        """Ask a run to stop, to save, or to generate previews; asking twice is asking once.
-
-        Args:
-            what: a key of ``REQUESTS``.
-        """
+        """Ask a run to stop, to save, or to generate previews; asking twice is asking once."""
         run = self.of(folder)
         if is_running(folder):
             _put(folder / REQUESTS[what])

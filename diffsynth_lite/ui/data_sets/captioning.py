@@ -49,8 +49,6 @@ class Captioning:
     """The captions that a model writes for a data set.
 
     Args:
-        folder: of the data set.
-        status: of the latest command.
         job: the latest process that the screen started.
         state: "none", "starting", "did not start", "killed", or that of the status.
         log: the last lines of a process that did not start.

@@ -127,11 +127,7 @@ class DataSetEditor:
 
     @contextmanager
     def replaced_by_model(self, captions: Mapping[str, str]) -> Iterator[None]:
-        """Scope that starts a command which writes over captions; they are kept if it starts.
-
-        Args:
-            captions: by item.
-        """
+        """Scope that starts a command which writes over captions; they are kept if it starts."""
         kept = [CaptionChange(file=file, before=caption, after=None) for file, caption in captions.items()]
         path = self._remember(_Kept(captions=kept)) if kept else None
         try:

@@ -40,12 +40,7 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_M
 
 @dataclass(frozen=True)
 class Examination:
-    """What the doctor finds in one data set as one config sees it.
-
-    Args:
-        data_set: its name in the workspace.
-        config: name of the config.
-    """
+    """What the doctor finds in one data set as one config sees it."""
 
     data_set: str
     config: str
@@ -86,11 +81,7 @@ class Examination:
             self._drop_started()
 
     def as_json(self, *, settings: str) -> dict[str, Any]:
-        """What is known now: ``state`` is "none", "running", "failed" with its ``log``, or "done".
-
-        Args:
-            settings: as at ``start``.
-        """
+        """What is known now: ``state`` is "none", "running", "failed" with its ``log``, or "done"."""
         state, started = "done", _read(self._file("started.json"))
         if started is not None:
             state = "running" if lives_here(started["process"]) else self._take(started)
@@ -158,7 +149,6 @@ def remedies(
     """The commands that mend what can be mended by one, by kinds of remarks.
 
     Args:
-        kinds: those of :func:`findings_of`.
         latest: arguments by which a model wrote captions there; without any, the model is the suggested one.
     """
     path, commands = shown_path(folder, workspace), {}

@@ -31,7 +31,7 @@ from diffsynth_lite.run_folder.loras import (
 )
 from diffsynth_lite.ui.data_sets.captioning import shown_path
 from diffsynth_lite.ui.jobs import interrupt, lives_here, start_command
-from diffsynth_lite.ui.pages import change_route, workspace_of
+from diffsynth_lite.ui.pages import change_route, run_folder, workspace_of
 from diffsynth_lite.ui.runs.downloads import name_of_converted
 from diffsynth_lite.workspace import Workspace, folder_here
 
@@ -268,10 +268,7 @@ def shown(words: Sequence[str]) -> str:
 
 def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     name: str = request.path_params["name"]
-    card = request.app.state.run_pages.card(name)
-    if card is None:
-        raise HTTPException(404)
-    share = RunShare(workspace_of(request), name, card.folder)
+    share = RunShare(workspace_of(request), name, run_folder(request))
     actions = {
         "convert": share.convert,
         "copy": share.copy,

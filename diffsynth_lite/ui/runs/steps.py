@@ -13,7 +13,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import choose, chosen_copy, lora_copies
 from diffsynth_lite.ui.jobs import Jobs
-from diffsynth_lite.ui.pages import change_route, workspace_of
+from diffsynth_lite.ui.pages import change_route, run_folder, workspace_of
 from diffsynth_lite.workspace import Workspace
 
 
@@ -28,11 +28,7 @@ def routes() -> list[Route]:
 
 
 class RunSteps:
-    """The LoRAs of a run by step, and the latest process that generates their grid.
-
-    Args:
-        name: of the run in the workspace.
-    """
+    """The LoRAs of a run by step, and the latest process that generates their grid."""
 
     def __init__(self, workspace: Workspace, name: str, folder: Path) -> None:
         self._workspace, self._name, self._run = workspace, name, RunFolder(folder)
@@ -41,11 +37,7 @@ class RunSteps:
     @classmethod
     def of(cls, request: Request) -> "RunSteps":
         """Those of the run that a request names."""
-        name: str = request.path_params["name"]
-        card = request.app.state.run_pages.card(name)
-        if card is None:
-            raise HTTPException(404)
-        return cls(workspace_of(request), name, card.folder)
+        return cls(workspace_of(request), request.path_params["name"], run_folder(request))
 
     @property
     def grid(self) -> Path | None:

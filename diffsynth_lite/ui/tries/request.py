@@ -16,16 +16,12 @@ from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import CHOSEN, SUFFIX, chosen_copy, exports_of, lora_copies
 from diffsynth_lite.run_folder.reading import require_run_file
+from diffsynth_lite.sampling.request import FILES
 from diffsynth_lite.ui.data_sets.captioning import shown_path
 from diffsynth_lite.workspace import Workspace
 
-FILES = {
-    "input": ("Input image", "inputs"),
-    "last_frame": ("Last frame", "last_frames"),
-    "control": ("Control", "control"),
-    "mask": ("Mask", "inpaint_masks"),
-}
-"""Files that a family may need, with their words and their settings."""
+FILE_WORDS = {"input": "Input image", "last_frame": "Last frame", "control": "Control", "mask": "Mask"}
+"""What files that a family may need are called, by their arguments."""
 _WORDS = {"last": "Latest", "best": "Best", "ema": "Averaged"}
 _SIZE = re.compile(r"(\d{1,5})\s*x\s*(\d{1,5})")
 _LONGEST_TEXT = 10_000
@@ -117,7 +113,7 @@ def command(request: Mapping[str, Any], config: Config) -> str:
         elif key == "scale":
             words += ["--scale", ",".join(map(_written, value))]
         elif key == "prompt" and value[0].startswith("@"):  # which would be the name of a file
-            emptied = [setting for _, setting in FILES.values() if getattr(config.validation, setting)]
+            emptied = [setting for setting in FILES.values() if getattr(config.validation, setting)]
             words += [
                 f"validation.prompts={json.dumps(value, ensure_ascii=False)}",
                 *(f"validation.{one}=[]" for one in emptied),
@@ -161,7 +157,7 @@ def _file(kind: str, given: Any, workspace: Workspace) -> list[str] | None:
     """Path of a file that is given as ``DATA SET/FILE``; None without one."""
     if not given:
         return None
-    words, _ = FILES[kind]
+    words = FILE_WORDS[kind]
     data_set, _, file = str(given).partition("/")
     folder = workspace.data_sets.get(data_set)
     if folder is None or usable_file(folder, file) is None:

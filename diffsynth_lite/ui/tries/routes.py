@@ -1,7 +1,6 @@
 """This file shows the page on which the LoRA of a run is tried, and has its requests generated."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -12,8 +11,9 @@ from starlette.routing import Route
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.report.server import RunPages
-from diffsynth_lite.ui.pages import answer, change_route, page, workspace_of
-from diffsynth_lite.ui.tries.request import FILES, command, config_of, loras_of, partners, request_of
+from diffsynth_lite.sampling.request import FILES
+from diffsynth_lite.ui.pages import answer, change_route, page, run_folder, workspace_of
+from diffsynth_lite.ui.tries.request import FILE_WORDS, command, config_of, loras_of, partners, request_of
 from diffsynth_lite.ui.tries.results import result_file, results_of
 from diffsynth_lite.ui.tries.studio import IDLE_MINUTES, Studio
 
@@ -36,16 +36,8 @@ def studio_of(request: Request) -> Studio:
     return studio
 
 
-def _folder(request: Request) -> Path:
-    pages: RunPages = request.app.state.run_pages
-    card = pages.card(request.path_params["name"])
-    if card is None:
-        raise HTTPException(404)
-    return card.folder
-
-
 def _show(request: Request) -> Response:
-    name, folder = request.path_params["name"], _folder(request)
+    name, folder = request.path_params["name"], run_folder(request)
     pages: RunPages = request.app.state.run_pages
     config, refusal = None, ""
     try:
@@ -62,8 +54,8 @@ def _show(request: Request) -> Response:
         loras=loras_of(folder),
         partners=partners(name, pages.cards())[:_LONGEST_LIST],
         data_sets=list(workspace_of(request).data_sets),
-        files={kind: words for kind, (words, _) in FILES.items()},
-        needs_files=validation and any(getattr(validation, setting) for _, setting in FILES.values()),
+        files=FILE_WORDS,
+        needs_files=validation and any(getattr(validation, setting) for setting in FILES.values()),
         validation=validation,
         size=validation and f"{validation.width or width}x{validation.height or height}",
         refusal=redacted(refusal),
@@ -73,7 +65,7 @@ def _show(request: Request) -> Response:
 
 
 def _shown(request: Request) -> dict[str, Any]:
-    folder = _folder(request)
+    folder = run_folder(request)
     return {**studio_of(request).state(folder), "results": results_of(folder)}
 
 
@@ -82,7 +74,7 @@ def _state(request: Request) -> Response:
 
 
 def _file(request: Request) -> Response:
-    found = result_file(_folder(request), request.path_params["number"], request.path_params["file"])
+    found = result_file(run_folder(request), request.path_params["number"], request.path_params["file"])
     if found is None:
         raise HTTPException(404)
     return FileResponse(found)
@@ -93,7 +85,7 @@ def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:
 
     "command" only returns the command, "generate" has it done, and "cancel" ends that.
     """
-    folder, do = _folder(request), given.get("do")
+    folder, do = run_folder(request), given.get("do")
     if do == "cancel":
         studio_of(request).cancel()
         return {}

@@ -27,7 +27,6 @@ class Studio:
     It ends with this program, as its stdin is closed then, and where nothing is asked for long.
 
     Args:
-        workspace: its working folder.
         holders: returns the names of what uses the device of this machine now.
         command: that serves requests.
         watch_s: between two looks at what uses the device, while there is a process.
@@ -57,7 +56,6 @@ class Studio:
         Next to what uses the device it generates only where the estimated memory is free.
 
         Args:
-            run: folder whose base model is loaded.
             request: the arguments of ``sample`` by their names.
         """
         with self._lock:
