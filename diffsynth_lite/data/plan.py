@@ -34,7 +34,8 @@ class PlanRules:
     Attributes:
         fps: frames per second that clips are resampled to; None keeps each file's own.
         background: colour that transparent images are laid over.
-        input_size: width and height that an input image of some width and height is encoded at.
+        input_size: width and height that an input image of some width and height is encoded at, where there
+            are so many.
         check_caption: raises UserError for a caption that the model does not take, naming where it is.
         max_inputs: input images that a record may have; None allows any number.
         audio: format of the audio that is trained on with clips; None where there is none.
@@ -47,7 +48,7 @@ class PlanRules:
     clips_per_video: int = 1
     fps: float | None = None
     background: str = "white"
-    input_size: Callable[[int, int], Size] = lambda width, height: (width, height)
+    input_size: Callable[[int, int, int], Size] = lambda width, height, _: (width, height)
     check_caption: Callable[[str, str], None] = lambda text, where: None
     max_inputs: int | None = None
     audio: AudioFormat | None = None
@@ -171,7 +172,7 @@ def _input_sizes(record: Record, index: MediaIndex, rules: PlanRules) -> tuple[S
     for path in record.inputs:
         facts = index.facts(path)
         try:
-            sizes.append(rules.input_size(facts.width, facts.height))
+            sizes.append(rules.input_size(facts.width, facts.height, count))
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     return tuple(sizes)

@@ -320,7 +320,7 @@ class Flux2(EditInputs, DiffusersFamily):
     }
     default_target_modules = target_sets["all"]
 
-    def input_size(self, width: int, height: int) -> tuple[int, int]:
+    def input_size(self, width: int, height: int, num_inputs: int = 1) -> tuple[int, int]:
         short, long = sorted((width, height))
         if short < _SHORTEST_SIDE or long > _LONGEST_RATIO * short:
             raise UserError(

@@ -67,7 +67,7 @@ class FluxKontext(EditInputs, flux.Flux):
         """1."""
         return 1
 
-    def input_size(self, width: int, height: int) -> tuple[int, int]:
+    def input_size(self, width: int, height: int, num_inputs: int = 1) -> tuple[int, int]:
         rounded_width, rounded_height = (side // self.size_divisor for side in (width, height))
         if not rounded_width or not rounded_height:
             raise UserError(f"{width}x{height} pixels are too narrow for an input image of this family")

@@ -89,7 +89,7 @@ def model_fn_krea2(
 
 _README = "krea-ai/krea-2, README.md"
 _PIPELINE = "docstring of the pipeline in diffusers"
-_TEXT_ENCODER = ReleaseComponent(
+QWEN3_VL_4B = ReleaseComponent(
     "Qwen3VLModel",
     {
         "text_config": {"model_type": "qwen3_vl_text", **encoder_sizes(2560, 9728, 32, 36, 8, 151936, 128)},
@@ -123,7 +123,7 @@ _RAW = Release(
             source="SceneWorks/inference, crates/media/candle-gen/candle-gen-krea/src/config.rs, which has "
             "the file of Turbo and says that Raw shares it: the defaults of the class",
         ),
-        "text_encoder": _TEXT_ENCODER,
+        "text_encoder": QWEN3_VL_4B,
         "vae": QWEN_VAE,
     },
     scheduler=ReleaseComponent(

@@ -258,22 +258,6 @@ class QwenImage21(DiffusersFamily):
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         return super().encode_pixels(vae, pad(pixels, (0, 0, 0, 0, 0, 1), value=1.0))  # opaque
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        lengths = [len(sample["prompt_embeds"]) for sample in conditioning]
-        velocities: dict[int, torch.Tensor] = {}
-        for length in dict.fromkeys(lengths):
-            places = [place for place, other in enumerate(lengths) if other == length]
-            chosen = [conditioning[place] for place in places]
-            velocity_bcfhw = super().predict(transformer, noisy_latents[places], sigma[places], chosen)
-            velocities |= zip(places, velocity_bcfhw, strict=True)
-        return torch.stack([velocities[place] for place in range(len(lengths))])
-
 
 class _Texts:
     """What ``Qwen3VLProcessor`` does of texts only, without torchvision, which that class needs."""
@@ -337,6 +321,12 @@ class _Pipeline(QwenImage21Pipeline):  # type: ignore[misc]  # diffusers' class 
         super().__init__(scheduler, vae, text_encoder, processor or _NoTexts(), transformer, sample_sigmas)
 
 
+def tiny_processor(tokenizer: Any) -> LlavaProcessor:
+    """A processor that does with texts what ``Qwen3VLProcessor`` does, without torchvision."""
+    images = CLIPImageProcessorPil()
+    return LlavaProcessor(images, tokenizer, chat_template=tokenizer.chat_template, image_token=IMAGE_TOKEN)
+
+
 def tiny() -> QwenImage21Pipeline:
     """A random, complete and small pipeline of the real classes, built offline in a second.
 
@@ -358,11 +348,6 @@ def tiny() -> QwenImage21Pipeline:
         scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_IMAGE_BASE.scheduler.config),
         vae=tiny_qwen21_vae(),
         text_encoder=text_encoder,
-        processor=LlavaProcessor(
-            CLIPImageProcessorPil(),
-            tokenizer,
-            chat_template=tokenizer.chat_template,
-            image_token=IMAGE_TOKEN,
-        ),
+        processor=tiny_processor(tokenizer),
         transformer=transformer,
     )

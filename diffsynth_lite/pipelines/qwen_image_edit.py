@@ -94,7 +94,7 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
     def prompt_tokens_of_an_input(self) -> int:
         return (edit_plus.CONDITION_IMAGE_SIZE if self._takes_several else _EDIT_AREA) // _TOKEN_AREA
 
-    def input_size(self, width: int, height: int) -> tuple[int, int]:
+    def input_size(self, width: int, height: int, num_inputs: int = 1) -> tuple[int, int]:
         # Whatever its size, an input image is brought to one area.
         size = _size(width / height, edit_plus.VAE_IMAGE_SIZE if self._takes_several else _EDIT_AREA)
         if not all(size):

@@ -108,10 +108,12 @@ def tiny_qwen3_vl(tokenizer: Qwen2Tokenizer, *, num_layers: int = 2, seed: int =
         return Qwen3VLModel(_qwen3_vl_config(tokenizer, num_layers)).eval()
 
 
-def tiny_qwen3_vl_lm(tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> Qwen3VLForConditionalGeneration:
-    """The same with its head: the text encoder of the Qwen-Image 2.1 pipelines."""
+def tiny_qwen3_vl_lm(
+    tokenizer: Qwen2Tokenizer, *, num_layers: int = 2, seed: int = 0
+) -> Qwen3VLForConditionalGeneration:
+    """The same with its head: the text encoder of the Qwen-Image 2.1 and FLUX.3 pipelines."""
     with seeded(seed):
-        return Qwen3VLForConditionalGeneration(_qwen3_vl_config(tokenizer, num_layers=2)).eval()
+        return Qwen3VLForConditionalGeneration(_qwen3_vl_config(tokenizer, num_layers)).eval()
 
 
 def _qwen3_vl_config(tokenizer: Qwen2Tokenizer, num_layers: int) -> Qwen3VLConfig:

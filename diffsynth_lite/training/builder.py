@@ -326,7 +326,7 @@ def _build_previews(
         writes=writes,
         requests=encoded.previews,
         model=model_name(family, config.validation.model_path or config.model.path),
-        sampler=family.folder.component_config("scheduler")["_class_name"],
+        sampler=family.sampler,
         vae_dtype=getattr(torch, config.model.vae_dtype),
     )
 

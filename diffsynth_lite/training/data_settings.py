@@ -38,6 +38,7 @@ def _learns_audio(family: ModelFamily) -> TypeGuard[WithAudio]:
 def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
     """The part of each training record that is trained on; the family decides settings that are not given."""
     data = config.data
+    family.check_trained()
     _require_colour(data.background)
     for size in data.given_sizes:
         family.check_size(*size, keys="data.sizes" if data.sizes else "data.width, data.height")

@@ -16,8 +16,9 @@ PIPELINES = REPOSITORY / "diffsynth_lite" / "pipelines"
 
 def test_there_are_recipes():
     names = (
-        "anima_lora chroma_lora cogvideox15_lora cogvideox_lora ernie_image_lora flux2_klein_distilled_lora "
-        "flux2_klein_edit_lora flux2_klein_lora flux2_lora flux_fill_lora flux_kontext_lora flux_lora "
+        "anima_lora chroma_lora cogvideox15_lora cogvideox_lora ernie_image_lora "
+        "flux2_klein_distilled_lora flux2_klein_edit_lora flux2_klein_lora flux2_lora "
+        "flux3_klein_edit_lora flux3_klein_lora flux_fill_lora flux_kontext_lora flux_lora "
         "flux_schnell_lora hunyuan_video_15_lora hunyuan_video_lora ideogram4_lora krea2_lora ltx2_lora "
         "ltx_video_0_9_5_lora ltx_video_lora qwen_image_21_lora qwen_image_edit_lora qwen_lora quickstart "
         "sana_lora sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora video_quickstart "
@@ -111,6 +112,8 @@ SETTINGS = {
     "qwen_image_edit_lora": EDITS | {"model.family": "qwen_image_edit"},
     "flux_kontext_lora": EDITS | {"model.family": "flux_kontext"},
     "flux2_klein_edit_lora": EDITS | {"model.family": "flux2"},
+    "flux3_klein_lora": SQUARES | MIXED | {"model.family": "flux3", "train.micro_batch_size": 1},
+    "flux3_klein_edit_lora": EDITS | {"model.family": "flux3"},
     "flux_fill_lora": {"data.random_masks": 4, "validation.guidance_scale": 30},
     "flux_lora": SQUARES | BFLOAT16 | {"model.family": "flux"},
     "chroma_lora": SQUARES | BFLOAT16 | {"model.family": "chroma"},

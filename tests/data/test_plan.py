@@ -366,7 +366,7 @@ def test_items_that_start_from_images_of_other_sizes_are_of_other_buckets(index,
 
     wide_size, tall_size = (32, 8), (8, 16)
     assert inputs() == [(wide_size,), (tall_size,), (wide_size, tall_size), (tall_size, wide_size)]
-    one_size = inputs(input_size=lambda width, height: (width * height, 1))
+    one_size = inputs(input_size=lambda width, height, _: (width * height, 1))
     assert one_size == [((256, 1),), ((128, 1),), ((256, 1), (128, 1)), ((128, 1), (256, 1))]
     both_resolutions = plan_of(records[:1], index, resolutions=(8, 4)).items
     assert [(item.bucket.width, item.bucket.inputs) for item in both_resolutions] == [
@@ -398,7 +398,7 @@ def test_a_caption_that_the_model_does_not_take_is_a_bad_item(index, write_image
 
 
 def test_an_input_image_that_cannot_be_encoded_is_a_bad_item(index, write_image):
-    def refuse(width, height):
+    def refuse(width, height, _):
         raise UserError(f"{width}x{height} is too narrow")
 
     narrow = write_image("one.png", size=(32, 8))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import diffusers
+from diffusers.modular_pipelines.flux3.before_denoise import Flux3PrepareLatentsStep, Flux3SetTimestepsStep
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import VAE_IMAGE_SIZE
 
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
@@ -60,6 +61,7 @@ _LATENT = 8
 """Pixels to a place of the latents."""
 _WAN = _called("WanPipeline")
 _KREA2 = assemble(diffusers.Krea2Pipeline).config
+_FLUX3 = Flux3SetTimestepsStep()
 _LAYERED = diffusers.QwenImageLayeredPipeline.__call__
 
 IMPORTED: Sequence[Row] = (
@@ -71,6 +73,21 @@ IMPORTED: Sequence[Row] = (
     ("FLUX.1 * / size", _own_size("FluxPipeline")),
     ("FLUX.2 dev / size", _own_size("Flux2Pipeline")),
     ("FLUX.2 klein* / size", _own_size("Flux2KleinPipeline")),
+    (
+        "FLUX.3 * / size",
+        size(
+            _default(Flux3PrepareLatentsStep, "default_width"),
+            _default(Flux3PrepareLatentsStep, "default_height"),
+        ),
+    ),
+    (
+        "FLUX.3 Image Klein / transformer",
+        {
+            "flow_map": "`flow_map=True`, the step-distilled"
+            in (diffusers.Flux3Transformer2DModel.__doc__ or "")
+        },
+    ),
+    ("FLUX.3 * / scheduler", {"shift": _FLUX3.shift}),
     ("ERNIE-Image* / size", _called("ErnieImagePipeline")),
     ("HunyuanVideo / size", _called("HunyuanVideoPipeline")),
     (

@@ -9,6 +9,7 @@ import torch
 from diffusers import DiffusionPipeline, ModularPipeline
 from diffusers.modular_pipelines.anima.before_denoise import AnimaTextConditioningStep
 from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
+from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep
 from PIL import Image
 
 from diffsynth_lite.pipelines import PreviewRequest
@@ -27,7 +28,9 @@ def generated_by(pipeline: Any, request: PreviewRequest, **own: Any) -> list[byt
     return bytes_of(output.frames[0] if hasattr(output, "frames") else output.images)
 
 
-_READ = AnimaTextEncoderStep.__call__
+READING_STEPS = {"AnimaModularPipeline": AnimaTextEncoderStep, "Flux3ModularPipeline": Flux3TextEncoderStep}
+"""By a modular pipeline, the block that reads prompts."""
+_READ = {name: step.__call__ for name, step in READING_STEPS.items()}
 
 
 def read_pipeline(folder: Path) -> Any:
@@ -48,10 +51,14 @@ def called_as_others(pipeline: Any) -> Any:
     if not isinstance(pipeline, ModularPipeline):
         return pipeline
 
+    name = type(pipeline).__name__
+    reader = READING_STEPS[name]
+    pipeline._blocks.sub_blocks.pop("prompt_upsampler", None)  # prompts as they are given
+
     class Called(type(pipeline)):  # type: ignore[misc]
         def encode_prompt(self, step: Any, state: Any) -> Any:
-            _READ(step, self, state)
-            return AnimaTextConditioningStep()(self, state)
+            read = _READ[name](step, self, state)
+            return AnimaTextConditioningStep()(self, state) if reader is AnimaTextEncoderStep else read
 
         def __call__(
             self,
@@ -64,16 +71,18 @@ def called_as_others(pipeline: Any) -> Any:
             num_inference_steps: int,
             generator: torch.Generator,
             output_type: str = "pil",
+            image: Any = None,
         ) -> Any:
             self.guider = self.guider.new(guidance_scale=guidance_scale, enabled=guidance_scale > 1)
             given = {"width": width, "height": height, "generator": generator, "output_type": output_type}
             given |= {"negative_prompt": negative_prompt, "num_inference_steps": num_inference_steps}
+            given |= {} if image is None else {"image": image}
             with pytest.MonkeyPatch.context() as patch, without_torchvision():
                 if "encode_prompt" in vars(self):
                     call = lambda step, _, state: self.encode_prompt(step, state)  # noqa: E731
-                    patch.setattr(AnimaTextEncoderStep, "__call__", call)
+                    patch.setattr(reader, "__call__", call)
                 return super().__call__(prompt=prompt, **given)
 
-    Called.__name__ = type(pipeline).__name__
+    Called.__name__ = name
     pipeline.__class__ = Called
     return pipeline

@@ -302,6 +302,25 @@ ff\.net\.2                                    mlp.layer2
 ^time_embed\.norm                             t_embedding_norm
 ^patch_embed\.proj                            x_embedder.proj.1
 """,
+    "Flux3Transformer2DModel": r"""
+^timestep_embedder\.linear_1                  time_in.in_layer
+^timestep_embedder\.linear_2                  time_in.out_layer
+^target_timestep_embedder\.linear_1           ref_time_in.in_layer
+^target_timestep_embedder\.linear_2           ref_time_in.out_layer
+^proj_out                                     final_layer.image.linear
+^norm_out\.linear                             final_layer.image.adaLN_modulation.1
+^x_embedders                                  emb_in
+^context_embedder                             txt_in
+^mode_blocks                                  content_mode_blocks
+^single_transformer_blocks                    single_blocks
+^(.*_stream_modulations\.\w+)\.linear         \1.lin
+attn\.to_([qkv])                              \1_proj
+attn\.to_out\.0                               attn_out
+attn\.norm_q\.weight                          norm.query_norm.scale
+attn\.norm_k\.weight                          norm.key_norm.scale
+ff\.linear_in                                 mlp_in
+ff\.linear_out                                mlp_out
+""",
     "AuraFlowTransformer2DModel": r"""
 ^pos_embed\.pos_embed                         positional_encoding
 ^pos_embed\.proj                              init_x_linear
@@ -335,6 +354,7 @@ _SWAPPED = {
     "HunyuanVideo15Transformer3DModel": r"final_layer\.adaLN_modulation\.1",
     "FluxTransformer2DModel": r"final_layer\.adaLN_modulation\.1",
     "Flux2Transformer2DModel": r"final_layer\.adaLN_modulation\.1",
+    "Flux3Transformer2DModel": r"final_layer\.image\.adaLN_modulation\.1",
     "AuraFlowTransformer2DModel": r"modF\.1",
     # The last block of a small one is the second.
     "SD3Transformer2DModel": r"(final_layer|joint_blocks\.1\.context_block)\.adaLN_modulation\.1",

@@ -309,12 +309,12 @@ READ: Mapping[str, Sequence[Row]] = {
     ),
     f"{MUSUBI}krea2/krea2_encoder.py": (
         (
-            "Krea 2* / text_encoder",
+            ("Krea 2* / text_encoder", "FLUX.3 * / text_encoder"),
             _qwen3_vl(
                 *(2560, 9728, 32, 36, 8, 151936, 128), layers=(5, 11, 17), depth=24, width=1024, inner=4096
             ),
         ),
-        ("Krea 2* / text_encoder", {"tie_word_embeddings": True}),
+        (("Krea 2* / text_encoder", "FLUX.3 * / text_encoder"), {"tie_word_embeddings": True}),
     ),
     f"{MUSUBI}qwen_image/qwen_image_utils.py": (
         ("HunyuanVideo 1.5* / text_encoder", _language(*_QWEN25_VL_7B)),

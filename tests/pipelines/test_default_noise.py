@@ -122,6 +122,7 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
         of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
         of("logit_normal", flux_line),  # musubi-tuner, flux2_shift
     ),
+    "flux3": (of("uniform", 6.93),),  # the sampler's own; what other trainers take was not found
     "hunyuan_video": (
         of("logit_normal", 1),  # diffusion-pipe
         of("logit_normal", 7),  # musubi-tuner, docs/hunyuan_video.md

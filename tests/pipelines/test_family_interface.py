@@ -328,6 +328,7 @@ def test_a_component_of_another_class_is_named_with_the_class_wanted(sample: Sam
     family.check_folder()
 
 
+@pytest.mark.families(lambda name, _: name != "flux3")  # its sampler is a part of its pipeline
 def test_a_sampler_of_another_kind_of_noise_is_refused(sample: Sample, tmp_path: Path) -> None:
     family = copied(sample, tmp_path)
     trains_diffusion = isinstance(family.noise_path, DiffusionPath)

@@ -41,6 +41,7 @@ KINDS = {
     "ErnieImageTransformer2DModel": ("an ERNIE-Image", "an ERNIE-Image"),
     "FluxTransformer2DModel": ("a FLUX.1", "flux-"),
     "Flux2Transformer2DModel": ("a FLUX.2", "flux-2-dev"),
+    "Flux3Transformer2DModel": ("a FLUX.3", "flux-3-image"),
     "Ideogram4Transformer2DModel": ("an Ideogram 4", ""),
     "Krea2Transformer2DModel": ("a Krea 2", "krea2"),
     "HunyuanVideoTransformer3DModel": ("a HunyuanVideo", "hunyuan-video"),

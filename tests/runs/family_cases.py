@@ -95,7 +95,7 @@ OF_A_START = (("first_frame_latents", 16), ("loss_mask", 1))
 OF_A_DRAWN_START = (("first_frame_latents", 128), ("first_frame_std", 128), ("loss_mask", 1))
 
 CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
-    ("flux2", "edit"): OF_A_REFERENCE,
+    **dict.fromkeys((("flux2", "edit"), ("flux3", "edit")), OF_A_REFERENCE),
     ("ltx2", "image_to_video"): OF_A_START,
     ("ltx_video", "image_to_video"): OF_A_DRAWN_START,
 }

@@ -229,6 +229,24 @@ class DiffusersFamily(DiffusersComponents):
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
     ) -> torch.Tensor:
+        if not self.splits_batches:
+            return self._predicted(transformer, noisy_latents, sigma, conditioning)
+        lengths = [len(sample["prompt_embeds"]) for sample in conditioning]
+        predicted: dict[int, torch.Tensor] = {}
+        for length in dict.fromkeys(lengths):
+            places = [place for place, other in enumerate(lengths) if other == length]
+            chosen = [conditioning[place] for place in places]
+            of_length = self._predicted(transformer, noisy_latents[places], sigma[places], chosen)
+            predicted |= zip(places, of_length, strict=True)
+        return torch.stack([predicted[place] for place in range(len(lengths))])
+
+    def _predicted(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
         like = self.input_like(transformer)
         latents, timestep = self.noisy_inputs(noisy_latents, sigma, conditioning, like)
         predicted: torch.Tensor = type(self).model_fn(

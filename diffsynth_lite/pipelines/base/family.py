@@ -58,7 +58,7 @@ class ModelFamily(ABC):
             or a video.
         sequence_split: how context parallelism splits its model; None where it cannot.
         default_num_layers: of a preview unless the user or the data set it; 0 in families without layers.
-        splits_batches: whether ``predict`` runs the model several times for some batches.
+        splits_batches: whether ``predict`` runs the model once for each length of prompts in a batch.
         is_counted_by_few_blocks: whether the memory of all blocks can be estimated from a few, each called
             with the output of the last one.
         quantization: of the blocks of the trained models, by names within each; None is none. A run sets it.
@@ -247,9 +247,18 @@ class ModelFamily(ABC):
         for component in (*self.components_without_weights, *self.components):
             self.folder.require_files(component)
 
+    @property
+    def sampler(self) -> str:
+        """Class of the scheduler that previews are generated with."""
+        return str(self.folder.component_config("scheduler")["_class_name"])
+
     def fingerprint(self) -> str:
         """Identity of the base model: changes with the weights and settings of any of its components."""
         return self.folder.fingerprints(*self.components, "scheduler")
+
+    def check_trained(self) -> None:
+        """Check that the folder's model can be trained, and does not only generate."""
+        return  # most can
 
     def check_size(self, width: int, height: int, *, keys: str) -> None:
         """Check that both sides of an image are multiples of ``size_divisor``."""

@@ -29,8 +29,11 @@ class EditInputs:
         """Tokens that one of them takes in the prompt, about."""
         return 0
 
-    def input_size(self, width: int, height: int) -> tuple[int, int]:
+    def input_size(self, width: int, height: int, num_inputs: int = 1) -> tuple[int, int]:
         """Width and height in pixels that one of this width and height is encoded at.
+
+        Args:
+            num_inputs: images that the edit starts from.
 
         Raises:
             UserError: it has a shape that cannot be encoded.

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import Parameter
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import nn
@@ -44,10 +44,16 @@ def checkpointed(
     family: type[ModelFamily],
     model: nn.Module,
     forward: Callable[..., Any],
+    *,
+    more: Sequence[str] = (),
     **checkpointing: Unpack[Checkpointing],
 ) -> AbstractContextManager[None]:
-    """Scope in which ``forward`` runs each block of ``model``; see :func:`checkpoint_blocks`."""
-    lists: Any = family.block_lists
+    """Scope in which ``forward`` runs each block of ``model``; see :func:`checkpoint_blocks`.
+
+    Args:
+        more: lists of blocks next to ``block_lists`` that this forward pass calls.
+    """
+    lists = (*cast("Sequence[str]", family.block_lists), *more)
     unused, by_hook = family.unused_matmuls, family.blocks_by_hook
     return checkpoint_blocks(model, lists, forward, unused_matmuls=unused, by_hook=by_hook, **checkpointing)
 

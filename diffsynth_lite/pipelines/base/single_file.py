@@ -56,6 +56,7 @@ _KINDS = MappingProxyType(
         r"^single_transformer_blocks\.\d+\.norm\.linear\.": "a FLUX.1 in diffusers' layout",
         r"^time_text_embed\.text_embedder\.": "a Stable Diffusion 3 in diffusers' layout",
         r"^double_stream_modulation_img\.linear\.": "a FLUX.2 in diffusers' layout",
+        r"^early_stream_modulations\.image\.linear\.": "a FLUX.3 in diffusers' layout",
         r"^layers\.0\.adaLN_sa_ln\.": "an ERNIE-Image",
         r"^llm_cond_proj\.": "an Ideogram 4",
         r"^text_fusion\.projector\.": "a Krea 2 in diffusers' layout",

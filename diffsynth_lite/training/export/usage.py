@@ -70,7 +70,7 @@ def usage_code(
     }
     call.setdefault("generator", Code(f'torch.Generator("cpu").manual_seed({request.seed})'))
     setup = [
-        *_opening(pipeline_class, base, dtype),
+        *_opening(family, pipeline_class, base, dtype),
         *_tokenizers(family, base),
         *_loading(family, lora),
         *_guider(request.guidance_scale, takes, parts),
@@ -109,7 +109,7 @@ def _taken_by(pipeline_class: Any) -> tuple[Collection[str], Collection[str]]:
     return inspect.signature(pipeline_class.__call__).parameters, inspect.signature(pipeline_class).parameters
 
 
-def _opening(pipeline_class: Any, base: str, dtype: str) -> Iterator[str]:
+def _opening(family: DiffusersFamily, pipeline_class: Any, base: str, dtype: str) -> Iterator[str]:
     """The lines that load a pipeline."""
     name = pipeline_class.__name__
     yield '# In place of "cuda": "mps" on a Mac, "cpu" where there is no GPU.'
@@ -117,7 +117,8 @@ def _opening(pipeline_class: Any, base: str, dtype: str) -> Iterator[str]:
         yield f'pipeline = {name}.from_pretrained({base!r}, dtype=torch.{dtype}).to("cuda")'
         return
     yield f"pipeline = {name}.from_pretrained({base!r})"
-    yield f"pipeline.load_components(dtype=torch.{dtype})"
+    parts = [*family.components, *family.components_without_weights]
+    yield f"pipeline.load_components({parts!r}, dtype=torch.{dtype})"
     yield 'pipeline.to("cuda")'
 
 

@@ -116,7 +116,7 @@ def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_i
     vae = copied.loaded["vae"]
     sizes = [(size.width, size.height, size.num_frames)]
     if num_inputs:
-        sizes.append((*family.edits.input_size(size.width, size.height), 1))
+        sizes.append((*family.edits.input_size(size.width, size.height, num_inputs), 1))
     channels: int = vae.config.get("input_channels", vae.config.get("in_channels", _RGB))
     if channels != _RGBA:  # some that take patches of images have the channels of a patch here
         channels = _RGB
