@@ -150,7 +150,7 @@ _BASE = Release(
         {"shift": _SHIFT},
         source="the pipeline's own, which no folder holds",
     ),
-    tokenizers={"tokenizer": ReleaseTokenizer("AutoProcessor", ("tokenizer.json",))},
+    tokenizers={"tokenizer": ReleaseTokenizer("Qwen3VLProcessor", ("tokenizer.json",))},
     size=(1024, 1024, 1),
     parameters=5.6e9,
     licence="FLUX Kommunity License",
@@ -167,7 +167,7 @@ _BASE = Release(
 _DISTILLED = _BASE.but(
     "FLUX.3 Image Klein",
     "black-forest-labs/flux-3-image-klein",
-    components={"transformer": replace(_TRANSFORMER, config={"flow_map": True})},
+    transformer=replace(_TRANSFORMER, config={"flow_map": True}),
     pipeline_class="Flux3DistilledModularPipeline",
     distilled="16 steps without guidance",
     unconfirmed=("files of the tokenizer",),
@@ -266,6 +266,7 @@ class Flux3(EditInputs, DiffusersFamily):
     latents_id = "flux3/latents/1"
     prompt_width = "joint_attention_dim"
     splits_batches = True
+    is_counted_by_few_blocks = False
     target_sets: ClassVar[TargetSets] = {
         "attention": tuple(name for blocks in _TRAINED for name in under(blocks, _ATTENTION)),
         "all": tuple(name for blocks in _TRAINED for name in under(blocks, (*_ATTENTION, *_FEED_FORWARD))),

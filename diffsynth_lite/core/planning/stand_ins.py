@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import update_wrapper, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -77,6 +78,7 @@ class StandIns:
     ) -> Callable[..., Any]:
         function = getattr(model, method)
 
+        @wraps(function)  # a pipeline looks which arguments there are
         def call(*args: Any, **kwargs: Any) -> Any:
             if weights.is_shown:  # by itself, in another call
                 return function(*args, **kwargs)
@@ -197,6 +199,7 @@ class _Repeated:
     """A function that is called once for inputs of each shape: other calls hold and return the same."""
 
     def __init__(self, function: Callable[..., Any], meter: Callable[[], CountingMeter]) -> None:
+        update_wrapper(self, function)
         self._function, self._meter = function, meter
         self._known: dict[str, tuple[int, Any]] = {}
 

@@ -29,6 +29,7 @@ _TOKENIZERS = MappingProxyType(
         "Llama": tokenizers.llama3_tokenizer,
         "Pixtral": tokenizers.mistral_tokenizer,
         "Qwen2": tokenizers.qwen2_tokenizer,
+        "Qwen3VL": tokenizers.qwen2_tokenizer,
         "T5": tokenizers.t5_tokenizer,
         "TokenizersBackend": tokenizers.mistral_tokenizer,  # what transformers 5 saves for any; ERNIE-Image's
     }
