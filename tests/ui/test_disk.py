@@ -1,7 +1,6 @@
 """The screen of the disk: what runs, caches and models take, and what of it may be deleted, and when."""
 
-import subprocess
-import sys
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -11,10 +10,13 @@ from huggingface_hub import constants
 from processes import wait_for
 from screens import INLINE, Screen
 
+from diffsynth_lite.files import write_json
 from diffsynth_lite.queue.entry import Entry
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.ui.home import disk, models
+from diffsynth_lite.ui.jobs import Jobs
+from diffsynth_lite.workspace import Workspace
 
 CONFIG = (
     "model: {{family: qwen_image, path: {}}}\ndata: {{path: d, cache_dir: {}}}\noutput: {{dir: runs/x}}\n"
@@ -84,14 +86,19 @@ def test_models_are_listed_with_size_licence_and_the_configs_that_use_them(scree
     }
     assert (found["Qwen/Qwen-Image"].num_bytes, found[str(own)].num_bytes) == (2000, 50)
     text = page(screen)
-    assert text.count("licence unknown") == 3
+    assert text.count("Licence unknown") == 3
     assert "&lt;b&gt;mine. Used by" in text
     assert 'aria-label="Delete me/part now"' in text
     assert f'aria-label="Delete {own}' not in text
     assert not INLINE.search(text)
 
 
-def test_a_model_is_deleted_from_the_hubs_cache_only(screen: Screen, hub: Path) -> None:
+def test_a_model_is_deleted_from_the_hubs_cache_only(
+    screen: Screen, hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as busy:
+        busy.setattr(Jobs, "holders", lambda jobs: ["captions of mug"])
+        assert "captions of mug: may use it" in delete(screen, "Qwen/Qwen-Image")["error"]
     own = screen.workspace.path / "own"
     own.mkdir()
     config(screen, "one", str(own))
@@ -165,12 +172,15 @@ def test_a_cache_is_pruned_for_all_configs_after_a_look(
     started = list[list[str]]()
     words = "Would delete 3 files, 1.0 KiB"
 
-    def start(command: Sequence[str], *, cwd: Path, log: IO[bytes]) -> "subprocess.Popen[bytes]":
-        started.append(list(command[3:]))
-        assert cwd == screen.workspace.path
-        return subprocess.Popen([sys.executable, "-c", f"print({words!r})"], stdout=log)
+    def start(
+        given: Sequence[str], workspace: Workspace, log: IO[bytes], *, noted_in: Path, facts: dict[str, Any]
+    ) -> None:
+        started.append(list(given))
+        log.write(words.encode())
+        write_json(noted_in, facts | {"process": process})
 
-    monkeypatch.setattr(disk, "start_detached", start)
+    process = "process 4194400 on " + os.uname().nodename
+    monkeypatch.setattr(disk, "start_command", start)
     folder = screen.workspace.path / "cache"
     assert f'aria-label="What can be freed of {folder}"' in page(screen)
     assert "300 bytes" in page(screen)
@@ -178,8 +188,8 @@ def test_a_cache_is_pruned_for_all_configs_after_a_look(
     prune = ["cache", "prune", "--config", "configs/one.yaml", "--config", "configs/two.yaml"]
     assert screen.post("/disk/prune", given | {"do": "look"}).json() == {}
     assert started == [[*prune, "--dry-run"]]
-    wait_for(lambda: words in page(screen))
-    wait_for(lambda: f'aria-label="Delete it from {folder} now"' in page(screen))
+    assert words in page(screen)
+    assert f'aria-label="Delete it from {folder} now"' in page(screen)
     trains(screen)
     refused = screen.post("/disk/prune", given | {"do": "delete"}).json()["error"]
     assert refused.startswith("mine runs, and may need what would be deleted")
@@ -187,10 +197,15 @@ def test_a_cache_is_pruned_for_all_configs_after_a_look(
     words = "Deleted 3 files, 1.0 KiB"
     assert screen.post("/disk/prune", given | {"do": "delete"}).json() == {}
     assert started[1:] == [[*prune, "--yes"]]
-    wait_for(lambda: words in page(screen))
+    assert words in page(screen)
     assert "Delete it" not in page(screen)
     (screen.workspace.configs_folder / "bad.yaml").write_text("model: 3\n")
     for do in ("look", "delete"):
         assert "What that config needs is not known" in screen.post("/disk/prune", given | {"do": do}).text
+    process = Process.current().as_text()
+    (screen.workspace.configs_folder / "bad.yaml").unlink()
+    assert screen.post("/disk/prune", given).json() == {}
+    assert "Looking." in page(screen)
+    assert "is being looked through" in screen.post("/disk/prune", given | {"do": "delete"}).json()["error"]
     assert "look again" in screen.post("/disk/prune", {"cache": "../x"}).json()["error"]
-    assert len(started) == 2
+    assert len(started) == 3

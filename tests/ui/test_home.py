@@ -1,13 +1,16 @@
 """Home: runs by their state, data sets by their captions, and what an empty workspace offers."""
 
+import io
 import json
 import os
 import re
+import zipfile
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from screens import INLINE, Screen
+from browser import PHONE_PX, Browser
+from screens import INLINE, Screen, server_process
 from waiting_runs import Waiting
 
 from diffsynth_lite.queue.entry import Entry
@@ -283,3 +286,38 @@ def test_a_run_whose_trainer_dies_and_one_that_goes_on_are_shown_so_by_the_next_
     assert 'aria-label="Continue mine"' in screen.get("/").text
     (run / "previews" / "step-00000040-prompt-00-a5f44a.png").touch()
     assert "/runs/mine/previews/step-00000040-" in screen.get("/").text
+
+
+def test_filter_archive_and_a_zip_in_the_browser(browser: Browser, screen: Screen) -> None:
+    make_runs(screen)
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("a.txt", "a cat")
+    with (
+        server_process(screen.workspace.path) as server,
+        browser.page(server.address, width=PHONE_PX) as page,
+    ):
+        page.wait_for("document.getElementById('find') && document.readyState === 'complete'")
+        page.fill("searchbox", "Find runs", "cat")
+        page.await_control("radio", "Finished 1")
+        assert page.evaluate("[location.search, document.activeElement.id]") == ["?q=cat", "find"]
+        page.evaluate("document.querySelector('[aria-label=\"Archive cat-b\"]').focus()")
+        page.press("button", "Archive cat-b")
+        page.wait_for("document.activeElement.ariaLabel === 'Archive cat-a'")
+        page.press("radio", "Archived 1")
+        page.await_control("button", "Take cat-b out of the archive")
+        assert page.evaluate("location.search") == "?q=cat&show=archived"
+        assert page.overflow_px() == 0
+        page.press("DisclosureTriangle", "New data set")
+        page.fill("textbox", "Name", "cup")
+        page.evaluate(
+            "{ const given = new DataTransfer(); given.items.add(new File([new Uint8Array("
+            f"{list(zipped.getvalue())})], 'set.zip')); "
+            "document.querySelector('[name=zip]').files = given.files }"
+        )
+        page.press("button", "Make the data set")
+        page.wait_for("location.pathname === '/data/cup/' && document.getElementById('said')?.innerText")
+        assert page.text("#said") == "1 file of set.zip added."
+        assert page.nameless() == []
+        assert page.complaints == []
+    assert (screen.workspace.data_folder / "cup" / "a.txt").read_text() == "a cat"

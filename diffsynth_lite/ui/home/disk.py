@@ -1,8 +1,6 @@
 """This file shows what runs, caches and models take of the disk, and frees what a person wants freed."""
 
 import shlex
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,11 +17,12 @@ from starlette.routing import Route
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import parse_json, read_bytes
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.queue.outcome import log_lines
-from diffsynth_lite.queue.worker import start_detached
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.ui.home.models import bytes_in, delete_model, folder_of, models
+from diffsynth_lite.ui.jobs import Jobs, lives_here, start_command
 from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
 from diffsynth_lite.ui.queued import is_running
 from diffsynth_lite.workspace import Workspace
@@ -31,6 +30,7 @@ from diffsynth_lite.workspace import Workspace
 WOULD_DELETE = "Would delete"
 """With which ``cache prune --dry-run`` begins where there is something to delete."""
 _LOG_LINES = 5
+_MOST_BYTES = 1 << 16
 _COUNT_EVERY_S = 30.0
 _PAUSE_MULTIPLE = 20
 """Pause between two counts, in times of the last one's duration."""
@@ -44,7 +44,7 @@ class Counted(Generic[_Count]):
     def __init__(self, count: Callable[[], _Count]) -> None:
         self._count, self._lock = count, threading.Lock()
         self._latest: _Count | None = None
-        self._due_at, self._is_counting = 0.0, False
+        self._due_at, self._is_counting, self._is_old = 0.0, False, False
 
     def latest(self) -> _Count | None:
         """The last count; None before the first one is there."""
@@ -55,16 +55,17 @@ class Counted(Generic[_Count]):
             return self._latest
 
     def forget(self) -> None:
-        """Count again at the next look."""
-        self._due_at = 0.0
+        """Count again at the next look, also what is being counted now."""
+        self._due_at, self._is_old = 0.0, True
 
     def _renew(self) -> None:
-        started = time.monotonic()
+        started, self._is_old = time.monotonic(), False
         try:
             self._latest = self._count()
         finally:
             ended = time.monotonic()
-            self._due_at = ended + max(_COUNT_EVERY_S, _PAUSE_MULTIPLE * (ended - started))
+            pause = max(_COUNT_EVERY_S, _PAUSE_MULTIPLE * (ended - started))
+            self._due_at = 0.0 if self._is_old else ended + pause
             self._is_counting = False
 
 
@@ -90,26 +91,16 @@ class Cache:
 
 @dataclass(frozen=True)
 class Pruning:
-    """A ``cache prune`` that this server started."""
+    """The ``cache prune`` that was started last for a cache, and what it has reported."""
 
-    process: "subprocess.Popen[bytes]"
-    log: Path
     is_dry: bool
-
-    @property
-    def is_running(self) -> bool:
-        return self.process.poll() is None
-
-    @property
-    def lines(self) -> list[str]:
-        """What it reported last."""
-        return log_lines(self.log, num_lines=_LOG_LINES)
+    is_running: bool
+    lines: list[str]
 
     @property
     def finds_some(self) -> bool:
         """Whether it has found something to delete, which is still there."""
-        is_done = self.is_dry and self.process.poll() == 0
-        return is_done and any(WOULD_DELETE in line for line in self.lines)
+        return self.is_dry and not self.is_running and any(WOULD_DELETE in line for line in self.lines)
 
 
 class DiskUse:
@@ -118,7 +109,6 @@ class DiskUse:
     Attributes:
         runs: bytes of each run folder.
         others: caches, and models.
-        prunings: the latest of each cache.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -126,7 +116,6 @@ class DiskUse:
         self._sizes: dict[Path, tuple[object, int]] = {}
         self.runs = Counted(self._count_runs)
         self.others = Counted(lambda: (self.caches(), models(readable(workspace)[0], workspace.path)))
-        self.prunings: dict[str, Pruning] = {}
 
     def caches(self) -> list[Cache]:
         """The caches of all configs."""
@@ -146,19 +135,30 @@ class DiskUse:
         cache = next((cache for cache in self.caches() if cache.key == key), None)
         if cache is None:
             raise UserError("No config uses this cache any more; look again")
-        if (known := self.prunings.get(key)) and known.is_running:
+        if (known := self.pruning(key)) and known.is_running:
             raise UserError(f"{cache.folder} is being looked through already")
         if problems := readable(self._workspace)[1]:
             raise UserError(f"{problems[0]}. What that config needs is not known: mend or remove it first")
         if not is_dry and (names := list(_busy(self._workspace, with_waiting=False))):
             raise UserError(f"{names[0]} runs, and may need what would be deleted; stop it or wait")
-        log = self._workspace.logs_folder / f"prune-{key}.log"
-        log.unlink(missing_ok=True)
-        command = [*cache.command[1:], "--dry-run" if is_dry else "--yes"]
-        with Queue(self._workspace).open_log(log) as opened:
-            program = [sys.executable, "-m", "diffsynth_lite.cli.main", *command]
-            process = start_detached(program, cwd=self._workspace.path, log=opened)
-        self.prunings[key] = Pruning(process, log, is_dry)
+        file = self._file(key)
+        file.parent.mkdir(exist_ok=True)
+        words = [*cache.command[1:], "--dry-run" if is_dry else "--yes"]
+        with file.with_suffix(".log").open("wb") as log:
+            start_command(words, self._workspace, log, noted_in=file, facts={"is_dry": is_dry})
+
+    def pruning(self, key: str) -> Pruning | None:
+        """What was started last for a cache, also by a server before this one."""
+        try:
+            started = parse_json(read_bytes(self._file(key), most_bytes=_MOST_BYTES))
+            is_running = lives_here(started["process"])
+        except (OSError, UserError, ValueError, TypeError, LookupError):
+            return None
+        lines = log_lines(self._file(key).with_suffix(".log"), num_lines=_LOG_LINES)
+        return Pruning(started.get("is_dry") is True, is_running, lines)
+
+    def _file(self, key: str) -> Path:
+        return self._workspace.logs_folder.with_name("pruned") / f"{key}.json"
 
     def _count_runs(self) -> dict[Path, int]:
         """Only folders that have changed since the last count are walked."""
@@ -200,7 +200,7 @@ def _show(request: Request) -> Response:
         runs=disk.runs.latest(),
         caches=None if others is None else others[0],
         models=None if others is None else others[1],
-        prunings=disk.prunings,
+        pruning=disk.pruning,
         shown=shlex.join,
         bytes=format_bytes,
     )
@@ -217,8 +217,9 @@ def _prune(request: Request, given: dict[str, Any]) -> dict[str, Any]:
 def _delete(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Delete a model from the hub's cache: {"model": its id}."""
     state, workspace = request.app.state, workspace_of(request)
-    if holder := state.jobs.captioning():
-        raise UserError(f"{holder}; wait until it has ended")
+    jobs: Jobs = state.jobs
+    if holders := jobs.holders():
+        raise UserError(f"{holders[0]}: may use it; stop that first, or wait until it has ended")
     state.studio.end()
     freed = delete_model(str(given.get("model")), _busy(workspace, with_waiting=True), workspace.path)
     state.disk.others.forget()
