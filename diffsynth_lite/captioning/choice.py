@@ -105,11 +105,7 @@ class Outcome:
 
 
 def choose(job: CaptionJob, contents: Contents, report: CaptionReport) -> Outcome:
-    """What a job will do. Nothing is opened but the report.
-
-    Raises:
-        UserError: an item that is asked for is not there, or the captions are in a table.
-    """
+    """What a job will do. Nothing is opened but the report."""
     _require_items(job, contents)
     names = _names_of(job, [item.file for item in contents.items])
     asked_for = [item for item in contents.items if item.file in names]

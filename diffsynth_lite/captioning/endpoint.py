@@ -61,10 +61,6 @@ class ChatServer:
         key: is sent as a bearer token; empty where the server needs none.
         key_variable: the environment variable that the key is from, for messages.
         batch_size: requests at once.
-
-    Raises:
-        UserError: the address or the key is not one; or, without a model, the server does not answer or has
-            several.
     """
 
     def __init__(

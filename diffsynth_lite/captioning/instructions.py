@@ -103,11 +103,7 @@ def instruction_for(request: CaptionRequest, *, is_clip: bool = False, num_input
 
 
 def fill(instruction: str, values: Mapping[str, str], *, where: str) -> str:
-    """A user's own instruction, with values such as that of {trigger}; ``{{`` and ``}}`` are braces.
-
-    Raises:
-        UserError: there is no text, another name in braces, or a name without a value.
-    """
+    """A user's own instruction, with values such as that of {trigger}; ``{{`` and ``}}`` are braces."""
     filled, problems = "", []
     try:
         for literal, name, form, conversion in Formatter().parse(instruction):

@@ -71,9 +71,6 @@ def _locked(report: CaptionReport, *, is_needed: bool) -> Iterator[None]:
 
     Args:
         is_needed: whether the folder has to be one that can be written to.
-
-    Raises:
-        UserError: one does, nothing can be written there, or what is there leads elsewhere.
     """
     for path in (report.folder, report.lock_file, report.rows_file):
         if path.is_symlink():
@@ -116,12 +113,7 @@ class _Run:
         )
 
     def finish(self, captioner: Captioner | None) -> None:
-        """Do what is left of the job; None where nothing is.
-
-        Raises:
-            RunStoppedError: the disk is full.
-            UserError: the report cannot be written, or no further question can be answered.
-        """
+        """Do what is left of the job; None where nothing is."""
         try:
             self._write_status()
             try:
@@ -207,9 +199,6 @@ class _Run:
 
         Returns:
             What the model refuses.
-
-        Raises:
-            UserError: no further question can be answered.
         """
         if not asked:
             return []

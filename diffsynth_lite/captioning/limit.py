@@ -28,11 +28,7 @@ Fits = Callable[[str], bool]
 
 
 def limit_of_config(file: Path, *, trigger: str = "") -> Fits:
-    """The limit of the model that a config of a run names; of the hub only small files are fetched.
-
-    Raises:
-        UserError: the config has errors, or its model's tokenizer is not there.
-    """
+    """The limit of the model that a config of a run names; of the hub only small files are fetched."""
     from diffsynth_lite.config import load_config
     from diffsynth_lite.pipelines.base.discovery import load_family
 
@@ -41,11 +37,7 @@ def limit_of_config(file: Path, *, trigger: str = "") -> Fits:
 
 
 def limit_of_family(name: str, *, trigger: str = "") -> Fits:
-    """The limit of a model family, with the tokenizer of the first of its releases that can be had.
-
-    Raises:
-        UserError: there is no such family, or none of its tokenizers is here or can be fetched.
-    """
+    """The limit of a model family, with the tokenizer of the first of its releases that can be had."""
     require_family_name(name)
     from diffsynth_lite.pipelines.base.discovery import load_family
 

@@ -75,9 +75,6 @@ def open_captioner(
         quantize: format of the linear layers in the transformer layers.
         device: such as "cuda:1"; None is the accelerator, or the CPU without one.
         batch_size: questions to ask at once; None is 8 on accelerators and 1 on the CPU.
-
-    Raises:
-        UserError: there is no such model, it is gated or cannot be reached, or it does not caption.
     """
     with _named_as_flags():
         place = _device(device)
@@ -115,9 +112,6 @@ class CaptionModel:
     Args:
         name: of the model.
         folder: of it; its weights may still be on the hub.
-
-    Raises:
-        UserError: this version of transformers does not have the model, or it does not caption.
     """
 
     def __init__(
@@ -232,11 +226,7 @@ class CaptionModel:
         return model
 
     def _place_for(self, empty: torch.nn.Module, plain: TextEncoderMemory) -> TextEncoderMemory:
-        """All of the model on the device, or its layers streamed where that has no room for them.
-
-        Raises:
-            UserError: there is too little memory for either.
-        """
+        """All of the model on the device, or its layers streamed where that has no room for them."""
         needed, _ = plain.num_bytes([empty], self._device)
         host = available_host_bytes() if self._device.type == "cpu" else None
         if host is not None:

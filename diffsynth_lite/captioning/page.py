@@ -31,11 +31,7 @@ class _Shown(NamedTuple):
 
 
 def write_page(job: CaptionJob, report: CaptionReport, outcome: Outcome) -> None:
-    """Write the page; what is in captions and file names is shown as text, never run, with secrets masked.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the page; what is in captions and file names is shown as text, never run, with secrets masked."""
     # The style sheet is the one of all pages.
     folders = [PackageLoader(f"diffsynth_lite.{room}", "") for room in ("captioning", "report")]
     environment = Environment(loader=ChoiceLoader(folders), autoescape=True, undefined=StrictUndefined)
@@ -88,7 +84,7 @@ def _thumbnails(item: Item) -> list[str]:
     side = _THUMBNAIL_PX if len(paths) == 1 and not is_video(item.file) else _ONE_OF_SEVERAL_PX
     try:
         if not is_video(item.file):
-            return [jpeg_url(load_thumbnail(path, side=side, background="white")) for path in paths]
+            return [jpeg_url(load_thumbnail(path, side=side)) for path in paths]
         frames = read_frames(item.path, check_video(item.path).spread_times(_MAX_THUMBNAILS))
     except (UserError, OSError):
         return []

@@ -40,9 +40,6 @@ class ImageProcessor:
 
     Args:
         folder: of the model.
-
-    Raises:
-        UserError: the processor cannot be put together, or its model does not chat.
     """
 
     def __init__(self, folder: Path, config: PreTrainedConfig) -> None:

@@ -11,10 +11,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import DISK_FULL, parse_json, read_bytes, write_json, write_json_over
+from pydantic import TypeAdapter
+
+from diffsynth_lite.files import DISK_FULL, read_bytes, write_json, write_json_over
 from diffsynth_lite.run_folder.process import Process
 
 CaptioningState = Literal["running", "finished", "stopped", "failed"]
@@ -91,6 +92,9 @@ class CaptioningStatus:
         return self.state == "running" and process is not None and process.is_alive()
 
 
+_ROW, _STATUS = TypeAdapter(CaptionRow), TypeAdapter(CaptioningStatus)
+
+
 class CaptionReport:
     """The folder ``.captions`` of a data set; it is made when something is written.
 
@@ -112,12 +116,11 @@ class CaptionReport:
     def all_rows(self) -> Iterator[CaptionRow]:
         """All rows, the oldest first; lines that cannot be read, as after a kill, are skipped."""
         lines: list[bytes] = []
-        with suppress(OSError, UserError):
+        with suppress(OSError, ValueError):
             lines = read_bytes(self.rows_file, most_bytes=_MOST_BYTES).splitlines()
         for line in lines:
-            with suppress(ValueError, TypeError, LookupError):
-                values: dict[str, Any] = parse_json(line)
-                yield CaptionRow(**{**values, "removed": tuple(values["removed"])})
+            with suppress(ValueError):
+                yield _ROW.validate_json(line)
 
     def add(self, row: CaptionRow) -> None:
         """Append a row; it is on the disk when the call returns."""
@@ -134,9 +137,8 @@ class CaptionReport:
     def status(self) -> CaptioningStatus | None:
         """How far the latest command is; None where none was started, or its file is damaged."""
         try:
-            values: dict[str, Any] = parse_json(read_bytes(self.status_file, most_bytes=_MOST_STATUS_BYTES))
-            return CaptioningStatus(**{**values, "arguments": tuple(values["arguments"])})
-        except (OSError, UserError, ValueError, TypeError, LookupError):
+            return _STATUS.validate_json(read_bytes(self.status_file, most_bytes=_MOST_STATUS_BYTES))
+        except (OSError, ValueError):
             return None
 
     def flag(self, name: str) -> str:

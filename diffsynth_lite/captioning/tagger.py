@@ -47,9 +47,6 @@ class Tagger:
         name: of the model.
         hub: where to get files that are not in the folder; None for one of the user's.
         providers: of onnxruntime, by preference; those that it does not have are left out.
-
-    Raises:
-        UserError: onnxruntime is not installed.
     """
 
     def __init__(

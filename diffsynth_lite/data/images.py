@@ -65,8 +65,8 @@ def load_upright(path: Path) -> Image.Image:
     return _decoded(path, lambda image: image)
 
 
-def load_thumbnail(path: Path, *, side: int, background: str) -> Image.Image:
-    """A small RGB image of a file, as it is shown, of at most ``side`` pixels a side.
+def load_thumbnail(path: Path, *, side: int) -> Image.Image:
+    """A small RGB image of a file, as it is shown over white, of at most ``side`` pixels a side.
 
     A JPEG is decoded at the next larger size that costs less, and what was decoded is not verified.
     """
@@ -75,8 +75,7 @@ def load_thumbnail(path: Path, *, side: int, background: str) -> Image.Image:
         if image.mode in ("L", "RGB", "RGBA", "CMYK"):
             # At once, as each further step copies what it gets; other modes cannot be scaled as they are.
             image.thumbnail((side, side), reducing_gap=2)
-        colour = ImageColor.getrgb(background)[:3]
-        small = _over(ImageOps.exif_transpose(_with_8_bits(image)), colour)
+        small = _over(ImageOps.exif_transpose(_with_8_bits(image)), (255, 255, 255))
     small.thumbnail((side, side))
     return small
 

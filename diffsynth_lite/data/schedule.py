@@ -36,16 +36,9 @@ class Numbers(Protocol):
     def __getitem__(self, part: slice, /) -> Indices: ...
 
 
-class Orders(Protocol):
-    """Stores random orders."""
-
-    def __call__(self, name: str, number: int, length: int, draw: Callable[[], Indices]) -> Numbers:
-        """One of a sequence of orders.
-
-        Args:
-            name: of the sequence, for one set of items; it includes everything else that decides the orders.
-        """
-        ...
+Orders = Callable[[str, int, int, Callable[[], Indices]], Numbers]
+"""Stores random orders: takes the name of a sequence of them, which includes everything that decides them,
+the number in it, the length, and what draws the order."""
 
 
 def draw_order(name: str, number: int, length: int, draw: Callable[[], Indices]) -> Numbers:

@@ -257,12 +257,7 @@ class _Rows:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Scope in which no other process prepares the folder, which is made, or made ready to go on.
-
-        Raises:
-            UserError: one does, or nothing can be written there.
-            RunStoppedError: the disk is full.
-        """
+        """Scope in which no other process prepares the folder, which is made, or made ready to go on."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             lock = open_lock(self.out / ".lock", place=f"--out {self.out}")

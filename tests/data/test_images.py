@@ -62,7 +62,7 @@ def test_every_accepted_kind_becomes_rgb(tmp_path, suffix, mode):
     assert check_image(path) == ImageFacts(width=40, height=30)
     image = load_image(path, background="white")
     assert (image.mode, image.size) == ("RGB", (40, 30))
-    small = load_thumbnail(path, side=20, background="white")
+    small = load_thumbnail(path, side=20)
     assert (small.mode, small.size) == ("RGB", (20, 15))
     # It is for people: scaled before it is converted, and of 256 shades.
     assert np.abs(np.mean(small, (0, 1)) - np.mean(image, (0, 1))).max() < 4
@@ -106,7 +106,7 @@ def test_the_size_and_the_pixels_are_those_of_the_upright_image(tmp_path, orient
         shown = load_image(tmp_path / name, background="white")
         with Image.open(tmp_path / name) as reference:
             assert np.array_equal(shown, ImageOps.exif_transpose(reference))
-        assert np.array_equal(load_thumbnail(tmp_path / name, side=40, background="white"), shown)
+        assert np.array_equal(load_thumbnail(tmp_path / name, side=40), shown)
         facts = check_image(tmp_path / name)
         assert (facts.width, facts.height) == shown.size == ((40, 30) if orientation < 5 else (30, 40))
 

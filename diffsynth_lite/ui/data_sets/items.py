@@ -117,7 +117,7 @@ def thumbnail(path: Path, *, side: int) -> bytes:
             image = rgb_image(next(frames))
         image.thumbnail((side, side))
     else:
-        image = load_thumbnail(path, side=side, background="white")
+        image = load_thumbnail(path, side=side)
     file = io.BytesIO()
     image.save(file, "JPEG", quality=_JPEG_QUALITY)
     return file.getvalue()
