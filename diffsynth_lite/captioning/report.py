@@ -6,10 +6,9 @@ Hidden folders are not data, so a run reads nothing of it.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -144,9 +143,7 @@ class CaptionReport:
     def flag(self, name: str) -> str:
         """The value that a flag such as ``--goal`` had in the latest command; empty where it had none."""
         status = self.status()
-        arguments = status.arguments if status else ()
-        words = [part for word in arguments for part in (word.split("=", 1) if word[:2] == "--" else [word])]
-        return next((value for word, value in pairwise(words) if word == name), "")
+        return dict(options_of(status.arguments)).get(name, "") if status else ""
 
     def write_status(self, status: CaptioningStatus) -> None:
         """Replace ``status.json``; on a full disk the old file is overwritten in place.
@@ -166,3 +163,16 @@ class CaptionReport:
 def is_by_model(row: CaptionRow | None, caption: str) -> bool:
     """Whether a caption is the one that a model wrote, and nobody has changed since."""
     return row is not None and row.hash == caption_hash(caption)
+
+
+def options_of(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """The options of a command with their values: each has one, but --dry-run may have none."""
+    words, found = list(arguments), []
+    while words:
+        name, has_value, value = words.pop(0).partition("=")
+        if not name.startswith("--"):
+            continue  # the folder
+        if not has_value and words and (name != "--dry-run" or words[0].isdecimal()):
+            value = words.pop(0)
+        found.append((name, value))
+    return found

@@ -21,16 +21,12 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from av.packet import Packet
 
-from diffsynth_lite.data.video_decoding import clip_start, opened_clip
+from diffsynth_lite.data.video_decoding import FFMPEG, LAYOUTS, clip_start, opened_clip
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Audio, AudioFormat
 
-_FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
-DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswresample {_FFMPEG['libswresample']}"
+DECODER_ID = f"v1 libavcodec {FFMPEG['libavcodec']} libswresample {FFMPEG['libswresample']}"
 """All that decides a clip's audio besides its bytes; part of cache keys, so change it with the code."""
-
-_LAYOUTS = {1: "mono", 2: "stereo"}
-"""FFmpeg's name of the layout, by the number of channels."""
 
 _MOST_CHANNELS = 8
 """The most channels for which swresample has a layout."""
@@ -247,7 +243,7 @@ def _time(frame: AudioFrame) -> Fraction:
 def _resampled(part: _Part, start: Fraction, num_samples: int, form: AudioFormat) -> _Samples:
     """(channels, samples), from ``start`` on, exact to half a sample."""
     # swresample would make mono quieter: it treats it as a centre channel between two speakers.
-    layout = "mono" if len(part.samples) == 1 else _LAYOUTS[form.num_channels]
+    layout = "mono" if len(part.samples) == 1 else LAYOUTS[form.num_channels]
     # Channels mixed to floats would add up to more than 1; for integers swresample scales them.
     sample_format = "fltp" if len(part.samples) in (1, form.num_channels) else "s32p"
     frame = AudioFrame.from_ndarray(part.samples, format="fltp", layout=part.layout)

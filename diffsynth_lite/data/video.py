@@ -31,6 +31,8 @@ from PIL import Image
 
 from diffsynth_lite.data.video_decoding import (
     CHUNK_HEADER_BYTES,
+    FFMPEG,
+    LAYOUTS,
     OpenClip,
     all_frames,
     clip_start,
@@ -44,8 +46,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import replacing
 from diffsynth_lite.media import Audio
 
-_FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
-DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswscale {_FFMPEG['libswscale']}"
+DECODER_ID = f"v1 libavcodec {FFMPEG['libavcodec']} libswscale {FFMPEG['libswscale']}"
 """All that decides a clip's pixels besides its bytes; part of cache keys, so change it with the code."""
 AVI_ID = "avi 2"
 """Version of the reading of AVI files: since 2 the times of their frames are those of the index."""
@@ -60,8 +61,6 @@ _MIN_HEADER_TOLERANCE_S = 0.1
 
 _AAC = {"b": "192k"}
 _USUAL_RATE = 48_000
-_LAYOUTS = {1: "mono", 2: "stereo"}
-"""FFmpeg's name of the layout, by the number of channels."""
 
 _ENCODERS = {
     # x264 spends bits differently from run to run under adaptive quantisation (seen with x264 165).
@@ -425,7 +424,7 @@ def _audio_stream(container: OutputContainer, audio: Audio) -> AudioStream:
     """A stream for AAC, at the sample rate of the audio if AAC supports it."""
     rates = Codec("aac", "w").audio_rates or ()
     rate = audio.sample_rate if audio.sample_rate in rates else _USUAL_RATE
-    return container.add_stream("aac", rate=rate, layout=_LAYOUTS[len(audio.waveform)], options=_AAC)
+    return container.add_stream("aac", rate=rate, layout=LAYOUTS[len(audio.waveform)], options=_AAC)
 
 
 def _encode_audio(container: OutputContainer, stream: AudioStream, pieces: Iterable[Audio]) -> None:
@@ -433,7 +432,7 @@ def _encode_audio(container: OutputContainer, stream: AudioStream, pieces: Itera
     place = 0
     for audio in pieces:
         waveform = audio.waveform.float().clamp(-1, 1).contiguous().numpy()
-        layout = _LAYOUTS[len(waveform)]
+        layout = LAYOUTS[len(waveform)]
         frame = AudioFrame.from_ndarray(waveform, format="fltp", layout=layout)
         frame.sample_rate, frame.pts, frame.time_base = (
             audio.sample_rate,

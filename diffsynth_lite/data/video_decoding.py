@@ -30,6 +30,11 @@ from diffsynth_lite.errors import UserError
 
 VideoPacket: TypeAlias = "Packet[VideoStream]"
 
+FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
+"""Major versions of FFmpeg's libraries."""
+LAYOUTS = {1: "mono", 2: "stereo"}
+"""FFmpeg's name of the layout, by the number of channels."""
+
 _OPEN_OPTIONS = {
     # A playlist called .mp4 would open other files and addresses.
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi",

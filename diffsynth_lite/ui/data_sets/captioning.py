@@ -8,14 +8,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diffsynth_lite.captioning.contents import Contents
-from diffsynth_lite.captioning.report import CaptioningStatus, CaptionReport, CaptionRow, is_by_model
+from diffsynth_lite.captioning.report import (
+    CaptioningStatus,
+    CaptionReport,
+    CaptionRow,
+    is_by_model,
+    options_of,
+)
+from diffsynth_lite.data.captions import EXAMPLE_MODEL
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.ui.jobs import Job, Jobs
 from diffsynth_lite.workspace import Workspace
 
-DEFAULT_MODEL = "Qwen/Qwen3-VL-4B-Instruct"
 MODELS = (
-    DEFAULT_MODEL,
+    EXAMPLE_MODEL,
     "Qwen/Qwen3-VL-8B-Instruct",
     "google/gemma-3-4b-it",
     "fancyfeast/llama-joycaption-beta-one-hf-llava",
@@ -85,7 +91,7 @@ class Captioning:
 
     def as_json(self) -> dict[str, Any]:
         """What the page's script shows."""
-        options = {name.removeprefix("--"): value for name, value in _options(self.arguments)}
+        options = {name.removeprefix("--"): value for name, value in options_of(self.arguments)}
         shown = {"state": self.state, "command": command(self.arguments), "options": options}
         if self.status is None or self.state in ("starting", "did not start"):
             return shown | {"log": list(self.log)}
@@ -98,7 +104,7 @@ class Captioning:
         if self.folder in [(workspace.path / word).resolve() for word in self.arguments]:
             return list(self.arguments)
         # Its folder was relative to another one.
-        return _arguments(shown_path(self.folder, workspace), _options(self.arguments))
+        return _arguments(shown_path(self.folder, workspace), options_of(self.arguments))
 
     def again(self, files: Sequence[str], workspace: Workspace) -> list[str]:
         """The arguments that write captions of items as the latest command would, over those there."""
@@ -109,13 +115,13 @@ class Captioning:
 
 def goal_of(arguments: Sequence[str]) -> str:
     """The goal of captions; empty for none."""
-    goal = dict(_options(arguments)).get("--goal", "")
+    goal = dict(options_of(arguments)).get("--goal", "")
     return goal if goal in CHOICES["goal"] else ""
 
 
 def over(latest: Sequence[str], files: Sequence[str], path: str) -> list[str]:
     """The arguments that write captions of items over those there, as the latest arguments would."""
-    kept = [each for each in _options(latest) if each[0] not in _NOT_AGAIN]
+    kept = [each for each in options_of(latest) if each[0] not in _NOT_AGAIN]
     only = [("--only", file) for file in files]
     return _arguments(path, [*kept, *only, ("--replace", "all")])
 
@@ -124,7 +130,7 @@ def replaced_by(
     arguments: Sequence[str], contents: Contents, rows: Mapping[str, CaptionRow]
 ) -> dict[str, str]:
     """Captions that a command may write over, by item."""
-    options = _options(arguments)
+    options = options_of(arguments)
     only = {value for name, value in options if name == "--only"}
     replace = dict(options).get("--replace")
     if replace is None or "--dry-run" in dict(options):
@@ -209,16 +215,3 @@ def _arguments(folder: str, options: Sequence[tuple[str, str]]) -> list[str]:
         is_joined = value.startswith("-") or (not value and name != "--dry-run")
         words += [f"{name}={value}"] if is_joined else filter(None, [name, value])
     return words
-
-
-def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """The options of a command with their values: each has one, but --dry-run may have none."""
-    words, found = list(arguments), []
-    while words:
-        name, has_value, value = words.pop(0).partition("=")
-        if not name.startswith("--"):
-            continue  # the folder
-        if not has_value and words and (name != "--dry-run" or words[0].isdecimal()):
-            value = words.pop(0)
-        found.append((name, value))
-    return found

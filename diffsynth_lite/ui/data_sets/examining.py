@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from diffsynth_lite.data.captions import EXAMPLE_MODEL
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, read_bytes, write_json
 from diffsynth_lite.queue.outcome import log_lines
-from diffsynth_lite.ui.data_sets.captioning import DEFAULT_MODEL, command, over, shown_path
+from diffsynth_lite.ui.data_sets.captioning import command, over, shown_path
 from diffsynth_lite.ui.jobs import interrupt, lives_here, start_command
 from diffsynth_lite.ui.pages import digest
 from diffsynth_lite.workspace import Workspace
@@ -157,7 +158,7 @@ def remedies(
         commands["bars"] = shlex.join(words)
     for kind in _REWRITTEN:
         if kind in kinds:
-            written = latest or ("--model", DEFAULT_MODEL)
+            written = latest or ("--model", EXAMPLE_MODEL)
             commands[kind] = command(over(written, kinds[kind]["files"], path))
     return commands
 
