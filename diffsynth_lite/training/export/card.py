@@ -306,8 +306,8 @@ def _caveats_of_base(base: BaseModel, *, keeps_distillation: bool) -> Iterator[s
     else:
         doubt = ", which we could not confirm" if "licence" in base.release.unconfirmed else ""
         yield (
-            f"The licence is that of the base model: {base.release.licence}{doubt}. Its terms for "
-            "derived models apply to this one."
+            f"The licence of the base model is {base.release.licence}{doubt}. Its terms for derived models "
+            "apply to this one."
         )
     if base.release and base.release.distilled and not keeps_distillation:
         yield (

@@ -66,7 +66,7 @@ def downloads(run: RunFolder) -> dict[str, Download]:
             name=name_of_converted(file), words=f"{file.stem} for {file.parent.name}", path=file, files=[file]
         )
         for file in _files(run.converted_folder)
-        if file.suffix == SUFFIX
+        if file.suffix == SUFFIX and not run.converted_folder.is_symlink()
     ]
     return {each.name: each for each in found}
 

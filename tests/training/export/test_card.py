@@ -39,7 +39,7 @@ from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.planning.subject import family_without_weights
 from diffsynth_lite.training.previews import Previews
 
-KNOWN = "The licence is that of the base model"
+KNOWN = "Its terms for derived models apply to this one."
 FLUX = "black-forest-labs/FLUX.1-dev"
 TURBO = "model.path=Tongyi-MAI/Z-Image-Turbo model.quantize=int8"
 WAN_LAYERS = ["blocks.0.attn1.to_q"]
@@ -127,7 +127,10 @@ CARDS: list[tuple[str, str, Mapping[str, object], Sequence[str]]] = [
         "sdxl_lora.yaml",
         "",
         {"license": "openrail++"},
-        ["    negative_prompt='blur',\n    guidance_scale=5.0,\n", f"{KNOWN}: CreativeML Open RAIL++-M."],
+        [
+            "    negative_prompt='blur',\n    guidance_scale=5.0,\n",
+            "The licence of the base model is CreativeML Open RAIL++-M.",
+        ],
     ),
     ("sdxl_text_encoders_lora.yaml", "", {}, ["with the node\n`LoraLoader`.\n"]),
     (
