@@ -309,6 +309,11 @@ class Flux3(EditInputs, DiffusersFamily):
     def _is_distilled(self) -> bool:
         return bool(self.folder.component_config("transformer").get("flow_map"))
 
+    @property
+    def distilled(self) -> str | None:
+        """flow_map in the settings of its transformer: refused, as only base is trained."""
+        return "flow_map in the settings of its transformer; train its base" if self._is_distilled else None
+
     def check_trained(self) -> None:
         if self._is_distilled:
             raise UserError(
