@@ -15,6 +15,11 @@ from diffsynth_lite.serving import Served
 from diffsynth_lite.ui.configs.live_plan import LivePlan, Plan
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "mini_qwen_image"
+LOST = """(was => {
+  window.back = () => { window.fetch = was; };
+  window.fetch = (url, ...more) => String(url).startsWith("plan?") ? Promise.reject() : was(url, ...more);
+})(fetch)"""
+"""In a browser: plans are not answered until ``back()``."""
 TEXT = "extends: qwen_lora.yaml\nlora:\n  rank: 4  # small\n"
 FAKE = """
 import json, os, pathlib, sys, time
@@ -180,7 +185,11 @@ def test_a_person_sees_that_it_does_not_fit_uses_what_does_and_takes_it_back(
             page.await_control("link", "New run")
             page.load(f"{server.root}/configs/mine/", height=900, dark=True)
             page.wait_for("document.getElementById('start') && document.readyState === 'complete'")
+            page.evaluate(LOST)
             page.fill("combobox", "Card", "RTX 3060 8GB")
+            page.wait_for("document.getElementById('plan-said').innerText.includes('does not answer')")
+            page.evaluate("back()")
+            page.wait_for("!document.getElementById('plan-said').innerText.includes('does not answer')")
             page.fill("spinbutton", "Host memory, GiB", "16")
             page.evaluate("document.activeElement.blur()")  # only then has the number changed
             page.wait_for("document.querySelector('[data-use]:not(:disabled)')")

@@ -2,6 +2,7 @@
 "use strict";
 (() => {
   const ASK_EVERY_MS = 250;
+  const TRY_EVERY_MS = 1000; // where the server is gone
   const SECRET_AFTER_MS = 500;
   const byId = (id) => document.getElementById(id);
   let newest = 0; // question of this tab
@@ -27,15 +28,18 @@
     while (own === newest) {
       const answer = document.hidden ? null : await fetch(`plan?number=${number}`, { cache: "no-cache" }).catch(() => ({}));
       if (own !== newest) return;
-      if (answer && !answer.ok) return said("No plan: the server does not answer.");
-      if (answer && answer.headers.get("ETag") !== tag) {
+      const isLost = answer && !answer.ok;
+      if (isLost) {
+        tag = null;
+        said("No plan: the server does not answer.");
+      } else if (answer && answer.headers.get("ETag") !== tag) {
         tag = answer.headers.get("ETag");
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         if (own !== newest) return;
         show(page);
         if (!page.querySelector("[data-open]")) return;
       }
-      await new Promise((resolve) => setTimeout(resolve, ASK_EVERY_MS));
+      await new Promise((resolve) => setTimeout(resolve, isLost ? TRY_EVERY_MS : ASK_EVERY_MS));
     }
   }
 
