@@ -60,7 +60,6 @@ class ChatServer:
         model: its name on the server; None takes the only one that the server has.
         key: is sent as a bearer token; empty where the server needs none.
         key_variable: the environment variable that the key is from, for messages.
-        batch_size: requests at once.
     """
 
     def __init__(
@@ -70,11 +69,10 @@ class ChatServer:
         model: str | None = None,
         key: str = "",
         key_variable: str = "OPENAI_API_KEY",
-        batch_size: int = 4,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.batch_size = batch_size
+        self.batch_size = 4  # requests at once
         self.address = api_address(endpoint)
         self._key_variable = key_variable
         self._sleep, self._clock = sleep, clock

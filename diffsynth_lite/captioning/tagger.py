@@ -32,7 +32,8 @@ def is_tagger(folder: Path, hub: HubCommit | None) -> bool:
     """
     if _is_there(folder):
         return True
-    if hub is None or '"model_type"' in _text(folder / "config.json"):
+    config = folder / "config.json"
+    if hub is None or (config.is_file() and b'"model_type"' in config.read_bytes()):
         return False
     return set(_FILES) <= hub.list_files([""])[""].keys()
 
@@ -118,9 +119,8 @@ def _read_tags(file: Path) -> list[tuple[str, str]]:
         rows = list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
         return [(_spaced(row["name"]), row["category"]) for row in rows]
     except (OSError, ValueError, KeyError, csv.Error) as error:
-        raise UserError(
-            f"--model: {file} is not a table with name and category ({shortened(error)}); get it again"
-        ) from error
+        problem = f"is not a table with name and category ({shortened(error)})"
+        raise UserError(f"--model: {file} {problem}; get it again") from error
 
 
 def _spaced(tag: str) -> str:
@@ -130,10 +130,3 @@ def _spaced(tag: str) -> str:
 
 def _is_there(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _FILES)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

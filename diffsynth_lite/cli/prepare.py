@@ -35,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> None:
     """Prepare the folder, and print what became of it."""
     if not (parsed.split_scenes or parsed.extract_frames or parsed.max_side or parsed.strip_bars):
-        raise UserError(
-            "nothing to do: give --split-scenes, --extract-frames N, --max-side PX or --strip-bars"
-        )
+        flags = "--split-scenes, --extract-frames N, --max-side PX or --strip-bars"
+        raise UserError(f"nothing to do: give {flags}")
     from diffsynth_lite.doctor.findings import counted
     from diffsynth_lite.preparing.folder import prepare_folder
     from diffsynth_lite.preparing.images import Steps
@@ -51,9 +50,8 @@ def run(parsed: argparse.Namespace) -> None:
     try:
         found = prepare_folder(parsed.folder, parsed.out, steps, is_dry_run=parsed.dry_run)
     except KeyboardInterrupt:
-        raise RunInterrupted(
-            f"stopped; what is in {parsed.out} is whole, and the same command goes on"
-        ) from None
+        kept = f"what is in {parsed.out} is whole, and the same command goes on"
+        raise RunInterrupted(f"stopped; {kept}") from None
     if parsed.json:
         print_lines(json.dumps(asdict(found), indent=2))
     else:
@@ -65,14 +63,12 @@ def run(parsed: argparse.Namespace) -> None:
 
 def _table(items: "list[Prepared]") -> list[str]:
     """What each file is and becomes, in columns."""
-    rows = [("file", "before", "after"), *((item.file, _before(item), _after(item)) for item in items)]
+    rows = [("file", "before", "after")]
+    for item in items:
+        duration = "" if item.duration_s is None else f", {item.duration_s:.1f} s"
+        rows.append((item.file, f"{item.width} x {item.height}{duration}", _after(item)))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return [f"{file:<{widths[0]}}  {before:<{widths[1]}}  {after}" for file, before, after in rows]
-
-
-def _before(item: "Prepared") -> str:
-    duration = "" if item.duration_s is None else f", {item.duration_s:.1f} s"
-    return f"{item.width} x {item.height}{duration}"
 
 
 def _after(item: "Prepared") -> str:

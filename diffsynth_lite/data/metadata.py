@@ -27,7 +27,6 @@ class Table:
 
     where: str
     columns: Mapping[str, Sequence[object]]
-    num_rows: int
     first_row: int = 1
 
 
@@ -53,10 +52,9 @@ def read_table(path: Path, columns: Sequence[str]) -> Table:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
-    num_rows = len(cells[columns[0]])
-    if not num_rows:
+    if not cells[columns[0]]:
         raise UserError(f"{path}: no rows; each needs {' and '.join(map(repr, columns))}")
-    return Table(where=str(path), columns=cells, num_rows=num_rows)
+    return Table(where=str(path), columns=cells)
 
 
 def require_columns(where: str, wanted: Sequence[str], found: Sequence[str]) -> None:

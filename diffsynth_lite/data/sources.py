@@ -147,12 +147,14 @@ class _Reader:
 
         table = read_stored_dataset(self._source, media_store, self._part)
 
+        cells = table.columns[self._source.media_column]
+
         def read_row(row: int) -> Record:
-            _, target = find_stored(table.columns[self._source.media_column][row])
+            _, target = find_stored(cells[row])
             name = f"{row:08}{target.suffix}"
             return self._record_of_row(table, row, name, target, find=find_stored)
 
-        rows = rows_of(self._part, table.num_rows)
+        rows = rows_of(self._part, len(cells))
         return self._collect(rows, read_row, where=table.where, label=_row_label(table))
 
     def read_folder(self) -> list[Record]:

@@ -65,7 +65,6 @@ def read_stored_dataset(source: Source, media_store: Path, part: Part = WHOLE) -
     return Table(
         where=source.where,
         columns=columns | _stored(source, dataset.select_columns(media_columns), media_store, part),
-        num_rows=len(dataset),
         first_row=0,
     )
 
