@@ -12,7 +12,9 @@ ADDED_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
 EMBEDDER = ("linear_1", "linear_2")
 DOUBLE, SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
 ATTENTIONS = tuple(f"{part}.{layer}" for part in ("attn1", "attn2") for layer in (*QKV, "to_out.0"))
-JOINT_ATTENTION = under("attn", (*QKV, "to_out.0", *ADDED_QKV, "to_add_out"))
+JOINT_PROJECTIONS = (*QKV, "to_out.0", *ADDED_QKV, "to_add_out")
+"""Of an attention over text and image, in which each has layers of its own."""
+JOINT_ATTENTION = under("attn", JOINT_PROJECTIONS)
 FLUX_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 FLUX_SINGLE = (*under("attn", QKV), "proj_mlp", "proj_out")
 FLUX_BLOCKS = {

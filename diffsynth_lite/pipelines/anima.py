@@ -47,11 +47,8 @@ from diffsynth_lite.pipelines.base.preview_request import PreviewRequest
 from diffsynth_lite.pipelines.base.single_file import holds, names_in
 from diffsynth_lite.releases.components import DIFFUSERS, ONE_TRAINER, QWEN_VAE, encoder_sizes, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 from diffsynth_lite.testing.modular import handled_as_others
-from diffsynth_lite.testing.text_encoders import tiny_qwen3
-from diffsynth_lite.testing.tokenizers import qwen2_tokenizer, t5_tokenizer
 
 _PATCH = 2
 _ENCODING = ("text_encoder", "denoise.text_conditioning")
@@ -369,8 +366,8 @@ def tiny() -> AnimaModularPipeline:
     Two blocks of 36 channels, a conditioner of one layer; 16 latent channels at 1/8 size with the real
     model's statistics.
     """
-    tokenizer, t5 = qwen2_tokenizer(), t5_tokenizer()
-    text_encoder = tiny_qwen3(tokenizer)
+    tokenizer, t5 = tokenizers.qwen2_tokenizer(), tokenizers.t5_tokenizer()
+    text_encoder = text_encoders.tiny_qwen3(tokenizer)
     with seeded(0):
         conditioner = AnimaTextConditioner(
             source_dim=text_encoder.config.hidden_size,
@@ -397,7 +394,7 @@ def tiny() -> AnimaModularPipeline:
         t5_tokenizer=t5,
         text_conditioner=conditioner.eval(),
         transformer=transformer.eval(),
-        vae=tiny_qwen_vae(),
+        vae=autoencoders.tiny_qwen_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),  # as in the released repository
     )
     return pipeline

@@ -12,40 +12,17 @@ from diffusers import AutoencoderKL, ChromaPipeline, ChromaTransformer2DModel, F
 from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
+from diffsynth_lite.lora import shared_names as shared
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed_in, under
-from diffsynth_lite.lora.shared_names import (
-    DOUBLE,
-    EMBEDDER,
-    FLUX_BLOCKS,
-    FLUX_FEED_FORWARD,
-    FLUX_SINGLE,
-    JOINT_ATTENTION,
-    ORIGINAL_EMBEDDER,
-    SINGLE,
-)
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.model_function import (
-    Checkpointing,
-    checkpointed,
-    model_function,
-)
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.flux import SINGLE_STREAM, Flux, pack_images, unpack_image
-from diffsynth_lite.releases.components import (
-    FLUX_VAE,
-    LICENCES,
-    SD_SCRIPTS,
-    SDNEXT,
-    T5_TOKENIZER_SLOW,
-    T5_XXL,
-)
+from diffsynth_lite.releases import components as known
 from diffsynth_lite.releases.release import Release, ReleaseComponent
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_flux_vae
-from diffsynth_lite.testing.text_encoders import tiny_t5
-from diffsynth_lite.testing.tokenizers import t5_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 
 @model_function
@@ -99,17 +76,18 @@ _HD = Release(
         "transformer": ReleaseComponent(
             "ChromaTransformer2DModel",
             dtype="bfloat16",
-            source=f"{SDNEXT}chroma/transformer: the class's defaults; dtype from the bytes in {_REVIEW}",
+            source=f"{known.SDNEXT}chroma/transformer: the class's defaults; dtype from the bytes in "
+            f"{_REVIEW}",
         ),
-        "text_encoder": T5_XXL,
-        "vae": FLUX_VAE,
+        "text_encoder": known.T5_XXL,
+        "vae": known.FLUX_VAE,
     },
     scheduler=ReleaseComponent(
         "FlowMatchEulerDiscreteScheduler",
         {"shift": 3.0, "use_dynamic_shifting": True},
-        source=f"{SDNEXT}chroma/scheduler",
+        source=f"{known.SDNEXT}chroma/scheduler",
     ),
-    tokenizers={"tokenizer": T5_TOKENIZER_SLOW},
+    tokenizers={"tokenizer": known.T5_TOKENIZER_SLOW},
     size=(1024, 1024, 1),
     parameters=8.9e9,
     licence="Apache-2.0",
@@ -117,11 +95,11 @@ _HD = Release(
     architecture="chroma",
     version="chroma",
     sources={
-        "pipeline": f"{SDNEXT}chroma/model_index.json",
+        "pipeline": f"{known.SDNEXT}chroma/model_index.json",
         "size": "`default_sample_size` of the pipeline",
         "parameters": "diffusers, docs/source/en/api/pipelines/chroma.md",
         "licence": _REVIEW,
-        "architecture": f"{SD_SCRIPTS}sai_model_spec.py, flux_utils.py",
+        "architecture": f"{known.SD_SCRIPTS}sai_model_spec.py, flux_utils.py",
     },
     unconfirmed=(
         "shift of the scheduler: in another copy, in stable-diffusion-webui-forge, it is fixed, and 1",
@@ -130,22 +108,23 @@ _HD = Release(
 _BASE = _HD.but(
     "Chroma1 Base",
     "lodestones/Chroma1-Base",
-    sources={"licence": LICENCES},
+    sources={"licence": known.LICENCES},
     unconfirmed=(*_HD.unconfirmed, "that its settings and dtypes are those of HD"),
 )
 
 
 _LORA_LAYERS = LayerNames(
     layers=(
-        *under(DOUBLE, (*JOINT_ATTENTION, *FLUX_FEED_FORWARD)),
-        *under(SINGLE, FLUX_SINGLE),
-        *under("distilled_guidance_layer", ("in_proj", "out_proj", *under("layers.*", EMBEDDER))),
+        *under(shared.DOUBLE, (*shared.JOINT_ATTENTION, *shared.FLUX_FEED_FORWARD)),
+        *under(shared.SINGLE, shared.FLUX_SINGLE),
+        *under("distilled_guidance_layer", ("in_proj", "out_proj", *under("layers.*", shared.EMBEDDER))),
         *("x_embedder", "context_embedder", "proj_out"),
     ),
     kohya={
-        **FLUX_BLOCKS,
+        **shared.FLUX_BLOCKS,
         **renamed_in(
-            {"distilled_guidance_layer.layers.*": "distilled_guidance_layer.layers.*"}, ORIGINAL_EMBEDDER
+            {"distilled_guidance_layer.layers.*": "distilled_guidance_layer.layers.*"},
+            shared.ORIGINAL_EMBEDDER,
         ),
     },
 )
@@ -224,8 +203,8 @@ def tiny() -> ChromaPipeline:
 
     Two blocks of each kind, of 32 channels; 16 latent channels at 1/8 size with the real model's statistics.
     """
-    tokenizer = t5_tokenizer()
-    text_encoder = tiny_t5(tokenizer)
+    tokenizer = tokenizers.t5_tokenizer()
+    text_encoder = text_encoders.tiny_t5(tokenizer)
     with seeded(0):
         transformer = ChromaTransformer2DModel(
             num_layers=2,
@@ -239,7 +218,7 @@ def tiny() -> ChromaPipeline:
         )
     return ChromaPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=tiny_flux_vae(),
+        vae=autoencoders.tiny_flux_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,

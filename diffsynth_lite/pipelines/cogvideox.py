@@ -31,10 +31,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
 from diffsynth_lite.releases.components import DIFFUSERS, T5_TOKENIZER_SLOW, T5_XXL
 from diffsynth_lite.releases.release import Release, ReleaseComponent
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_cogvideox_vae
-from diffsynth_lite.testing.text_encoders import tiny_t5
-from diffsynth_lite.testing.tokenizers import t5_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
 _SPATIAL = 8
@@ -313,12 +310,12 @@ def tiny() -> CogVideoXPipeline:
 
     Two blocks of 32 channels; 16 latent channels with the real model's scale.
     """
-    tokenizer = t5_tokenizer()
-    text_encoder = tiny_t5(tokenizer)
+    tokenizer = tokenizers.t5_tokenizer()
+    text_encoder = text_encoders.tiny_t5(tokenizer)
     return CogVideoXPipeline(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
-        vae=tiny_cogvideox_vae(),
+        vae=autoencoders.tiny_cogvideox_vae(),
         transformer=tiny_cogvideox_transformer(text_encoder.config.d_model),
         # With the settings of the released ones. The ``step`` of this sampler, which authors advise for 5B,
         # takes other arguments than most.

@@ -26,17 +26,10 @@ from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_patched_latents
-from diffsynth_lite.pipelines.base.model_function import (
-    Checkpointing,
-    checkpointed,
-    model_function,
-)
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.components import DIFFUSERS, FLUX2_VAE, PIXTRAL, SWARM, encoder_sizes, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
-from diffsynth_lite.testing.text_encoders import tiny_ministral3
-from diffsynth_lite.testing.tokenizers import mistral_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 # A literal in the pipeline, which the model was trained with; the autoencoder's file has 1e-4, of FLUX.2.
 _NORM_EPS = 1e-5
@@ -222,8 +215,8 @@ def tiny() -> ErnieImagePipeline:
 
     Two blocks of 32 channels; 32 latent channels at 1/8 size.
     """
-    tokenizer = mistral_tokenizer()
-    text_encoder = tiny_ministral3(tokenizer)
+    tokenizer = tokenizers.mistral_tokenizer()
+    text_encoder = text_encoders.tiny_ministral3(tokenizer)
     with seeded(0):
         transformer = ErnieImageTransformer2DModel(
             hidden_size=32,
@@ -239,7 +232,7 @@ def tiny() -> ErnieImagePipeline:
     return ErnieImagePipeline(
         # As in the base model's repository: a fixed shift.
         scheduler=FlowMatchEulerDiscreteScheduler(shift=4.0),
-        vae=tiny_flux2_vae(),
+        vae=autoencoders.tiny_flux2_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,

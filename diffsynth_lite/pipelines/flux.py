@@ -14,50 +14,20 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.parallel import SequenceSplit
+from diffsynth_lite.lora import shared_names as shared
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, fused, renamed, renamed_in, under
-from diffsynth_lite.lora.shared_names import (
-    CLIP,
-    DOUBLE,
-    EMBEDDER,
-    FLUX_BLOCKS,
-    FLUX_FEED_FORWARD,
-    FLUX_SINGLE,
-    JOINT_ATTENTION,
-    LAST_NORM,
-    ORIGINAL_EMBEDDER,
-    QKV,
-    SINGLE,
-)
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
-from diffsynth_lite.releases.components import (
-    CLIP_L,
-    CLIP_TOKENIZER,
-    FLUX_SCHEDULER,
-    FLUX_VAE,
-    FORGE,
-    LICENCES,
-    SD_SCRIPTS,
-    SDNEXT,
-    T5_TOKENIZER_BOTH,
-    T5_XXL,
-)
+from diffsynth_lite.releases import components as known
 from diffsynth_lite.releases.release import Release, ReleaseComponent
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_flux_vae
-from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_t5
-from diffsynth_lite.testing.tokenizers import clip_tokenizer, t5_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _EMBEDS = ("prompt_embeds", "pooled_prompt_embeds")
 _PATCH = 2
 """Latents to a side of a token."""
-_ATTENTION = (
-    *("to_q", "to_k", "to_v", "to_out.0"),
-    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-)
 SINGLE_STREAM = ("proj_mlp", "single_transformer_blocks.*.proj_out")
 """Of the single-stream blocks, next to attention; ``proj_out`` would also be the model's last layer."""
 _MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
@@ -151,7 +121,7 @@ def _positions(image_bchw: torch.Tensor, place: int) -> torch.Tensor:
     return positions
 
 
-FLUX_FOLDER = f"{FORGE}black-forest-labs/FLUX.1-dev"
+FLUX_FOLDER = f"{known.FORGE}black-forest-labs/FLUX.1-dev"
 
 FLUX_DEV = Release(
     name="FLUX.1 dev",
@@ -165,12 +135,12 @@ FLUX_DEV = Release(
             num_bytes=23802816640,
             source=f"{FLUX_FOLDER}/transformer",
         ),
-        "text_encoder": CLIP_L,
-        "text_encoder_2": T5_XXL,
-        "vae": FLUX_VAE,
+        "text_encoder": known.CLIP_L,
+        "text_encoder_2": known.T5_XXL,
+        "vae": known.FLUX_VAE,
     },
-    scheduler=FLUX_SCHEDULER,
-    tokenizers={"tokenizer": CLIP_TOKENIZER, "tokenizer_2": T5_TOKENIZER_BOTH},
+    scheduler=known.FLUX_SCHEDULER,
+    tokenizers={"tokenizer": known.CLIP_TOKENIZER, "tokenizer_2": known.T5_TOKENIZER_BOTH},
     size=(1024, 1024, 1),
     parameters=12e9,
     licence="FLUX.1 [dev] Non-Commercial License",
@@ -178,11 +148,11 @@ FLUX_DEV = Release(
     architecture="flux-1-dev",
     version="flux1",
     sources={
-        "pipeline": f"{FLUX_FOLDER}; spiece.model: {SDNEXT}flux/tokenizer_2",
+        "pipeline": f"{FLUX_FOLDER}; spiece.model: {known.SDNEXT}flux/tokenizer_2",
         "size": "`default_sample_size` of the pipeline",
         "parameters": "black-forest-labs/flux, model_cards/FLUX.1-dev.md",
-        "licence": f"black-forest-labs/flux, README.md; gated: {LICENCES}",
-        "architecture": f"{SD_SCRIPTS}sai_model_spec.py, flux_utils.py",
+        "licence": f"black-forest-labs/flux, README.md; gated: {known.LICENCES}",
+        "architecture": f"{known.SD_SCRIPTS}sai_model_spec.py, flux_utils.py",
     },
 )
 
@@ -193,17 +163,17 @@ _SCHNELL = FLUX_DEV.but(
         "FluxTransformer2DModel",
         dtype="bfloat16",
         num_bytes=23782357120,
-        source=f"{FORGE}black-forest-labs/FLUX.1-schnell/transformer",
+        source=f"{known.FORGE}black-forest-labs/FLUX.1-schnell/transformer",
     ),
     scheduler=ReleaseComponent(
-        "FlowMatchEulerDiscreteScheduler", source=f"{FORGE}black-forest-labs/FLUX.1-schnell/scheduler"
+        "FlowMatchEulerDiscreteScheduler", source=f"{known.FORGE}black-forest-labs/FLUX.1-schnell/scheduler"
     ),
     licence="Apache-2.0",
     gated=None,
     distilled="1 to 4 steps without guidance",
     architecture="flux-1-schnell",
     sources={
-        "pipeline": f"{FORGE}black-forest-labs/FLUX.1-schnell",
+        "pipeline": f"{known.FORGE}black-forest-labs/FLUX.1-schnell",
         "parameters": "black-forest-labs/flux, model_cards/FLUX.1-schnell.md",
     },
 )
@@ -219,52 +189,55 @@ _KREA = FLUX_DEV.but(
 _TIME_AND_TEXT = tuple(
     f"time_text_embed.{part}.{layer}"
     for part in ("timestep_embedder", "guidance_embedder", "text_embedder")
-    for layer in EMBEDDER
+    for layer in shared.EMBEDDER
 )
 _LORA_LAYERS = LayerNames(
     layers=(
-        *under(DOUBLE, (*JOINT_ATTENTION, *FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear")),
-        *under(SINGLE, (*FLUX_SINGLE, "norm.linear")),
+        *under(
+            shared.DOUBLE,
+            (*shared.JOINT_ATTENTION, *shared.FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear"),
+        ),
+        *under(shared.SINGLE, (*shared.FLUX_SINGLE, "norm.linear")),
         *_TIME_AND_TEXT,
         *("x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
     ),
     kohya={
-        **FLUX_BLOCKS,
-        "double_blocks.*.img_mod.lin": renamed(f"{DOUBLE}.norm1.linear"),
-        "double_blocks.*.txt_mod.lin": renamed(f"{DOUBLE}.norm1_context.linear"),
-        "single_blocks.*.modulation.lin": renamed(f"{SINGLE}.norm.linear"),
+        **shared.FLUX_BLOCKS,
+        "double_blocks.*.img_mod.lin": renamed(f"{shared.DOUBLE}.norm1.linear"),
+        "double_blocks.*.txt_mod.lin": renamed(f"{shared.DOUBLE}.norm1_context.linear"),
+        "single_blocks.*.modulation.lin": renamed(f"{shared.SINGLE}.norm.linear"),
         **renamed_in(
             {
                 "time_in": "time_text_embed.timestep_embedder",
                 "guidance_in": "time_text_embed.guidance_embedder",
                 "vector_in": "time_text_embed.text_embedder",
             },
-            ORIGINAL_EMBEDDER,
+            shared.ORIGINAL_EMBEDDER,
         ),
-        "final_layer.adaLN_modulation.1": LAST_NORM,
+        "final_layer.adaLN_modulation.1": shared.LAST_NORM,
     },
     others={
         # DiffSynth-Studio's
-        "blocks.*.attn.a_to_qkv": FLUX_BLOCKS["double_blocks.*.img_attn.qkv"],
-        "blocks.*.attn.b_to_qkv": FLUX_BLOCKS["double_blocks.*.txt_attn.qkv"],
-        "blocks.*.attn.a_to_out": renamed(f"{DOUBLE}.attn.to_out.0"),
-        "blocks.*.attn.b_to_out": renamed(f"{DOUBLE}.attn.to_add_out"),
-        "blocks.*.ff_a.0": renamed(f"{DOUBLE}.ff.net.0.proj"),
-        "blocks.*.ff_a.2": renamed(f"{DOUBLE}.ff.net.2"),
-        "blocks.*.ff_b.0": renamed(f"{DOUBLE}.ff_context.net.0.proj"),
-        "blocks.*.ff_b.2": renamed(f"{DOUBLE}.ff_context.net.2"),
-        "blocks.*.norm1_a.linear": renamed(f"{DOUBLE}.norm1.linear"),
-        "blocks.*.norm1_b.linear": renamed(f"{DOUBLE}.norm1_context.linear"),
-        "single_blocks.*.to_qkv_mlp": FLUX_BLOCKS["single_blocks.*.linear1"],
-        "single_blocks.*.proj_out": renamed(f"{SINGLE}.proj_out"),
-        "single_blocks.*.norm.linear": renamed(f"{SINGLE}.norm.linear"),
+        "blocks.*.attn.a_to_qkv": shared.FLUX_BLOCKS["double_blocks.*.img_attn.qkv"],
+        "blocks.*.attn.b_to_qkv": shared.FLUX_BLOCKS["double_blocks.*.txt_attn.qkv"],
+        "blocks.*.attn.a_to_out": renamed(f"{shared.DOUBLE}.attn.to_out.0"),
+        "blocks.*.attn.b_to_out": renamed(f"{shared.DOUBLE}.attn.to_add_out"),
+        "blocks.*.ff_a.0": renamed(f"{shared.DOUBLE}.ff.net.0.proj"),
+        "blocks.*.ff_a.2": renamed(f"{shared.DOUBLE}.ff.net.2"),
+        "blocks.*.ff_b.0": renamed(f"{shared.DOUBLE}.ff_context.net.0.proj"),
+        "blocks.*.ff_b.2": renamed(f"{shared.DOUBLE}.ff_context.net.2"),
+        "blocks.*.norm1_a.linear": renamed(f"{shared.DOUBLE}.norm1.linear"),
+        "blocks.*.norm1_b.linear": renamed(f"{shared.DOUBLE}.norm1_context.linear"),
+        "single_blocks.*.to_qkv_mlp": shared.FLUX_BLOCKS["single_blocks.*.linear1"],
+        "single_blocks.*.proj_out": renamed(f"{shared.SINGLE}.proj_out"),
+        "single_blocks.*.norm.linear": renamed(f"{shared.SINGLE}.norm.linear"),
         # XLabs'
-        "double_blocks.*.processor.qkv_lora1": FLUX_BLOCKS["double_blocks.*.img_attn.qkv"],
-        "double_blocks.*.processor.qkv_lora2": FLUX_BLOCKS["double_blocks.*.txt_attn.qkv"],
-        "double_blocks.*.processor.proj_lora1": renamed(f"{DOUBLE}.attn.to_out.0"),
-        "double_blocks.*.processor.proj_lora2": renamed(f"{DOUBLE}.attn.to_add_out"),
-        "single_blocks.*.processor.qkv_lora": fused(*under(f"{SINGLE}.attn", QKV)),
-        "single_blocks.*.processor.proj_lora": renamed(f"{SINGLE}.proj_out"),
+        "double_blocks.*.processor.qkv_lora1": shared.FLUX_BLOCKS["double_blocks.*.img_attn.qkv"],
+        "double_blocks.*.processor.qkv_lora2": shared.FLUX_BLOCKS["double_blocks.*.txt_attn.qkv"],
+        "double_blocks.*.processor.proj_lora1": renamed(f"{shared.DOUBLE}.attn.to_out.0"),
+        "double_blocks.*.processor.proj_lora2": renamed(f"{shared.DOUBLE}.attn.to_add_out"),
+        "single_blocks.*.processor.qkv_lora": fused(*under(f"{shared.SINGLE}.attn", shared.QKV)),
+        "single_blocks.*.processor.proj_lora": renamed(f"{shared.SINGLE}.proj_out"),
     },
 )
 
@@ -290,7 +263,7 @@ class Flux(DiffusersFamily):
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "flux_lora.yaml"}
     transformer_class = FluxTransformer2DModel
     lora_spelling = taken_by_comfyui()
-    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS, "text_encoder": CLIP}
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS, "text_encoder": shared.CLIP}
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": CLIPTextModel,
         "text_encoder_2": T5EncoderModel,
@@ -310,10 +283,10 @@ class Flux(DiffusersFamily):
     # CLIP, which gives one vector for the whole text, reads the first 77 tokens of its own.
     prompt_tokenizer = "tokenizer_2"
     # Those of diffusers' training script.
-    default_target_modules: ClassVar[tuple[str, ...]] = (*_ATTENTION, *FLUX_FEED_FORWARD)
+    default_target_modules: ClassVar[tuple[str, ...]] = (*shared.JOINT_PROJECTIONS, *shared.FLUX_FEED_FORWARD)
     target_sets: ClassVar[TargetSets] = {
-        "attention": _ATTENTION,
-        "all": (*_ATTENTION, *FLUX_FEED_FORWARD, *SINGLE_STREAM, *_MODULATION),
+        "attention": shared.JOINT_PROJECTIONS,
+        "all": (*shared.JOINT_PROJECTIONS, *shared.FLUX_FEED_FORWARD, *SINGLE_STREAM, *_MODULATION),
     }
 
     @property
@@ -360,8 +333,8 @@ def tiny() -> FluxPipeline:
 
     Two blocks of each kind, of 32 channels; 16 latent channels at 1/8 size with the real model's statistics.
     """
-    tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer()
-    text_encoder, text_encoder_2 = tiny_clip_text(tokenizer), tiny_t5(tokenizer_2)
+    tokenizer, tokenizer_2 = tokenizers.clip_tokenizer(), tokenizers.t5_tokenizer()
+    text_encoder, text_encoder_2 = text_encoders.tiny_clip_text(tokenizer), text_encoders.tiny_t5(tokenizer_2)
     with seeded(0):
         transformer = FluxTransformer2DModel(
             num_layers=2,
@@ -376,7 +349,7 @@ def tiny() -> FluxPipeline:
     return FluxPipeline(
         # As in dev's repository: a shift that grows with the image, with the class's own range of it.
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=tiny_flux_vae(),
+        vae=autoencoders.tiny_flux_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         text_encoder_2=text_encoder_2,

@@ -25,23 +25,13 @@ from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import shared_names as shared
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, renamed_in, under
-from diffsynth_lite.lora.shared_names import (
-    DOUBLE,
-    EMBEDDER,
-    FLUX_BLOCKS,
-    JOINT_ATTENTION,
-    LAST_NORM,
-    ORIGINAL_EMBEDDER,
-    SINGLE,
-)
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, exponential_shift
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.latents import (
-    encode_latents,
-)
+from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.model_function import (
     INPUT,
@@ -52,28 +42,13 @@ from diffsynth_lite.pipelines.base.model_function import (
     stacked,
 )
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
-from diffsynth_lite.releases.components import (
-    DIFFUSERS,
-    FLUX2_VAE,
-    FLUX_SCHEDULER,
-    LICENCES,
-    MISTRAL3_24B,
-    MUSUBI,
-    PINNED_INDEXES,
-    QWEN2_TOKENIZER,
-    QWEN3_4B,
-    QWEN3_8B,
-)
+from diffsynth_lite.releases import components as known
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
-from diffsynth_lite.testing.text_encoders import tiny_mistral3
-from diffsynth_lite.testing.tokenizers import mistral_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
 _ATTENTION = (
-    *("to_q", "to_k", "to_v", "to_out.0"),
-    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    *shared.JOINT_PROJECTIONS,
     # Of the single-stream blocks; each is also one half of their feed-forward part.
     *("to_qkv_mlp_proj", "to_out"),
 )
@@ -129,10 +104,10 @@ def model_fn_flux2(
     return noisy_bld.transpose(1, 2).reshape(latents_bchw.shape)
 
 
-_SCRIPT = f"{DIFFUSERS}scripts/convert_flux2_to_diffusers.py"
+_SCRIPT = f"{known.DIFFUSERS}scripts/convert_flux2_to_diffusers.py"
 _REVIEW = "MoDiff, data/flux2-klein-base-4b-artifact-review.json"
-_ARCHITECTURES = f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py"
-_SCHEDULER = replace(FLUX_SCHEDULER, source=f"that of FLUX.1 dev, as in {_SCRIPT}")
+_ARCHITECTURES = f"{known.MUSUBI}utils/sai_model_spec.py, dataset/architectures.py"
+_SCHEDULER = replace(known.FLUX_SCHEDULER, source=f"that of FLUX.1 dev, as in {_SCRIPT}")
 
 
 def _transformer(config: Mapping[str, Any], source: str) -> ReleaseComponent:
@@ -145,8 +120,8 @@ _DEV = Release(
     pipeline_class="Flux2Pipeline",
     components={
         "transformer": _transformer({}, f"`flux2-dev` in {_SCRIPT}: the defaults of the class"),
-        "text_encoder": MISTRAL3_24B,
-        "vae": FLUX2_VAE,
+        "text_encoder": known.MISTRAL3_24B,
+        "vae": known.FLUX2_VAE,
     },
     scheduler=_SCHEDULER,
     tokenizers={"tokenizer": ReleaseTokenizer("PixtralProcessor", ("tokenizer.json",))},
@@ -157,10 +132,10 @@ _DEV = Release(
     architecture="Flux.2-dev",
     version="flux_2_dev",
     sources={
-        "pipeline": PINNED_INDEXES,
+        "pipeline": known.PINNED_INDEXES,
         "size": "`default_sample_size` of the pipeline",
         "parameters": "black-forest-labs/flux2, README.md",
-        "licence": LICENCES,
+        "licence": known.LICENCES,
         "architecture": _ARCHITECTURES,
     },
     unconfirmed=("dtype of the transformer", "files of the tokenizer"),
@@ -182,11 +157,11 @@ _KLEIN_4B_BASE = Release(
             },
             f"`klein-4b` in {_SCRIPT}; dtype from the bytes in {_REVIEW}",
         ),
-        "text_encoder": QWEN3_4B,
-        "vae": FLUX2_VAE,
+        "text_encoder": known.QWEN3_4B,
+        "vae": known.FLUX2_VAE,
     },
     scheduler=_SCHEDULER,
-    tokenizers={"tokenizer": QWEN2_TOKENIZER},
+    tokenizers={"tokenizer": known.QWEN2_TOKENIZER},
     size=(1024, 1024, 1),
     parameters=4e9,
     licence="Apache-2.0",
@@ -194,7 +169,7 @@ _KLEIN_4B_BASE = Release(
     architecture="Flux.2-klein-4b",
     version="flux_2_klein_4b",
     sources={
-        "pipeline": f"{PINNED_INDEXES}, for klein 4B; files: {_REVIEW}",
+        "pipeline": f"{known.PINNED_INDEXES}, for klein 4B; files: {_REVIEW}",
         "size": "`default_sample_size` of the pipeline",
         "parameters": "its name",
         "licence": _REVIEW,
@@ -215,14 +190,14 @@ _KLEIN_9B_BASE = _KLEIN_4B_BASE.but(
         },
         f"`klein-9b` in {_SCRIPT}",
     ),
-    text_encoder=QWEN3_8B,
-    vae=FLUX2_VAE,
+    text_encoder=known.QWEN3_8B,
+    vae=known.FLUX2_VAE,
     parameters=9e9,
     licence="FLUX Non-Commercial License",
     gated=True,
     architecture="Flux.2-klein-9b",
     version="flux_2_klein_9b",
-    sources={"licence": f"that of klein 9B: {LICENCES}"},
+    sources={"licence": f"that of klein 9B: {known.LICENCES}"},
     unconfirmed=(*_KLEIN_4B_BASE.unconfirmed, "dtype of the transformer", "licence", "whether it is gated"),
 )
 
@@ -242,36 +217,40 @@ _KLEIN_9B = _distilled(_KLEIN_9B_BASE, "klein 9B")
 
 _LORA_LAYERS = LayerNames(
     layers=(
-        *under(DOUBLE, JOINT_ATTENTION),
-        *under(DOUBLE, ("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out")),
-        *under(SINGLE, ("attn.to_qkv_mlp_proj", "attn.to_out")),
-        *under("time_guidance_embed.timestep_embedder", EMBEDDER),
-        *under("time_guidance_embed.guidance_embedder", EMBEDDER),
+        *under(shared.DOUBLE, shared.JOINT_ATTENTION),
+        *under(
+            shared.DOUBLE, ("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out")
+        ),
+        *under(shared.SINGLE, ("attn.to_qkv_mlp_proj", "attn.to_out")),
+        *under("time_guidance_embed.timestep_embedder", shared.EMBEDDER),
+        *under("time_guidance_embed.guidance_embedder", shared.EMBEDDER),
         *("double_stream_modulation_img.linear", "double_stream_modulation_txt.linear"),
         *("single_stream_modulation.linear", "x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
     ),
     kohya={
         **{
-            name: place for name, place in FLUX_BLOCKS.items() if "_mlp." not in name and "linear" not in name
+            name: place
+            for name, place in shared.FLUX_BLOCKS.items()
+            if "_mlp." not in name and "linear" not in name
         },
-        "double_blocks.*.img_mlp.0": renamed(f"{DOUBLE}.ff.linear_in", 6),
-        "double_blocks.*.img_mlp.2": renamed(f"{DOUBLE}.ff.linear_out"),
-        "double_blocks.*.txt_mlp.0": renamed(f"{DOUBLE}.ff_context.linear_in", 6),
-        "double_blocks.*.txt_mlp.2": renamed(f"{DOUBLE}.ff_context.linear_out"),
-        "single_blocks.*.linear1": renamed(f"{SINGLE}.attn.to_qkv_mlp_proj", 9),
-        "single_blocks.*.linear2": renamed(f"{SINGLE}.attn.to_out"),
+        "double_blocks.*.img_mlp.0": renamed(f"{shared.DOUBLE}.ff.linear_in", 6),
+        "double_blocks.*.img_mlp.2": renamed(f"{shared.DOUBLE}.ff.linear_out"),
+        "double_blocks.*.txt_mlp.0": renamed(f"{shared.DOUBLE}.ff_context.linear_in", 6),
+        "double_blocks.*.txt_mlp.2": renamed(f"{shared.DOUBLE}.ff_context.linear_out"),
+        "single_blocks.*.linear1": renamed(f"{shared.SINGLE}.attn.to_qkv_mlp_proj", 9),
+        "single_blocks.*.linear2": renamed(f"{shared.SINGLE}.attn.to_out"),
         **renamed_in(
             {
                 "time_in": "time_guidance_embed.timestep_embedder",
                 "guidance_in": "time_guidance_embed.guidance_embedder",
             },
-            ORIGINAL_EMBEDDER,
+            shared.ORIGINAL_EMBEDDER,
         ),
         "double_stream_modulation_img.lin": renamed("double_stream_modulation_img.linear"),
         "double_stream_modulation_txt.lin": renamed("double_stream_modulation_txt.linear"),
         "single_stream_modulation.lin": renamed("single_stream_modulation.linear"),
         "final_layer.linear": renamed("proj_out"),
-        "final_layer.adaLN_modulation.1": LAST_NORM,
+        "final_layer.adaLN_modulation.1": shared.LAST_NORM,
     },
 )
 
@@ -426,8 +405,8 @@ def tiny() -> Flux2Pipeline:
 
     Two blocks of each kind, of 32 channels; 32 latent channels at 1/8 size.
     """
-    tokenizer = mistral_tokenizer()
-    text_encoder = tiny_mistral3(tokenizer)
+    tokenizer = tokenizers.mistral_tokenizer()
+    text_encoder = text_encoders.tiny_mistral3(tokenizer)
     with seeded(0):
         transformer = Flux2Transformer2DModel(
             num_layers=2,
@@ -440,7 +419,7 @@ def tiny() -> Flux2Pipeline:
     return Flux2Pipeline(
         # As in the released repositories; how large the shift is the pipelines compute themselves.
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=tiny_flux2_vae(),
+        vae=autoencoders.tiny_flux2_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,

@@ -28,19 +28,11 @@ from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
-from diffsynth_lite.pipelines.base.model_function import (
-    Checkpointing,
-    checkpointed,
-    model_function,
-    stacked,
-)
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.releases.components import CLIP_L, DIFFUSERS, MUSUBI, encoder_sizes, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_hunyuan_video_vae
-from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_llama
-from diffsynth_lite.testing.tokenizers import clip_tokenizer, llama3_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 TEMPLATE: str = DEFAULT_PROMPT_TEMPLATE["template"]
 """The text around a prompt."""
@@ -319,9 +311,12 @@ def tiny() -> HunyuanVideoPipeline:
 
     Two blocks of each kind, of 32 channels; the real compression and scale of the latents, of 4 channels.
     """
-    tokenizer, tokenizer_2 = llama3_tokenizer([TEMPLATE]), clip_tokenizer()
-    text_encoder, text_encoder_2 = tiny_llama(tokenizer), tiny_clip_text(tokenizer_2)
-    vae = tiny_hunyuan_video_vae()
+    tokenizer, tokenizer_2 = tokenizers.llama3_tokenizer([TEMPLATE]), tokenizers.clip_tokenizer()
+    text_encoder, text_encoder_2 = (
+        text_encoders.tiny_llama(tokenizer),
+        text_encoders.tiny_clip_text(tokenizer_2),
+    )
+    vae = autoencoders.tiny_hunyuan_video_vae()
     return HunyuanVideoPipeline(
         text_encoder=text_encoder,
         tokenizer=tokenizer,

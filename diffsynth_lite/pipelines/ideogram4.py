@@ -36,10 +36,7 @@ from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.qwen_image_21 import QWEN3_VL_8B
 from diffsynth_lite.releases.components import FLUX2_VAE, MUSUBI
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
-from diffsynth_lite.testing.text_encoders import tiny_qwen3_vl
-from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
 _GUIDE = "unconditional_transformer"
@@ -330,8 +327,8 @@ def tiny() -> Ideogram4Pipeline:
     Two blocks of 32 channels in each transformer; a text encoder of 36 layers, because the pipeline takes the
     embeddings after the last; 32 latent channels at 1/8 size.
     """
-    tokenizer = qwen2_tokenizer()
-    text_encoder = tiny_qwen3_vl(tokenizer, num_layers=QWEN3_VL_ACTIVATION_LAYERS[-1] + 1)
+    tokenizer = tokenizers.qwen2_tokenizer()
+    text_encoder = text_encoders.tiny_qwen3_vl(tokenizer, num_layers=QWEN3_VL_ACTIVATION_LAYERS[-1] + 1)
     width = text_encoder.config.text_config.hidden_size
 
     def transformer() -> Ideogram4Transformer2DModel:
@@ -349,7 +346,7 @@ def tiny() -> Ideogram4Pipeline:
         first, second = transformer(), transformer()
     return Ideogram4Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=tiny_flux2_vae(),
+        vae=autoencoders.tiny_flux2_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=first,

@@ -34,10 +34,7 @@ from diffsynth_lite.pipelines.base.model_function import (
 )
 from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE, encoder_sizes
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
-from diffsynth_lite.testing.text_encoders import tiny_qwen3_vl
-from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
 _MU_OF_TURBO = 1.15  # a literal in the pipeline
@@ -307,8 +304,8 @@ def tiny() -> Krea2Pipeline:
     Two blocks of 32 channels, and one of each kind that reads the prompt, of two layers of the text encoder;
     16 latent channels at 1/8 size with the real model's statistics.
     """
-    tokenizer = qwen2_tokenizer()
-    text_encoder = tiny_qwen3_vl(tokenizer)
+    tokenizer = tokenizers.qwen2_tokenizer()
+    text_encoder = text_encoders.tiny_qwen3_vl(tokenizer)
     with seeded(0):
         transformer = Krea2Transformer2DModel(
             num_layers=2,
@@ -328,7 +325,7 @@ def tiny() -> Krea2Pipeline:
     return Krea2Pipeline(
         # As in the released repositories: a shift that grows with the image.
         scheduler=FlowMatchEulerDiscreteScheduler(**_RAW.scheduler.config),
-        vae=tiny_qwen_vae(),
+        vae=autoencoders.tiny_qwen_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,

@@ -20,23 +20,16 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.parallel import SequenceSplit
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, under
-from diffsynth_lite.lora.shared_names import DOUBLE, EMBEDDER, JOINT_ATTENTION
+from diffsynth_lite.lora.shared_names import DOUBLE, EMBEDDER, JOINT_ATTENTION, JOINT_PROJECTIONS
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.model_function import (
-    Checkpointing,
-    checkpointed,
-    model_function,
-)
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.components import LICENCES, MUSUBI, PINNED_INDEXES, QWEN_VAE, encoder_sizes
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
-from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
-from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
 LONGEST_PROMPT = 1024
@@ -44,10 +37,6 @@ LONGEST_PROMPT = 1024
 IMAGE_TOKEN = "<|image_pad|>"
 PLACEHOLDERS = (IMAGE_TOKEN, "<|video_pad|>")
 """Of images and videos: the processors of transformers count them in each prompt, tokenizers do not."""
-_ATTENTION = (
-    *("to_q", "to_k", "to_v", "to_out.0"),
-    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-)
 
 
 @model_function
@@ -233,9 +222,9 @@ class QwenImage(DiffusersFamily):
     latents_id = "qwen_image/latents/1"
     scale_argument = "true_cfg_scale"
     prompt_width = "joint_attention_dim"
-    default_target_modules = (*_ATTENTION, "img_mod.1", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.2")
+    default_target_modules = (*JOINT_PROJECTIONS, "img_mod.1", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.2")
     target_sets: ClassVar[TargetSets] = {
-        "attention": _ATTENTION,
+        "attention": JOINT_PROJECTIONS,
         "all": (*default_target_modules, "img_mlp.net.0.proj", "txt_mlp.net.0.proj"),
     }
     unused_in_last_block = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
@@ -268,8 +257,8 @@ def tiny() -> QwenImagePipeline:
 
     Two blocks of 48 channels; 16 latent channels at 1/8 size with the real model's statistics.
     """
-    tokenizer = qwen2_tokenizer()
-    text_encoder = tiny_qwen2_5_vl(tokenizer)
+    tokenizer = tokenizers.qwen2_tokenizer()
+    text_encoder = text_encoders.tiny_qwen2_5_vl(tokenizer)
     with seeded(0):
         transformer = QwenImageTransformer2DModel(
             num_layers=2,
@@ -280,7 +269,7 @@ def tiny() -> QwenImagePipeline:
         )
     return QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_IMAGE_BASE.scheduler.config),
-        vae=tiny_qwen_vae(),
+        vae=autoencoders.tiny_qwen_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,

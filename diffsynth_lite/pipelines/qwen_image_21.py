@@ -16,12 +16,7 @@ from diffusers import (
     QwenImage21Transformer2DModel,
 )
 from torch.nn.functional import pad
-from transformers import (
-    BatchEncoding,
-    CLIPImageProcessorPil,
-    LlavaProcessor,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import BatchEncoding, CLIPImageProcessorPil, LlavaProcessor, Qwen3VLForConditionalGeneration
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, Original, under
@@ -34,10 +29,7 @@ from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpoi
 from diffsynth_lite.pipelines.qwen_image import IMAGE_TOKEN, PLACEHOLDERS, QWEN_IMAGE_BASE
 from diffsynth_lite.releases.components import MUSUBI, encoder_sizes
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_qwen21_vae
-from diffsynth_lite.testing.text_encoders import tiny_qwen3_vl_lm
-from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _SLOT = 4  # places of the latents to one of the mask; a literal in the pipeline
@@ -333,8 +325,8 @@ def tiny() -> QwenImage21Pipeline:
     Two blocks of 32 channels; 64 latent channels at 1/16 size with the real model's statistics. Its processor
     does the same with texts as that of the released model, whose class needs torchvision.
     """
-    tokenizer = qwen2_tokenizer()
-    text_encoder = tiny_qwen3_vl_lm(tokenizer)
+    tokenizer = tokenizers.qwen2_tokenizer()
+    text_encoder = text_encoders.tiny_qwen3_vl_lm(tokenizer)
     with seeded(0):
         transformer = QwenImage21Transformer2DModel(
             num_layers=2,
@@ -346,7 +338,7 @@ def tiny() -> QwenImage21Pipeline:
     return QwenImage21Pipeline(
         # The scheduler settings of the real repository: a shift that grows with the image.
         scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_IMAGE_BASE.scheduler.config),
-        vae=tiny_qwen21_vae(),
+        vae=autoencoders.tiny_qwen21_vae(),
         text_encoder=text_encoder,
         processor=tiny_processor(tokenizer),
         transformer=transformer,

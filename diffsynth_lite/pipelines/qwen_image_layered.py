@@ -30,8 +30,7 @@ from diffsynth_lite.pipelines.base.model_function import stacked
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code
 from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_IMAGE_BASE, QWEN_TRANSFORMER
 from diffsynth_lite.releases.components import MUSUBI, QWEN_VAE
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
+from diffsynth_lite.testing import autoencoders, seeded
 
 _CHANNELS = 4
 _BASE_TOKENS = 256
@@ -251,7 +250,7 @@ def tiny() -> QwenImageLayeredPipeline:
         )
     return QwenImageLayeredPipeline(
         scheduler=parts["scheduler"],
-        vae=tiny_qwen_vae(input_channels=_CHANNELS),
+        vae=autoencoders.tiny_qwen_vae(input_channels=_CHANNELS),
         text_encoder=parts["text_encoder"],
         tokenizer=parts["tokenizer"],
         processor=ImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}),

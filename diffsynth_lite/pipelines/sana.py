@@ -31,10 +31,7 @@ from diffsynth_lite.pipelines.base.model_function import (
 )
 from diffsynth_lite.releases.components import DIFFUSERS, LICENCES, ONE_TRAINER
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_dc_vae
-from diffsynth_lite.testing.text_encoders import tiny_gemma2
-from diffsynth_lite.testing.tokenizers import gemma_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 
 @model_function
@@ -275,8 +272,8 @@ def tiny() -> SanaPipeline:
     Two blocks of 16 channels; 32 latent channels at 1/32 size with the real model's scale. The sampler is set
     as that of the released models.
     """
-    tokenizer = gemma_tokenizer(words=[word for line in _instruction() for word in line.split()])
-    text_encoder = tiny_gemma2(tokenizer)
+    tokenizer = tokenizers.gemma_tokenizer(words=[word for line in _instruction() for word in line.split()])
+    text_encoder = text_encoders.tiny_gemma2(tokenizer)
     with seeded(0):
         transformer = SanaTransformer2DModel(
             num_layers=2,
@@ -290,7 +287,7 @@ def tiny() -> SanaPipeline:
     return SanaPipeline(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
-        vae=tiny_dc_vae(),
+        vae=autoencoders.tiny_dc_vae(),
         transformer=transformer,
         scheduler=DPMSolverMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0

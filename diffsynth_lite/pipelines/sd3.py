@@ -20,6 +20,7 @@ from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import shared_names as shared
 from diffsynth_lite.lora.layer_names import (
     LayerNames,
     LoraLayers,
@@ -29,45 +30,18 @@ from diffsynth_lite.lora.layer_names import (
     renamed_in,
     under,
 )
-from diffsynth_lite.lora.shared_names import (
-    ADDED_QKV,
-    DOUBLE,
-    EMBEDDER,
-    FLUX_FEED_FORWARD,
-    JOINT_ATTENTION,
-    LAST_NORM,
-    QKV,
-)
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
-from diffsynth_lite.releases.components import (
-    CLIP_G,
-    CLIP_L,
-    CLIP_TOKENIZER,
-    DIFFUSERS,
-    FLUX_VAE,
-    FORGE,
-    SD_SCRIPTS,
-    T5_TOKENIZER_BOTH,
-    T5_XXL,
-    flow_euler,
-)
+from diffsynth_lite.releases import components as known
 from diffsynth_lite.releases.release import Release, ReleaseComponent
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_kl
-from diffsynth_lite.testing.text_encoders import tiny_clip_text_with_projection, tiny_t5
-from diffsynth_lite.testing.tokenizers import clip_tokenizer, t5_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
 _CLIP_TOKENS = 77
 """Rows that CLIP gives of any prompt, in front of those of T5."""
-_ATTENTION = (
-    *("to_q", "to_k", "to_v", "to_out.0"),
-    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-)
 
 
 @model_function
@@ -103,9 +77,9 @@ def model_fn_sd3(
     return velocity_bchw
 
 
-_FOLDER = f"{FORGE}stabilityai/stable-diffusion-3-medium-diffusers"
+_FOLDER = f"{known.FORGE}stabilityai/stable-diffusion-3-medium-diffusers"
 _PORT = "qds, a public port to MLX, which reads the files of the three repositories of 3.5"
-_SCRIPT = f"{DIFFUSERS}scripts/convert_sd3_to_diffusers.py"
+_SCRIPT = f"{known.DIFFUSERS}scripts/convert_sd3_to_diffusers.py"
 
 
 def _transformer(source: str, **config: Any) -> ReleaseComponent:
@@ -121,27 +95,27 @@ _MEDIUM_3 = Release(
     components={
         "transformer": _transformer(f"{_FOLDER}/transformer", **_OF_MEDIUM, pos_embed_max_size=192),
         "text_encoder": replace(
-            CLIP_L,
+            known.CLIP_L,
             class_name="CLIPTextModelWithProjection",
             dtype=None,
             source=f"{_FOLDER}/text_encoder",
         ),
-        "text_encoder_2": CLIP_G,
+        "text_encoder_2": known.CLIP_G,
         "text_encoder_3": replace(
-            T5_XXL, dtype="float16", source=f"{_FOLDER}/text_encoder_3, with its index"
+            known.T5_XXL, dtype="float16", source=f"{_FOLDER}/text_encoder_3, with its index"
         ),
         "vae": replace(
-            FLUX_VAE,
-            config={**FLUX_VAE.config, "scaling_factor": 1.5305, "shift_factor": 0.0609},
+            known.FLUX_VAE,
+            config={**known.FLUX_VAE.config, "scaling_factor": 1.5305, "shift_factor": 0.0609},
             dtype=None,
             source=f"{_FOLDER}/vae",
         ),
     },
-    scheduler=flow_euler(3.0, f"{_FOLDER}/scheduler"),
+    scheduler=known.flow_euler(3.0, f"{_FOLDER}/scheduler"),
     tokenizers={
-        "tokenizer": CLIP_TOKENIZER,
-        "tokenizer_2": CLIP_TOKENIZER,
-        "tokenizer_3": T5_TOKENIZER_BOTH,
+        "tokenizer": known.CLIP_TOKENIZER,
+        "tokenizer_2": known.CLIP_TOKENIZER,
+        "tokenizer_3": known.T5_TOKENIZER_BOTH,
     },
     size=(1024, 1024, 1),
     parameters=2e9,
@@ -154,7 +128,7 @@ _MEDIUM_3 = Release(
         "size": "`sample_size` of the transformer",
         "parameters": "2B in its files' names elsewhere, as sd_3_2b of OneTrainer",
         "licence": f"{_PORT}; gated: the page of SD3 in the documentation of diffusers",
-        "architecture": f"{SD_SCRIPTS}sai_model_spec.py, sd3_utils.py; sd3_train_network.py",
+        "architecture": f"{known.SD_SCRIPTS}sai_model_spec.py, sd3_utils.py; sd3_train_network.py",
     },
     unconfirmed=("dtype of the transformer, CLIP and autoencoder", "licence"),
 )
@@ -210,18 +184,21 @@ _LARGE_TURBO = _LARGE.but(
 
 _LORA_LAYERS = LayerNames(
     layers=(
-        *under(DOUBLE, (*JOINT_ATTENTION, *FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear")),
-        *under(f"{DOUBLE}.attn2", (*QKV, "to_out.0")),
-        *under("time_text_embed.timestep_embedder", EMBEDDER),
-        *under("time_text_embed.text_embedder", EMBEDDER),
+        *under(
+            shared.DOUBLE,
+            (*shared.JOINT_ATTENTION, *shared.FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear"),
+        ),
+        *under(f"{shared.DOUBLE}.attn2", (*shared.QKV, "to_out.0")),
+        *under("time_text_embed.timestep_embedder", shared.EMBEDDER),
+        *under("time_text_embed.text_embedder", shared.EMBEDDER),
         *("pos_embed.proj", "context_embedder", "norm_out.linear", "proj_out"),
     ),
     kohya={
-        "joint_blocks.*.x_block.attn.qkv": fused(*under(f"{DOUBLE}.attn", QKV)),
-        "joint_blocks.*.x_block.attn2.qkv": fused(*under(f"{DOUBLE}.attn2", QKV)),
-        "joint_blocks.*.context_block.attn.qkv": fused(*under(f"{DOUBLE}.attn", ADDED_QKV)),
+        "joint_blocks.*.x_block.attn.qkv": fused(*under(f"{shared.DOUBLE}.attn", shared.QKV)),
+        "joint_blocks.*.x_block.attn2.qkv": fused(*under(f"{shared.DOUBLE}.attn2", shared.QKV)),
+        "joint_blocks.*.context_block.attn.qkv": fused(*under(f"{shared.DOUBLE}.attn", shared.ADDED_QKV)),
         **renamed_in(
-            {"joint_blocks.*.x_block": DOUBLE},
+            {"joint_blocks.*.x_block": shared.DOUBLE},
             {
                 "attn.proj": "attn.to_out.0",
                 "attn2.proj": "attn2.to_out.0",
@@ -231,7 +208,7 @@ _LORA_LAYERS = LayerNames(
             },
         ),
         **renamed_in(
-            {"joint_blocks.*.context_block": DOUBLE},
+            {"joint_blocks.*.context_block": shared.DOUBLE},
             {
                 "attn.proj": "attn.to_add_out",
                 "mlp.fc1": "ff_context.net.0.proj",
@@ -240,7 +217,7 @@ _LORA_LAYERS = LayerNames(
         ),
         # Of the last block it has scale and shift only.
         "joint_blocks.*.context_block.adaLN_modulation.1": Original(
-            (f"{DOUBLE}.norm1_context.linear",), halves_swapped=True
+            (f"{shared.DOUBLE}.norm1_context.linear",), halves_swapped=True
         ),
         **renamed_in(
             {
@@ -251,7 +228,7 @@ _LORA_LAYERS = LayerNames(
         ),
         "x_embedder.proj": renamed("pos_embed.proj"),
         "final_layer.linear": renamed("proj_out"),
-        "final_layer.adaLN_modulation.1": LAST_NORM,
+        "final_layer.adaLN_modulation.1": shared.LAST_NORM,
     },
 )
 
@@ -304,10 +281,10 @@ class SD3(DiffusersFamily):
     prompt_id = "sd3/prompt/1"
     latents_id = "sd3/latents/1"
     # Those of diffusers' training script, and of the second attention in 3.5 medium.
-    default_target_modules = _ATTENTION
+    default_target_modules = shared.JOINT_PROJECTIONS
     target_sets: ClassVar[TargetSets] = {
-        "attention": _ATTENTION,
-        "all": (*_ATTENTION, *FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear"),
+        "attention": shared.JOINT_PROJECTIONS,
+        "all": (*shared.JOINT_PROJECTIONS, *shared.FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear"),
     }
     unused_in_last_block = ("attn.add_q_proj",)
 
@@ -338,13 +315,17 @@ def tiny() -> StableDiffusion3Pipeline:
     Two blocks of 32 channels, the first with a second attention as in 3.5 medium; 16 latent channels at 1/8
     size with the real model's statistics.
     """
-    clip, second_clip, t5 = clip_tokenizer(), clip_tokenizer(pad_token="!"), t5_tokenizer()
-    text_encoders = [
-        tiny_clip_text_with_projection(clip),
-        tiny_clip_text_with_projection(second_clip, seed=1),
+    clip, second_clip, t5 = (
+        tokenizers.clip_tokenizer(),
+        tokenizers.clip_tokenizer(pad_token="!"),
+        tokenizers.t5_tokenizer(),
+    )
+    of_clip = [
+        text_encoders.tiny_clip_text_with_projection(clip),
+        text_encoders.tiny_clip_text_with_projection(second_clip, seed=1),
     ]
     # Wider than both CLIPs, as the real one is: what CLIP gives is filled up.
-    text_encoder_3 = tiny_t5(t5, hidden_size=80)
+    text_encoder_3 = text_encoders.tiny_t5(t5, hidden_size=80)
     with seeded(0):
         transformer = SD3Transformer2DModel(
             sample_size=16,
@@ -353,7 +334,7 @@ def tiny() -> StableDiffusion3Pipeline:
             num_attention_heads=2,
             joint_attention_dim=text_encoder_3.config.d_model,
             caption_projection_dim=32,
-            pooled_projection_dim=sum(encoder.config.projection_dim for encoder in text_encoders),
+            pooled_projection_dim=sum(encoder.config.projection_dim for encoder in of_clip),
             pos_embed_max_size=24,
             dual_attention_layers=(0,),
             qk_norm="rms_norm",
@@ -362,16 +343,16 @@ def tiny() -> StableDiffusion3Pipeline:
         transformer=transformer,
         # As in all released repositories: a fixed shift.
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=tiny_kl(
+        vae=autoencoders.tiny_kl(
             latent_channels=16,
             shift_factor=0.0609,
             scaling_factor=1.5305,
             use_quant_conv=False,
             use_post_quant_conv=False,
         ),
-        text_encoder=text_encoders[0],
+        text_encoder=of_clip[0],
         tokenizer=clip,
-        text_encoder_2=text_encoders[1],
+        text_encoder_2=of_clip[1],
         tokenizer_2=second_clip,
         text_encoder_3=text_encoder_3,
         tokenizer_3=t5,

@@ -9,12 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
-from diffusers import (
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    ZImagePipeline,
-    ZImageTransformer2DModel,
-)
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Model
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
@@ -28,10 +23,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, T
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, MUSUBI, QWEN3_4B, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_flux_vae
-from diffsynth_lite.testing.text_encoders import tiny_qwen3
-from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
 # Source: InvokeAI, pull request 8799, which distinguishes Turbo from the base model by it.
@@ -244,8 +236,8 @@ def tiny() -> ZImagePipeline:
 
     Two blocks of each kind, of 32 channels; 16 latent channels at 1/8 size with the real model's statistics.
     """
-    tokenizer = qwen2_tokenizer()
-    text_encoder = tiny_qwen3(tokenizer)
+    tokenizer = tokenizers.qwen2_tokenizer()
+    text_encoder = text_encoders.tiny_qwen3(tokenizer)
     with seeded(0):
         transformer = ZImageTransformer2DModel(
             dim=32,
@@ -262,7 +254,7 @@ def tiny() -> ZImagePipeline:
     return ZImagePipeline(
         # As in the base model's repository: a fixed shift.
         scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
-        vae=tiny_flux_vae(),
+        vae=autoencoders.tiny_flux_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,

@@ -46,10 +46,7 @@ from diffsynth_lite.pipelines.hunyuan_video_15.prompts import (
     prompt_arguments,
 )
 from diffsynth_lite.pipelines.hunyuan_video_15.releases import HUNYUAN_VIDEO_15
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_hunyuan_video_15_vae
-from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl_text, tiny_t5
-from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _TRAINED_SHIFT = 3.0
 # The blocks of the token refiner, before these, have layers of the same names.
@@ -365,13 +362,15 @@ def tiny() -> HunyuanVideo15Pipeline:
 
     Two blocks of 32 channels, and 4 latent channels; the real compression, and the sampler of 480p.
     """
-    tokenizer = qwen2_tokenizer(template_texts=(f"system\n{SYSTEM_MESSAGE}", "user\n", "assistant\n", "\n"))
+    tokenizer = tokenizers.qwen2_tokenizer(
+        template_texts=(f"system\n{SYSTEM_MESSAGE}", "user\n", "assistant\n", "\n")
+    )
     tokenizer_2, text_encoder, vae = (
         ByT5Tokenizer(),
-        tiny_qwen2_5_vl_text(tokenizer),
-        tiny_hunyuan_video_15_vae(),
+        text_encoders.tiny_qwen2_5_vl_text(tokenizer),
+        autoencoders.tiny_hunyuan_video_15_vae(),
     )
-    text_encoder_2 = tiny_t5(tokenizer_2)
+    text_encoder_2 = text_encoders.tiny_t5(tokenizer_2)
     return HunyuanVideo15Pipeline(
         text_encoder=text_encoder,
         tokenizer=tokenizer,

@@ -6,10 +6,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, LTX2Pipeline, LTX2VideoTr
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
 from diffsynth_lite.pipelines.ltx_video.releases import LTX_SCHEDULER
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_ltx2_audio_vae, tiny_ltx2_vae
-from diffsynth_lite.testing.text_encoders import tiny_gemma3
-from diffsynth_lite.testing.tokenizers import gemma_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 
 def tiny() -> LTX2Pipeline:
@@ -17,9 +14,13 @@ def tiny() -> LTX2Pipeline:
 
     Two blocks of 32 channels, and 16 of audio; the real compression, and the sampler of the released model.
     """
-    tokenizer, vae, audio_vae = gemma_tokenizer(), tiny_ltx2_vae(), tiny_ltx2_audio_vae()
+    tokenizer, vae, audio_vae = (
+        tokenizers.gemma_tokenizer(),
+        autoencoders.tiny_ltx2_vae(),
+        autoencoders.tiny_ltx2_audio_vae(),
+    )
     tokenizer.model_max_length = 1024
-    text_encoder = tiny_gemma3(tokenizer)
+    text_encoder = text_encoders.tiny_gemma3(tokenizer)
     width = text_encoder.config.text_config.hidden_size
     num_hidden_states = text_encoder.config.text_config.num_hidden_layers + 1
     with seeded(0):

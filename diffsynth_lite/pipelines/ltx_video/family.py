@@ -45,10 +45,7 @@ from diffsynth_lite.pipelines.base.model_function import (
 )
 from diffsynth_lite.pipelines.base.preview_request import Code
 from diffsynth_lite.pipelines.ltx_video.releases import LTX_SCHEDULER, LTX_VIDEO
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_ltx_vae
-from diffsynth_lite.testing.text_encoders import tiny_t5
-from diffsynth_lite.testing.tokenizers import t5_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _SPATIAL = 32
 _TEMPORAL = 8
@@ -361,8 +358,8 @@ def tiny() -> LTXPipeline:
 
     Two blocks of 32 channels; the real compression, and the sampler's settings of the released model.
     """
-    tokenizer = t5_tokenizer()
-    text_encoder = tiny_t5(tokenizer)
+    tokenizer = tokenizers.t5_tokenizer()
+    text_encoder = text_encoders.tiny_t5(tokenizer)
     with seeded(0):
         transformer = LTXVideoTransformer3DModel(
             num_layers=2,
@@ -373,7 +370,7 @@ def tiny() -> LTXPipeline:
         )
     return LTXPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**LTX_SCHEDULER.config),
-        vae=tiny_ltx_vae(),
+        vae=autoencoders.tiny_ltx_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,

@@ -35,14 +35,8 @@ from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.base.single_file import holds, names_in
 from diffsynth_lite.pipelines.sdxl.names import SDXL_LAYERS, SDXL_NAMES
 from diffsynth_lite.pipelines.sdxl.releases import SDXL as RELEASES
-from diffsynth_lite.pipelines.sdxl.text_encoders import (
-    clip_prompt_embeds,
-    clip_prompt_encoder,
-)
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_sdxl_vae
-from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_clip_text_with_projection
-from diffsynth_lite.testing.tokenizers import clip_tokenizer
+from diffsynth_lite.pipelines.sdxl.text_encoders import clip_prompt_embeds, clip_prompt_encoder
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -364,9 +358,9 @@ def tiny() -> StableDiffusionXLPipeline:
 
     A UNet of two levels, of which the second has transformer blocks, as has the middle; the real sampler.
     """
-    tokenizer, tokenizer_2 = clip_tokenizer(), clip_tokenizer(pad_token="!")
-    text_encoder = tiny_clip_text(tokenizer)
-    text_encoder_2 = tiny_clip_text_with_projection(tokenizer_2, seed=1)
+    tokenizer, tokenizer_2 = tokenizers.clip_tokenizer(), tokenizers.clip_tokenizer(pad_token="!")
+    text_encoder = text_encoders.tiny_clip_text(tokenizer)
+    text_encoder_2 = text_encoders.tiny_clip_text_with_projection(tokenizer_2, seed=1)
     time_dim = 8
     with seeded(0):
         unet = UNet2DConditionModel(
@@ -385,7 +379,7 @@ def tiny() -> StableDiffusionXLPipeline:
         ).eval()
     betas: dict[str, Any] = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
     return StableDiffusionXLPipeline(
-        vae=tiny_sdxl_vae(),
+        vae=autoencoders.tiny_sdxl_vae(),
         text_encoder=text_encoder,
         text_encoder_2=text_encoder_2,
         tokenizer=tokenizer,

@@ -2,17 +2,10 @@
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import (
-    CLIP_G,
-    CLIP_L,
-    CLIP_TOKENIZER,
-    FORGE,
-    KL_SHAPE,
-    SD_SCRIPTS,
-)
+from diffsynth_lite.releases import components as known
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 
-_XL_FOLDER = f"{FORGE}stabilityai/stable-diffusion-xl-base-1.0"
+_XL_FOLDER = f"{known.FORGE}stabilityai/stable-diffusion-xl-base-1.0"
 _XL_CATALOG = "MoDiff, data/model-artifact-catalog.json, which quotes its model card"
 _XL_BETAS = {"beta_end": 0.012, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "steps_offset": 1}
 _XL_DTYPE = "; dtype from memory"
@@ -40,11 +33,15 @@ _XL_BASE = Release(
             dtype="float32",
             source=f"{_XL_FOLDER}/unet{_XL_DTYPE}",
         ),
-        "text_encoder": replace(CLIP_L, dtype="float32", source=f"{_XL_FOLDER}/text_encoder{_XL_DTYPE}"),
-        "text_encoder_2": replace(CLIP_G, dtype="float32", source=f"{_XL_FOLDER}/text_encoder_2{_XL_DTYPE}"),
+        "text_encoder": replace(
+            known.CLIP_L, dtype="float32", source=f"{_XL_FOLDER}/text_encoder{_XL_DTYPE}"
+        ),
+        "text_encoder_2": replace(
+            known.CLIP_G, dtype="float32", source=f"{_XL_FOLDER}/text_encoder_2{_XL_DTYPE}"
+        ),
         "vae": ReleaseComponent(
             "AutoencoderKL",
-            {**KL_SHAPE, "scaling_factor": 0.13025},
+            {**known.KL_SHAPE, "scaling_factor": 0.13025},
             dtype="float32",
             source=f"{_XL_FOLDER}/vae{_XL_DTYPE}",
         ),
@@ -54,7 +51,7 @@ _XL_BASE = Release(
         {**_XL_BETAS, "timestep_spacing": "leading"},
         source=f"{_XL_FOLDER}/scheduler",
     ),
-    tokenizers={"tokenizer": CLIP_TOKENIZER, "tokenizer_2": CLIP_TOKENIZER},
+    tokenizers={"tokenizer": known.CLIP_TOKENIZER, "tokenizer_2": known.CLIP_TOKENIZER},
     size=(1024, 1024, 1),
     parameters=2.6e9,
     variants=("fp16",),
@@ -67,7 +64,7 @@ _XL_BASE = Release(
         "size": "its `sample_size`",
         "parameters": "arXiv 2307.01952, table 1",
         "licence": _XL_CATALOG,
-        "architecture": f"Stability-AI/ModelSpec, README.md; version, for all of SDXL: {SD_SCRIPTS}"
+        "architecture": f"Stability-AI/ModelSpec, README.md; version, for all of SDXL: {known.SD_SCRIPTS}"
         "sdxl_model_util.py",
     },
     unconfirmed=("dtypes of the plain files",),

@@ -42,10 +42,7 @@ from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.wan.experts import ExpertFamily
 from diffsynth_lite.pipelines.wan.names import WAN_LAYERS, WAN_NAMES
 from diffsynth_lite.pipelines.wan.releases import WAN
-from diffsynth_lite.testing import seeded
-from diffsynth_lite.testing.autoencoders import tiny_wan_vae
-from diffsynth_lite.testing.text_encoders import tiny_umt5
-from diffsynth_lite.testing.tokenizers import t5_tokenizer
+from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
 
@@ -253,12 +250,12 @@ def tiny() -> WanPipeline:
 
     Two blocks of 24 channels; 16 latent channels at 1/8 of the size with the real model's statistics.
     """
-    tokenizer = t5_tokenizer()
-    text_encoder = tiny_umt5(tokenizer)
+    tokenizer = tokenizers.t5_tokenizer()
+    text_encoder = text_encoders.tiny_umt5(tokenizer)
     return WanPipeline(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
-        vae=tiny_wan_vae(),
+        vae=autoencoders.tiny_wan_vae(),
         scheduler=UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         ),

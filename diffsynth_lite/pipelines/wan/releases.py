@@ -3,21 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from diffsynth_lite.releases.components import (
-    CLIP_VISION_H,
-    DIFFUSERS,
-    LICENCES,
-    MUSUBI,
-    PINNED_FILES,
-    PINNED_INDEXES,
-    SWARM,
-    UMT5_XXL,
-    UMT5_XXL_FP32,
-    WAN_VAE,
-)
+from diffsynth_lite.releases import components as known
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
-_SCRIPT = f"{DIFFUSERS}scripts/convert_wan_to_diffusers.py"
+_SCRIPT = f"{known.DIFFUSERS}scripts/convert_wan_to_diffusers.py"
 _SIZE_480P, _SIZE_720P = (832, 480, 81), (1280, 720, 81)
 _SHIFT = "flow_shift: 3 in the conversion script; Wan-Video/Wan2.1 samples at 5, from an image in 480P at 3"
 _A14B_SHIFT = (
@@ -30,7 +19,7 @@ def _transformer(name: str, config: Mapping[str, Any]) -> ReleaseComponent:
         "WanTransformer3DModel",
         config,
         dtype="float32",
-        source=f"`{name}` in {_SCRIPT}; dtype from the number of shards in {PINNED_FILES}",
+        source=f"`{name}` in {_SCRIPT}; dtype from the number of shards in {known.PINNED_FILES}",
     )
 
 
@@ -75,8 +64,8 @@ _T2V_14B = Release(
     pipeline_class="WanPipeline",
     components={
         "transformer": _transformer("Wan-T2V-14B", {}),
-        "text_encoder": UMT5_XXL_FP32,
-        "vae": WAN_VAE,
+        "text_encoder": known.UMT5_XXL_FP32,
+        "vae": known.WAN_VAE,
     },
     scheduler=_scheduler(3.0),
     tokenizers={"tokenizer": _T5_TOKENIZER},
@@ -87,11 +76,11 @@ _T2V_14B = Release(
     architecture="wan2.1",
     version="wan",
     sources={
-        "pipeline": f"{PINNED_INDEXES}; files: {PINNED_FILES}",
+        "pipeline": f"{known.PINNED_INDEXES}; files: {known.PINNED_FILES}",
         "size": "defaults of the pipeline",
         "parameters": "its name",
         "licence": "Wan-Video/Wan2.1, LICENSE.txt",
-        "architecture": f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py: for 2.1 and A14B",
+        "architecture": f"{known.MUSUBI}utils/sai_model_spec.py, dataset/architectures.py: for 2.1 and A14B",
     },
     unconfirmed=(_SHIFT, "dtype of the transformer"),
 )
@@ -105,9 +94,9 @@ _T2V_1B = _T2V_14B.but(
 
 _WAN22_SOURCES = {
     **_T2V_14B.sources,
-    "pipeline": f"{_SCRIPT}; files: {PINNED_FILES}",
+    "pipeline": f"{_SCRIPT}; files: {known.PINNED_FILES}",
     "size": "Wan-Video/Wan2.2, README.md",
-    "licence": LICENCES,
+    "licence": known.LICENCES,
 }
 _T2V_A14B = _T2V_14B.but(
     "Wan 2.2 T2V A14B",
@@ -115,7 +104,7 @@ _T2V_A14B = _T2V_14B.but(
     settings={"boundary_ratio": 0.875},
     transformer=_transformer("Wan2.2-T2V-A14B", {}),
     transformer_2=_transformer("Wan2.2-T2V-A14B", {}),
-    text_encoder=UMT5_XXL,
+    text_encoder=known.UMT5_XXL,
     size=_SIZE_720P,
     gated=False,
     sources=_WAN22_SOURCES,
@@ -135,7 +124,7 @@ _TI2V_5B = _T2V_14B.but(
             "out_channels": 48,
         },
     ),
-    text_encoder=UMT5_XXL,
+    text_encoder=known.UMT5_XXL,
     vae=ReleaseComponent(
         "AutoencoderKLWan",
         _VAE_22,
@@ -148,7 +137,7 @@ _TI2V_5B = _T2V_14B.but(
     gated=False,
     architecture="wan-2_2-ti2v-5b",
     version=None,
-    sources={**_WAN22_SOURCES, "architecture": SWARM},
+    sources={**_WAN22_SOURCES, "architecture": known.SWARM},
     unconfirmed=("dtype of the autoencoder",),
 )
 WAN: tuple[Release, ...] = (_T2V_1B, _T2V_14B, _T2V_A14B, _TI2V_5B)
@@ -159,7 +148,7 @@ _I2V_480P = _T2V_14B.but(
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
     pipeline_class="WanImageToVideoPipeline",
     transformer=_transformer("Wan-I2V-14B-480p", _SEES_IMAGES),
-    image_encoder=CLIP_VISION_H,
+    image_encoder=known.CLIP_VISION_H,
     tokenizers={"tokenizer": _T5_TOKENIZER, "image_processor": ReleaseTokenizer("CLIPImageProcessor")},
     parameters=None,
     sources={"parameters": "none: 14B in its name leaves out what sees the images", "size": "its name"},
@@ -203,16 +192,16 @@ _VACE_14B = _T2V_14B.but(
     "Wan-AI/Wan2.1-VACE-14B-diffusers",
     pipeline_class="WanVACEPipeline",
     transformer=_vace_transformer("Wan-VACE-14B", {}),
-    text_encoder=UMT5_XXL,
+    text_encoder=known.UMT5_XXL,
     size=_SIZE_720P,
     parameters=None,
     architecture="wan-2_1-vace-14b",
     version=None,
     sources={
-        "pipeline": f"{_SCRIPT}; hub ids: {DIFFUSERS}docs/source/en/api/pipelines/wan.md",
+        "pipeline": f"{_SCRIPT}; hub ids: {known.DIFFUSERS}docs/source/en/api/pipelines/wan.md",
         "parameters": "none: 14B in its name leaves out the further blocks",
         "size": "that of Wan 2.1 T2V 14B",
-        "architecture": SWARM,
+        "architecture": known.SWARM,
     },
     unconfirmed=(_SHIFT, "dtype of the transformer"),
 )
