@@ -379,19 +379,15 @@ class Flux2(EditInputs, DiffusersFamily):
         }
 
     @property
-    def _is_distilled(self) -> bool:
-        return bool(self.folder.pipeline_config().get("is_distilled"))
-
-    @property
     def distilled(self) -> str | None:
         """klein with ``is_distilled`` in ``model_index.json``. Better train its base, whose LoRA it takes."""
-        if not self._is_distilled:
+        if not self.is_distilled:
             return None
         return "is_distilled in its model_index.json; better train its base, whose LoRA it takes"
 
     @property
     def pipeline_settings(self) -> Mapping[str, Any]:
-        return {} if self.takes_guidance else {"is_distilled": self._is_distilled}
+        return {} if self.takes_guidance else {"is_distilled": self.is_distilled}
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"image": INPUT_IMAGE} if request.inputs else {}

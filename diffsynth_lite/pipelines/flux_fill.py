@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from diffusers import FluxFillPipeline, FluxTransformer2DModel
 from PIL import ImageOps
-from PIL.Image import Image, Resampling
+from PIL.Image import Resampling
 
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import flux
@@ -91,7 +91,30 @@ class FluxFill(flux.Flux):
         )
 
     def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
-        return _further_channels(pipeline, item)
+        """Further channels of the tokens: (L, 64) of the masked image, (L, 256) of the mask."""
+        (mask,) = item.inpaint_mask
+        pixels_bchw = pipeline.image_processor.preprocess(item.frames[0])
+        mask_bchw = pipeline.mask_processor.preprocess(mask)
+        masked_bchw = pipeline.vae.encode(
+            (pixels_bchw * (1 - mask_bchw)).to(pipeline.vae.device, pipeline.vae.dtype)
+        ).latent_dist.mode()
+        # It takes latents, too, which it normalises: so the mode, in place of a draw of its own.
+        mask_bld, masked_bld = pipeline.prepare_mask_latents(
+            mask_bchw,
+            masked_bchw.float().cpu(),
+            batch_size=1,
+            num_channels_latents=pipeline.latent_channels,
+            num_images_per_prompt=1,
+            height=mask.height,
+            width=mask.width,
+            dtype=torch.float32,
+            device="cpu",
+            generator=None,
+        )
+        return {
+            _MASKED: masked_bld[0],
+            _MASK: mask_bld[0].to(torch.uint8),
+        }
 
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
         of_tokens = [stacked(conditioning, name, like) for name in (_MASKED, _MASK)]
@@ -107,44 +130,14 @@ class FluxFill(flux.Flux):
 
     def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
         (image,), (mask,) = request.inputs, request.inpaint_mask
-        given = {"image": _covering(image, request), "mask_image": mask}
+        # The middle, as the mask is of it; the pipeline would distort the image.
+        middle = ImageOps.fit(image, (request.width, request.height), method=Resampling.LANCZOS)
+        given = {"image": middle, "mask_image": mask}
         return super().call_arguments(pipeline, request) | given
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         files = {"image": INPUT_IMAGE, "mask_image": 'load_image("mask.png")'}
         return {name: request.fitted(file, LANCZOS) for name, file in files.items()}
-
-
-def _further_channels(pipeline: Any, item: Media) -> EncodedMedia:
-    """Of the tokens: (L, 64) of the masked image, (L, 256) of the mask."""
-    (mask,) = item.inpaint_mask
-    pixels_bchw = pipeline.image_processor.preprocess(item.frames[0])
-    mask_bchw = pipeline.mask_processor.preprocess(mask)
-    masked_bchw = pipeline.vae.encode(
-        (pixels_bchw * (1 - mask_bchw)).to(pipeline.vae.device, pipeline.vae.dtype)
-    ).latent_dist.mode()
-    # It takes latents, too, which it normalises: so the mode, in place of a draw of its own.
-    mask_bld, masked_bld = pipeline.prepare_mask_latents(
-        mask_bchw,
-        masked_bchw.float().cpu(),
-        batch_size=1,
-        num_channels_latents=pipeline.latent_channels,
-        num_images_per_prompt=1,
-        height=mask.height,
-        width=mask.width,
-        dtype=torch.float32,
-        device="cpu",
-        generator=None,
-    )
-    return {
-        _MASKED: masked_bld[0],
-        _MASK: mask_bld[0].to(torch.uint8),
-    }
-
-
-def _covering(image: Image, request: PreviewRequest) -> Image:
-    """The middle of an image in the preview's size, as its mask is; the pipeline would distort it."""
-    return ImageOps.fit(image, (request.width, request.height), method=Resampling.LANCZOS)
 
 
 def tiny() -> FluxFillPipeline:

@@ -243,13 +243,9 @@ class Krea2(DiffusersFamily):
     }
 
     @property
-    def _is_distilled(self) -> bool:
-        return bool(self.folder.pipeline_config().get("is_distilled"))
-
-    @property
     def distilled(self) -> str | None:
         """Turbo, by ``is_distilled`` in ``model_index.json``. Better train Raw, whose LoRA it takes."""
-        if not self._is_distilled:
+        if not self.is_distilled:
             return None
         return "is_distilled in its model_index.json; better train Krea 2 Raw, whose LoRA it takes"
 
@@ -257,7 +253,7 @@ class Krea2(DiffusersFamily):
     def pipeline_settings(self) -> Mapping[str, Any]:
         """Also which layers of the text encoder the transformer is given."""
         name = "text_encoder_select_layers"
-        return {"is_distilled": self._is_distilled, name: self.folder.pipeline_config().get(name)}
+        return {"is_distilled": self.is_distilled, name: self.folder.pipeline_config().get(name)}
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")
@@ -274,7 +270,7 @@ class Krea2(DiffusersFamily):
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which grows with the image; Turbo's pipeline has one for all."""
-        if self._is_distilled:
+        if self.is_distilled:
             return exponential_shift(_MU_OF_TURBO)
         return super().resolution_shift(latents_shape)
 

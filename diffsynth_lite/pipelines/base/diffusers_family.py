@@ -90,6 +90,11 @@ class DiffusersFamily(DiffusersComponents):
         return bool(self.folder.component_config(self.trainable[0]).get("guidance_embeds"))
 
     @property
+    def is_distilled(self) -> bool:
+        """Whether the folder's index has a model without guidance, of pipelines that ask for it."""
+        return bool(self.folder.pipeline_config().get("is_distilled"))
+
+    @property
     def scale_argument(self) -> str:
         """Name of the scale of guidance in the pipeline's call; often a plain attribute, as are these two."""
         return "guidance_scale"

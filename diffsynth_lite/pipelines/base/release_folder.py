@@ -79,27 +79,19 @@ def full_config(component: ReleaseComponent) -> dict[str, Any]:
 
 
 def _full_config(class_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads(_full_config_json(class_name, json.dumps(dict(config))))
+    settings: dict[str, Any] = json.loads(_with_defaults(class_name, json.dumps(dict(config))))
     return settings
 
 
 @cache
-def _full_config_json(class_name: str, config: str) -> str:
+def _with_defaults(class_name: str, config: str) -> str:
     # A run asks three times what its model is, and to make configs of transformers is most of the answer.
-    return json.dumps(_with_defaults(_class_named(class_name), json.loads(config)))
-
-
-def _with_defaults(component_class: Any, config: dict[str, Any]) -> dict[str, Any]:
+    component_class, settings = _class_named(class_name), json.loads(config)
     if issubclass(component_class, PreTrainedModel):
-        settings: dict[str, Any] = component_class.config_class.from_dict(config).to_dict()
-        return settings
+        return json.dumps(component_class.config_class.from_dict(settings).to_dict())
     parameters = inspect.signature(component_class).parameters.values()
-    defaults = {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.default is not parameter.empty
-    }
-    return {"_class_name": component_class.__name__, **defaults, **config}
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    return json.dumps({"_class_name": component_class.__name__, **defaults, **settings})
 
 
 def empty_model(model_class: Any, config: Mapping[str, Any]) -> torch.nn.Module:

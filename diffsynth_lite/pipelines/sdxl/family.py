@@ -277,7 +277,14 @@ class SDXL(DiffusionFamily):
             )
 
     def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
-        return {"time_ids": _time_ids(item)}
+        """Sizes and crop of the image, (6,), as ``model_fn_sdxl`` takes them.
+
+        Source: ``train_text_to_image_lora_sdxl.py`` of diffusers.
+        """
+        width, height = item.frames[0].size
+        crop = item.crop or Crop(original_width=width, original_height=height)
+        sizes = [crop.original_height, crop.original_width, crop.top, crop.left, height, width]
+        return {"time_ids": torch.tensor(sizes)}
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         width = self.folder.component_config("unet")["cross_attention_dim"]
@@ -341,16 +348,6 @@ class SDXL(DiffusionFamily):
             **request.call_arguments(),
         ).images
         return generated
-
-
-def _time_ids(media: Media) -> torch.Tensor:
-    """Sizes and crop of a training image, (6,), as ``model_fn_sdxl`` takes them.
-
-    Source: ``train_text_to_image_lora_sdxl.py`` of diffusers.
-    """
-    width, height = media.frames[0].size
-    crop = media.crop or Crop(original_width=width, original_height=height)
-    return torch.tensor([crop.original_height, crop.original_width, crop.top, crop.left, height, width])
 
 
 def tiny() -> StableDiffusionXLPipeline:
