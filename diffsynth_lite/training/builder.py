@@ -241,12 +241,19 @@ def build_run(
 def build_noise_levels(config: Config, family: ModelFamily) -> NoiseLevels:
     """The noise levels that a run draws from; needs no weights."""
     objective = config.objective
+    static = objective.shift_value or 1.0
+    shifts: dict[str, Callable[[Sequence[int]], float]] = {
+        "family": family.family_shift,
+        "resolution": family.resolution_shift,
+        "static": lambda _shape: static,
+        "none": lambda _shape: 1.0,
+    }
     return NoiseLevels(
         density=objective.timestep_density,
         logit_mean=objective.logit_mean,
         logit_std=objective.logit_std,
         mode_scale=objective.mode_scale,
-        shift=_build_shift(config, family),
+        shift=shifts[objective.shift],
         sigma_min=objective.sigma_min,
         sigma_max=objective.sigma_max,
         ranges=family.noise_ranges,
@@ -272,17 +279,6 @@ def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerat
         own_audio_levels=config.objective.audio_noise == "own",
         train_silent_clips=config.data.silent_clips == "learn",
     )
-
-
-def _build_shift(config: Config, family: ModelFamily) -> Callable[[Sequence[int]], float]:
-    static = config.objective.shift_value or 1.0
-    shifts: dict[str, Callable[[Sequence[int]], float]] = {
-        "family": family.family_shift,
-        "resolution": family.resolution_shift,
-        "static": lambda _shape: static,
-        "none": lambda _shape: 1.0,
-    }
-    return shifts[config.objective.shift]
 
 
 def _build_batches(

@@ -84,7 +84,12 @@ def export_lora(
         ranges = family.noise_ranges if len(family.noise_ranges) > 1 else family.noise_ranges * len(written)
         for file, noise_range in zip(written, ranges, strict=True):
             add_metadata(file, describe(noise_range))
-        rounding = _compare(_loaded(family, aside), adapter, dtype)
+        try:
+            loaded = family.lora_files.loaded(aside)
+        except ValueError as error:
+            text = " ".join(str(error).split())
+            raise RuntimeError(f"diffusers does not load the LoRA file ({text})") from error
+        rounding = _compare(loaded, adapter, dtype)
         folder.mkdir(exist_ok=True)
         for file in written:
             # safetensors writes files that only their owner may read.
@@ -120,15 +125,6 @@ def _saved(
         if not (found := _SYSTEM_ERROR.search(str(error))):
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
-
-
-def _loaded(family: ModelFamily, folder: Path) -> dict[str, LayerUpdate]:
-    try:
-        return family.lora_files.loaded(folder)
-    except ValueError as error:
-        raise RuntimeError(
-            f"diffusers does not load the LoRA file ({' '.join(str(error).split())})"
-        ) from error
 
 
 def _compare(

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -129,30 +129,27 @@ class Asked(NamedTuple):
         return Asked(*(first or second for first, second in zip(self, later, strict=True)))
 
 
-@dataclass
 class Requests:
     """What signals, request files and the clock ask of a run; all processes get the same answers.
 
     Before the first step only a request to stop is answered: the others wait for that step.
 
-    Attributes:
-        folder: of the run, where request files are put.
+    Args:
         accelerator: its main process looks at the files and the clock.
         save_every_minutes: longest time without a save; None saves only by steps.
     """
 
-    folder: RunFolder
-    signals: StopRequest
-    accelerator: Accelerator
-    save_every_minutes: float | None
-    _saved_at: float = field(init=False)
-    _files: list[Path] = field(init=False)
-    _looked_at: float = field(init=False, default=-math.inf)
-    _waiting: set[str] = field(init=False, default_factory=set)
-    _is_stopping: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self._files = [self.folder.path / name for name in REQUEST_FILES]
+    def __init__(
+        self,
+        folder: RunFolder,
+        signals: StopRequest,
+        accelerator: Accelerator,
+        save_every_minutes: float | None,
+    ) -> None:
+        self.folder, self.signals, self.accelerator = folder, signals, accelerator
+        self.save_every_minutes = save_every_minutes
+        self._files = [folder.path / name for name in REQUEST_FILES]
+        self._looked_at, self._waiting, self._is_stopping = -math.inf, set[str](), False
         self.note_save()
 
     def note_save(self) -> None:

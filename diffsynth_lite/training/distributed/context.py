@@ -6,7 +6,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -48,14 +48,14 @@ def check_context(config: Config, accelerator: Accelerator) -> None:
     if num_processes % wanted:
         raise UserError(
             f"train.context_parallel: {wanted} must divide the {num_processes} processes of the run; "
-            f"{_listed(_divisors(num_processes))} would do"
+            f"{_divisors(num_processes)} would do"
         )
     machines = ranks_by_machine(accelerator, key=f"train.context_parallel: {wanted}")
     if any(len(ranks) % wanted for ranks in machines):
         common = math.gcd(*map(len, machines))
         raise UserError(
             f"train.context_parallel: {wanted} must divide the processes of each machine, which have "
-            f"{', '.join(str(len(ranks)) for ranks in machines)}; {_listed(_divisors(common))} would do"
+            f"{', '.join(str(len(ranks)) for ranks in machines)}; {_divisors(common)} would do"
         )
     if kind == "ring":
         _check_ring(config, accelerator.device)
@@ -110,7 +110,7 @@ def check_split(config: Config, family: ModelFamily, transformer: torch.nn.Modul
         if count % wanted:
             raise UserError(
                 f"train.context_parallel: {wanted} does not divide the {count} {what}; "
-                f"{_listed(_divisors(math.gcd(*counts.values())))} would do"
+                f"{_divisors(math.gcd(*counts.values()))} would do"
             )
 
 
@@ -127,7 +127,7 @@ def check_tokens(
         fitting = _divisors(math.gcd(*tokens.values()))
         raise UserError(
             f"train.context_parallel: {wanted} does not divide the tokens of {len(bad)} of the {len(tokens)} "
-            f"sizes of {owner}: {', '.join(bad[:3])}; {_listed(fitting)} would do, or other sizes"
+            f"sizes of {owner}: {', '.join(bad[:3])}; {fitting} would do, or other sizes"
         )
 
 
@@ -178,11 +178,8 @@ def split_model(family: ModelFamily, context: ContextParallel, model: torch.nn.M
         raise UserError(f"train.context_parallel: {error}") from error
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _listed(numbers: Sequence[int]) -> str:
+def _divisors(number: int) -> str:
     """The numbers that would do, as text."""
-    *few, last = [str(number) for number in numbers if number <= _MOST_DEVICES]
+    most = min(number, _MOST_DEVICES)
+    *few, last = [str(divisor) for divisor in range(1, most + 1) if number % divisor == 0]
     return f"{', '.join(few)} or {last}" if few else last

@@ -188,7 +188,13 @@ def examine_optimizer(
     rated = rate_groups(config, groups)
     check_optimizer(config, rated, device)
     if any(len(tensor.shape) == 1 for tensor in shapes):
-        _check_vectors(config, rated, device)
+        try:
+            check_optimizer(config, rated, device, tried=_VECTOR)
+        except UserError as error:
+            raise UserError(
+                f"train.optimizer: {config.train.optimizer} does not train the magnitudes of a DoRA, which "
+                f"are vectors; take another one, or set lora.kind: lora ({error})"
+            ) from error
     state, averages = 0, False
     for tensor, number in shapes.items():
         # Of zeros Prodigy keeps less.
@@ -201,16 +207,6 @@ def examine_optimizer(
         state += number * state_bytes(optimizer)
         averages = has_modes(optimizer)
     return OptimizerFacts(state_bytes=state, has_average=averages)
-
-
-def _check_vectors(config: Config, rated: Sequence[RateGroup], device: torch.device) -> None:
-    try:
-        check_optimizer(config, rated, device, tried=_VECTOR)
-    except UserError as error:
-        raise UserError(
-            f"train.optimizer: {config.train.optimizer} does not train the magnitudes of a DoRA, which are "
-            f"vectors; take another one, or set lora.kind: lora ({error})"
-        ) from error
 
 
 def check_optimizer(

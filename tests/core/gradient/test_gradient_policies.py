@@ -135,15 +135,6 @@ def test_gradients_accumulate_over_batches_of_different_sizes(strategy: BlockStr
         assert policy_step(larger, policy, keep_gradients=True)[0] == reference
 
 
-def test_the_blocks_treated_are_those_of_these_places() -> None:
-    case, ran = qwen_image(), []
-    for place, block in enumerate(case.model.transformer_blocks):
-        block.register_forward_pre_hook(lambda *_, place=place: ran.append(place))
-    with gradient_engine(GradientEngine(policy=SELECTIONS["only"], skip_dead_ops=False)):
-        training_step(case, intercept_blocks(case.model, block_runner(3, True, False)))
-    assert ran == [0, 1, 2, 2, 0]
-
-
 def test_blocks_may_have_two_strategies_at_once() -> None:
     case = qwen_image_with_lora()
     policy = BlockPolicy(select="first_k", n=1, selected=OFFLOAD, others=BlockStrategy(save_attention="keep"))
@@ -163,14 +154,6 @@ def test_the_switches_permit_what_the_policy_asks_for(flags: tuple[bool, bool]) 
     assert step == training_step(case)
     assert report.blocks_checkpointed == (2 if any(flags) else 0)
     assert bool(report.tensors_offloaded) == flags[1]
-
-
-def test_a_policy_given_to_the_runner_wins_over_the_engines() -> None:
-    case, engine = qwen_image(), GradientEngine(policy=SELECTIONS["all"])
-    with gradient_engine(engine):
-        run = block_runner(3, True, False, policy=SELECTIONS["last_k"])
-        training_step(case, intercept_blocks(case.model, run))
-    assert engine.report().blocks_recomputed == 1
 
 
 def test_a_block_called_by_itself_is_a_selected_block() -> None:
