@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import pkgutil
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,8 @@ def test_the_file_of_a_built_in_family_brings_it_into_schema_readme_and_docs(
 ) -> None:
     shutil.copy(package / "their_family.py", package / "aura_flow.py")
     monkeypatch.setattr(pipelines, "__path__", [*pipelines.__path__, str(package)])
+    files = pkgutil.iter_modules
+    monkeypatch.setattr(pkgutil, "iter_modules", lambda paths: files([*paths, str(package)]))
     monkeypatch.setattr("models_page.family_names", lambda: ["aura_flow", "chroma"])
     assert "aura_flow" in family_names()
     assert '"aura_flow",\n' in render_schema(family_names())

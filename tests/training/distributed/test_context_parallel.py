@@ -227,7 +227,11 @@ def generated(family: ModelFamily) -> Tensor:
     width = model.config.joint_attention_dim
     prompts = [{"prompt_embeds": torch.randn(length, width, generator=generator)} for length in (5, 3)]
     request = SimpleNamespace(
-        conditioning=prompts[0], negative=prompts[1], guidance_scale=2.0, call_arguments=dict
+        conditioning=prompts[0],
+        negative=prompts[1],
+        guidance_scale=2.0,
+        is_guided=True,
+        call_arguments=dict,
     )
     seen: list[Tensor] = []
 
