@@ -1,6 +1,7 @@
 """Makes images of the screen: those of docs/ui.md, or a page with every screen in light, dark and on a phone.
 
     python scripts/screen_images.py                                  # needs Chromium; trains the quickstart
+    python scripts/screen_images.py --first-run                      # counts clicks and seconds, too
     python scripts/screen_images.py --all FOLDER [--mockups FOLDER]  # FOLDER/index.html; mockups are NAME.png
 
 They differ each time in times and speeds, and in nothing else.
@@ -13,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -24,7 +25,7 @@ from PIL import Image
 
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "ui")]
 
-from browser import PHONE_PX, Browser, chromium
+from browser import PHONE_PX, Browser, Page, chromium
 from screens import Server, server_process
 
 WIDTH_PX, HEIGHT_PX = 1360, 900
@@ -39,7 +40,7 @@ SCREENS = {
     "run_killed": "/runs/colours_killed/",
     "run_finished": "/runs/colours/",
 }
-IN_DOCS = ("home", "dataset", "config", "run")
+IN_DOCS = ("empty", "home", "dataset", "config", "run")
 CONFIG = """extends: quickstart.yaml
 
 data:
@@ -64,6 +65,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", metavar="FOLDER", type=Path, help="write all shots and index.html here")
     parser.add_argument("--mockups", metavar="FOLDER", type=Path, help="images to show next to the shots")
+    parser.add_argument(
+        "--first-run", action="store_true", help="only take the way of a first run, in clicks"
+    )
     parsed = parser.parse_args()
     program = chromium()
     if program is None:
@@ -73,17 +77,50 @@ def main() -> None:
         workspace, shots = Path(place) / "studio", parsed.all or Path(place) / "shots"
         shots.mkdir(parents=True, exist_ok=True)
         browser = Browser(program, Path(place) / "profile")
-        shoot_all(browser, workspace, shots)
+        if not parsed.all:
+            take_first_run(browser, Path(place) / "first", shots)
+        if not parsed.first_run:
+            shoot_all(browser, workspace, shots)
         browser.close()
         if parsed.all:
             write_index(shots, parsed.mockups)
         else:
-            write_images_of_docs(shots)
+            write_images_of_docs(shots, ("try",) if parsed.first_run else (*IN_DOCS, "try"))
 
 
-def write_images_of_docs(shots: Path) -> None:
+def take_first_run(browser: Browser, workspace: Path, shots: Path) -> None:
+    """From the command on an empty folder to a LoRA that was tried; prints seconds and clicks until then."""
+    started, clicks = time.monotonic(), 0
+
+    def press(page: Page, role: str, name: str, until: str, what: str) -> None:
+        nonlocal clicks
+        page.press(role, name)
+        clicks += 1
+        page.wait_for(until)
+        print(f"{time.monotonic() - started:4.0f} s, {clicks} clicks: {what}")
+
+    with (
+        server_process(workspace) as server,
+        browser.page(server.address, width=WIDTH_PX, height=HEIGHT_PX) as page,
+    ):
+        first, is_first = "See it work (1 minute, no GPU)", "location.pathname === '/runs/example/'"
+        press(page, "button", first, is_first, "the page of the run")
+        page.wait_for("document.querySelector('h1') && document.readyState === 'complete'")
+        wait_for(lambda: "Finished" in page.text("h1"))
+        print(f"{time.monotonic() - started:4.0f} s, {clicks} clicks: the LoRA is finished")
+        press(page, "DisclosureTriangle", "Downloads", "document.links.length", "its file can be downloaded")
+        press(
+            page, "link", "Try it", "document.getElementById('t-generate')", "the page on which it is tried"
+        )
+        two = "document.querySelectorAll('#t-stage img').length === 2"
+        press(page, "button", "Generate", two, "an image with it, next to one without")
+        page.wait_for("[...document.images].every(image => image.complete || image.loading === 'lazy')")
+        page.screenshot(shots / "try_light.png", whole=False)
+
+
+def write_images_of_docs(shots: Path, names: Sequence[str]) -> None:
     """The shots that docs/ui.md shows."""
-    for name in IN_DOCS:
+    for name in names:
         with Image.open(shots / f"{name}_light.png") as image:
             image.convert("RGB").save(IMAGES / f"screen_{name}.webp", quality=QUALITY, method=6)
 

@@ -284,7 +284,7 @@ class Browser:
             dark: whether the reader prefers dark pages.
         """
         url = place.resolve().as_uri() if isinstance(place, Path) else place
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        target = self.call("Target.createTarget", url="about:blank", newWindow=True)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(session, self, width)
         try:

@@ -92,6 +92,21 @@ def test_a_person_goes_from_images_to_a_lora_in_the_browser(browser: Browser, tm
     assert not list(workspace.rglob("*.tmp"))
 
 
+@pytest.mark.slow
+def test_two_tabs_on_one_config_and_on_one_data_set_do_not_write_over_each_other(
+    browser: Browser, tmp_path: Path
+) -> None:
+    workspace = tmp_path / "studio"
+    with server_process(workspace) as server:
+        command = [sys.executable, EXAMPLE / "make_data.py", "--output", workspace / "data" / "shapes"]
+        subprocess.run(command, check=True)
+        text = CONFIG.format(model=EXAMPLE / "mini_qwen_image")
+        (workspace / "configs" / "shapes.yaml").write_text(text)
+        change_in_two_tabs(browser, server, workspace)
+        with opened(browser, server, "/configs/shapes/") as page:
+            page.wait_for("document.getElementById('plan-said').innerText.startsWith('Fits: ')")
+
+
 def make_data_set(browser: Browser, server: Server, workspace: Path, images: list[Path]) -> None:
     first, *others = images
     captions = [each.with_suffix(".txt") for each in images[4:]]
@@ -239,6 +254,30 @@ def change_steps(browser: Browser, server: Server, workspace: Path) -> None:
         assert page.overflow_px() == 0
         page.fill("textbox", "Steps train.steps", str(status["step"] + 2))
         wait_for(lambda: f"steps: {status['step'] + 2}" in file.read_text())
+
+
+def change_in_two_tabs(browser: Browser, server: Server, workspace: Path) -> None:
+    """What one tab has changed, the other one does not write over: it shows that, and what is there now."""
+    config = workspace / "configs" / "shapes.yaml"
+    caption = sorted((workspace / "data" / "shapes").glob("*.txt"))[0]
+    field = f"Caption of {caption.with_suffix('.png').name}"
+    with (
+        opened(browser, server, "/configs/shapes/") as one,
+        opened(browser, server, "/configs/shapes/") as other,
+    ):
+        one.fill("textbox", "Steps train.steps", "7")
+        wait_for(lambda: "steps: 7 " in config.read_text())
+        other.fill("textbox", "Steps train.steps", "9")
+        other.wait_for("document.getElementById('said').innerText.includes('changed elsewhere')")
+        other.wait_for("document.getElementById('train.steps').value === '7'")
+        assert "steps: 7 " in config.read_text()
+        other.complaints.clear()  # of the refusal
+    with opened(browser, server, "/data/shapes/") as one, opened(browser, server, "/data/shapes/") as other:
+        one.fill("textbox", field, "of the first tab")
+        wait_for(lambda: caption.read_text() == "of the first tab\n")
+        other.fill("textbox", field, "of the second tab")
+        other.wait_for("document.body.innerText.includes('meanwhile')")
+        assert caption.read_text() == "of the first tab\n"
 
 
 def finish_and_download(page: Page, run: Path) -> None:
