@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -125,14 +126,14 @@ class Jobs:
         things, done = _WORDS[command]
         with self._queue.changing():
             job, status = self.of(folder), captions_in(folder)
-            if job is not None and job.is_alive:
-                if not job.was_signalled:  # The second one would end it at once.
-                    write_json(self._file(folder), asdict(replace(job, was_signalled=True)))
-                    interrupt(job.process)
-            elif status is not None:
+            if job is None or not job.is_alive:
+                if status is None:
+                    raise UserError(f"no {things} of {folder.name} are being {done} on this machine")
                 interrupt(status.process)
-            else:
-                raise UserError(f"no {things} of {folder.name} are being {done} on this machine")
+            elif not job.was_signalled:  # The second signal would end it at once.
+                interrupt(job.process)
+                with suppress(OSError):  # A full disk is when somebody wants to stop.
+                    write_json(self._file(folder), asdict(replace(job, was_signalled=True)))
 
     def log(self, job: Job, *, num_lines: int) -> list[str]:
         """The last lines that a process printed, with secrets masked."""

@@ -6,6 +6,7 @@ know: that a run waits, has not come to its folder yet, or ended before it did.
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from diffsynth_lite.errors import UserError
@@ -125,8 +126,9 @@ class QueuedRuns:
             process = Process.from_text(latest.entry.process) if latest and latest.entry else None
             # A second signal would end it at once.
             if latest and latest.entry and process and not latest.entry.was_signalled:
-                self.queue.put(latest, "running", latest.entry.model_copy(update={"was_signalled": True}))
                 process.interrupt()
+                with suppress(OSError):  # A full disk is when somebody wants to stop.
+                    self.queue.put(latest, "running", latest.entry.model_copy(update={"was_signalled": True}))
 
 
 def is_running(folder: Path) -> bool:

@@ -241,6 +241,19 @@ def test_stop_sends_one_signal_to_the_command_whoever_started_it(
     assert captioning(screen)["state"] == "killed"
 
 
+def test_a_stop_arrives_where_the_disk_is_full(
+    screen: Screen, mug: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(screen, "write", model=MODEL)
+
+    def full(path: Path, _: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("diffsynth_lite.ui.jobs.write_json", full)
+    assert ask(screen, "stop").status_code == 200
+    assert started.children[0].wait(timeout=60) == -signal.SIGINT
+
+
 def test_a_command_that_did_not_start_says_why_and_goes_on_as_it_was(
     screen: Screen, mug: Path, started: Started
 ) -> None:

@@ -155,6 +155,23 @@ def test_a_run_that_is_still_starting_gets_one_signal(screen: Screen, waiting: W
     assert "It was stopped before it came to training. Start again" in screen.get("/runs/starting/").text
 
 
+def test_a_run_that_is_still_starting_gets_its_signal_where_the_disk_is_full(
+    screen: Screen, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting.add("starting")
+    worker = waiting.in_thread()
+    wait_for(lambda: state_of(screen, "starting") == "Starting" and waiting.started() != [])
+
+    def full(path: Path, _: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("diffsynth_lite.queue.folder.write_text", full)
+        assert screen.post("/runs/starting/stop").status_code == 200
+        worker.join()
+    assert waiting.names("done") == ["starting"]
+
+
 def test_a_run_that_was_begun_elsewhere_goes_on_there_by_the_settings_in_its_folder(
     screen: Screen, waiting: Waiting, tmp_path: Path
 ) -> None:
