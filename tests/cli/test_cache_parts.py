@@ -94,7 +94,7 @@ def test_a_part_without_items_is_in_the_cache_at_once(tiny_run: TinyRun) -> None
     assert entries(tiny_run.root / "cache") == {}
 
 
-def test_bad_items_stop_their_own_part_alone_and_are_left_out_where_the_run_does(
+def test_bad_items_stop_only_their_own_part_and_are_left_out_where_the_run_does(
     tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = Part(0, 2), Part(1, 2)

@@ -44,7 +44,7 @@ def test_a_terminal_of_80_columns_shows_every_column(
     assert row.endswith(" 17")
 
 
-def test_overrides_stand_before_and_behind_flags(
+def test_overrides_may_be_before_and_after_flags(
     tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = ("data.width=32", "data.height=48")
@@ -121,7 +121,9 @@ def test_without_the_model_the_data_are_shown_all_the_same(
     assert page.count("data:image/jpeg") == 5
 
 
-def test_a_page_that_cannot_be_written_is_said(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_cannot_be_written_is_an_error(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
     assert doctor(tiny_run, "--page", str(tiny_run.root)) == 2
     assert f"--page {tiny_run.root}: cannot be written" in caplog.text
 

@@ -343,7 +343,7 @@ def test_images_of_which_parts_are_painted_anew_get_masks(
         (["my images", "--out", "none/mine.yaml"], "--out none/mine.yaml: cannot be written: No such file"),
     ],
 )
-def test_what_it_cannot_do_is_told_in_a_line_and_nothing_is_written(
+def test_what_it_cannot_do_is_an_error_in_a_line_and_nothing_is_written(
     arguments: list[str], reason: str, images: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("empty").mkdir()

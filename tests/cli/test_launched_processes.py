@@ -105,7 +105,7 @@ def test_processes_of_mpirun_are_numbered_as_those_of_torchrun(found: dict[str, 
     }
 
 
-def test_processes_of_mpirun_on_several_machines_meet_where_they_are_told_to() -> None:
+def test_processes_of_mpirun_on_several_machines_meet_at_the_given_address() -> None:
     environment = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "ACCELERATE_USE_CPU": "true"}
     assert "without MASTER_ADDR, MASTER_PORT;" in refusal(dict(environment))
     environment |= MEETING
@@ -235,5 +235,5 @@ def test_an_agent_that_looks_at_no_setting_waits_as_it_always_did() -> None:
     assert found == GracePeriod(seconds=30, setting=None)
 
 
-def test_this_torch_says_whether_its_agent_does() -> None:
+def test_whether_the_agent_of_this_torch_does_is_known() -> None:
     assert grace_can_be_set() == ("shutdown-timeout" in get_args_parser().format_help())

@@ -39,7 +39,6 @@ for words in (["init"], ["caption", "--model", "some/model"]):
     [
         ("", "diffsynth-lite: error: the following arguments are required: COMMAND"),
         ("reprot runs", "diffsynth-lite: error: reprot: is not a command; did you mean 'report'?"),
-        ("publish runs/a", "diffsynth-lite publish: error: the following arguments are required: --to"),
         (
             "sample --promt x",
             "diffsynth-lite sample: error: unrecognized arguments: --promt; did you mean --prompt?",
@@ -64,7 +63,6 @@ for words in (["init"], ["caption", "--model", "some/model"]):
         ("convert a b --to kohya --alpha x", "diffsynth-lite convert: error: argument --alpha: "),
         ("publish runs/a --to a/b --qq", "diffsynth-lite publish: error: unrecognized arguments: --qq;"),
         ("publish runs/a --to a/b x=1", "diffsynth-lite publish: error: unrecognized arguments: x=1;"),
-        ("cache", "diffsynth-lite cache: error: the following arguments are required: TASK"),
         ("cache --config a --verify", f"{_CACHE}: error: --config: the task comes first: `{_CACHE} fill`"),
         ("cache --prune --config a", f"{_CACHE}: error: --prune: the task comes first: `{_CACHE} fill`"),
         ("cache fill --config a --yes", f"{_CACHE} fill: error: unrecognized arguments: --yes;"),
@@ -75,7 +73,6 @@ for words in (["init"], ["caption", "--model", "some/model"]):
         ("cache verify --config a --part 0/2", f"{_CACHE} verify: error: unrecognized arguments: --part"),
         ("cache prune --config a --part 0/2", f"{_CACHE} prune: error: unrecognized arguments: --part"),
         ("cache fill --config a --part 3/3", f"{_PART}: 3/3: parts are 0/3 to 2/3"),
-        ("cache fill --config a --part -1/3", f"{_PART}: expected one argument"),
         ("cache fill --config a --part 0/0", f"{_PART}: 0/0: parts are 0/64 to 63/64"),
         ("cache fill --config a --part 1", f"{_PART}: 1: parts are 0/64 to 63/64"),
         ("cache fill --config a --part 1/2/3", f"{_PART}: 1/2/3: parts are 0/64 to 63/64"),

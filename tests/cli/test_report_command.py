@@ -21,7 +21,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_runs_are_found_where_they_are_and_told_apart(runs: Path) -> None:
+def test_runs_are_found_where_they_are_and_have_different_names(runs: Path) -> None:
     assert list(find_runs([runs / "a"])) == ["mine"]
     assert list(find_runs([runs / "b", runs / "a" / "mine", runs / "a"])) == ["b/mine", "a/mine"]
     assert find_runs([runs]) == {}
@@ -59,7 +59,7 @@ def test_a_page_may_be_written_elsewhere(runs: Path, capsys: pytest.CaptureFixtu
         (["a", "--out", "a/data"], "a/data: cannot be written: Is a directory"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(
+def test_what_cannot_be_is_an_error_in_one_line(
     runs: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -72,7 +72,7 @@ def test_what_cannot_be_is_said_in_one_line(
     assert message in line
 
 
-def test_it_says_where_it_serves_until_ctrl_c(
+def test_it_prints_where_it_serves_until_ctrl_c(
     runs: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

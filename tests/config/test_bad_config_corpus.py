@@ -28,22 +28,15 @@ OVERRIDES = [
 SEE = "; see diffsynth-lite train --help"
 # Flags, and the errors about them.
 FLAGS: list[tuple[tuple[str, ...], str]] = [
-    (("--resume",), "argument --resume: expected one argument"),
     (("--resum", "auto"), "unrecognized arguments: --resum; did you mean --resume?"),
     (
         ("--use_gradient",),
         "unrecognized arguments: --use_gradient; did you mean --use_gradient_checkpointing?",
     ),
     (
-        ("--use_gradient_checkpointing=1",),
-        "argument --use_gradient_checkpointing: ignored explicit argument '1'",
-    ),
-    (
         ("--use_gradient_checkpointing", "--no-use_gradient_checkpointing"),
         "argument --no-use_gradient_checkpointing: not allowed with argument --use_gradient_checkpointing",
     ),
-    (("--unknown",), "unrecognized arguments: --unknown"),
-    (("-x",), "unrecognized arguments: -x"),
     (
         ("--lr=1e-4", "--num_epochs=3", "--network_dim=8", "--what", "--train.steps=9", "--seed"),
         "unrecognized arguments: --lr=1e-4 --num_epochs=3 --network_dim=8 --what --train.steps=9 --seed; "
@@ -51,14 +44,10 @@ FLAGS: list[tuple[tuple[str, ...], str]] = [
         "train.seed=...; --num_epochs is train.steps here: passes over the data x items / "
         "train.global_batch_size",
     ),
-    (("--help=1",), "argument -h/--help: ignored explicit argument '1'"),
-    (("--config",), "argument --config: expected one argument"),
 ]
 
 # Texts, where "..." stands for the smallest config that loads, and the place that the first line names.
 TEXTS: list[tuple[str | bytes, str]] = [
-    ("[1, 2]", ":1:"),
-    ("|\n  text\n", ":1:"),
     ('"\n', ":2:"),
     ("%YAML 2.0\n---\n...", ":1:"),
     ("<!DOCTYPE html><html>404</html>", ":1:"),
@@ -68,23 +57,19 @@ TEXTS: list[tuple[str | bytes, str]] = [
     ('...logging:\n  project: "\\U00110000"\n', ":9:"),
     ('...logging:\n  project: "\\UFFFFFFFF"\n', ":9:"),
     ('...logging:\n  project: "a\\0b"\n', ":9 logging.project:"),
-    ("model: {}\n".encode("utf-16-be"), ":1:"),
     (b"...# \xe9", ":8:"),
     (b"\x7fELF\0\0", ":1:"),
     (b"\x89PNG\r\n\x1a\n", ":1:"),
-    ("...# \x07", ":8:"),
     ("...train:\x0b\n", ":8:"),
     ("\ufeff\ufeff...", ":1 "),
     ("model:\n\u00a0family: x\n", ":2 "),
     ("...train:\n  steps:\u00a05\n", ":8 train:"),
-    ("...model:\n  family: x\n", ":8 model:"),
     ("...train:\n  steps: 2020-01-01\n", ":9 train.steps:"),
     ("...train:\n  - steps: 5\n", ":8 train:"),
     ("...\U0001f642: 5\n", ":8 \U0001f642:"),
     ("...~: x\n", ":8 ~:"),
     ("..." + "a" * 1025 + ": x\n", ":8:"),
     ("a: " + "{a: " * 5000 + "}" * 5000, ":1:"),
-    ("model: {family: x", ":1:"),
     ('{"model": {"family": "x", "path": "y"}, "nope": 1}', ":1 nope:"),
     ("model: {family: x, path: ${data.path}}\ndata: {path: b}\noutput: {dir: c}\n", ":1:"),
     (

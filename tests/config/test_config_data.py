@@ -37,7 +37,7 @@ def test_a_list_of_sources_is_typed_and_each_has_the_defaults(write):
     assert data.sources_by_key == {"data.sources[0]": photos, "data.sources[1]": drawings}
 
 
-def test_one_source_may_stand_directly_under_data(write):
+def test_one_source_may_be_directly_under_data(write):
     data = load_data(write, "data: {path: photos, repeats: 2, trigger: ohwx, width: 64, height: 32}\n")
     assert data.sources_by_key == {"data": SourceSettings(path="photos", repeats=2, trigger="ohwx")}
     assert type(data.sources_by_key["data"]) is SourceSettings

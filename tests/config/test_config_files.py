@@ -29,7 +29,7 @@ def test_a_bare_name_is_found_in_the_working_folder_first(tmp_path, monkeypatch,
     assert load_config("quickstart.yaml").config.model.path == "some/model"
 
 
-def test_a_missing_name_says_where_it_was_looked_for_and_what_is_there(tmp_path, monkeypatch):
+def test_the_error_about_a_missing_name_has_where_it_was_looked_for_and_what_is_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine_lora.yml").touch()
     for name, hint in (

@@ -65,15 +65,6 @@ def test_a_value_is_read_by_the_type_of_its_setting(write, minimal, setting, val
     assert type(read) is type(expected)
 
 
-def test_what_is_not_set_has_its_default(write, minimal):
-    config = load_config(write(minimal)).config
-    assert config.model.family == "qwen_image"
-    assert config.train.learning_rate == 1e-4
-    assert config.train.use_gradient_checkpointing is True
-    assert config.lora.alpha is None
-    assert config.validation.negative_prompt == " "
-
-
 def test_an_empty_section_is_its_defaults(write, minimal):
     assert load_config(write(f"{minimal}lora:\n  # rank: 8\ntrain: {{}}\n")).config.lora.rank == 32
 
@@ -292,7 +283,7 @@ def test_an_override_is_read_by_the_type_of_its_setting(write, minimal, override
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (10, 9), (50, 49), (51, 50)])
-def test_a_warm_up_leaves_a_step_at_the_highest_rate_and_says_when_it_is_shortened(
+def test_a_warm_up_leaves_a_step_at_the_highest_rate_and_is_warned_of_when_it_is_shortened(
     write, minimal, steps, warmup
 ):
     path = write(f"train:\n  warmup_steps: 50\n{minimal}")
@@ -302,7 +293,7 @@ def test_a_warm_up_leaves_a_step_at_the_highest_rate_and_says_when_it_is_shorten
     assert loaded.warnings == ((warning,) if warmup < 50 else ())
 
 
-def test_the_names_of_other_trainers_stand_for_settings_there_are_and_are_none_themselves():
+def test_the_names_of_other_trainers_lead_to_settings_there_are_and_are_none_themselves():
     keys = {section: set(model.model_fields) for section, model in section_types().items()}
     ours = [setting.split(".") for setting in names_by_setting()]
     assert [key for section, key in ours if key not in keys[section]] == []

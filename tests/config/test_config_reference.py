@@ -126,7 +126,7 @@ def test_a_recipe_names_the_schema_and_fits_it(path: Path) -> None:
         "train:",
     ],
 )
-def test_what_a_config_may_say_is_not_underlined(minimal: str, setting: str) -> None:
+def test_what_a_config_may_hold_is_not_underlined(minimal: str, setting: str) -> None:
     assert problems(f"{minimal}{setting}\n") == []
 
 

@@ -10,11 +10,9 @@ NUM_KEYS = len(section_types()["train"].model_fields)
 # Section and setting, value as written, and what the message must say. The setting is on line 2.
 WRONG_VALUES = [
     ("train", "steps", "0", "at least 1"),
-    ("train", "steps", "-5", "at least 1"),
     ("train", "steps", "1.5", "a whole number"),
     ("train", "steps", "true", "a whole number"),
     ("train", "steps", "1e3", "a whole number"),
-    ("train", "steps", "1_000", "a whole number"),
     ("train", "steps", "0x10", "a whole number"),
     ("train", "steps", "010", "a whole number"),
     ("train", "steps", "1:30", "a whole number"),
@@ -23,27 +21,20 @@ WRONG_VALUES = [
     ("train", "steps", "", "got nothing"),
     ("train", "steps", "???", "nor be '???'"),
     ("train", "steps", "[10]", "a whole number"),
-    ("train", "steps", "{a: 1}", "a whole number"),
     ("train", "steps", "9" * 19, "a whole number"),
     ("train", "steps", "9" * 5000, "a whole number"),
     ("train", "seed", "-1", "at least 0"),
     ("train", "learning_rate", ".nan", "a number"),
-    ("train", "learning_rate", "nan", "a number"),
-    ("train", "learning_rate", ".inf", "a number"),
     ("train", "learning_rate", "1e999", "a number"),
     ("train", "learning_rate", "fast", "a number"),
     ("train", "learning_rate", "0", "above 0"),
-    ("train", "learning_rate", "true", "a number"),
     ("train", "learning_rate", "1e-4 # a comment with 'quotes", None),
     ("train", "adam_beta1", "1.0", "below 1"),
-    ("train", "max_grad_norm", "0", "at least 1e-06"),
-    ("train", "max_grad_norm", "1e300", "at most 1e+06"),
     ("train", "seed", "9" * 19, "at most 999999999999999999"),
     ("train", "max_grad_norm", "None", "write null"),
     ("train", "mixed_precision", "fp16", "one of no, bf16"),
     ("train", "lr_scheduler", "Cosine", "one of constant, linear, cosine"),
     ("train", "lr_scheduler", "polinomial", "did you mean 'polynomial'?"),
-    ("train", "use_gradient_checkpointing", "2", "true or false"),
     ("train", "use_gradient_checkpointing", "1", "true or false"),
     ("train", "use_gradient_checkpointing", "'yes'", "true or false, without quotes"),
     ("train", "use_gradient_checkpointing", "oN", "true or false"),
@@ -52,9 +43,6 @@ WRONG_VALUES = [
     ("train", "use_gradient_checkpointing_offload", "auto", "memory.auto: true chooses it"),
     ("train", "steps", "1000000001", "at least 1 and at most 1000000000"),
     ("train", "learning_rate", "1e4", "above 0 and at most 1"),
-    ("train", "step_timeout_minutes", "1e-9", "at least 0.01 and at most 43200"),
-    ("train", "step_timeout_minutes", "1e308", "at most 43200"),
-    ("train", "cpu_threads", "100000", "at most 1024"),
     ("train", "micro_batch_size", "2", "must divide train.global_batch_size 1"),
     ("train", "lr", "1", "is train.learning_rate here"),
     ("train", "learning_rat", "1", "did you mean 'learning_rate'?"),
@@ -63,10 +51,7 @@ WRONG_VALUES = [
     ("train", "width", "8", "'width' belongs under data or validation"),
     ("train", "<<", "{steps: 5}", "unknown key"),
     ("train", "'no such: key'", "8", "unknown key"),
-    ("lora", "rank", "0", "at least 1"),
     ("lora", "rank", "200000000000000000", "at most 8192"),
-    ("lora", "alpha", "0", "at least 1e-06"),
-    ("lora", "components", "[transformer, transformer]", "twice"),
     ("lora", "target_modules", "[to_q, to_q]", "twice"),
     ("lora", "init_from", "~nosuchuser/lora", "no user of that name"),
     ("lora", "init_from", "x/" * 1501, "at most 3000 bytes"),
@@ -84,38 +69,21 @@ WRONG_VALUES = [
     ("objective", "logit_mean", "0.5", "set timestep_density: logit_normal or stretched_logit_normal"),
     ("objective", "timestep_density", "shifted_logit_normal", "one of uniform, logit_normal, stretched_"),
     ("objective", "audio_noise", "own", "has no effect while data.audio is off"),
-    ("objective", "audio_noise", "separate", "one of shared, own"),
     ("objective", "independent_audio_timestep", "true", "objective.audio_noise"),
-    ("objective", "logit_mean", "1e999", "a number"),
     ("objective", "logit_std", "0.5", "set timestep_density: logit_normal"),
     ("objective", "mode_scale", "0.5", "set timestep_density: mode"),
-    ("objective", "mode_scale", "2", "at most 1.75"),
-    ("objective", "loss", "l2", "one of mse, huber"),
     ("objective", "huber_delta", "0.5", "has no effect with objective.loss mse"),
-    ("objective", "sigma_min", "1.0", "below 1"),
-    ("objective", "sigma_max", "0", "above 0"),
-    ("train", "compile", "model", "one of off, blocks"),
-    ("memory", "min_bytes", "-1", "at least 0"),
-    ("memory", "host_gib", "0", "above 0"),
-    ("memory", "host_gib", "1e300", "at most 1048576"),
-    ("memory", "resident_blocks", "-1", "at least 0"),
-    ("memory", "prefetched_blocks", "-1", "at least 0"),
     ("memory", "policy", "auto", "memory.auto: true chooses it"),
-    ("memory", "policy", "every", "one of all, every_n, skip, only, first_k, last_k"),
     ("memory", "policy", "every_n", "needs memory.policy_n"),
     ("memory", "policy", "only", "needs memory.policy_blocks"),
     ("memory", "stream_blocks", "2", "would all stay in memory.stream_slots 2, and nothing would be saved"),
     ("memory", "stream_blocks", "some", "must be all, auto, or a whole number, at least 0"),
     ("memory", "stream_blocks", "null", "must be all, auto, or a whole number, at least 0"),
-    ("memory", "device_gib", "0", "above 0"),
     ("memory", "policy_n", "2", "has no effect with memory.policy all"),
-    ("memory", "policy_n", "0", "at least 1"),
     ("memory", "policy_blocks", "[1]", "has no effect with memory.policy all"),
     ("memory", "policy_blocks", "1", "a list of whole numbers"),
-    ("memory", "policy_blocks", "[1.5]", "a list of whole numbers"),
     ("memory", "policy_blocks", "[-1]", "at least 0"),
     ("memory", "save_attention", "yes", "one of no, keep, park"),
-    ("memory", "skip_dead_ops", "auto", "true or false"),
     ("memory", "budget", "40GB", "is memory.device_gib here, with memory.auto: true"),
     ("validation", "prompts", "a cat", "a list of texts"),
     ("validation", "prompts", "[a: cat]", "text with ': ' needs quotes"),
@@ -123,17 +91,13 @@ WRONG_VALUES = [
     ("validation", "negative_prompt", "null", "put it in quotes"),
     ("validation", "negative_prompt", '"\\0"', "a zero byte"),
     ("validation", "negative_prompt", '"\\ud800"', "half a character"),
-    ("validation", "width", "0", "at least 1"),
     ("validation", "data", "images/", "nothing is held out"),
     ("validation", "data", "é" * 128, "at most 255 bytes"),
     ("validation", "steps", "50", "or did you mean 'every_steps'"),
     ("logging", "trackers", "[wandb, mlflow]", "wandb, tensorboard"),
-    ("logging", "trackers", "[wandb, wandb]", "twice"),
     ("logging", "wandb_mode", "off", "one of online, offline"),
     ("logging", "project", "''", "not empty"),
     ("logging", "wandb_token", "abc", "unknown key"),
-    ("resume", "allow", "[data, data]", "twice"),
-    ("resume", "source", "''", "not empty"),
     ("resume", "source", "~", "not empty"),
 ]
 WRONG_REFERENCES = [
@@ -290,7 +254,7 @@ def test_a_wrong_value_is_reported_though_a_later_one_replaces_it(refusal, write
     ]
 
 
-def test_very_many_problems_are_counted_and_the_first_ones_told(refusal, write, minimal):
+def test_very_many_problems_are_counted_and_the_first_ones_listed(refusal, write, minimal):
     path = write(minimal + "train:\n" + "".join(f"  key{number}: 1\n" for number in range(20_000)))
     *lines, rest = refusal(path)
     assert len(lines) == MAX_LINES
@@ -338,7 +302,7 @@ def test_what_a_setting_refers_to_is_not_shown(refusal, write, minimal, monkeypa
     assert "swordfish" not in " ".join(refusal(path))
 
 
-def test_a_file_that_cannot_be_read_says_why(write, minimal, monkeypatch):
+def test_the_error_about_a_file_that_cannot_be_read_has_the_reason(write, minimal, monkeypatch):
     path = write(minimal)
 
     def refuse(self, mode):

@@ -271,7 +271,7 @@ def test_edit_pairs_show_input_and_target_and_are_counted_by_the_sizes_of_both(w
     assert alone.advice == []
 
 
-def test_clips_are_told_with_length_and_rate_and_shown_as_strips(workplace: Workplace) -> None:
+def test_clips_are_listed_with_length_and_rate_and_shown_as_strips(workplace: Workplace) -> None:
     (workplace.root / "clips").mkdir()
     for number, (num_frames, fps) in enumerate([(20, 10), (5, 10), (40, 20)]):
         frames = [scene(number * 50, (64, 48))] * num_frames
@@ -287,7 +287,7 @@ def test_clips_are_told_with_length_and_rate_and_shown_as_strips(workplace: Work
     assert [entry.images["target"].size for entry in found.sheet] == [(5 * 48, 48)] * 2
 
 
-def test_versions_memory_devices_and_disk_are_told(tmp_path: Path) -> None:
+def test_versions_memory_devices_and_disk_are_listed(tmp_path: Path) -> None:
     missing = tmp_path / "not" / "there"
     facts = machine_table([missing])
     assert f"torch {torch.__version__}" in facts["packages"]

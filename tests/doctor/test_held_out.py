@@ -87,7 +87,9 @@ def test_what_is_wrong_with_all_of_them_is_a_problem_of_the_run(
         examination.require_usable()
 
 
-def test_copies_of_training_items_are_told_from_those_that_only_look_alike(workplace: Workplace) -> None:
+def test_copies_of_training_items_are_listed_separately_from_those_that_only_look_alike(
+    workplace: Workplace,
+) -> None:
     settings = separate(workplace)
     shutil.copy(workplace.root / "trained/0.png", workplace.root / "held/copy.png")
     (workplace.root / "held/copy.txt").write_text("a copy")

@@ -24,7 +24,7 @@ def table_of(workplace: Workplace, folder: PipelineFolder, *overrides: str) -> d
     return model_table(config, Flux(folder))
 
 
-def test_a_release_is_told_by_its_files_and_counted_without_weights(workplace: Workplace) -> None:
+def test_a_release_is_known_by_its_files_and_counted_without_weights(workplace: Workplace) -> None:
     settings = ("lora.rank=16", "model.quantize=int8", "model.text_encoder_quantize=int8")
     table = table_of(workplace, released("FLUX.1 schnell", workplace.root / "model"), *settings)
     assert table == {
@@ -38,7 +38,7 @@ def test_a_release_is_told_by_its_files_and_counted_without_weights(workplace: W
     }
 
 
-def test_what_the_files_say_otherwise_is_named(workplace: Workplace) -> None:
+def test_settings_that_the_files_have_otherwise_are_named(workplace: Workplace) -> None:
     folder = released("FLUX.1 schnell", workplace.root / "model")
     file = folder.path / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "shift": 2.0}))
@@ -47,7 +47,7 @@ def test_what_the_files_say_otherwise_is_named(workplace: Workplace) -> None:
     assert table["not as released"] == "scheduler.shift is 2.0, not 1.0"
 
 
-def test_releases_with_the_same_files_are_told_by_the_hub_id_alone(workplace: Workplace) -> None:
+def test_releases_with_the_same_files_are_known_only_by_the_hub_id(workplace: Workplace) -> None:
     folder = released("FLUX.1 dev", workplace.root / "model")
     assert table_of(workplace, folder)["release"] == "with the settings of FLUX.1 dev or FLUX.1 Krea dev"
     table = table_of(workplace, folder, "model.path=black-forest-labs/FLUX.1-Krea-dev")
@@ -55,7 +55,7 @@ def test_releases_with_the_same_files_are_told_by_the_hub_id_alone(workplace: Wo
     assert table["not confirmed of it"] == ("that its settings are those of FLUX.1 dev; whether it is gated")
 
 
-def test_a_hub_id_with_other_files_than_the_release_is_said(workplace: Workplace) -> None:
+def test_a_hub_id_with_other_files_than_the_release_is_reported(workplace: Workplace) -> None:
     folder = released("FLUX.1 schnell", workplace.root / "model")
     table = table_of(workplace, folder, "model.path=black-forest-labs/FLUX.1-dev")
     assert table["release"] == "FLUX.1 dev"

@@ -128,7 +128,7 @@ def test_tables_and_remarks_are_shown(tmp_path: Path) -> None:
     assert "enlarged" in text
 
 
-def test_a_spread_says_its_range_and_its_middle() -> None:
+def test_a_spread_shows_its_range_and_its_median() -> None:
     assert str(Spread.of([3, 1, 2])) == "1 to 3, median 2"
     assert str(Spread.of([4, 4])) == "4"
     assert Spread.of([]) is None

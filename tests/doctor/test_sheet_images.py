@@ -66,7 +66,7 @@ def test_an_item_is_shown_exactly_as_it_is_encoded(workplace: Workplace, memory:
         assert np.array_equal(np.asarray(shown), np.asarray(used))
 
 
-def test_what_guides_an_item_and_what_is_painted_anew_are_shown_beside_it(
+def test_control_inputs_and_masked_images_are_shown_next_to_their_item(
     workplace: Workplace, memory: FileMemory
 ) -> None:
     guide = workplace.add("guides/0.png", scene(1))

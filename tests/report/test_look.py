@@ -46,7 +46,7 @@ def contrast(first: str, second: str) -> float:
         (tuple(f"line-{place}" for place in range(1, 7)), ("paper",), EDGE),
     ],
 )
-def test_what_stands_on_a_surface_has_enough_contrast(
+def test_text_on_a_surface_has_enough_contrast(
     fronts: tuple[str, ...], surfaces: tuple[str, ...], least: float
 ) -> None:
     found = {

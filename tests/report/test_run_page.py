@@ -189,7 +189,7 @@ def test_a_changed_prompt_shows_the_previews_of_its_latest_form(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.4, "0 s"), (75, "1 min 15 s"), (7260, "2 h 1 min"), (180_000, "2 d 2 h")]
 )
-def test_times_are_said_in_their_two_largest_units(seconds: float, words: str) -> None:
+def test_times_are_written_in_their_two_largest_units(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 
 
@@ -272,7 +272,7 @@ def test_charts_have_their_axes_and_lines_and_what_a_reader_zoomed_into_stays(
         assert page.evaluate(of_chart("grad_norm", shown)) == [10, 300]
 
 
-def test_a_page_that_nobody_writes_any_more_says_so(tmp_path: Path, browser: Browser) -> None:
+def test_a_page_that_nobody_writes_any_more_shows_that(tmp_path: Path, browser: Browser) -> None:
     folder = RunFolder(tmp_path)
     folder.write_status("running", exit_code=None, step=3, message="", progress={"time": time.time()})
     with browser.page(write_report(tmp_path)) as page:

@@ -129,7 +129,7 @@ def status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "status.json").read_text())
 
 
-def test_it_tells_loss_rate_speed_time_left_and_memory() -> None:
+def test_the_line_of_a_step_has_loss_rate_speed_time_left_and_memory() -> None:
     throughput = Throughput(total_steps=2000)
     throughput.update(result(10))
     text = throughput.describe(result(10), CPU)
@@ -216,7 +216,7 @@ def test_the_loss_by_noise_is_a_mean_and_a_tenth_without_samples_has_none(tmp_pa
     }
 
 
-def test_the_status_tells_step_and_speed_but_not_after_every_step(tmp_path: Path) -> None:
+def test_the_status_has_step_and_speed_but_not_after_every_step(tmp_path: Path) -> None:
     now = [100.0]
     shown = report(tmp_path, status=RunningStatus(RunFolder(tmp_path), clock=lambda: now[0]))
     shown.after_step(result(4))
@@ -232,7 +232,7 @@ def test_the_status_tells_step_and_speed_but_not_after_every_step(tmp_path: Path
     assert status(tmp_path)["time"] >= written["time"]
 
 
-def test_the_status_tells_what_a_run_does_besides_training_at_once_and_then_once_a_second(
+def test_the_status_has_the_phase_of_a_run_at_once_and_then_once_a_second(
     tmp_path: Path,
 ) -> None:
     now = [100.0]

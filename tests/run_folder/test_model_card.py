@@ -74,7 +74,7 @@ def shown(text: str) -> str:
     return MarkdownIt("gfm-like", {"linkify": False}).render(HubCard(text).text)
 
 
-def test_a_card_has_a_header_for_the_hub_its_images_beside_it_and_the_same_text_each_time(
+def test_a_card_has_a_header_for_the_hub_its_images_next_to_it_and_the_same_text_each_time(
     lora: Path, tmp_path: Path
 ) -> None:
     write_model_card(lora, card(tmp_path))

@@ -165,7 +165,7 @@ def test_the_metadata_of_a_lora_are_masked_but_never_its_layers(
     assert TOKEN.encode() not in file.read_bytes()
 
 
-def test_the_labels_of_the_preview_grid_and_what_stands_in_previews_are_masked(tmp_path: Path) -> None:
+def test_the_labels_of_the_preview_grid_and_the_metadata_of_previews_are_masked(tmp_path: Path) -> None:
     def grid_of(prompt: str, folder: Path) -> bytes:
         family = SimpleNamespace(
             sample=lambda *_args: [[Image.new("RGB", (64, 32), "red")]],

@@ -68,7 +68,7 @@ def test_a_run_folder_can_be_moved(folder: RunFolder, tmp_path: Path) -> None:
     start(moved)
 
 
-def test_a_folder_whose_removal_begins_with_the_lock_is_left_alone(
+def test_a_folder_whose_removal_begins_with_the_lock_is_left_as_it_is(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with folder.lock():
@@ -80,7 +80,7 @@ def test_a_folder_whose_removal_begins_with_the_lock_is_left_alone(
 
 
 @pytest.mark.parametrize("is_renamed", [True, False])
-def test_a_folder_that_a_library_made_again_is_left_alone(
+def test_a_folder_that_a_library_made_again_is_left_as_it_is(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, is_renamed: bool
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
@@ -236,7 +236,7 @@ def test_a_file_system_without_locks_is_warned_about(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"hello": 1}'])
-def test_a_folder_with_somebody_elses_status_is_no_run_and_left_alone(
+def test_a_folder_with_somebody_elses_status_is_not_a_run_and_left_as_it_is(
     folder: RunFolder, content: str
 ) -> None:
     folder.path.mkdir(parents=True)
@@ -336,7 +336,7 @@ def recorded(folder: Path):
     )
 
 
-def test_it_says_running_inside_and_finished_afterwards(tmp_path: Path) -> None:
+def test_the_status_is_running_inside_and_finished_afterwards(tmp_path: Path) -> None:
     with recorded(tmp_path):
         assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("running", 3)
         assert status(tmp_path)["exit_code"] is None
