@@ -171,7 +171,8 @@ def _request(parsed: argparse.Namespace) -> SampleRequest:
         path = run.resolved_file
         with suppress(FileNotFoundError):
             require_run_file(path)
-    config = load_config(path, parsed.overrides, _settings(parsed), presets=parsed.presets).config
+    given = [f"{key}={value}" for key, value in _settings(parsed).items() if value is not None]
+    config = load_config(path, [*parsed.overrides, *given], presets=parsed.presets).config
     if not loras:
         run = RunFolder(Path(config.output.dir).expanduser())
         run = run if run.holds_run() else None

@@ -86,8 +86,7 @@ def load(parsed: argparse.Namespace, config: str | Path) -> LoadedConfig:
     Args:
         config: path of the file.
     """
-    flags = {key: getattr(parsed, name) for name, key in _FLAG_KEYS.items()}
-    return load_config(config, parsed.overrides, flags, presets=parsed.presets)
+    return load_config(config, settings_of(parsed), presets=parsed.presets)
 
 
 def run(parsed: argparse.Namespace) -> None:

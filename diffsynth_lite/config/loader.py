@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,19 +47,17 @@ class LoadedConfig:
 def load_config(
     path: str | Path,
     overrides: Sequence[str] = (),
-    flags: Mapping[str, object] | None = None,
     *,
     presets: Sequence[str] = (),
     text: str | None = None,
 ) -> LoadedConfig:
     """Reads and checks a config, and logs what presets change in it.
 
-    A flag wins over an override, that over a preset, that over the file, that over the default.
+    An override wins over a preset, that over the file, that over the default.
 
     Args:
         path: a yaml file, or the bare name of one; see :func:`find_config_file`.
-        overrides: settings of the command line, as ``section.key=value``.
-        flags: values of command-line flags, by ``section.key``; those that are None were not given.
+        overrides: settings of the command line, as ``section.key=value``; a later one wins.
         presets: their names; a later one wins over those before.
         text: of the file, in place of what it has, if it is there at all; what it extends is looked for
             as from there.
@@ -79,8 +77,7 @@ def load_config(
         builder.add_file(preset)
         written = builder.written()
         stages.append(_by_name(written))
-    given_flags = [f"{name}={value}" for name, value in (flags or {}).items() if value is not None]
-    for pieces in [*_by_setting(overrides), *([flag] for flag in given_flags)]:
+    for pieces in _by_setting(overrides):
         builder.add_override(*pieces)
     given = _differences(stages[-1], _by_name(builder.written()))
     config, unresolved = builder.build()

@@ -141,7 +141,7 @@ def _preview(step: int, path: Path, folder: Path) -> Preview:
     return Preview(
         step=step,
         image=path.relative_to(folder).as_posix(),
-        video=video.relative_to(folder).as_posix() if video.is_file() and not video.is_symlink() else None,
+        video=video.relative_to(folder).as_posix() if _is_regular(video) else None,
     )
 
 

@@ -192,7 +192,7 @@ def changed_settings(settings: Mapping[str, Any]) -> Table:
         for section, values in settings.items()
         if isinstance(values, dict)
         for name, value in values.items()
-        if name not in defaults.get(section, {}) or _plain(defaults[section][name]) != _plain(value)
+        if name not in defaults.get(section, {}) or defaults[section][name] != value
     ]
     return Table(columns=(Column(kind="key"), Column()), rows=rows)
 
@@ -272,11 +272,6 @@ def as_yaml(value: Any) -> str:
     """A value on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return text.removesuffix("...\n").strip()
-
-
-def _plain(value: Any) -> Any:
-    """A value as yaml gives it, which has no tuples."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _size(path: Path) -> int:

@@ -34,8 +34,8 @@ def test_overrides_and_flags_come_in_any_order(
     assert entry(words) == 0
     [parsed] = given
     assert parsed.overrides == ["train.steps=5", "lora.rank=4"]
-    assert parsed.use_gradient_checkpointing_offload is True
-    assert parsed.use_gradient_checkpointing is None
+    flag = "train.use_gradient_checkpointing_offload=True"
+    assert train.settings_of(parsed) == ["train.steps=5", "lora.rank=4", flag]
     assert parsed.words == ["train", *words]
 
 

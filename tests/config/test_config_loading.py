@@ -69,23 +69,11 @@ def test_an_empty_section_is_its_defaults(write, minimal):
     assert load_config(write(f"{minimal}lora:\n  # rank: 8\ntrain: {{}}\n")).config.lora.rank == 32
 
 
-def test_a_flag_wins_over_an_override_over_the_file_over_the_default(write, minimal):
+def test_the_last_override_wins_over_the_others_over_the_file_over_the_default(write, minimal):
     path = write(f"{minimal}train:\n  steps: 1\n  seed: 1\n  global_batch_size: 2\n")
-    config = load_config(
-        path,
-        ["train.steps=2", "train.seed=2", "train.steps=3"],
-        {"train.steps": 4, "train.global_batch_size": None},
-    ).config
+    config = load_config(path, ["train.steps=2", "train.seed=2", "train.steps=4"]).config
     assert (config.train.steps, config.train.seed) == (4, 2)
     assert (config.train.global_batch_size, config.train.micro_batch_size) == (2, 1)
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_a_flag_is_a_python_value(write, minimal, value):
-    flags = {"train.use_gradient_checkpointing": value, "resume.source": "must"}
-    config = load_config(write(minimal), flags=flags).config
-    assert config.train.use_gradient_checkpointing is value
-    assert config.resume.source == "must"
 
 
 @pytest.mark.parametrize("line_break", ["\r\n", "\r", "\x85"])
