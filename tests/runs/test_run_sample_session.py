@@ -64,9 +64,9 @@ def request_in(run: TinyRun, given: dict[str, Any]) -> SampleRequest:
         "width": asked["size"][0],
         "height": asked["size"][1],
     }
-    flags = {f"validation.{name}": value for name, value in settings.items()}
+    flags = [f"validation.{name}={value}" for name, value in settings.items()]
     return SampleRequest(
-        config=load_config(run.config, run.settings, flags).config,
+        config=load_config(run.config, [*run.settings, *flags]).config,
         loras=[find_lora(one.format(run=run.folder)) for one in asked["lora"]],
         scales=asked["scale"],
         by_step={},
