@@ -17,6 +17,7 @@ from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.releases.families import require_family_name
 
 if TYPE_CHECKING:  # Wrong arguments are reported before torch is imported, which takes seconds.
     from diffsynth_lite.doctor.findings import BucketFindings, Findings, NoiseFindings, SourceFindings
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> None:
     """Examine, print, write the page."""
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
+    require_family_name(loaded.config.model.family)
     # The libraries take seconds to import: a wrong config is refused before that.
     from diffsynth_lite.doctor.examination import examine
     from diffsynth_lite.doctor.findings import counted

@@ -21,6 +21,7 @@ from diffsynth_lite.cli.processes import grace_can_be_set, grace_period, join_pr
 from diffsynth_lite.config import LoadedConfig, load_config
 from diffsynth_lite.errors import EXIT_BUG, RunInterrupted, UserError, exit_code
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.releases.families import require_family_name
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ def _errors_for_launcher(file: str | None) -> Iterator[None]:
 
 def _train(parsed: argparse.Namespace, started_at: float) -> None:
     loaded = load(parsed, parsed.config)
+    require_family_name(loaded.config.model.family)
     logger.info("diffsynth_lite %s, settings from %s", __version__, loaded.path)
     for warning in (*loaded.warnings, *_launcher_warnings(loaded.config.train.mixed_precision)):
         logger.warning("%s", warning)

@@ -29,8 +29,11 @@ for line in sys.argv[2:]:
         main.main([*line.split(), "--help"])
     except SystemExit as exit:
         print("code", exit.code)
-for words in (["init"], ["caption", "--model", "some/model"]):
-    print("refused", main.main([*words, sys.argv[1], "--family", "qwen_imag"]))
+family, config = ["--family", "qwen_imag"], ["--config", "quickstart.yaml", "model.family=qwen_imag"]
+for words in (["init", *family], ["caption", "--model", "a/b", *family]):
+    print("refused", main.main([*words, sys.argv[1]]))
+for command in ("doctor", "train"):
+    print("refused", main.main([command, *config]))
 """
 
 
@@ -125,5 +128,5 @@ def test_help_and_a_wrong_family_are_answered_without_torch(tmp_path: Path) -> N
     program = [sys.executable, "-c", _EACH_HELP, str(tmp_path), *lines]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     printed = done.stdout.splitlines()
-    assert (printed.count("code 0"), printed.count("refused 2")) == (len(lines), 2)
-    assert done.stderr.count("unknown family 'qwen_imag'; did you mean 'qwen_image'?") == 2
+    assert (printed.count("code 0"), printed.count("refused 2")) == (len(lines), 4)
+    assert done.stderr.count("unknown family 'qwen_imag'; did you mean 'qwen_image'?") == 4
