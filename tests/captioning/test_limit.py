@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from diffsynth_lite.captioning.limit import Fits, fitted, limit_of_config, limit_of_family
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import PipelineFolder, qwen_image
-from diffsynth_lite.pipelines.base import diffusers_family
+from diffsynth_lite.pipelines.base import diffusers_components
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
 
@@ -100,9 +100,9 @@ def test_the_limit_of_a_config_is_that_of_its_family_with_the_trigger_whose_toke
     config, model, monkeypatch
 ):
     loaded = []
-    load = diffusers_family.load_tokenizer
+    load = diffusers_components.load_tokenizer
     monkeypatch.setattr(
-        diffusers_family, "load_tokenizer", lambda *given: loaded.append(given) or load(*given)
+        diffusers_components, "load_tokenizer", lambda *given: loaded.append(given) or load(*given)
     )
     kept, cut = fitted("word " * 3_000, limit_of_config(config))
     assert len(loaded) == 1
