@@ -230,7 +230,8 @@ def test_stop_sends_one_signal_to_the_command_whoever_started_it(
     assert "no captions of mug are being written" in ask(screen, "stop").json()["error"]
     ask(screen, "write", model=MODEL)
     assert ask(screen, "stop").status_code == 200
-    assert started.children[0].wait(timeout=60) == -signal.SIGINT
+    # 1 where Python was still starting.
+    assert started.children[0].wait(timeout=60) in (-signal.SIGINT, 1)
     shown = captioning(screen)
     assert (shown["state"], shown["log"]) == ("did not start", [])
     with (mug / "a.txt").open("wb") as log:
