@@ -11,6 +11,7 @@ import pytest
 from waiting_runs import Waiting
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.queue import entry as queue_entry
 from diffsynth_lite.queue import folder as queue_folder
 from diffsynth_lite.queue.folder import Place, Queue, now
 from diffsynth_lite.run_folder.process import Process
@@ -167,6 +168,26 @@ def test_a_file_of_somebody_else_among_those_that_run_or_are_done_is_shown_as_re
     waiting.work()
     found = {run.name: bool(run.refusal) for run in waiting.queue.snapshot().in_state("done")}
     assert found == {"running": True, "done": True, "quick-b": False}
+
+
+def test_what_is_done_is_read_once_unless_it_changes(
+    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting.add("quick-a", "quick-b")
+    waiting.work()
+    read, files = queue_entry.read_bytes, list[str]()
+
+    def noted(path: Path, *, most_bytes: int) -> bytes:
+        files.append(path.name)
+        return read(path, most_bytes=most_bytes)
+
+    assert len(waiting.names("done")) == 2
+    monkeypatch.setattr(queue_entry, "read_bytes", noted)
+    assert len(waiting.names("done")) == 2
+    assert files == []
+    (waiting.queue.path / "done" / "00001000-quick-a.json").write_text("{")
+    assert set(waiting.outcomes()) == {"quick-b"}
+    assert files == ["00001000-quick-a.json"]
 
 
 def test_a_file_that_is_none_of_the_queue_stops_nothing(waiting: Waiting) -> None:
