@@ -259,7 +259,7 @@ def test_a_command_that_did_not_start_says_why_and_goes_on_as_it_was(
     screen: Screen, mug: Path, started: Started
 ) -> None:
     ask(screen, "write", model="none", goal="style")
-    (job,) = screen.workspace.logs_folder.glob("mug-*.json")
+    (job,) = screen.workspace.logs_folder.glob("caption-mug-*.json")
     job.with_suffix(".log").write_text("first\nnone: no such <model>\n")
     started.children[0].kill()
     wait_for(lambda: captioning(screen)["state"] == "did not start")
@@ -274,7 +274,7 @@ def test_a_log_that_is_a_link_is_neither_followed_nor_read(
     ask(screen, "write", model="m")
     started.children[0].kill()
     wait_for(lambda: captioning(screen)["state"] == "did not start")
-    (log,) = screen.workspace.logs_folder.glob("mug-*.log")
+    (log,) = screen.workspace.logs_folder.glob("caption-mug-*.log")
     (tmp_path / "theirs").write_text("precious\n")
     log.unlink()
     log.symlink_to(tmp_path / "theirs")

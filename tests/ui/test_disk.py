@@ -1,22 +1,21 @@
 """The screen of the disk: what runs, caches and models take, and what of it may be deleted, and when."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 from processes import wait_for
-from screens import INLINE, Screen
+from screens import INLINE, Screen, Started
 
-from diffsynth_lite.files import write_json
 from diffsynth_lite.queue.entry import Entry
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.ui.home import disk, models
 from diffsynth_lite.ui.jobs import Jobs
-from diffsynth_lite.workspace import Workspace
+from diffsynth_lite.ui.tries.studio import device_holders
 
 CONFIG = (
     "model: {{family: qwen_image, path: {}}}\ndata: {{path: d, cache_dir: {}}}\noutput: {{dir: runs/x}}\n"
@@ -162,50 +161,48 @@ def test_only_run_folders_that_have_changed_are_walked_again(
 
 
 def test_a_cache_is_pruned_for_all_configs_after_a_look(
-    screen: Screen, hub: Path, monkeypatch: pytest.MonkeyPatch
+    screen: Screen, hub: Path, started: Started
 ) -> None:
     for name in ("one", "two"):
         config(screen, name)
     config(screen, "three", cache="other")
     (screen.workspace.path / "cache").mkdir()
     (screen.workspace.path / "cache" / "entry").write_text("x" * 300)
-    started = list[list[str]]()
-    words = "Would delete 3 files, 1.0 KiB"
-
-    def start(
-        given: Sequence[str], workspace: Workspace, log: IO[bytes], *, noted_in: Path, facts: dict[str, Any]
-    ) -> None:
-        started.append(list(given))
-        log.write(words.encode())
-        write_json(noted_in, facts | {"process": process})
-
-    process = "process 4194400 on " + os.uname().nodename
-    monkeypatch.setattr(disk, "start_command", start)
     folder = screen.workspace.path / "cache"
     assert f'aria-label="What can be freed of {folder}"' in page(screen)
     assert "300 bytes" in page(screen)
-    given = {"cache": disk.Cache(folder, 0, []).key}
-    prune = ["cache", "prune", "--config", "configs/one.yaml", "--config", "configs/two.yaml"]
-    assert screen.post("/disk/prune", given | {"do": "look"}).json() == {}
-    assert started == [[*prune, "--dry-run"]]
-    assert words in page(screen)
+    given = {"cache": str(folder)}
+    look = ["cache", "prune", "--config", "configs/one.yaml", "--config", "configs/two.yaml"]
+
+    def prune(do: str) -> str:
+        return str(screen.post("/disk/prune", given | {"do": do}).json().get("error", ""))
+
+    assert "not as it was shown; look again" in prune("delete")
+    assert prune("look") == ""
+    assert started.words == [[*look, "--dry-run"]]
+    assert "Looking." in page(screen)
+    assert prune("look").endswith("--dry-run runs; wait until it has ended")
+    assert device_holders(screen.workspace) == []
+    started.end("Would delete 3 files, 1.0 KiB")
+    assert "Would delete 3 files, 1.0 KiB" in page(screen)
     assert f'aria-label="Delete it from {folder} now"' in page(screen)
     trains(screen)
-    refused = screen.post("/disk/prune", given | {"do": "delete"}).json()["error"]
-    assert refused.startswith("mine runs, and may need what would be deleted")
+    assert prune("delete").startswith("mine runs, and may need what would be deleted")
     (screen.workspace.runs_folder / "mine" / "status.json").unlink()
-    words = "Deleted 3 files, 1.0 KiB"
-    assert screen.post("/disk/prune", given | {"do": "delete"}).json() == {}
-    assert started[1:] == [[*prune, "--yes"]]
-    assert words in page(screen)
-    assert "Delete it" not in page(screen)
-    (screen.workspace.configs_folder / "bad.yaml").write_text("model: 3\n")
+    bad = screen.workspace.configs_folder / "bad.yaml"
+    bad.write_text("model: 3\n")
     for do in ("look", "delete"):
-        assert "What that config needs is not known" in screen.post("/disk/prune", given | {"do": do}).text
-    process = Process.current().as_text()
-    (screen.workspace.configs_folder / "bad.yaml").unlink()
-    assert screen.post("/disk/prune", given).json() == {}
-    assert "Looking." in page(screen)
-    assert "is being looked through" in screen.post("/disk/prune", given | {"do": "delete"}).json()["error"]
+        assert "What that config needs is not known" in prune(do)
+    bad.unlink()
+    assert prune("delete") == ""
+    assert started.words[1:] == [[*look, "--yes"]]
+    assert device_holders(screen.workspace) == ["pruning of cache"]  # no run starts meanwhile
+    assert "may use it" in delete(screen, "me/carded")["error"]
+    started.end("Deleted 3 files, 1.0 KiB")
+    assert "Deleted 3 files, 1.0 KiB" in page(screen)
+    assert "Delete it" not in page(screen)
+    assert prune("look") == ""
+    started.end("Would delete 3 files, 1.0 KiB")
+    os.utime(config(screen, "one"), (0, 0))
+    assert "not as it was shown; look again" in prune("delete")
     assert "look again" in screen.post("/disk/prune", {"cache": "../x"}).json()["error"]
-    assert len(started) == 3

@@ -194,7 +194,7 @@ def test_the_doctor_itself_finds_what_it_prints_in_a_terminal(screen: Screen, mu
     (mug / "broken.png").write_bytes(b"no image")
     (mug / "broken.txt").write_text("broken")
     assert examine(screen).status_code == 200
-    (started,) = (screen.workspace.path / ".ui" / "examined").glob("*.started.json")
+    (started,) = screen.workspace.logs_folder.glob("doctor-*.json")
     process = Process.from_text(json.loads(started.read_text())["process"])
     assert process is not None
     wait_for(lambda: not process.is_alive())

@@ -24,7 +24,8 @@ from diffsynth_lite.cli.main import main
 from diffsynth_lite.pipelines import family_names, load_family
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import choose, lora_copies
-from diffsynth_lite.ui.runs.share import ONLY_IN_DIFFUSERS, LatestCommand, RunShare
+from diffsynth_lite.ui.jobs import Job
+from diffsynth_lite.ui.runs.share import ONLY_IN_DIFFUSERS, RunShare
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 OWN = {"diffsynth_lite.family": "qwen_image", "diffsynth_lite.contract": "c" * 64}
@@ -76,7 +77,7 @@ def await_end(screen: Screen, folder: Path) -> None:
     """Until the latest commands have ended, with codes that are known."""
 
     def have_ended() -> bool:
-        commands = [LatestCommand(screen.workspace, each, folder) for each in ("convert", "publish")]
+        commands = [Job.of(screen.workspace, each, folder) for each in ("convert", "publish")]
         return all(not each.words or each.exit_code is not None for each in commands)
 
     wait_for(have_ended)
@@ -251,12 +252,12 @@ def test_a_command_outlives_the_server_is_started_once_and_can_be_stopped(
 ) -> None:
     assert act(screen, "convert", name="lora-00000200-kohya.safetensors").status_code == 200
     # As a server has it that was started meanwhile.
-    assert LatestCommand(screen.workspace, "convert", run).process
+    assert Job.of(screen.workspace, "convert", run).is_alive
     another = act(screen, "convert", name="lora-00000200-comfyui.safetensors")
     assert refusal(another).endswith("--to=kohya runs; wait until it has ended")
     assert 'aria-label="Stop the conversion"' in screen.get("/runs/mine/").text
     assert act(screen, "stop", what="conversion").status_code == 200
-    wait_for(lambda: not LatestCommand(screen.workspace, "convert", run).process)
+    wait_for(lambda: not Job.of(screen.workspace, "convert", run).is_alive)
     assert len(started.words) == 1
 
 
@@ -278,7 +279,7 @@ def test_a_server_that_is_killed_loses_no_conversion_and_a_failure_is_shown_in_t
         page.press("button", "Convert for ComfyUI")
         page.await_control("button", "Stop the conversion")
         server.kill()
-    wait_for(lambda: not LatestCommand(screen.workspace, "convert", run).process)
+    wait_for(lambda: not Job.of(screen.workspace, "convert", run).is_alive)
     with server_process(screen.workspace.path) as server, opened(browser, server, dark=True) as page:
         page.await_control("link", "Download for ComfyUI")
         page.fill("textbox", "Repository", "no-owner")

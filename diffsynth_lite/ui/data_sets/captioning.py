@@ -1,6 +1,5 @@
 """This file makes the command that writes captions from a form, and shows how far the latest one is."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from diffsynth_lite.captioning.report import (
 )
 from diffsynth_lite.data.captions import EXAMPLE_MODEL
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.ui.jobs import Job, Jobs
+from diffsynth_lite.ui.jobs import Job, Jobs, command_line
 from diffsynth_lite.workspace import Workspace
 
 MODELS = (
@@ -62,7 +61,7 @@ class Captioning:
 
     folder: Path
     status: CaptioningStatus | None
-    job: Job | None
+    job: Job
     state: str
     log: Sequence[str] = ()
 
@@ -70,23 +69,22 @@ class Captioning:
     def of(cls, folder: Path, jobs: Jobs) -> "Captioning":
         """What is known now."""
         status, job = CaptionReport(folder).status(), jobs.of(folder)
-        job_state = "ended" if job is None else job.state
         if status is not None and status.is_running:
             state = "running"
-        elif job_state in ("starting", "did not start"):
-            state = job_state
+        elif job.state in ("starting", "did not start"):
+            state = job.state
         elif status is None:
             state = "none"
         else:
             state = "killed" if status.state == "running" else status.state
-        has_log = job is not None and state == "did not start" and not job.was_signalled
-        return cls(folder, status, job, state, jobs.log(job, num_lines=_LOG_LINES) if job and has_log else ())
+        has_log = state == "did not start" and not job.was_signalled
+        return cls(folder, status, job, state, job.log(_LOG_LINES) if has_log else ())
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Those of the latest command."""
-        if self.job is not None and self.state in ("starting", "did not start"):
-            return self.job.arguments
+        if self.state in ("starting", "did not start"):
+            return self.job.words[1:]
         return self.status.arguments if self.status is not None else ()
 
     def as_json(self) -> dict[str, Any]:
@@ -206,7 +204,7 @@ def shown_path(folder: Path, workspace: Workspace) -> str:
 
 def command(arguments: Sequence[str]) -> str:
     """A command as it is typed in the workspace."""
-    return shlex.join(["diffsynth-lite", "caption", *arguments])
+    return command_line(["caption", *arguments])
 
 
 def _arguments(folder: str, options: Sequence[tuple[str, str]]) -> list[str]:

@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 from diffsynth_lite.data.captions import EXAMPLE_MODEL
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, read_bytes, write_json
-from diffsynth_lite.queue.outcome import log_lines
 from diffsynth_lite.ui.data_sets.captioning import command, over, shown_path
-from diffsynth_lite.ui.jobs import interrupt, lives_here, start_command
+from diffsynth_lite.ui.jobs import Job, interrupt
 from diffsynth_lite.ui.pages import digest
 from diffsynth_lite.workspace import Workspace
 
@@ -36,6 +35,7 @@ _LABELS = {
 _SHOWN = ("advice", "problems", "remedy", "facts")
 _MOST_BYTES = 256 << 20
 _LOG_LINES = 5
+_OUTPUTS = (".out", ".log")
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
 
 
@@ -55,66 +55,58 @@ class Examination:
             settings: what changes with the config.
             prefix: of the names that it gives to items of this data set.
         """
-        for busy in self._folder.glob("*.started.json"):
-            if (known := _read(busy)) and lives_here(known["process"]):
-                name = known["data_set"]
+        for other in map(Job.read, self.workspace.logs_folder.glob("doctor-*.json")):
+            if other.is_alive:
+                name = other.note.get("data_set")
                 raise UserError(f"{name} is being examined; stop that first, or wait until it has ended")
-        self._folder.mkdir(exist_ok=True)
         words = ["doctor", "--config", f"configs/{self.config}.yaml", "--json"]
         words += ["--goal", goal] if goal else []
-        facts = {"data_set": self.data_set, "prefix": prefix, "settings": settings, "marks": marks}
-        self._drop_started()  # One that a killed server has started, and not noted, keeps files of its own.
-        with self._file("out").open("wb") as out, self._file("log").open("wb") as log:
-            start_command(
-                words,
-                self.workspace,
-                out,
-                noted_in=self._file("started.json"),
-                facts={**facts, "at": time.time()},
-                errors=log,
-                variables=_NO_GPU,
-            )
+        note = {"data_set": self.data_set, "prefix": prefix, "settings": settings, "marks": marks}
+        self._job.start(words, self.workspace, note=note, outputs=_OUTPUTS, variables=_NO_GPU)
 
     def stop(self) -> None:
         """End the doctor, and keep what it found before."""
-        if (started := _read(self._file("started.json"))) is not None:
-            interrupt(started["process"])
-            self._drop_started()
+        interrupt(self._job.process)
+        self._forget()
 
     def as_json(self, *, settings: str) -> dict[str, Any]:
         """What is known now: ``state`` is "none", "running", "failed" with its ``log``, or "done"."""
-        state, started = "done", _read(self._file("started.json"))
-        if started is not None:
-            state = "running" if lives_here(started["process"]) else self._take(started)
-        found = _read(self._file("json"))
+        state, job = "done", self._job
+        if job.words:
+            state = "running" if job.is_alive else self._take(job)
+        found = _read(self._file)
         if found is None:
             state = "none" if state == "done" else state
             found = {}
         else:
             found |= {"age_s": time.time() - found["at"], "is_config_changed": found["settings"] != settings}
-        log = log_lines(self._file("log"), num_lines=_LOG_LINES) if state == "failed" else []
-        return {**found, "state": state, "log": log}
+        return {**found, "state": state, "log": job.log(_LOG_LINES) if state == "failed" else []}
 
-    def _take(self, started: Mapping[str, Any]) -> str:
+    def _take(self, job: Job) -> str:
         """Keep what a doctor that has ended printed; the state after that."""
         try:
-            found = findings_of(_read(self._file("out")) or {}, prefix=started["prefix"])
+            found = findings_of(_read(job.with_ending(".out")) or {}, prefix=job.note["prefix"])
+            found |= {"at": job.started_at} | {name: job.note[name] for name in ("settings", "marks")}
         except KeyError:  # It failed, or was one of another version.
             return "failed"
-        write_json(self._file("json"), found | {name: started[name] for name in ("at", "settings", "marks")})
-        self._drop_started()
+        self._file.parent.mkdir(exist_ok=True)
+        write_json(self._file, found)
+        self._forget()
         return "done"
 
-    def _drop_started(self) -> None:
-        for kind in ("started.json", "out", "log"):
-            self._file(kind).unlink(missing_ok=True)
+    def _forget(self) -> None:
+        """Remove what it printed; one that has not ended yet keeps files of its own."""
+        for ending in (".json", *_OUTPUTS):
+            self._job.with_ending(ending).unlink(missing_ok=True)
 
     @property
-    def _folder(self) -> Path:
-        return self.workspace.logs_folder.with_name("examined")
+    def _job(self) -> Job:
+        return Job.read(self.workspace.logs_folder / f"doctor-{self._file.name}")
 
-    def _file(self, kind: str) -> Path:
-        return self._folder / f"{digest(f'{self.data_set}/{self.config}'.encode())}.{kind}"
+    @property
+    def _file(self) -> Path:
+        name = digest(f"{self.data_set}/{self.config}".encode())
+        return self.workspace.logs_folder.with_name("examined") / f"{name}.json"
 
 
 def findings_of(printed: Mapping[str, Any], *, prefix: str) -> dict[str, Any]:

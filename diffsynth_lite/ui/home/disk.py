@@ -1,10 +1,9 @@
 """This file shows what runs, caches and models take of the disk, and frees what a person wants freed."""
 
-import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -17,20 +16,19 @@ from starlette.routing import Route
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import parse_json, read_bytes
+from diffsynth_lite.queue.entry import QueueState
 from diffsynth_lite.queue.folder import Queue
-from diffsynth_lite.queue.outcome import log_lines
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.ui.home.models import bytes_in, delete_model, folder_of, models
-from diffsynth_lite.ui.jobs import Jobs, lives_here, start_command
-from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
+from diffsynth_lite.ui.jobs import Job, Jobs, command_line
+from diffsynth_lite.ui.pages import change_route, page, workspace_of
 from diffsynth_lite.ui.queued import is_running
 from diffsynth_lite.workspace import Workspace
 
 WOULD_DELETE = "Would delete"
 """With which ``cache prune --dry-run`` begins where there is something to delete."""
 _LOG_LINES = 5
-_MOST_BYTES = 1 << 16
+_DRY = "--dry-run"
 _COUNT_EVERY_S = 30.0
 _PAUSE_MULTIPLE = 20
 """Pause between two counts, in times of the last one's duration."""
@@ -78,29 +76,10 @@ class Cache:
     configs: list[str]
 
     @property
-    def command(self) -> list[str]:
-        """What deletes what none of them needs."""
+    def words(self) -> list[str]:
+        """The command that looks what of it none of them needs."""
         words = [word for name in self.configs for word in ("--config", f"configs/{name}.yaml")]
-        return ["diffsynth-lite", "cache", "prune", *words]
-
-    @property
-    def key(self) -> str:
-        """By which a browser names it."""
-        return digest(str(self.folder).encode())
-
-
-@dataclass(frozen=True)
-class Pruning:
-    """The ``cache prune`` that was started last for a cache, and what it has reported."""
-
-    is_dry: bool
-    is_running: bool
-    lines: list[str]
-
-    @property
-    def finds_some(self) -> bool:
-        """Whether it has found something to delete, which is still there."""
-        return self.is_dry and not self.is_running and any(WOULD_DELETE in line for line in self.lines)
+        return ["cache", "prune", *words, _DRY]
 
 
 class DiskUse:
@@ -126,39 +105,32 @@ class DiskUse:
                 users.setdefault(folder, []).append(name)
         return [Cache(folder, bytes_in(folder), names) for folder, names in users.items()]
 
-    def prune(self, key: str, *, is_dry: bool) -> None:
+    def pruning(self, cache: Cache) -> Job:
+        """The ``cache prune`` that was started last for a cache."""
+        return Job.of(self._workspace, "prune", cache.folder)
+
+    def prune(self, folder: str, *, is_dry: bool) -> None:
         """Start ``cache prune`` for a cache, which deletes nothing while a run trains.
 
         Raises:
             UserError: it may take what somebody needs, or runs already.
         """
-        cache = next((cache for cache in self.caches() if cache.key == key), None)
+        cache = next((cache for cache in self.caches() if str(cache.folder) == folder), None)
         if cache is None:
             raise UserError("No config uses this cache any more; look again")
-        if (known := self.pruning(key)) and known.is_running:
-            raise UserError(f"{cache.folder} is being looked through already")
         if problems := readable(self._workspace)[1]:
             raise UserError(f"{problems[0]}. What that config needs is not known: mend or remove it first")
-        if not is_dry and (names := list(_busy(self._workspace, with_waiting=False))):
-            raise UserError(f"{names[0]} runs, and may need what would be deleted; stop it or wait")
-        file = self._file(key)
-        file.parent.mkdir(exist_ok=True)
-        words = [*cache.command[1:], "--dry-run" if is_dry else "--yes"]
-        with file.with_suffix(".log").open("wb") as log:
-            start_command(words, self._workspace, log, noted_in=file, facts={"is_dry": is_dry})
-
-    def pruning(self, key: str) -> Pruning | None:
-        """What was started last for a cache, also by a server before this one."""
-        try:
-            started = parse_json(read_bytes(self._file(key), most_bytes=_MOST_BYTES))
-            is_running = lives_here(started["process"])
-        except (OSError, UserError, ValueError, TypeError, LookupError):
-            return None
-        lines = log_lines(self._file(key).with_suffix(".log"), num_lines=_LOG_LINES)
-        return Pruning(started.get("is_dry") is True, is_running, lines)
-
-    def _file(self, key: str) -> Path:
-        return self._workspace.logs_folder.with_name("pruned") / f"{key}.json"
+        job, workspace = self.pruning(cache), self._workspace
+        seen = {name: workspace.configs[name].stat().st_mtime_ns for name in cache.configs}
+        if is_dry:
+            job.start(cache.words, workspace, note=seen)
+            return
+        if not finds_some(job) or job.note != seen:
+            raise UserError(f"{cache.folder}: what would be deleted is not as it was shown; look again")
+        with Queue(workspace).changing():  # No worker starts a run meanwhile; then it waits for this.
+            if busy := _busy(workspace, "running"):
+                raise UserError(f"{busy[0][0]} runs, and may need what would be deleted; stop it or wait")
+            job.start([*cache.words[:-1], "--yes"], workspace)
 
     def _count_runs(self) -> dict[Path, int]:
         """Only folders that have changed since the last count are walked."""
@@ -191,6 +163,12 @@ def readable(workspace: Workspace) -> tuple[dict[str, Config], list[str]]:
     return configs, problems
 
 
+def finds_some(job: Job) -> bool:
+    """Whether a ``cache prune`` has found something to delete, which is still there."""
+    has_looked = _DRY in job.words and not job.is_alive
+    return has_looked and any(WOULD_DELETE in line for line in job.log(_LOG_LINES))
+
+
 def _show(request: Request) -> Response:
     disk: DiskUse = request.app.state.disk
     others = disk.others.latest()
@@ -201,13 +179,14 @@ def _show(request: Request) -> Response:
         caches=None if others is None else others[0],
         models=None if others is None else others[1],
         pruning=disk.pruning,
-        shown=shlex.join,
+        command_line=command_line,
+        finds_some=finds_some,
         bytes=format_bytes,
     )
 
 
 def _prune(request: Request, given: dict[str, Any]) -> dict[str, Any]:
-    """Look what of a cache no config needs, or delete that: {"cache": its key, "do": "look" or "delete"}."""
+    """Look what of a cache no config needs, or delete that: {"cache": its folder, "do": "look" or "delete"}."""
     disk: DiskUse = request.app.state.disk
     disk.prune(str(given.get("cache")), is_dry=given.get("do") != "delete")
     disk.others.forget()
@@ -216,34 +195,26 @@ def _prune(request: Request, given: dict[str, Any]) -> dict[str, Any]:
 
 def _delete(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Delete a model from the hub's cache: {"model": its id}."""
-    state, workspace = request.app.state, workspace_of(request)
+    state, workspace, model = request.app.state, workspace_of(request), str(given.get("model"))
     jobs: Jobs = state.jobs
-    if holders := jobs.holders():
-        raise UserError(f"{holders[0]}: may use it; stop that first, or wait until it has ended")
     state.studio.end()
-    freed = delete_model(str(given.get("model")), _busy(workspace, with_waiting=True), workspace.path)
+    with Queue(workspace).changing():  # No worker starts a run meanwhile, nor a screen captions.
+        if holders := jobs.holders():
+            raise UserError(f"{holders[0]}: may use it; stop that first, or wait until it has ended")
+        freed = delete_model(model, _busy(workspace, "running", "waiting"), workspace.path)
     state.disk.others.forget()
-    return {"said": f"{given.get('model')} is deleted: {format_bytes(freed)} are free."}
+    return {"said": f"{model} is deleted: {format_bytes(freed)} are free."}
 
 
-def _busy(workspace: Workspace, *, with_waiting: bool) -> Mapping[str, Config]:
-    """The configs of the runs that train, by the names of these.
-
-    Args:
-        with_waiting: whether those of the queue that wait are among them, but for those that cannot start.
+def _busy(workspace: Workspace, *states: QueueState) -> list[tuple[str, Config]]:
+    """The runs that train, and those of the queue in these states, with their configs.
 
     Raises:
         UserError: the settings of a run that trains cannot be read.
     """
-    found: dict[str, Config] = {}
-    queue = Queue(workspace).snapshot()
-    if with_waiting:
-        for run in queue.in_state("waiting"):
-            with suppress(UserError):
-                found |= {run.name: run.entry.load(workspace).config} if run.entry else {}
-    for run in queue.in_state("running"):
-        found |= {run.name: run.entry.load(workspace).config} if run.entry else {}
-    for name, folder in workspace.runs.items():
-        if is_running(folder):
-            found[name] = load_config(RunFolder(folder).resolved_file).config
-    return found
+    queue, found = Queue(workspace), list[tuple[str, Config]]()
+    for run in (run for state in states for run in queue.in_state(state) if run.entry):
+        with suppress(UserError) if run.state == "waiting" else nullcontext():  # that one cannot start
+            found.append((run.name, run.entry.load(workspace).config))
+    running = [(name, RunFolder(folder)) for name, folder in workspace.runs.items() if is_running(folder)]
+    return found + [(name, load_config(run.resolved_file).config) for name, run in running]

@@ -69,11 +69,11 @@ def models(configs: Mapping[str, Config], workspace: Path) -> list[Model]:
     return sorted(found, key=lambda model: (not model.is_of_hub, -model.num_bytes))
 
 
-def delete_model(name: str, busy: Mapping[str, Config], workspace: Path) -> int:
+def delete_model(name: str, busy: Sequence[tuple[str, Config]], workspace: Path) -> int:
     """Delete a model from the hub's cache, as the hub's own program does; returns the bytes that are freed.
 
     Args:
-        busy: configs of the runs that train or wait, by the names of these.
+        busy: names and configs of the runs that train or wait.
 
     Raises:
         UserError: it is not in the cache, or one of these runs uses it.
@@ -82,7 +82,7 @@ def delete_model(name: str, busy: Mapping[str, Config], workspace: Path) -> int:
     repo = next((repo for repo in repos if repo.repo_id == name), None)
     if repo is None:
         raise UserError(f"{name}: is not in the hub's cache")
-    if users := [run for run, config in busy.items() if name in _used(config, repos, workspace)]:
+    if users := [run for run, config in busy if name in _used(config, repos, workspace)]:
         raise UserError(f"{name}: {users[0]} trains on it, or waits to; stop it first")
     # Copies of a repository share its commits, and the library deletes from the first that has one.
     only = replace(cache, repos=frozenset({repo}))

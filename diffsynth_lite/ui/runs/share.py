@@ -1,10 +1,6 @@
 """This file shares the LoRA of a run: converts it for other programs, copies it to ComfyUI, publishes it."""
 
-import hashlib
-import os
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,9 +11,6 @@ from starlette.routing import Route
 
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import parse_json, read_bytes
-from diffsynth_lite.queue.locks import locked
-from diffsynth_lite.queue.outcome import log_lines
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import (
     CHOSEN,
@@ -30,7 +23,7 @@ from diffsynth_lite.run_folder.loras import (
     named_file,
 )
 from diffsynth_lite.ui.data_sets.captioning import shown_path
-from diffsynth_lite.ui.jobs import interrupt, lives_here, start_command
+from diffsynth_lite.ui.jobs import Job, command_line
 from diffsynth_lite.ui.pages import change_route, run_folder, workspace_of
 from diffsynth_lite.ui.runs.downloads import name_of_converted
 from diffsynth_lite.workspace import Workspace, folder_here
@@ -40,72 +33,12 @@ ONLY_IN_DIFFUSERS = ("sana",)
 """Families for whose layers other programs have no known names; their own files import torch."""
 _FOLDER = "comfyui_folder"
 _DRY = "--dry-run"
-_LOG_LINES = 30
-_MOST_BYTES = 1 << 20
 _LONGEST_TEXT = 200
 
 
 def routes() -> list[Route]:
     """The routes of this part of a run's screen."""
     return [change_route("/runs/{name}/share/{action}", _act)]
-
-
-class LatestCommand:
-    """The latest command that was started for a purpose; it outlives the server.
-
-    Args:
-        folder: of the run that it is about.
-    """
-
-    def __init__(self, workspace: Workspace, purpose: str, folder: Path) -> None:
-        own = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-        self._workspace, self._place = workspace, workspace.logs_folder / f"{purpose}-{own}"
-        started, ended = self._read(".started"), self._read(".ended")
-        process = str(started.get("process", ""))
-        self.words = tuple(map(str, started.get("words", ())))
-        """After ``diffsynth-lite``; none before there was one."""
-        self.note: Mapping[str, Any] = started.get("note", {})
-        """What its starter keeps with it."""
-        self.process = process if lives_here(process) else ""
-        """That runs it; empty once it has ended."""
-        has_code = not self.process and ended.get("process") == process
-        self.exit_code: int | None = ended.get("exit_code") if has_code else None
-        """None while it runs, and where the server was gone when it ended."""
-
-    def start(self, words: Sequence[str], note: Mapping[str, Any]) -> None:
-        """Start another one, unless it runs."""
-        with locked(self._file(".lock")):
-            if lives_here(str(self._read(".started").get("process", ""))):
-                raise UserError(f"{shown(self.words)} runs; wait until it has ended")
-            with self._file(".log").open("wb") as log:
-                start_command(
-                    words,
-                    self._workspace,
-                    log,
-                    noted_in=self._file(".started"),
-                    facts={"words": words, "note": note},
-                    ended_in=self._file(".ended"),
-                )
-
-    def values(self) -> dict[str, Any] | None:
-        """What the template shows of it; None before there was one."""
-        if not self.words:
-            return None
-        ended = {0: "Done", None: "Ended"}.get(self.exit_code, "Failed")
-        lines = log_lines(self._file(".log"), num_lines=_LOG_LINES)
-        return {
-            "command": shown(self.words),
-            "state": "Running" if self.process else ended,
-            "lines": lines,
-        }
-
-    def _file(self, ending: str) -> Path:
-        return self._place.with_suffix(ending)
-
-    def _read(self, ending: str) -> dict[str, Any]:
-        with suppress(OSError, UserError, ValueError):
-            return dict(parse_json(read_bytes(self._file(ending), most_bytes=_MOST_BYTES)))
-        return {}
 
 
 class RunShare:
@@ -125,8 +58,8 @@ class RunShare:
         self._files = [file for file in sorted(self._lora.glob(f"*{SUFFIX}")) if file.is_file()]
         self._metadata = metadata_of(self._files[0]) if self._files else {}
         self._source = f"{shown_path(folder, workspace)}@{CHOSEN if is_chosen else 'last'}"
-        self.conversion = LatestCommand(workspace, "convert", folder)
-        self.publication = LatestCommand(workspace, "publish", folder)
+        self.conversion = Job.of(workspace, "convert", folder)
+        self.publication = Job.of(workspace, "publish", folder)
 
     def values(self) -> dict[str, Any]:
         """What the template shows of it; nothing before the run has a LoRA."""
@@ -139,10 +72,9 @@ class RunShare:
             "words": f"Step {step}" if step else "",
             "conversions": list(self._conversions()),
             "comfyui": self._copy(),
-            "conversion": self.conversion.values(),
-            "form": self.publication.note,
-            "publication": self.publication.values(),
-            "publish": shown(words) if words else "",
+            "conversion": self.conversion,
+            "publication": self.publication,
+            "publish": command_line(words) if words else "",
             "has_token": _has_token(),
         }
 
@@ -151,7 +83,7 @@ class RunShare:
         for each in self._conversions():
             if each["name"] == given.get("name") and not each["refusal"]:
                 if not each["size"]:
-                    self.conversion.start(each["words"], {})
+                    self.conversion.start(each["words"], self._workspace)
                 return
         raise UserError(f"{self._name} has no LoRA that can be converted so (any more)")
 
@@ -162,7 +94,7 @@ class RunShare:
             raise UserError(f"{', '.join(copy['others'])} is there already, and not of this run")
         if copy["refusal"]:
             raise UserError(copy["refusal"])
-        self.conversion.start(copy["words"], {})
+        self.conversion.start(copy["words"], self._workspace)
 
     def set_folder(self, given: Mapping[str, Any]) -> None:
         """Write down ComfyUI's folder of LoRAs, for all runs of the workspace."""
@@ -175,18 +107,18 @@ class RunShare:
         words = ["publish", self._source, f"--to={repository}", *["--private"] * is_private]
         words += [f"--license={licence}"] * bool(licence)
         form = {"repository": repository, "is_public": not is_private, "licence": licence}
-        self.publication.start([*words, _DRY], form | {"stamp": self._stamp})
+        self.publication.start([*words, _DRY], self._workspace, note=form | {"stamp": self._stamp})
 
     def publish(self, given: Mapping[str, Any]) -> None:
         """Start the command whose dry run the person has seen."""
         words = self._shown_publication()
-        if not words or given.get("command") != shown(words):
+        if not words or given.get("command") != command_line(words):
             raise UserError("What would be sent is not as it was shown; show it again")
-        self.publication.start(words, self.publication.note)
+        self.publication.start(words, self._workspace, note=self.publication.note)
 
     def stop(self, given: Mapping[str, Any]) -> None:
         """Have a command stop."""
-        interrupt((self.publication if given.get("what") == "publication" else self.conversion).process)
+        (self.publication if given.get("what") == "publication" else self.conversion).stop()
 
     @property
     def _stamp(self) -> str:
@@ -219,7 +151,7 @@ class RunShare:
                     if kind
                     else self._unknown(target),
                     "words": words,
-                    "command": shown(words),
+                    "command": command_line(words),
                 }
 
     def _copy(self) -> dict[str, Any]:
@@ -239,7 +171,7 @@ class RunShare:
             "others": others,
             "refusal": refusal,
             "words": words,
-            "command": shown(words),
+            "command": command_line(words),
         }
 
     def _unknown(self, target: str) -> str:
@@ -255,15 +187,10 @@ class RunShare:
         One that failed, or whose end nobody knows, may be started again.
         """
         latest = self.publication
-        if latest.process or latest.note.get("stamp") != self._stamp:
+        if latest.is_alive or latest.note.get("stamp") != self._stamp:
             return []
         is_to_come = (_DRY in latest.words) is (latest.exit_code == 0)
         return [word for word in latest.words if word != _DRY] if is_to_come else []
-
-
-def shown(words: Sequence[str]) -> str:
-    """A command as it is typed in the workspace."""
-    return shlex.join(["diffsynth-lite", *words])
 
 
 def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """This file shows which steps of a run have a LoRA, generates their grid, and notes which one is chosen."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from starlette.routing import Route
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import choose, chosen_copy, lora_copies
-from diffsynth_lite.ui.jobs import Jobs
+from diffsynth_lite.ui.jobs import Jobs, command_line
 from diffsynth_lite.ui.pages import change_route, run_folder, workspace_of
 from diffsynth_lite.workspace import Workspace
 
@@ -57,15 +56,15 @@ class RunSteps:
             problem = str(error)
         if chosen is not None and not chosen.path.is_dir():
             problem = f"Step {chosen.step} was chosen, and its LoRA is gone. Choose another."
-        grid, job = self.grid, self._jobs.of(self._run.path)
+        grid, job = self.grid, self._jobs.of(self._run.path, "sample")
         return {
             "loras": [(copy.step, copy.path.name, copy == chosen) for copy in copies],
             "chosen": chosen.step if chosen is not None and not problem else None,
             "problem": problem,
             "grid": grid and f"{grid.parent.name}-{grid.stat().st_mtime_ns}",
-            "is_generating": job is not None and job.is_alive,
-            "last_line": self._jobs.log(job, num_lines=1) if job else [],
-            "command": shlex.join(["diffsynth-lite", "sample", *self._arguments]),
+            "is_generating": job.is_alive,
+            "last_line": job.log(1),
+            "command": command_line(["sample", *self._arguments]),
         }
 
     def choose(self, name: object) -> None:
