@@ -102,7 +102,9 @@ class Job:
             for output in outputs:  # A link in its place may lead to any file.
                 self.with_ending(output).unlink(missing_ok=True)
             logs = [opened.enter_context(self.with_ending(output).open("wb")) for output in outputs]
-            job = replace(self, words=tuple(words), started_at=now(), was_signalled=False, note=dict(note or {}))
+            job = replace(
+                self, words=tuple(words), started_at=now(), was_signalled=False, note=dict(note or {})
+            )
             command = [sys.executable, "-m", "diffsynth_lite.cli.main", *words]
             try:
                 child = start_detached(

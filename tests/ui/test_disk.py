@@ -160,9 +160,7 @@ def test_only_run_folders_that_have_changed_are_walked_again(
     assert sorted(walked) == ["a", "a", "b"]
 
 
-def test_a_cache_is_pruned_for_all_configs_after_a_look(
-    screen: Screen, hub: Path, started: Started
-) -> None:
+def test_a_cache_is_pruned_for_all_configs_after_a_look(screen: Screen, hub: Path, started: Started) -> None:
     for name in ("one", "two"):
         config(screen, name)
     config(screen, "three", cache="other")

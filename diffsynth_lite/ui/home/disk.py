@@ -186,7 +186,7 @@ def _show(request: Request) -> Response:
 
 
 def _prune(request: Request, given: dict[str, Any]) -> dict[str, Any]:
-    """Look what of a cache no config needs, or delete that: {"cache": its folder, "do": "look" or "delete"}."""
+    """Look what of a cache no config needs: {"cache": its folder, "do": "look"}; "delete" deletes that."""
     disk: DiskUse = request.app.state.disk
     disk.prune(str(given.get("cache")), is_dry=given.get("do") != "delete")
     disk.others.forget()
@@ -213,8 +213,8 @@ def _busy(workspace: Workspace, *states: QueueState) -> list[tuple[str, Config]]
         UserError: the settings of a run that trains cannot be read.
     """
     queue, found = Queue(workspace), list[tuple[str, Config]]()
-    for run in (run for state in states for run in queue.in_state(state) if run.entry):
+    for run in (run for state in states for run in queue.in_state(state)):
         with suppress(UserError) if run.state == "waiting" else nullcontext():  # that one cannot start
-            found.append((run.name, run.entry.load(workspace).config))
+            found += [(run.name, run.entry.load(workspace).config)] if run.entry else []
     running = [(name, RunFolder(folder)) for name, folder in workspace.runs.items() if is_running(folder)]
     return found + [(name, load_config(run.resolved_file).config) for name, run in running]

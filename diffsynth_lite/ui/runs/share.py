@@ -29,7 +29,7 @@ from diffsynth_lite.ui.runs.downloads import name_of_converted
 from diffsynth_lite.workspace import Workspace, folder_here
 
 FORMATS = {"comfyui": "ComfyUI", "kohya": "kohya's trainers", "diffusers": "diffusers"}
-ONLY_IN_DIFFUSERS = ("sana",)
+ONLY_IN_DIFFUSERS = ("flux3", "sana")
 """Families for whose layers other programs have no known names; their own files import torch."""
 _FOLDER = "comfyui_folder"
 _DRY = "--dry-run"
