@@ -156,6 +156,16 @@ def bomb() -> bytes:
     return content.replace(struct.pack("<I", 2 << 20), struct.pack("<I", 10))
 
 
+def damaged_lzma() -> bytes:
+    """A zip with a file whose compressed content is not LZMA."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("a.png", bytes(range(256)) * 9)
+    content = bytearray(file.getvalue())
+    content[50:250] = b"\xff" * 200
+    return bytes(content)
+
+
 def new_set(screen: Screen, content: bytes, *, name: str = "cup", file: str = "set.zip") -> Any:
     headers = screen.cookie | screen.secret | {"origin": "http://127.0.0.1:8713"}
     params = {"name": name, "file": file}
@@ -177,13 +187,15 @@ def new_set(screen: Screen, content: bytes, *, name: str = "cup", file: str = "s
         ),
         (zipped("a.txt", content=bytes((1 << 20) + 1)), "1,048,576 for a caption"),
         (bomb(), "cannot be unpacked: Bad CRC-32"),
+        (damaged_lzma(), "cannot be unpacked: "),
+        (zipped("\u00fc.png").replace(b"\xc3\xbc", b"\xff\xff"), "cannot be unpacked: 'utf-8' codec"),
         (zipped("a.png")[:-30], "cannot be unpacked: File is not a zip file"),
         (b"#!/bin/sh", "cannot be unpacked: File is not a zip file"),
         (b"", "cannot be unpacked: File is not a zip file"),
     ],
     ids=[
         *("up", "absolute", "backslash", "drive", "members", "list"),
-        *("bytes", "caption", "bomb", "damaged", "script", "empty"),
+        *("bytes", "caption", "bomb", "lzma", "name", "damaged", "script", "empty"),
     ],
 )
 def test_a_zip_that_leads_out_is_too_large_or_damaged_adds_nothing(
@@ -202,11 +214,15 @@ def test_a_data_set_is_made_of_a_zip_and_what_was_left_out_is_named(screen: Scre
     link = zipfile.ZipInfo("set/link.png")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
     content = zipped("set/a.png", "set/sub/a.txt", "set/metadata.csv", "set/x.py", link)
+    killed = screen.workspace.data_folder / ".tmp-cup-0123abcd"
+    killed.mkdir()
+    os.utime(killed, (0, 0))
     assert new_set(screen, content) == {
         "go": "/data/cup/",
         "said": "3 files of set.zip added; not read: set/x.py, set/link.png.",
     }
     found = screen.workspace.data_folder / "cup"
+    assert not killed.exists()
     assert {path.name for path in found.rglob("*") if path.is_file()} == {"a.png", "a.txt", "metadata.csv"}
     many = zipped("a.png", *(f"{number}.py" for number in range(8)))
     assert "not read: 0.py, 1.py, 2.py, 3.py, 4.py and 3 more." in new_set(screen, many, name="pot")["said"]

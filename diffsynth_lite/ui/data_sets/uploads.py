@@ -1,6 +1,7 @@
 """This file adds files that a browser sends to a data set, and never over one that is there."""
 
 import io
+import lzma
 import shutil
 import stat
 import zipfile
@@ -30,7 +31,15 @@ _MOST_NAMED = 5
 _MOST_FOLDERS = 99
 """Around a file; each is one more call of a function that makes them."""
 _SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *CAPTION_SUFFIXES)
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
+_DAMAGED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    UnicodeDecodeError,
+    NotImplementedError,
+    RuntimeError,
+)
 """Errors of a zip: damaged, of a compression that Python lacks, and, RuntimeError, encrypted."""
 
 
@@ -76,6 +85,8 @@ async def receive_new(
     if not name.lower().endswith(".zip"):
         raise UserError(f"{name}: is not a zip")
     unfinished = temporary_path(folder)
+    for left in filter(is_abandoned, folder.parent.glob(".tmp-*")):  # by a server that was killed
+        shutil.rmtree(left, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
         found = await receive(body, unfinished, name, num_bytes=num_bytes)

@@ -63,19 +63,20 @@ class RunShare:
 
     def values(self) -> dict[str, Any]:
         """What the template shows of it; nothing before the run has a LoRA."""
+        from huggingface_hub import get_token  # it takes memory, and most screens need none of it
+
         if not self._files:
             return {}
-        words = self._shown_publication()
-        step = self._metadata.get("diffsynth_lite.step")
         return {
             "problem": "",
-            "words": f"Step {step}" if step else "",
+            "step": self._metadata.get("diffsynth_lite.step"),
             "conversions": list(self._conversions()),
             "comfyui": self._copy(),
             "conversion": self.conversion,
             "publication": self.publication,
-            "publish": command_line(words) if words else "",
-            "has_token": _has_token(),
+            "publish": self._shown_publication(),
+            "has_token": bool(get_token()),
+            "command_line": command_line,
         }
 
     def convert(self, given: Mapping[str, Any]) -> None:
@@ -88,12 +89,12 @@ class RunShare:
         raise UserError(f"{self._name} has no LoRA that can be converted so (any more)")
 
     def copy(self, given: Mapping[str, Any]) -> None:
-        """Start the command that copies to ComfyUI; over files of others only where the person saw these."""
+        """Start the command that copies to ComfyUI, into the folder and over the files that were shown."""
         copy = self._copy()
-        if given.get("replace", []) != copy["others"]:
-            raise UserError(f"{', '.join(copy['others'])} is there already, and not of this run")
         if copy["refusal"]:
             raise UserError(copy["refusal"])
+        if (given.get("folder"), given.get("replace")) != (copy["folder"], copy["others"]):
+            raise UserError(f"{copy['folder']}: what would be replaced is not as it was shown; look again")
         self.conversion.start(copy["words"], self._workspace)
 
     def set_folder(self, given: Mapping[str, Any]) -> None:
@@ -129,29 +130,22 @@ class RunShare:
     def _conversions(self) -> Iterator[dict[str, Any]]:
         """Each file that can be written, with its size once it is there."""
         step, kind = (self._metadata.get(f"diffsynth_lite.{key}", "") for key in ("step", "kind"))
+        only_plain = f"Only a plain LoRA can be converted; this is a {kind}." * bool(kind)
         is_latest = self._lora == self._run.lora_folder and step.isdecimal()
         name = copy_name(self._lora.name, int(step)) if is_latest else self._lora.name
         for target, label in FORMATS.items():
             for file in self._files:
                 written = named_file(self._run.converted_folder / target, name, file.name)
                 is_new = written.is_file() and written.stat().st_mtime_ns >= file.stat().st_mtime_ns
-                source, expert = self._source, ""
-                if len(self._files) > 1:
-                    source, expert = (
-                        shown_path(file, self._workspace),
-                        f", {file.stem.rpartition('weights_')[2]}",
-                    )
+                is_several = len(self._files) > 1
+                source = shown_path(file, self._workspace) if is_several else self._source
                 words = ["convert", source, shown_path(written, self._workspace), f"--to={target}"]
-                words += ["--replace"] * written.is_file()
                 yield {
-                    "label": f"{label}{expert}",
+                    "label": label + f", {file.stem.rpartition('weights_')[2]}" * is_several,
                     "name": name_of_converted(written),
                     "size": format_bytes(written.stat().st_size) if is_new else "",
-                    "refusal": f"Only a plain LoRA can be converted; this is a {kind}."
-                    if kind
-                    else self._unknown(target),
-                    "words": words,
-                    "command": command_line(words),
+                    "refusal": only_plain or self._unknown(target),
+                    "words": words + ["--replace"] * written.is_file(),
                 }
 
     def _copy(self) -> dict[str, Any]:
@@ -164,14 +158,12 @@ class RunShare:
         refusal = self._unknown("comfyui") or ("" if named else "Name ComfyUI's folder of LoRAs first.")
         if not refusal and not folder.is_dir():
             refusal = f"{folder} is not a folder (any more)."
-        words = ["convert", self._source, named, "--to=comfyui", *["--replace"] * bool(others)]
         return {
             "folder": named,
             "there": [target.name for target in there if target.name not in others],
             "others": others,
             "refusal": refusal,
-            "words": words,
-            "command": command_line(words),
+            "words": ["convert", self._source, named, "--to=comfyui", *["--replace"] * bool(others)],
         }
 
     def _unknown(self, target: str) -> str:
@@ -194,22 +186,22 @@ class RunShare:
 
 
 def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:
-    name: str = request.path_params["name"]
-    share = RunShare(workspace_of(request), name, run_folder(request))
-    actions = {
-        "convert": share.convert,
-        "copy": share.copy,
-        "folder": share.set_folder,
-        "dry-run": share.show_publication,
-        "publish": share.publish,
-        "stop": share.stop,
-    }
-    action = request.path_params["action"]
-    if action not in actions:
+    name, action = request.path_params["name"], request.path_params["action"]
+    if (act := _ACTIONS.get(action)) is None:
         raise HTTPException(404)
-    actions[action](given)
+    act(RunShare(workspace_of(request), name, run_folder(request)), given)
     # A form leads to where its effect is; a button stays where it is.
     return {"go": f"/runs/{quote(name)}/#share"} if action in ("folder", "dry-run") else {}
+
+
+_ACTIONS = {
+    "convert": RunShare.convert,
+    "copy": RunShare.copy,
+    "folder": RunShare.set_folder,
+    "dry-run": RunShare.show_publication,
+    "publish": RunShare.publish,
+    "stop": RunShare.stop,
+}
 
 
 def _line(name: str, given: Any) -> str:
@@ -217,9 +209,3 @@ def _line(name: str, given: Any) -> str:
     if len(text) > _LONGEST_TEXT or not text.isprintable():
         raise UserError(f"{name}: give one line of up to {_LONGEST_TEXT} letters")
     return text
-
-
-def _has_token() -> bool:
-    from huggingface_hub import get_token  # it takes memory, and most screens need none of it
-
-    return bool(get_token())
