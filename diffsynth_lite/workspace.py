@@ -115,9 +115,9 @@ class Workspace:
         marks = marks if isinstance(marks, dict) else {}
         return {mark: float(at) for mark, at in marks.items() if isinstance(at, int | float)}
 
-    def mark_of(self, folder: Path) -> str:
-        """What names a run folder in this workspace, also when both are moved."""
-        return folder.as_posix().removeprefix(f"{self.path.as_posix()}/")
+    def shown(self, path: Path) -> str:
+        """A path as it is given here: what is in this workspace has the same one when that is moved."""
+        return (path.relative_to(self.path) if path.is_relative_to(self.path) else path).as_posix()
 
     def archive(self, folder: Path, at: float | None) -> None:
         """Archive the run in a folder, in which nothing is changed.
@@ -126,8 +126,8 @@ class Workspace:
             at: when it has gone on last: one that goes on later is archived no more. None takes it out.
         """
         marks = self.archived_at()
-        marks.pop(self.mark_of(folder), None)
-        self.set("archived", marks if at is None else marks | {self.mark_of(folder): at})
+        marks.pop(self.shown(folder), None)
+        self.set("archived", marks if at is None else marks | {self.shown(folder): at})
 
     def token(self) -> str:
         """What the printed address carries; made once, so that pages stay valid when the server restarts."""

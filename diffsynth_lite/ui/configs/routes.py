@@ -24,7 +24,6 @@ from diffsynth_lite.redaction import redacted
 from diffsynth_lite.ui.configs.draft import MAIN, changed, fields, sources_of, view_of
 from diffsynth_lite.ui.configs.live_plan import LivePlan, host_gib
 from diffsynth_lite.ui.configs.recipes import GOALS, cards, needs_of, recipe_named, text_on_recipe, verdicts
-from diffsynth_lite.ui.data_sets.captioning import shown_path
 from diffsynth_lite.ui.home.routes import data_set_cards
 from diffsynth_lite.ui.pages import answer, change_route, digest, environment, page, workspace_of
 from diffsynth_lite.ui.queued import QueuedRuns
@@ -107,10 +106,7 @@ def _text_of_choices(workspace: Workspace, given: Mapping[str, str], name: str) 
     recipe = recipe_named(given.get("recipe", ""))
     gpu = cards().get(given.get("gpu", ""))
     way = (recipe.way_for(gpu) if gpu else None) or next(reversed(recipe.ways), None)
-    if data is None:
-        source: Path | str = hub_id
-    else:
-        source = data.relative_to(workspace.path) if data.is_relative_to(workspace.path) else data
+    source = hub_id if data is None else Path(workspace.shown(data))
     return text_on_recipe(recipe, way, name=name, data=source, goal=given.get("goal", ""))
 
 
@@ -143,7 +139,7 @@ def _show(request: Request) -> Response:
         main=MAIN,
         fields=fields(),
         sources_of=sources_of,
-        sets=[shown_path(folder, workspace) for folder in workspace.data_sets.values()],
+        sets=[workspace.shown(folder) for folder in workspace.data_sets.values()],
         sections=list(dict.fromkeys(key.partition(".")[0] for key in fields())),
     )
 

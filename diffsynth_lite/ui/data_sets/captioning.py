@@ -102,13 +102,13 @@ class Captioning:
         if self.folder in [(workspace.path / word).resolve() for word in self.arguments]:
             return list(self.arguments)
         # Its folder was relative to another one.
-        return _arguments(shown_path(self.folder, workspace), options_of(self.arguments))
+        return _arguments(workspace.shown(self.folder), options_of(self.arguments))
 
     def again(self, files: Sequence[str], workspace: Workspace) -> list[str]:
         """The arguments that write captions of items as the latest command would, over those there."""
         if not self.arguments or not files:
             raise UserError(_NOTHING)
-        return over(self.arguments, files, shown_path(self.folder, workspace))
+        return over(self.arguments, files, workspace.shown(self.folder))
 
 
 def goal_of(arguments: Sequence[str]) -> str:
@@ -156,7 +156,7 @@ def from_form(given: Mapping[str, str], data_set: Path, workspace: Workspace) ->
     if values["goal"] == "edit":
         if (inputs := workspace.data_sets.get(given.get("inputs", ""))) is None:
             raise UserError("Inputs: choose the data set with the images before the edit")
-        values["inputs"] = shown_path(inputs, workspace)
+        values["inputs"] = workspace.shown(inputs)
     if (config := given.get("config")) in workspace.configs:
         values["config"] = f"configs/{config}.yaml"
     if (replace := given.get("replace", "")) in ("model", "all"):
@@ -164,7 +164,7 @@ def from_form(given: Mapping[str, str], data_set: Path, workspace: Workspace) ->
     if given.get("do") == "preview":
         values["dry-run"] = str(_NUM_SHOWN)
     options = [(f"--{key}", value) for key, value in values.items() if value]
-    return _arguments(shown_path(data_set, workspace), options)
+    return _arguments(workspace.shown(data_set), options)
 
 
 def preview_of(given: Mapping[str, str], data_set: Path, workspace: Workspace) -> dict[str, str]:
@@ -194,12 +194,6 @@ def _host_of(endpoint: str) -> str:
     from diffsynth_lite.captioning.endpoint import api_address, is_this_machine
 
     return "" if is_this_machine(endpoint) else urlsplit(api_address(endpoint)).netloc
-
-
-def shown_path(folder: Path, workspace: Workspace) -> str:
-    """A folder as it is named in a command that is given in the workspace."""
-    inside = folder.is_relative_to(workspace.path)
-    return (folder.relative_to(workspace.path) if inside else folder).as_posix()
 
 
 def command(arguments: Sequence[str]) -> str:

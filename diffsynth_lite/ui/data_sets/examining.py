@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from diffsynth_lite.data.captions import EXAMPLE_MODEL
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import parse_json, read_bytes, write_json
-from diffsynth_lite.ui.data_sets.captioning import command, over, shown_path
+from diffsynth_lite.ui.data_sets.captioning import command, over
 from diffsynth_lite.ui.jobs import Job, interrupt
 from diffsynth_lite.ui.pages import digest
 from diffsynth_lite.workspace import Workspace
@@ -144,7 +144,7 @@ def remedies(
     Args:
         latest: arguments by which a model wrote captions there; without any, the model is the suggested one.
     """
-    path, commands = shown_path(folder, workspace), {}
+    path, commands = workspace.shown(folder), {}
     if "bars" in kinds:
         words = ["diffsynth-lite", "prepare", path, "--out", f"{path}-prepared", "--strip-bars"]
         commands["bars"] = shlex.join(words)

@@ -80,7 +80,7 @@ def _named(workspace: Workspace, runs: Mapping[str, RunCard], queued: QueuedRuns
             run=run,
             word=(word := queued.word(run.folder, run.state.name)),
             is_archived=word not in PENDING
-            and _seen_at(run) <= archived.get(workspace.mark_of(run.folder), -1),
+            and _seen_at(run) <= archived.get(workspace.shown(run.folder), -1),
         )
         for name, run in runs.items()
     ]

@@ -95,7 +95,7 @@ class _Run:
         except UserError as error:
             refusal = str(error)
         return vars(self) | {
-            "folder": str(path.relative_to(place) if path.is_relative_to(place) else path),
+            "folder": self.workspace.shown(path),
             "words": ", ".join(filter(None, [card.model, *card.details])),
             "data_set": card.data if card.data in self.workspace.data_sets else None,
             "config": self.name if self.name in self.workspace.configs else None,

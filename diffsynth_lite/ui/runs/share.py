@@ -22,7 +22,6 @@ from diffsynth_lite.run_folder.loras import (
     metadata_of,
     named_file,
 )
-from diffsynth_lite.ui.data_sets.captioning import shown_path
 from diffsynth_lite.ui.jobs import Job, command_line
 from diffsynth_lite.ui.pages import change_route, run_folder, workspace_of
 from diffsynth_lite.ui.runs.downloads import name_of_converted
@@ -57,7 +56,7 @@ class RunShare:
         self._lora = find_lora_place(f"{folder}@{CHOSEN}") if is_chosen else self._run.lora_folder
         self._files = [file for file in sorted(self._lora.glob(f"*{SUFFIX}")) if file.is_file()]
         self._metadata = metadata_of(self._files[0]) if self._files else {}
-        self._source = f"{shown_path(folder, workspace)}@{CHOSEN if is_chosen else 'last'}"
+        self._source = f"{workspace.shown(folder)}@{CHOSEN if is_chosen else 'last'}"
         self.conversion = Job.of(workspace, "convert", folder)
         self.publication = Job.of(workspace, "publish", folder)
 
@@ -138,8 +137,8 @@ class RunShare:
                 written = named_file(self._run.converted_folder / target, name, file.name)
                 is_new = written.is_file() and written.stat().st_mtime_ns >= file.stat().st_mtime_ns
                 is_several = len(self._files) > 1
-                source = shown_path(file, self._workspace) if is_several else self._source
-                words = ["convert", source, shown_path(written, self._workspace), f"--to={target}"]
+                source = self._workspace.shown(file) if is_several else self._source
+                words = ["convert", source, self._workspace.shown(written), f"--to={target}"]
                 yield {
                     "label": label + f", {file.stem.rpartition('weights_')[2]}" * is_several,
                     "name": name_of_converted(written),

@@ -84,9 +84,7 @@ class RunSteps:
 
     @property
     def _arguments(self) -> tuple[str, ...]:
-        path, place = self._run.path, self._workspace.path
-        shown = path.relative_to(place) if path.is_relative_to(place) else path
-        return f"--lora={shown}", "--every-checkpoint"
+        return f"--lora={self._workspace.shown(self._run.path)}", "--every-checkpoint"
 
 
 def _grid(request: Request) -> Response:

@@ -17,7 +17,6 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import CHOSEN, SUFFIX, chosen_copy, exports_of, lora_copies
 from diffsynth_lite.run_folder.reading import require_run_file
 from diffsynth_lite.sampling.request import FILES
-from diffsynth_lite.ui.data_sets.captioning import shown_path
 from diffsynth_lite.workspace import Workspace
 
 FILE_WORDS = {"input": "Input image", "last_frame": "Last frame", "control": "Control", "mask": "Mask"}
@@ -132,7 +131,7 @@ def _loras(
     which = str(given.get("lora") or next(iter(known), ""))
     if which not in known:
         raise UserError(f"LoRA: {name} has none" + (f" of {which}" if known else " yet"))
-    yield _with_weight(shown_path(cards[name].folder, workspace) + f"@{which}" * (which != "last"), 1.0)
+    yield _with_weight(workspace.shown(cards[name].folder) + f"@{which}" * (which != "last"), 1.0)
     others = given.get("others")
     for other in others[:_MOST_OTHERS] if isinstance(others, list) else []:
         run, weight = (other.get("run"), other.get("weight")) if isinstance(other, dict) else (None, None)
@@ -140,7 +139,7 @@ def _loras(
             continue
         if run not in partners(name, cards):
             raise UserError("Further LoRAs: choose runs of the same family")
-        place = shown_path(cards[run].folder, workspace)
+        place = workspace.shown(cards[run].folder)
         yield _with_weight(place, _number(f"Weight of {run}", weight, 1.0))
 
 
@@ -162,7 +161,7 @@ def _file(kind: str, given: Any, workspace: Workspace) -> list[str] | None:
     folder = workspace.data_sets.get(data_set)
     if folder is None or usable_file(folder, file) is None:
         raise UserError(f"{words}: choose a file of a data set")
-    return [f"{shown_path(folder, workspace)}/{file}"]
+    return [f"{workspace.shown(folder)}/{file}"]
 
 
 def _text(name: str, given: Any) -> str:
