@@ -57,16 +57,12 @@ def shows_full_disk(entry: Entry, workspace: Workspace) -> bool:
     return is_named or free_disk_bytes(entry.folder_in(workspace)) < _LEAST_FREE_BYTES
 
 
-def log_lines(log: Path, *, num_lines: int, start: int = 0) -> list[str]:
-    """The last lines of a log, with secrets masked; none of one that is a link.
-
-    Args:
-        start: bytes at its beginning that are not read.
-    """
+def log_lines(log: Path, *, num_lines: int) -> list[str]:
+    """The last lines of a log, with secrets masked; none of one that is a link."""
     if log.is_symlink():
         return []
     with suppress(OSError), log.open("rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         text = file.read(_TAIL_BYTES).decode(errors="replace").replace("\r\n", "\n")
         lines = [line.rpartition("\r")[2] for line in text.splitlines()]
         return [redacted(line) for line in lines if line.strip()][-num_lines:]
