@@ -19,6 +19,7 @@ from family_sample import (
     Sample,
     adapted_transformer,
     engine_with,
+    families_to_test,
     gradients,
     items_with_images,
     transformer_calls,
@@ -74,7 +75,9 @@ PASSED_ON = [
 """Families, an argument of the model function that no run gives this value, and its name in the forward."""
 
 
-@pytest.mark.parametrize(("name", "argument", "in_forward", "value"), PASSED_ON)
+@pytest.mark.parametrize(
+    ("name", "argument", "in_forward", "value"), PASSED_ON, ids=[argument for _, argument, *_ in PASSED_ON]
+)
 def test_an_argument_that_no_run_changes_is_that_of_the_models_forward(
     sample_of: Callable[[str], Sample],
     name: str,
@@ -82,7 +85,10 @@ def test_an_argument_that_no_run_changes_is_that_of_the_models_forward(
     in_forward: str,
     value: torch.Tensor,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if name not in families_to_test(request.config):
+        pytest.skip(f"{name} is not among the families of --family")
     sample = sample_of(name)
     family, model = sample.family, sample.model
     model_fn = type(family).model_fn

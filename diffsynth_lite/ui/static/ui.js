@@ -89,7 +89,7 @@ const ui = (() => {
 
   // Sends what is in a form, then goes to what it made.
   document.addEventListener("submit", async (event) => {
-    const path = event.target.dataset.form;
+    const path = event.target.getAttribute("data-form"); // A field named dataset hides the property.
     if (!path) return;
     event.preventDefault();
     const fields = new FormData(event.target), zip = fields.get("zip"), button = event.submitter;
