@@ -322,6 +322,10 @@ class Flux3(EditInputs, DiffusersFamily):
                 "validation.model_path, to see the LoRA on it"
             )
 
+    @property
+    def prompt_template(self) -> Any:
+        return _WINDOW, _READ_LAYERS
+
     def encode_prompts(
         self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
     ) -> list[Conditioning]:
