@@ -1,4 +1,4 @@
-"""One walk through all screens in a browser, as a person takes it: from images to a downloaded LoRA."""
+"""One walk through all screens in a browser, as a person takes it: from images to a LoRA in ComfyUI."""
 
 import json
 import subprocess
@@ -15,6 +15,7 @@ from screens import Server, server_process
 
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import lora_copies
 from diffsynth_lite.testing.captioners import save_tiny_qwen3_vl
 from diffsynth_lite.workspace import Workspace
 
@@ -59,7 +60,7 @@ def arrive(page: Page, path: str) -> None:
 def opened(browser: Browser, server: Server, path: str, *, width: int = 1280) -> Iterator[Page]:
     """A page of the screen, whose controls have names, and which neither complains nor asks elsewhere."""
     token = server.address.partition("/?")[2]
-    with browser.page(f"{server.root}{path}?{token}", width=width) as page:
+    with browser.page(f"{server.root}{path}{'&' if '?' in path else '?'}{token}", width=width) as page:
         page.wait_for("document.getElementById('main') && document.readyState === 'complete'")
         yield page
         assert page.nameless() == []
@@ -84,11 +85,16 @@ def test_a_person_goes_from_images_to_a_lora_in_the_browser(browser: Browser, tm
         with opened(browser, server, "/runs/shapes/") as page:
             server.kill()  # The tab stays open.
             page.wait_for("!document.getElementById('lost').hidden")
-            with server_process(workspace, port=port):
+            with server_process(workspace, port=port) as server:
                 page.wait_for("document.getElementById('lost').hidden")
                 page.press("button", "Continue")
                 finish_and_download(page, workspace / "runs" / "shapes")
-            page.complaints.clear()  # of the requests that nobody answered
+                page.complaints.clear()  # of the requests that nobody answered
+                find_and_archive(browser, server)
+                examine(browser, server)
+                try_it(browser, server)
+                choose_step(browser, server, workspace / "runs" / "shapes")
+                share(browser, server, tmp_path / "ComfyUI" / "models" / "loras")
     assert not list(workspace.rglob("*.tmp"))
 
 
@@ -289,3 +295,61 @@ def finish_and_download(page: Page, run: Path) -> None:
         "fetch('download/lora.safetensors').then(answer => answer.arrayBuffer()).then(all => all.byteLength)"
     )
     assert downloaded == (run / "lora" / "pytorch_lora_weights.safetensors").stat().st_size
+
+
+def find_and_archive(browser: Browser, server: Server) -> None:
+    with opened(browser, server, "/", width=PHONE_PX) as page:
+        page.fill("searchbox", "Find runs", "steps2")
+        page.wait_for("document.querySelectorAll('#found article').length === 1")
+        page.press("button", "Archive shapes-steps2")
+        page.fill("searchbox", "Find runs", "")
+        page.await_control("radio", "Archived 1")
+        page.press("radio", "Archived 1")
+        page.press("button", "Take shapes-steps2 out of the archive")
+        page.await_control("radio", "Archived 0")
+        assert page.overflow_px() == 0
+
+
+def examine(browser: Browser, server: Server) -> None:
+    with opened(browser, server, "/data/shapes/?config=shapes", width=PHONE_PX) as page:
+        page.press("button", "Examine")
+        page.wait_for("document.getElementById('examined-head').innerText.startsWith('Examined ')")
+        assert page.overflow_px() == 0
+
+
+def try_it(browser: Browser, server: Server) -> None:
+    """An image with the LoRA next to one of the base model."""
+    with opened(browser, server, "/runs/shapes/try", width=PHONE_PX) as page:
+        page.fill("textbox", "Prompt", "a teal circle")
+        page.fill("spinbutton", "Steps", "2")
+        page.press("button", "Generate")
+        page.wait_for("document.querySelectorAll('#t-stage img').length === 2")
+        page.await_control("slider", "Line between the base model and the LoRA")
+        assert page.overflow_px() == 0
+
+
+def choose_step(browser: Browser, server: Server, run: Path) -> None:
+    """The grid of all steps is generated, and the first of them is chosen."""
+    step = lora_copies(run / "checkpoints")[0].step
+    with opened(browser, server, "/runs/shapes/", width=PHONE_PX) as page:
+        page.press("DisclosureTriangle", "Which step was best")
+        page.press("button", "Compare all steps")
+        page.await_control("link", "Open the grid of steps")
+        page.press("button", f"Use step {step}")
+        wait_for((run / "chosen.json").exists)
+        page.wait_for(f"document.body.innerText.includes('Step {step}, chosen')")
+        assert page.overflow_px() == 0
+
+
+def share(browser: Browser, server: Server, folder: Path) -> None:
+    """The chosen step arrives where ComfyUI looks for LoRAs."""
+    folder.mkdir(parents=True)
+    with opened(browser, server, "/runs/shapes/", width=PHONE_PX) as page:
+        page.click("#share summary")
+        page.fill("textbox", "ComfyUI's folder of LoRAs", str(folder))
+        page.press("button", "Use this folder")
+        page.wait_for("document.querySelector('[aria-label=\"Copy to ComfyUI\"]:enabled')")
+        page.press("button", "Copy to ComfyUI")
+        page.wait_for("document.body.innerText.includes('shapes.safetensors of this run is there.')")
+        assert page.overflow_px() == 0
+    assert [file.name for file in folder.iterdir()] == ["shapes.safetensors"]
