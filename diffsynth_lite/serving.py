@@ -143,11 +143,15 @@ def _reason(error: ValueError) -> str:
 @contextmanager
 def standard_lines() -> Iterator[tuple[BinaryIO, TextIO]]:
     """Scope in which standard input is read for requests, and answers are all that standard output has."""
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    try:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not an answer
         # Without a buffer, whose lock the thread that reads would hold at the end of the program.
         with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:
             yield lines, answers
+    finally:
+        with suppress(BrokenPipeError):  # of an answer that nobody has read
+            answers.close()
 
 
 class Served:

@@ -115,6 +115,7 @@ def take_first_run(browser: Browser, workspace: Path, shots: Path) -> None:
         two = "document.querySelectorAll('#t-stage img').length === 2"
         press(page, "button", "Generate", two, "an image with it, next to one without")
         page.wait_for("[...document.images].every(image => image.complete || image.loading === 'lazy')")
+        page.wait_for("document.getElementById('t-state').hidden")
         page.screenshot(shots / "try_light.png", whole=False)
 
 
@@ -130,7 +131,7 @@ def shoot_all(browser: Browser, workspace: Path, shots: Path) -> None:
     with server_process(workspace) as server:
         shoot(browser, server, "empty", shots)
         fill(workspace)
-        with training(workspace, "colours_live", steps=100_000, until_step=150):
+        with training(workspace, "colours_live", steps=100_000, until_step=160):
             for name in list(SCREENS)[1:]:
                 shoot(browser, server, name, shots)
 

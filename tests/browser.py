@@ -48,6 +48,8 @@ _CHOOSE_OPTION = """function(text) {
 }"""
 """Chooses an option of a select by its text, as a person does; one of suggestions is typed in."""
 _NAVIGATED = "Inspected target navigated"
+_GONE = "Could not find node"
+"""What Chromium answers of a document that another one has replaced meanwhile."""
 _TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
 
 
@@ -146,29 +148,33 @@ class Page:
         """Whether there is a control with a role and an accessible name."""
         return bool(self._found(role, name))
 
-    def await_control(self, role: str, name: str) -> None:
-        """Wait until there is one."""
+    def await_control(self, role: str, name: str) -> int:
+        """Wait until there is one, and return its node."""
         end = time.monotonic() + LIMIT_S
-        while not self.has(role, name):
+        while not (found := self._found(role, name)):
             assert time.monotonic() < end, f"there is still no {role} {name!r}"
             time.sleep(0.05)
+        return found[0]
 
     def _do(self, role: str, name: str, function: str, *arguments: str) -> Any:
-        resolved = self._call("DOM.resolveNode", backendNodeId=self._node(role, name))["object"]["objectId"]
+        resolved = self._call("DOM.resolveNode", backendNodeId=self.await_control(role, name))["object"][
+            "objectId"
+        ]
         given = [{"value": argument} for argument in arguments]
         options = {"objectId": resolved, "functionDeclaration": function, "arguments": given}
         result = self._call("Runtime.callFunctionOn", **options, returnByValue=True, userGesture=True)
         assert "exceptionDetails" not in result, f"{role} {name}: {result['exceptionDetails']}"
         return result["result"].get("value")
 
-    def _node(self, role: str, name: str) -> int:
-        self.await_control(role, name)
-        return int(self._found(role, name)[0])
-
     def _found(self, role: str, name: str) -> list[int]:
         document = self._call("DOM.getDocument", depth=0)["root"]["nodeId"]
         query = {"nodeId": document, "accessibleName": name, "role": role}
-        nodes = self._call("Accessibility.queryAXTree", **query)["nodes"]
+        try:
+            nodes = self._call("Accessibility.queryAXTree", **query)["nodes"]
+        except AssertionError as error:
+            if _GONE not in str(error):
+                raise
+            return []
         return [node["backendDOMNodeId"] for node in nodes if not node["ignored"]]
 
     def nameless(self) -> list[str]:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -127,6 +129,19 @@ def test_a_program_that_is_about_to_end_is_started_again_when_it_is_asked(tmp_pa
         while not process.stdin.closed:
             time.sleep(0.002)
     served.close()
+
+
+def test_a_program_whose_answers_nobody_reads_any_more_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended = subprocess.run(
+        [sys.executable, "-c", ECHO], input=b'{"id": 1}\n', stdout=writes, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writes)
+    assert (ended.returncode, ended.stderr.strip()) == (0, b"what a library prints")
 
 
 def test_a_program_tells_how_far_it_is_and_can_be_cancelled_and_killed(
