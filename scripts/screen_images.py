@@ -184,6 +184,7 @@ def shoot(browser: Browser, server: Server, name: str, shots: Path) -> None:
         with browser.page(target, width=width, height=HEIGHT_PX, dark=kind == "dark") as page:
             page.wait_for("document.getElementById('main') && !location.search.includes('token')")
             page.wait_for("[...document.images].every(image => image.complete || image.loading === 'lazy')")
+            page.wait_for("!document.body.innerText.includes('Counting what it needs')")
             if page.complaints or page.overflow_px() > 0 or page.nameless():
                 sys.exit(f"{name} {kind}: {page.complaints} {page.overflow_px()} {page.nameless()}")
             page.screenshot(shots / f"{name}_{kind}.png", whole=kind == "phone")
