@@ -72,6 +72,25 @@ def test_a_checkpoint_of_comfyuis_gives_transformer_and_conditioner(
     assert of_the_folder.folder.files.keys() == {"transformer"}
 
 
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("is_original", [True, False])
+def test_a_file_of_a_deeper_or_shallower_model_gives_as_many_blocks_as_it_has(
+    sample: Sample, tmp_path: Path, num_layers: int, is_original: bool
+) -> None:
+    family = Anima(PipelineFolder(path=sample.family.folder.path))
+    released = family.empty_transformer()
+    assert len(released.transformer_blocks) == 2
+    other = type(released).from_config({**released.config, "num_layers": num_layers})
+    file = tmp_path / "anima.safetensors"
+    save_file((original_layout(other) or {}) if is_original else other.state_dict(), file)
+    family.take_files(component_files({KEY: str(file)}, family.denoisers))
+    family.check_folder()
+    assert len(family.empty_transformer().transformer_blocks) == num_layers
+    read = family.load_transformer(torch.float32).state_dict()
+    assert read.keys() == other.state_dict().keys()
+    assert all(torch.equal(value, read[name]) for name, value in other.state_dict().items())
+
+
 def test_the_released_model_has_as_many_weights_as_its_files() -> None:
     (release,) = Anima.releases
     sizes = {name: num_parameters(component) for name, component in release.components.items()}

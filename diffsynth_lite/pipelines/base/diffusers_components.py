@@ -5,6 +5,7 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.family import ModelFamily
+from diffsynth_lite.pipelines.base.folder import ComponentFile
 from diffsynth_lite.pipelines.base.lora_files import LoraFiles
 from diffsynth_lite.pipelines.base.model_settings import (
     ModelSettings,
@@ -34,7 +36,7 @@ from diffsynth_lite.pipelines.base.quantized import (
     require_finite_weights,
 )
 from diffsynth_lite.pipelines.base.release_folder import count_parameters, empty_model
-from diffsynth_lite.pipelines.base.single_file import read_single_file
+from diffsynth_lite.pipelines.base.single_file import num_blocks_in, read_single_file
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 from diffsynth_lite.pipelines.base.transformers_loading import load_frozen_encoder
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tile_when_full, tiles_of
@@ -92,6 +94,8 @@ class DiffusersComponents(ModelFamily):
             require_kinds(component_class, settings)
             self._num_weights(component)
         for component, file in self.folder.files.items():
+            if component in self.denoisers:
+                self._take_depth(component, file)
             stored = read_single_file(file, self.empty_component(component))
             logger.info("%s of %s: %s.", component, file.path, stored.described())
         # Seconds; else the captions of a run would find out, or a download of gigabytes before them.
@@ -99,6 +103,22 @@ class DiffusersComponents(ModelFamily):
             self.load_tokenizer(name)
         # Else missed at the first preview, which only warns, or generated with a sampler of another kind.
         self.check_scheduler(self.load_scheduler())
+
+    def _take_depth(self, component: str, file: ComponentFile) -> None:
+        """Have a model as many blocks as its file: people make some deeper than the release is."""
+        model: Any = self.empty_component(component)
+        taken = self.folder.num_blocks
+        for block_list, num in num_blocks_in(file, model, self.block_lists).items():
+            released = count_blocks(model, [block_list])
+            depths = [key for key, value in model.config.items() if "layers" in key and value == released]
+            for key in depths if num != released else ():
+                own = {**taken.get(component, {}), key: num}
+                self.folder = replace(self.folder, num_blocks={**taken, component: own})
+                if count_blocks(self.empty_component(component), [block_list]) == num:
+                    logger.info("%s has %d %s, the folder %d.", file.path, num, block_list, released)
+                    taken = self.folder.num_blocks
+                    break
+                self.folder = replace(self.folder, num_blocks=taken)
 
     def check_scheduler(self, scheduler: Any) -> None:
         """Check that the folder's sampler goes the way from noise to data that the family is trained on."""

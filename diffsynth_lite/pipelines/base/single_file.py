@@ -5,7 +5,7 @@ tensors: the settings of the model are the pipeline's.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -47,6 +47,8 @@ _PREFIXES_OF_OTHERS = MappingProxyType(
 """Also of the other models in a checkpoint of SDXL or Anima, by their classes."""
 _OF_ANOTHER_MODEL = (KeyError, IndexError, ValueError, AttributeError, RuntimeError)
 """What diffusers' functions raise where they miss a tensor, or cannot split one of another shape."""
+_LATER_BLOCK = re.compile(r"\.[1-9]\d*\.")
+"""In names of tensors that another file of the same model may lack."""
 _LORA = re.compile(r"\.lora\.|\.(lora|hada|lokr)_")
 _KINDS = MappingProxyType(
     {
@@ -118,19 +120,7 @@ def read_single_file(file: ComponentFile, model: nn.Module) -> StoredTensors:
             meta device.
     """
     stored = _stored_in(file)
-    names = stored.tensors.keys()
-    if _LORA.search("\n".join(names)):
-        raise UserError(
-            f"{file.key}: {file.path} is a LoRA, not a model; name it as lora.init_from to start from it"
-        )
-    prefixes = _PREFIXES_OF_OTHERS.get(type(model).__name__, _PREFIXES)
-    prefix = next((one for one in prefixes if any(name.startswith(one) for name in names)), "")
-    try:
-        found = stored.converted(_conversion(names, prefix, model))
-    except StoredFormatError as error:
-        raise UserError(f"{file.key}: {file.path} is not read: {error}") from error
-    except _OF_ANOTHER_MODEL:
-        found = stored
+    found, prefix = _converted(file, stored, model)
     if lacking := found.lacking(model):
         is_named_so = found.tensors.keys() >= set(lacking)
         kind = "one of another size or version" if is_named_so else _kind(stored.tensors, prefix)
@@ -144,6 +134,35 @@ def read_single_file(file: ComponentFile, model: nn.Module) -> StoredTensors:
     return found
 
 
+def num_blocks_in(file: ComponentFile, model: nn.Module, block_lists: Iterable[str]) -> dict[str, int]:
+    """How many blocks a file has of each of a model's lists, of those of which it has any."""
+    found, _ = _converted(file, _stored_in(file), model)
+    nums = {}
+    for block_list in block_lists:
+        matches = (re.match(rf"{re.escape(block_list)}\.(\d+)\.", name) for name in found.tensors)
+        numbers = {int(match[1]) for match in matches if match}
+        if numbers and numbers == set(range(len(numbers))):
+            nums[block_list] = len(numbers)
+    return nums
+
+
+def _converted(file: ComponentFile, stored: StoredTensors, model: nn.Module) -> tuple[StoredTensors, str]:
+    """What a file holds, by the model's names where it is one, and what the names begin with in the file."""
+    names = stored.tensors.keys()
+    if _LORA.search("\n".join(names)):
+        raise UserError(
+            f"{file.key}: {file.path} is a LoRA, not a model; name it as lora.init_from to start from it"
+        )
+    prefixes = _PREFIXES_OF_OTHERS.get(type(model).__name__, _PREFIXES)
+    prefix = next((one for one in prefixes if any(name.startswith(one) for name in names)), "")
+    try:
+        return stored.converted(_conversion(names, prefix, model)), prefix
+    except StoredFormatError as error:
+        raise UserError(f"{file.key}: {file.path} is not read: {error}") from error
+    except _OF_ANOTHER_MODEL:
+        return stored, prefix
+
+
 def _conversion(names: Collection[str], prefix: str, model: nn.Module) -> Conversion:
     """How what a file holds by these names gets those of a model, and its layout.
 
@@ -153,7 +172,7 @@ def _conversion(names: Collection[str], prefix: str, model: nn.Module) -> Conver
     """
     own = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     convert_own = _converter(model)
-    if model.state_dict().keys() <= set(own.values()):
+    if {name for name in model.state_dict() if not _LATER_BLOCK.search(name)} <= set(own.values()):
         convert_own = None
 
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

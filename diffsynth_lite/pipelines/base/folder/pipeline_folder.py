@@ -65,12 +65,14 @@ class PipelineFolder:
             index names.
         hub: where to get weights that are not in the folder; None for one of the user's.
         files: by component: its weights come from there, and those in the folder are of no use.
+        num_blocks: by component: numbers of blocks that a file of it has, in place of these settings.
     """
 
     path: Path
     variant: str | None = None
     hub: HubCommit | None = None
     files: Mapping[str, ComponentFile] = field(default_factory=dict)
+    num_blocks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     _others: OtherRepositories = field(default_factory=OtherRepositories, repr=False, compare=False)
 
     def pipeline_class_name(self) -> str:
@@ -139,6 +141,7 @@ class PipelineFolder:
         """The configuration of one component."""
         name = f"{component}_config.json" if component in ("scheduler", "guider") else "config.json"
         settings = self._read_json(self.place(component).path / name, component)
+        settings.update(self.num_blocks.get(component, {}))
         require_sizes(settings)
         return settings
 
