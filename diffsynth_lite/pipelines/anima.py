@@ -238,8 +238,8 @@ class Anima(DiffusersFamily):
     (`docs/anima_train_network.md`) and OneTrainer train without one, on a normal distribution of levels
     (`logit_normal`), as does the recipe here.
 
-    A checkpoint of ComfyUI's as `model.transformer_file` also holds the conditioner, which is read from it. That
-    of Anima 2.9B, which people made of this model with 40 blocks, is trained with all of them.
+    A checkpoint of ComfyUI's as `model.transformer_file` also holds the conditioner, which is read from it.
+    That of Anima 2.9B, which people made of this model with 40 blocks, is trained with all of them.
 
     LoRA files have the names of the original model, as ComfyUI's: diffusers reads these as well. A file of
     another trainer that is also on the conditioner (`llm_adapter`) is refused by the names of these layers.
