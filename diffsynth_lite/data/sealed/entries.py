@@ -7,16 +7,15 @@ The dataset is in a few large files, its shards.
 
 import tempfile
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 from torch import Tensor
 
 from diffsynth_lite.data.batches import EntryReader
@@ -25,6 +24,9 @@ from diffsynth_lite.data.item_table import KEY_BYTES, Column
 from diffsynth_lite.data.sealed.mapped import DamagedSealError
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import replacing, sync
+
+if TYPE_CHECKING:  # 24 MiB, which a run without a seal does not need
+    import pyarrow as pa
 
 LANCE_ERRORS = (OSError, ValueError, RuntimeError)
 """Errors of Lance for a file that is missing, damaged or out of reach."""
@@ -156,14 +158,6 @@ _REMEDY = (
 )
 _FORMAT = "2.1"
 """Version of Lance's file format: newer versions of the package read it, too."""
-_SCHEMA = pa.schema(
-    [
-        pa.field("key", pa.binary(KEY_BYTES), nullable=False),
-        pa.field("text", pa.string()),
-        # Latents and embeddings do not compress.
-        pa.field("entry", pa.large_binary(), nullable=False, metadata={"lance-encoding:compression": "none"}),
-    ]
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +179,18 @@ def write_entries(
         keys: of all entries, ascending.
     """
     lance = import_lance()
+    import pyarrow as pa
+
+    schema = pa.schema(
+        [
+            pa.field("key", pa.binary(KEY_BYTES), nullable=False),
+            pa.field("text", pa.string()),
+            # Latents and embeddings do not compress.
+            pa.field(
+                "entry", pa.large_binary(), nullable=False, metadata={"lance-encoding:compression": "none"}
+            ),
+        ]
+    )
     failures: list[BaseException] = []
     is_stopped = Event()
 
@@ -193,14 +199,17 @@ def write_entries(
             raise InterruptedError("the sealing was stopped")
         return content_of(key)
 
-    def batches() -> Iterator[pa.RecordBatch]:
+    def batches() -> Iterator["pa.RecordBatch"]:
         try:
-            yield from _batches(keys, texts, read)
+            for rows in _batches(keys, texts, read):
+                columns = zip(*rows, strict=True)
+                arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
         except BaseException as error:
             failures.append(error)
             raise
 
-    reader = pa.RecordBatchReader.from_batches(_SCHEMA, batches())
+    reader = pa.RecordBatchReader.from_batches(schema, batches())
     # Ctrl-C ends Lance's call on the main thread but not its reading thread, and the interpreter would abort
     # if it exited first. Leaving this scope waits for both.
     with ThreadPoolExecutor(1) as thread:
@@ -229,7 +238,7 @@ def write_entries(
 
 def _batches(
     keys: Column, texts: Mapping[str, str], content_of: Callable[[str], bytes]
-) -> Iterator[pa.RecordBatch]:
+) -> Iterator[list[tuple[bytes, str | None, bytes]]]:
     rows: list[tuple[bytes, str | None, bytes]] = []
     num_bytes = 0
     for place in range(len(keys) // KEY_BYTES):
@@ -238,16 +247,10 @@ def _batches(
         rows.append((packed, texts.get(packed.hex()), content))
         num_bytes += len(content)
         if num_bytes >= _BATCH_BYTES or len(rows) == _BATCH_ROWS:
-            yield _batch(rows)
+            yield rows
             rows, num_bytes = [], 0
     if rows:
-        yield _batch(rows)
-
-
-def _batch(rows: Iterable[tuple[bytes, str | None, bytes]]) -> pa.RecordBatch:
-    columns = zip(*rows, strict=True)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+        yield rows
 
 
 class SealedEntries:
@@ -318,14 +321,14 @@ class SealedEntries:
                 yield f"{self.uri}, data/{shard.file}: cannot be read: {first_line(error)}"
             row = end
 
-    def _rows_of(self, shard: int) -> Iterator[pa.RecordBatch]:
+    def _rows_of(self, shard: int) -> Iterator["pa.RecordBatch"]:
         with panics_as_errors():
             fragment = self._dataset().get_fragment(shard)
             if fragment is None:
                 raise ValueError("the dataset does not know it")
             yield from fragment.to_batches(columns=["key", "entry"])
 
-    def _problems_of(self, batch: pa.RecordBatch, first: int) -> Iterator[str]:
+    def _problems_of(self, batch: "pa.RecordBatch", first: int) -> Iterator[str]:
         columns = (batch.column(name).to_pylist() for name in ("key", "entry"))
         for row, (packed, content) in enumerate(zip(*columns, strict=True), start=first):
             try:
