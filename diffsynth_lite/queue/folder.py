@@ -9,13 +9,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, get_args
+from typing import IO, Annotated, Literal, get_args
+
+from pydantic import StringConstraints, TypeAdapter
 
 from diffsynth_lite.errors import Problems, UserError
-from diffsynth_lite.files import DISK_FULL, read_bytes, write_text
+from diffsynth_lite.files import DISK_FULL, read_bytes, write_bytes, write_text
 from diffsynth_lite.queue.entry import STATES, Entry, QueuedRun, QueueState, named, read_state
 from diffsynth_lite.queue.locks import is_locked, locked, take_lock
 from diffsynth_lite.queue.outcome import ended
@@ -31,6 +33,12 @@ _LONGEST_NAME = 200
 _CLOCK_OF_FILES = 5
 """``CLOCK_REALTIME_COARSE`` of Linux, which Python does not name."""
 _MOST_BYTES = 1 << 16
+_MOST_ADDED_BYTES = 64 << 20
+_KEPT_S = 24 * 60 * 60
+_ADDING = TypeAdapter(
+    dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{8,}-[^/\\\x00]+\.json$")], Entry]
+)
+"""What is being added at once, by name of its file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,7 @@ class Queue:
         self.path = workspace.path / "queue"
         self._paused_file = self.path / "PAUSED"
         self._worker_file = self.path / ".worker"
+        self._adding_file = self.path / ".adding"
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -74,6 +83,7 @@ class Queue:
                 held.enter_context(locked(self.path / ".lock"))
             except OSError as error:
                 raise UserError(f"{self.path}: cannot be written to: {error.strerror}") from None
+            self._complete()
             yield
 
     def snapshot(self) -> Snapshot:
@@ -95,19 +105,24 @@ class Queue:
             self._require_new(entries, known)
             taken = {run.name for run in known if run.state != "done"}
             number = max((run.number for run in known), default=0)
-            added: list[Path] = []
+            added: dict[str, Entry] = {}
+            for entry in entries:
+                number += _STEP
+                name = _free_name(entry.folder_in(self.workspace).name, taken)
+                taken.add(name)
+                added[_file_name(number, name)] = entry
             try:
-                for entry in entries:
-                    number += _STEP
-                    name = _free_name(entry.folder_in(self.workspace).name, taken)
-                    taken.add(name)
-                    added.append(self.path / "waiting" / f"{number:08d}-{name}.json")
-                    write_entry(added[-1], entry)
-            except (OSError, UnicodeEncodeError) as error:
-                for file in added:
-                    file.unlink(missing_ok=True)
+                if len(added) > 1:
+                    write_bytes(self._adding_file, _ADDING.dump_json(added, exclude_defaults=True))
+                for name, entry in added.items():
+                    write_entry(self.path / "waiting" / name, entry)
+            except (OSError, ValueError) as error:  # the latter for a name that is not UTF-8
+                for name in added:
+                    (self.path / "waiting" / name).unlink(missing_ok=True)
                 raise UserError(f"{self.path}: nothing was added: {error}") from None
-            return [run for run in self.in_state("waiting") if run.file in added]
+            finally:
+                self._adding_file.unlink(missing_ok=True)
+            return [run for run in self.in_state("waiting") if run.file.name in added]
 
     def move(self, name: str, place: Place) -> None:
         """Change the place of a run that waits."""
@@ -224,6 +239,7 @@ class Queue:
                 raise
             self.put(run, "done")
             return False
+        self._prune()
         return True
 
     def put(self, run: QueuedRun, state: QueueState, entry: Entry | None = None) -> QueuedRun:
@@ -248,6 +264,32 @@ class Queue:
             folder.mkdir(parents=True, exist_ok=True)
             if folder.resolve().parents[1] != self.workspace.path.resolve():
                 raise UserError(f"{folder}: is a link; put a folder in its place")
+
+    def _complete(self) -> None:
+        """Add what a process had begun to add when it was killed, so that all of it waits."""
+        try:
+            added = _ADDING.validate_json(read_bytes(self._adding_file, most_bytes=_MOST_ADDED_BYTES))
+        except FileNotFoundError:
+            return
+        except (OSError, UserError, ValueError):  # somebody else's
+            added = {}
+        with suppress(OSError):  # A full disk is left for later.
+            for name, entry in added.items():
+                if not any((self.path / state / name).exists() for state in STATES):
+                    write_entry(self.path / "waiting" / name, entry)
+            self._adding_file.unlink(missing_ok=True)
+
+    def _prune(self) -> None:
+        """Remove what is done where the same run was started again: a day after its end, with its log."""
+        latest: dict[Path, QueuedRun] = {}
+        for run in sorted(self.in_state("done"), key=lambda run: run.ended_at):
+            if run.entry is not None:
+                folder = run.entry.folder_in(self.workspace)
+                older = latest.get(folder)
+                latest[folder] = run
+                if older is not None and older.ended_at < now() - _KEPT_S:
+                    older.file.unlink(missing_ok=True)
+                    self.log_file(older).unlink(missing_ok=True)
 
     def _require_new(self, entries: Sequence[Entry], known: Sequence[QueuedRun]) -> None:
         problems = Problems()

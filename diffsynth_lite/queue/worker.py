@@ -17,7 +17,7 @@ from diffsynth_lite.queue.entry import Entry, QueuedRun
 from diffsynth_lite.queue.folder import Queue, now
 from diffsynth_lite.queue.locks import take_lock
 from diffsynth_lite.queue.outcome import log_lines, shows_full_disk
-from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.folder import REQUEST_FILES, RunFolder
 from diffsynth_lite.run_folder.process import Process
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _START_S = 60.0
 """Time in which a worker comes to its lock, also on a slow disk."""
-_REQUESTS = ("STOP", "SAVE", "SAMPLE")
-"""Files that ask a run for something: those that one before it did not see are removed."""
 _DETACHED: dict[str, Any] = {"start_new_session": True}
 if sys.platform == "win32":
     _DETACHED = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
@@ -181,7 +179,7 @@ class Worker:
 
     def _spawn(self, run: QueuedRun, entry: Entry) -> None:
         folder = entry.folder_in(self._queue.workspace)
-        for name in _REQUESTS:
+        for name in REQUEST_FILES.values():  # those that a run before it did not see
             with suppress(OSError):
                 (folder / name).unlink(missing_ok=True)
         with self._queue.open_log(self._queue.log_file(run)) as log:

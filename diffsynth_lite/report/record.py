@@ -135,7 +135,7 @@ def read_state(
         name = "killed"
     is_running = name == "running"
     times = [time for row in rows if (time := _as_time(row)) is not None]
-    signs = [*times[-1:], *filter(None, [_as_time(status)])]
+    signs = [*times, *filter(None, [_as_time(status)])]
     steps = [as_number(status.get("step"))]
     if name in ("running", "killed", "diverged"):
         steps += [as_number(row.get("step")) for row in rows[-1:]]
@@ -150,7 +150,8 @@ def read_state(
         total_steps=int(total) if total else None,
         samples_per_s=as_number(status.get("samples_per_s")) if is_running else None,
         seconds_left=as_number(status.get("seconds_left")) if is_running else None,
-        seconds_taken=_seconds_taken(times, lineage),
+        # Another status may be of a start that has not come to the lineage.
+        seconds_taken=_seconds_taken(signs if name == "finished" else times, lineage),
         seen_at=max(signs, default=None),
         phase=str(phase),
         done=None if done is None else int(done),
@@ -164,7 +165,7 @@ def _as_time(row: Mapping[str, Any]) -> float | None:
 
 
 def _seconds_taken(times: Sequence[float], lineage: Sequence[Any]) -> float | None:
-    """Time from each start to the last row before the next start."""
+    """Time from each start to the last sign before the next start."""
     starts = [start for entry in lineage if (start := started_at(entry)) is not None]
     total = 0.0
     for start, end in pairwise([*starts, math.inf]):

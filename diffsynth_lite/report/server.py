@@ -106,6 +106,11 @@ class RunPages:
                     self._pages.pop(old, None)
             return self._page(name, [report], served or Served())
 
+    def report(self, name: str) -> RunReport | None:
+        """What one run left, which may be some seconds old; None if there is no run of this name."""
+        with self._lock:
+            return self._read(name)
+
     def several(self, names: Sequence[str], served: Served) -> Answer | None:
         """The page of some runs side by side; None if there is no run of one of these names."""
         with self._lock:

@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 RunState = Literal["running", "finished", "interrupted", "stopped", "diverged", "failed"]
 
+REQUEST_FILES = {"stop": "STOP", "save": "SAVE", "sample": "SAMPLE"}
+"""What a run can be asked for, and the name of the file that asks for it, of any content: a person puts it
+into the run folder, and the run removes it when it sees it."""
+
 _LOCK_NAME = ".lock"
 _REMOVAL_S = 2.0
 """Time in which a removal of the run folder, with the lock as its first file, is most likely finished."""
@@ -165,7 +169,7 @@ class RunFolder:
         )
         found = {place.stem: place.name for place in places if place.exists()}
         outcome = {"state": state, "exit_code": exit_code, "step": step, "message": message}
-        status = {**outcome, **(progress or {}), "found_at": found}
+        status = {**outcome, "time": round(time.time(), 3), **(progress or {}), "found_at": found}
         try:
             write_json(self.status_file, status)
         except OSError as error:

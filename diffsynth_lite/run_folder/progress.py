@@ -162,7 +162,7 @@ class RunningStatus:
 
     def _write(self, message: str, facts: Mapping[str, float | str]) -> None:
         self._written_at = self._clock()
-        progress = {**self._facts, **facts, "time": round(time.time(), 3)}
+        progress = {**self._facts, **facts}
         try:
             self._folder.write_status(
                 "running", exit_code=None, step=self.step, message=message, progress=progress

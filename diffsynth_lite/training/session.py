@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,11 @@ class StartupClock:
     def add(self, name: str, seconds: float) -> None:
         """Count time that was measured elsewhere to a stage."""
         self._stages[name] = self._stages.get(name, 0.0) + seconds
+
+    @property
+    def began_at(self) -> datetime:
+        """When the program was started."""
+        return datetime.now(UTC) - timedelta(seconds=time.perf_counter() - self._started_at)
 
     def describe(self) -> str:
         """All stages so far as one line, and what lies between them."""

@@ -148,7 +148,9 @@ def begin_run_folder(run: Run, start: Start, data: TrainingData) -> Start:
     fingerprint = start.fingerprint | data_fingerprint(data.identity, micro_batch_size=batch_size)
     changes = from_main_process(accelerator, policy.changed_settings, fingerprint, start.checkpoint)
     earlier = from_main_process(accelerator, policy.earlier_starts, start.checkpoint)
-    lineage = extended_lineage(earlier, start.checkpoint, changes, accelerator, chosen=run.chosen)
+    lineage = extended_lineage(
+        earlier, start.checkpoint, changes, accelerator, began_at=run.clock.began_at, chosen=run.chosen
+    )
     start = replace(start, fingerprint=fingerprint, lineage=lineage)
     on_main_process(accelerator, _write_start, run, start)
     settings = run.config.logging

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.progress_log import Phase
-from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.folder import REQUEST_FILES, RunFolder
 from diffsynth_lite.training.distributed.agreement import SharedFlag, on_main_process
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,6 @@ _SAME_EVENT_S = 2.0
 
 _LOOK_EVERY_S = 0.2
 """Pause between two looks at files while a run encodes or loads, whose passes may have a million items."""
-
-REQUEST_FILES = ("STOP", "SAVE", "SAMPLE")
-"""Names that a person gives a file, of any content, in the run folder; it is removed when it is seen."""
 
 _SAVED_BYTES_PER_S = 100 * 2**20
 """Assumed until a save is measured; on a local disk it was 109 to 135 MiB/s, see docs/reliability.md."""
@@ -112,7 +109,7 @@ class StopRequest:
 
 def remove_old_requests(folder: Path) -> None:
     """Remove the request files that were left from before this start."""
-    for name in REQUEST_FILES:
+    for name in REQUEST_FILES.values():
         if _take(folder / name):
             logger.warning("removed the leftover request file %s", folder / name)
 
@@ -148,7 +145,7 @@ class Requests:
     ) -> None:
         self.folder, self.signals, self.accelerator = folder, signals, accelerator
         self.save_every_minutes = save_every_minutes
-        self._files = [folder.path / name for name in REQUEST_FILES]
+        self._files = [folder.path / name for name in REQUEST_FILES.values()]
         self._looked_at, self._waiting, self._is_stopping = -math.inf, set[str](), False
         self.note_save()
 

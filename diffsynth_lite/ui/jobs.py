@@ -10,7 +10,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -200,8 +200,18 @@ class Jobs:
         """The latest one for a data set, or a run."""
         return Job.of(self._workspace, command, folder)
 
-    def start(self, arguments: Sequence[str], folder: Path, *, command: Command = "caption") -> None:
+    def start(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        command: Command = "caption",
+        free_device: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start a command.
+
+        Args:
+            free_device: ends what only keeps a model on the device, once nothing refuses the command.
 
         Raises:
             UserError: it runs there already, something else has the device, or it cannot be started.
@@ -216,6 +226,8 @@ class Jobs:
                 raise UserError(
                     f"this device is in use: {holder}; stop that first, or wait until it has ended"
                 )
+            if uses_device(arguments):
+                free_device()
             job.start([command, *arguments], self._workspace)
 
     def stop(self, folder: Path, *, command: Command = "caption") -> None:

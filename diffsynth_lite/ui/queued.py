@@ -15,12 +15,10 @@ from diffsynth_lite.queue.entry import Entry, QueuedRun
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.queue.outcome import log_lines, written_at
 from diffsynth_lite.queue.worker import start_worker
-from diffsynth_lite.run_folder.folder import RunFolder, resolver
+from diffsynth_lite.run_folder.folder import REQUEST_FILES, RunFolder, resolver
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.workspace import Workspace
 
-REQUESTS = {"stop": "STOP", "save": "SAVE", "sample": "SAMPLE"}
-"""What a run can be asked for, and the file in its folder that asks for it."""
 NEVER_STARTED = ("refused", "did not start")
 """Outcomes of runs whose process ended before it came to training."""
 
@@ -112,7 +110,7 @@ class QueuedRuns:
         """Ask a run to stop, to save, or to generate previews; asking twice is asking once."""
         run = self.of(folder)
         if is_running(folder):
-            _put(folder / REQUESTS[what])
+            _put(folder / REQUEST_FILES[what])
         elif run is None or run.state != "running":
             raise UserError(f"{folder.name} does not run")
         elif what != "stop":

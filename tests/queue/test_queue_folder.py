@@ -64,6 +64,31 @@ def test_a_run_is_in_the_queue_once_and_all_or_none_are_added(
     assert waiting.names("waiting") == ["a"]
 
 
+@pytest.mark.parametrize("name", ["../running/00001000-a.json", "00001000-a/b.json", "a.json", "00001000-a"])
+def test_what_somebody_else_seems_to_add_goes_nowhere_else(waiting: Waiting, name: str) -> None:
+    waiting.add("b")
+    adding = waiting.queue.path / ".adding"
+    for content in ("{", json.dumps({name: ASKED}), json.dumps({"00001000-a.json": {"argv": ["rm"]}})):
+        adding.write_text(content)
+        assert waiting.names("waiting") == ["b"]
+        assert not adding.exists()
+    assert [path.name for path in waiting.queue.path.rglob("*.json")] == ["00001000-b.json"]
+
+
+def test_of_what_is_done_the_latest_of_each_run_and_what_ended_today_stay(waiting: Waiting) -> None:
+    done, logs = waiting.queue.path / "done", waiting.queue.path / "logs"
+    waiting.add("quick-a")
+    for number, (name, hours) in enumerate((("a", 90), ("a", 60), ("a", 30), ("b", 9), ("quick-a", 9)), 1):
+        entry = ASKED | {"folder": f"runs/{name}", "ended_at": now() - 3600 * hours, "outcome": "finished"}
+        (done / f"0000000{number}-{name}.json").write_text(json.dumps(entry))
+        (logs / f"0000000{number}-{name}.log").touch()
+    (done / "mine.json").write_text("{")
+    waiting.work()
+    kept = ["00000003-a", "00000004-b", "00000005-quick-a", "00001000-quick-a"]
+    assert sorted(path.stem for path in done.iterdir()) == [*kept, "mine"]
+    assert sorted(path.stem for path in logs.glob("0*.log")) == kept
+
+
 def test_removing_leaves_the_folder_and_refuses_what_runs(waiting: Waiting) -> None:
     waiting.add("quick-a", "long-b", "quick-c")
     waiting.queue.remove("quick-c")

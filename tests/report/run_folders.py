@@ -25,7 +25,8 @@ def full_folder(path: Path, *, text: str = "a circle", steps: Iterable[int] = (0
     """
     path.mkdir()
     folder = RunFolder(path)
-    folder.write_status("failed", exit_code=1, step=200, message=f"no memory for {text}")
+    message = f"no memory for {text}"
+    folder.write_status("failed", exit_code=1, step=200, message=message, progress={"time": 400.0})
     settings = {"data": {"path": text}, "train": {"steps": 300}, "validation": {"prompts": [text, "second"]}}
     folder.resolved_file.write_text(json.dumps(settings))
     start = {"step": 0, "at": "2026-01-01T00:00:00+00:00", "device": "cpu", "processes": 1, "versions": {}}

@@ -133,9 +133,26 @@ def test_a_run_that_diverged_shows_the_last_step_that_was_tried(tmp_path: Path) 
     assert (state.title, state.step) == ("Diverged", 9)
 
 
+def test_a_run_took_the_time_from_its_start_to_its_end_without_that_between_starts(tmp_path: Path) -> None:
+    folder = full_folder(tmp_path / "mine")
+    folder.joinpath("lineage.json").write_text(
+        '[{"at": "1970-01-01T00:00:50+00:00"}, {"at": "1970-01-01T00:03:20+00:00"}]'
+    )
+    rows = '{"step": 1, "time": 100}\n{"step": 2, "time": 210}\n'
+    folder.joinpath("metrics.jsonl").write_text(rows)
+    RunFolder(folder).write_status("finished", exit_code=0, step=2, message="", progress={"time": 260.0})
+    state = read_run(folder).state
+    assert (state.seconds_taken, state.seen_at) == (50 + 60, 260.0)
+    # A start that failed before it came to the lineage adds none of the time since the one before it.
+    RunFolder(folder).write_status("failed", exit_code=2, step=2, message="", progress={"time": 900.0})
+    state = read_run(folder).state
+    assert (state.seconds_taken, state.seen_at) == (50 + 10, 900.0)
+
+
 def test_times_that_no_calendar_knows_are_left_out(tmp_path: Path) -> None:
     folder = full_folder(tmp_path / "mine")
     (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1e20}\n{"step": 2, "time": -1}\n')
+    (folder / "status.json").write_text('{"state": "failed", "time": 1e20, "found_at": {}}')
     assert read_run(folder).state.seen_at is None
 
 

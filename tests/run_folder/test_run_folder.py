@@ -47,6 +47,7 @@ def test_the_status_shows_the_state_of_the_run_and_where_its_files_are(folder: R
     start(folder)
     folder.lora_folder.mkdir()
     folder.metrics_file.touch()
+    began_at = time.time()
     folder.write_status("finished", exit_code=0, step=300, message="done")
     expected = {
         "state": "finished",
@@ -55,8 +56,10 @@ def test_the_status_shows_the_state_of_the_run_and_where_its_files_are(folder: R
         "message": "done",
         "found_at": {"lora": "lora", "metrics": "metrics.jsonl"},
     }
-    assert json.loads(folder.status_file.read_text()) == expected
-    assert folder.read_status() == expected
+    written = json.loads(folder.status_file.read_text())
+    assert folder.read_status() == written
+    assert round(began_at, 3) <= written.pop("time") <= round(time.time(), 3)
+    assert written == expected
 
 
 def test_a_run_folder_can_be_moved(folder: RunFolder, tmp_path: Path) -> None:

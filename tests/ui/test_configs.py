@@ -183,6 +183,13 @@ def test_the_page_names_each_field_and_shows_a_text_as_it_is(screen: Screen, dra
         assert f'<label for="{key}">{field.label} <code>{key}</code></label>' in page
         assert f'id="{key}-wrong"' in page
     assert "has no effect without validation.prompts" in page
+    assert "has no effect while data" not in page
+    for sizes, given in (
+        ("width: 64\n  height: 64", "data.width and data.height are"),
+        ("sizes: [64x64]", "data.sizes is"),
+    ):
+        view = view_of(draft, TEXT.replace("data:\n", f"data:\n  {sizes}\n"))
+        assert view.values["data.resolutions"].remark == f"has no effect while {given} set"
     assert list(fields())[:12] == [key for group in MAIN.values() for key in group]
     draft.write_text("data: [\n")
     assert screen.get("/configs/mine/").status_code == 200

@@ -92,6 +92,20 @@ def test_models_are_listed_with_size_licence_and_the_configs_that_use_them(scree
     assert not INLINE.search(text)
 
 
+def test_a_cache_of_models_that_cannot_be_read_says_so_and_the_rest_is_counted(
+    screen: Screen, hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> None:
+        raise PermissionError(13, "Permission denied", "/hub/of/root")
+
+    monkeypatch.setattr("huggingface_hub.scan_cache_dir", refuse)
+    config(screen, "mine")
+    text = page(screen)
+    assert "/hub/of/root: Permission denied" in text
+    assert "Used by <a" in text
+    assert delete(screen, "Qwen/Qwen-Image") == {"error": "/hub/of/root: Permission denied"}
+
+
 def test_a_model_is_deleted_from_the_hubs_cache_only(
     screen: Screen, hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

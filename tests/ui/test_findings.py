@@ -1,6 +1,7 @@
 """What the doctor finds, as the screen of a data set shows it: kept, and compared with what is there."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,25 @@ def test_a_doctor_that_finds_nothing_says_why(
     started.end(printed, log)
     found = examined(screen)
     assert (found["state"], found["log"]) == ("failed", log.splitlines()[-5:])
+
+
+def test_the_only_config_that_trains_on_it_is_chosen_unless_none_is_asked_for(
+    screen: Screen, mug: Path
+) -> None:
+    def chosen(query: str = "") -> list[str]:
+        page = screen.get(f"/data/mug/{query}").text.partition('id="config"')[2].partition("Show the crop")[0]
+        assert ("disabled title" in page) == ("<option selected>" not in page)
+        return re.findall("<option selected>(.*?)</option>", page)
+
+    config = screen.workspace.configs_folder / "mine.yaml"
+    assert (chosen(), chosen("?config=")) == (["mine"], [])
+    (screen.workspace.configs_folder / "other.yaml").write_text(config.read_text())
+    assert (chosen(), chosen("?config=other")) == ([], ["other"])
+    (screen.workspace.configs_folder / "other.yaml").unlink()
+    for text in ("data: {path: data/mug, x: 1}\n", CONFIG.format(model="data/mug").replace("mug,", "cup,")):
+        config.write_text(text)
+        assert chosen() == []
+        assert screen.get("/data/mug/items").json()["problems"] == []
 
 
 def test_without_a_config_that_trains_on_it_nothing_is_examined(

@@ -302,7 +302,9 @@ def test_filter_archive_and_a_zip_in_the_browser(browser: Browser, screen: Scree
         page.await_control("radio", "Finished 1")
         assert page.evaluate("[location.search, document.activeElement.id]") == ["?q=cat", "find"]
         page.evaluate("document.querySelector('[aria-label=\"Archive cat-b\"]').focus()")
+        (screen.workspace.data_folder / "mug").mkdir()
         page.press("button", "Archive cat-b")
+        page.wait_for("document.querySelector('.nav [href=\"/#data-sets\"] .count').innerText === '1'")
         page.wait_for("document.activeElement.ariaLabel === 'Archive cat-a'")
         page.press("radio", "Archived 1")
         page.await_control("button", "Take cat-b out of the archive")

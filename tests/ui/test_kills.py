@@ -84,6 +84,7 @@ ACTIONS = {
     "examine": Action("/data/mug/examine", {"config": "mine", "do": "start"}),
     "plan": Action("/configs/mine/plan", {"gpu": "RTX 4090"}),
     "start": Action("/configs/mine/start"),
+    "several values": Action("/configs/mine/variants", {"do": "add", "settings": ["lora.rank=4,8,16"]}),
     "stop": Action("/runs/old/stop", trains=True),
     "take out": Action("/queue/remove", {"run": "new"}, first=("/configs/mine/start", {})),
     "try": Action("/runs/old/try", {"do": "generate", "prompt": "a mug"}),
@@ -195,6 +196,11 @@ def tree(workspace: Path) -> dict[str, bytes | None]:
     return found
 
 
+def queued(found: Mapping[str, Any]) -> list[str]:
+    """What waits: all that a button adds, or nothing of it."""
+    return sorted(name for name in found if name.startswith("queue/"))
+
+
 @pytest.mark.parametrize("name", ACTIONS)
 def test_after_a_kill_at_any_moment_the_next_server_goes_on(
     struck: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -211,6 +217,7 @@ def test_after_a_kill_at_any_moment_the_next_server_goes_on(
         now = tree(place)
         half = [each for each in now if now[each] not in (before.get(each, 0), after.get(each, 0))]
         assert half == [], place.name
+        assert queued(now) in (queued(before), queued(after)), place.name
         lost = Counter(filter(None, before.values())) & Counter(after.values()) - Counter(now.values())
         assert not lost, place.name
         answer = (Action(action.again) if action.again else action).ask(screen)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 from dataclasses import replace
@@ -65,6 +66,23 @@ def test_one_button_makes_the_grid_of_all_steps_and_another_chooses_one(
     assert page.index("Chosen LoRA, step 2") < page.index("LoRA of step 4")
 
 
+def test_the_loss_on_held_out_data_of_a_step_is_next_to_its_button(screen: Screen) -> None:
+    folder = with_loras(full_folder(screen.workspace.runs_folder / "mine"), 100, 150, 200)
+    assert "on held-out data at this step" not in screen.get("/runs/mine/").text
+    rows = '{"step": 100, "validation_loss": 0.251251}\n{"step": 200, "validation_loss": 0.125}\n'
+    (folder / "metrics.jsonl").write_text(rows)
+    assert screen.post("/runs/mine/choose", {"lora": "lora-00000200"}).status_code == 200
+    wait_for(lambda: "on held-out data at this step" in screen.get("/runs/mine/").text)
+    page = screen.get("/runs/mine/").text
+    buttons = page[page.index("Which step was best") :].partition("</div>\n<div")[0]
+    of_steps = buttons.split('<span class="row">')[1:]
+    assert [re.findall(r"tep (\d+)(?:, chosen)?<|loss ([\d.]+)<", each) for each in of_steps] == [
+        [("100", ""), ("", "0.2513")],
+        [("150", "")],
+        [("200", ""), ("", "0.125")],
+    ]
+
+
 def test_only_a_lora_that_is_there_can_be_chosen_and_one_that_is_gone_is_reported(screen: Screen) -> None:
     folder = with_loras(full_folder(screen.workspace.runs_folder / "mine"), 100, 200)
     for lora in ("lora-00000300", "../lora-00000100", "step-00000100", "", None, 100, ["lora-00000100"]):
@@ -82,7 +100,9 @@ def test_only_a_lora_that_is_there_can_be_chosen_and_one_that_is_gone_is_reporte
     assert "chosen.json: names no LoRA of the run; remove it, or choose" in screen.get("/runs/mine/").text
 
 
-def test_a_grid_runs_and_captions_have_the_device_by_turns(screen: Screen, started: Started) -> None:
+def test_a_grid_runs_and_captions_have_the_device_by_turns(
+    screen: Screen, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = with_loras(full_folder(screen.workspace.runs_folder / "mine"), 100)
     other = with_loras(full_folder(screen.workspace.runs_folder / "other"), 100)
     mug = screen.workspace.data_folder / "mug"
@@ -90,7 +110,10 @@ def test_a_grid_runs_and_captions_have_the_device_by_turns(screen: Screen, start
     status = json.loads((other / "status.json").read_text())
     (other / "status.json").write_text(json.dumps(status | {"state": "running"}))
     (other / ".lock").write_text(Process.of(os.getpid()).as_text())
-    refusal = screen.post("/runs/mine/compare-steps")
+    studio = screen.client.app._app.state.studio  # type: ignore[attr-defined]
+    with monkeypatch.context() as open_studio:
+        open_studio.setattr(studio, "end", lambda: pytest.fail("Try it was ended"))
+        refusal = screen.post("/runs/mine/compare-steps")
     assert refusal.status_code == 422
     assert refusal.json()["error"].startswith("this device is in use: other trains; stop that first")
     (other / "status.json").write_text(json.dumps(status))

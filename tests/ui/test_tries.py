@@ -16,9 +16,10 @@ from run_folders import full_folder
 from screens import INLINE, Screen
 
 from diffsynth_lite import serving
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.process import Process
-from diffsynth_lite.ui.jobs import Jobs
+from diffsynth_lite.ui.jobs import Job
 from diffsynth_lite.ui.tries.studio import Studio, device_holders
 
 HOSTILE = '"><img src=x onerror=alert(1)> $(x); `y` é\n@/etc/passwd'
@@ -290,23 +291,34 @@ def test_another_run_and_whatever_starts_end_the_process_which_is_gone_then(
         assert not Process.of(tried.pids()[-1]).is_alive()
         return ["mine"]
 
-    monkeypatch.setattr(Jobs, "start", start)
-    monkeypatch.setattr("diffsynth_lite.ui.runs.routes.entry_of_continuation", start)
-    monkeypatch.setattr("diffsynth_lite.ui.queued.QueuedRuns.add", start)
+    def refuse(*_: Any) -> None:
+        raise UserError("it is in the queue already")
+
+    monkeypatch.setattr(Job, "start", start)
+    monkeypatch.setattr("diffsynth_lite.ui.runs.routes.entry_of_continuation", lambda *_: None)
+    monkeypatch.setattr("diffsynth_lite.ui.queued.QueuedRuns.add", refuse)
     (tried.screen.workspace.data_folder / "mug").mkdir()
     (tried.screen.workspace.configs_folder / "c.yaml").write_text((tried.run / "resolved.yaml").read_text())
-    for path, given in (
-        ("/data/mug/captioning", {"do": "write", "model": "m"}),
+    queued = (
         ("/configs/c/start", {}),
         ("/configs/c/variants", {"do": "add", "settings": []}),
         ("/runs/mine/continue", {}),
+    )
+    tried.generate("x", "done")
+    assert [tried.screen.post(*each).status_code for each in queued] == [422] * 3
+    assert tried.state()["is_open"]
+    monkeypatch.setattr("diffsynth_lite.ui.queued.QueuedRuns.add", lambda *_: None)
+    for path, given in (
+        ("/data/mug/captioning", {"do": "write", "model": "m"}),
+        ("/runs/mine/compare-steps", {}),
+        *queued,
     ):
         tried.generate("x", "done")
         assert tried.screen.post(path, given).status_code == 200, path
         assert not tried.state()["is_open"]
-    assert len(tried.pids()) == 6
+    assert len(tried.pids()) == 7
     # Not so what takes no device, nor what is refused.
-    monkeypatch.setattr(Jobs, "start", lambda *_: None)
+    monkeypatch.setattr(Job, "start", lambda *_, **__: None)
     tried.generate("x", "done")
     server = {"do": "write", "model": "m", "endpoint": "http://localhost/v1"}
     assert tried.screen.post("/data/mug/captioning", server).status_code == 200

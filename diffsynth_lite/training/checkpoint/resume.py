@@ -10,7 +10,7 @@ import platform
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
@@ -404,13 +404,14 @@ def extended_lineage(
     changes: Sequence[Change],
     accelerator: Accelerator,
     *,
+    began_at: datetime,
     chosen: Mapping[str, Any] = MappingProxyType({}),
 ) -> Lineage:
     """The history of a run, and this start; warns of each change."""
     entry: dict[str, Any] = {
         "step": checkpoint.step if checkpoint else 0,
         "continues": checkpoint.path.name if checkpoint else None,
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "at": began_at.isoformat(timespec="seconds"),
         "processes": accelerator.num_processes,
         "device": device_name(accelerator.device),
         "python": platform.python_version(),

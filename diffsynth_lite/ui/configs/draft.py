@@ -124,6 +124,9 @@ def view_of(path: Path, text: str) -> View:
     try:
         config = load_config(path, text=text).config
         remarks = {problem.keys[0]: problem.message for problem in config.without_effect()}
+        if config.data.given_sizes:
+            given = "data.sizes is" if config.data.sizes else "data.width and data.height are"
+            remarks["data.resolutions"] = f"has no effect while {given} set"
     except ConfigError as error:
         problems = error.problems
     own, inherited = settings_of(files[-1:]), {**_defaults(), **settings_of(files[:-1])}

@@ -222,8 +222,8 @@ def _variants(request: Request, given: dict[str, Any]) -> dict[str, Any]:
 def _add(request: Request, entries: Sequence[Entry]) -> list[str]:
     """Put entries into the queue, and have them started; returns the names by which their runs are shown."""
     workspace = workspace_of(request)
-    request.app.state.studio.end()
     QueuedRuns(workspace).add(entries)
+    request.app.state.studio.end()  # The run has to import its libraries before it takes the device.
     known = QueuedRuns(workspace).without_run() | workspace.runs
     shown = {folder.resolve(): name for name, folder in known.items()}
     folders = [entry.folder_in(workspace) for entry in entries]

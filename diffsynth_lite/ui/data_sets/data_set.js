@@ -434,7 +434,7 @@ const dataSet = (() => {
     filter();
   });
   byId("config")?.addEventListener("change", ({ target }) => {
-    location.assign(target.value ? `?config=${encodeURIComponent(target.value)}` : ".");
+    location.assign(`?config=${encodeURIComponent(target.value)}`);
   });
   document.addEventListener("visibilitychange", () => { if (!document.hidden) reload(); });
   take(data);

@@ -37,7 +37,7 @@ from diffsynth_lite.ui.data_sets.items import (
     trigger_of,
 )
 from diffsynth_lite.ui.data_sets.uploads import named_few, receive, receive_new
-from diffsynth_lite.ui.jobs import Jobs, uses_device
+from diffsynth_lite.ui.jobs import Jobs
 from diffsynth_lite.ui.pages import change_route, digest, page, workspace_of
 from diffsynth_lite.workspace import new_name
 
@@ -106,8 +106,12 @@ def _new_folder(request: Request, given: object) -> Path:
 
 
 def _show(request: Request) -> Response:
-    shown, workspace = _Shown(request), workspace_of(request)
-    configs = configs_with(shown.folder, workspace.configs)
+    workspace = workspace_of(request)
+    configs = configs_with(_folder(request), workspace.configs)
+    shown = _Shown(request)
+    if len(configs) == 1 and "config" not in request.query_params:
+        only = _Shown(request, configs[0])
+        shown = only if only.config is not None else shown
     return page(
         request,
         "data_sets/data_set.html",
@@ -242,9 +246,7 @@ def _caption(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         arguments = latest.same(workspace) if do == "go on" else from_form(form, folder, workspace)
     contents = read_contents(source_of(folder, None))
     with _editor(request).replaced_by_model(replaced_by(arguments, contents, CaptionReport(folder).rows())):
-        if uses_device(arguments):
-            request.app.state.studio.end()
-        jobs.start(arguments, folder)
+        jobs.start(arguments, folder, free_device=request.app.state.studio.end)
     return {}
 
 
@@ -279,8 +281,9 @@ class _Shown:
         source: Source | None = None
         if (file := workspace.configs.get(self.chosen)) is not None:
             try:
-                self.config = load_config(file).config
-                source = source_of(self.folder, self.config)
+                config = load_config(file).config
+                source = source_of(self.folder, config)
+                self.config = config
             except UserError as error:
                 problems.append(f"{self.chosen}: {error}")
         try:

@@ -19,7 +19,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.queue.entry import QueueState
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.ui.home.models import bytes_in, delete_model, folder_of, models
+from diffsynth_lite.ui.home.models import Model, bytes_in, delete_model, folder_of, models
 from diffsynth_lite.ui.jobs import Job, Jobs, command_line
 from diffsynth_lite.ui.pages import change_route, page, workspace_of
 from diffsynth_lite.ui.queued import is_running
@@ -87,14 +87,14 @@ class DiskUse:
 
     Attributes:
         runs: bytes of each run folder.
-        others: caches, and models.
+        others: caches, and models or why there is no list of them.
     """
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._sizes: dict[Path, tuple[object, int]] = {}
         self.runs = Counted(self._count_runs)
-        self.others = Counted(lambda: (self.caches(), models(readable(workspace)[0], workspace.path)))
+        self.others = Counted(lambda: (self.caches(), *self._models()))
 
     def caches(self) -> list[Cache]:
         """The caches of all configs."""
@@ -131,6 +131,12 @@ class DiskUse:
             if busy := _busy(workspace, "running"):
                 raise UserError(f"{busy[0][0]} runs, and may need what would be deleted; stop it or wait")
             job.start([*cache.words[:-1], "--yes"], workspace)
+
+    def _models(self) -> tuple[list[Model], str]:
+        try:
+            return models(readable(self._workspace)[0], self._workspace.path), ""
+        except OSError as error:  # of the hub's cache, such as a folder of another user
+            return [], f"{error.filename or 'The cache of models'}: {error.strerror or error}"
 
     def _count_runs(self) -> dict[Path, int]:
         """Only folders that have changed since the last count are walked."""
@@ -171,13 +177,14 @@ def finds_some(job: Job) -> bool:
 
 def _show(request: Request) -> Response:
     disk: DiskUse = request.app.state.disk
-    others = disk.others.latest()
+    caches, models, problem = disk.others.latest() or (None, None, "")
     return page(
         request,
         "home/disk.html",
         runs=disk.runs.latest(),
-        caches=None if others is None else others[0],
-        models=None if others is None else others[1],
+        caches=caches,
+        models=models,
+        problem=problem,
         pruning=disk.pruning,
         command_line=command_line,
         finds_some=finds_some,
@@ -197,11 +204,12 @@ def _delete(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Delete a model from the hub's cache: {"model": its id}."""
     state, workspace, model = request.app.state, workspace_of(request), str(given.get("model"))
     jobs: Jobs = state.jobs
-    state.studio.end()
     with Queue(workspace).changing():  # No worker starts a run meanwhile, nor a screen captions.
         if holders := jobs.holders():
             raise UserError(f"{holders[0]}: may use it; stop that first, or wait until it has ended")
-        freed = delete_model(model, _busy(workspace, "running", "waiting"), workspace.path)
+        busy = _busy(workspace, "running", "waiting")
+        state.studio.end()
+        freed = delete_model(model, busy, workspace.path)
     state.disk.others.forget()
     return {"said": f"{model} is deleted: {format_bytes(freed)} are free."}
 

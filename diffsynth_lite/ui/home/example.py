@@ -60,8 +60,8 @@ def _train(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     queued = QueuedRuns(workspace)
     known = queued.of(run)
     if not is_running(run) and (known is None or known.state == "done"):
-        request.app.state.studio.end()
         queued.add(entries_of(workspace, config))
+        request.app.state.studio.end()
     return {"go": f"/runs/{NAME}/"}
 
 

@@ -40,7 +40,7 @@ def routes() -> list[Route]:
     one_by_one = CapacityLimiter(1)  # Each rewrites a file.
     return [
         Route("/", _home),
-        Route("/device", _device),
+        Route("/side", _side),
         *queue_routes(),
         *example_routes(),
         *disk_routes(),
@@ -105,8 +105,11 @@ def _archive(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     return {"said": f"{name} is archived: its folder stays as it is, and the filter Archived shows it."}
 
 
-def _device(request: Request) -> Response:
-    return JSONResponse(device())
+def _side(request: Request) -> Response:
+    """What changes next to every page: the numbers of the navigation in their order, and the first GPU."""
+    found = workspace_of(request)
+    counts = [len(each) for each in (found.data_sets, found.configs, found.runs)]
+    return JSONResponse({"counts": counts, "gpu": device()})
 
 
 def _add(request: Request, given: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from diffsynth_lite.report.card import RunCard
 from diffsynth_lite.report.page import Served
 from diffsynth_lite.report.server import RunPages
 from diffsynth_lite.run_folder.command import Continuation
-from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.folder import REQUEST_FILES, RunFolder
 from diffsynth_lite.ui.pages import answer, change_route, environment, navigation, report_answer, workspace_of
-from diffsynth_lite.ui.queued import REQUESTS, QueuedRuns
+from diffsynth_lite.ui.queued import QueuedRuns
 from diffsynth_lite.ui.runs import share, steps
 from diffsynth_lite.ui.runs.downloads import downloads, zipped
 from diffsynth_lite.ui.tries.request import loras_of
@@ -81,12 +81,14 @@ class _Run:
         if self.state == "starting":
             entry = self.queued.entry if self.queued is not None else None
             return entry is not None and entry.was_signalled
-        return self.state == "running" and (self.folder / REQUESTS["stop"]).exists()
+        return self.state == "running" and (self.folder / REQUEST_FILES["stop"]).exists()
 
     def values(self) -> dict[str, Any]:
         """What the templates show of it."""
         card, folder, path, place = self.card, RunFolder(self.folder), self.folder, self.workspace.path
         command = refusal = ""
+        report = self.pages.report(self.name)
+        held_out = report.series.get("validation_loss") if report is not None else None
         try:
             if self.state in _CONTINUED:
                 found = self.continuation(path)
@@ -109,6 +111,7 @@ class _Run:
             "checkpoint": max(map(_step, folder.checkpoints_folder.glob("step-*/COMPLETE")), default=None),
             "downloads": downloads(folder).values(),
             "steps": steps.RunSteps(self.workspace, self.name, path).values(),
+            "losses": dict(held_out.points) if held_out is not None else {},
             "share": self._share(),
             "can_be_tried": bool(loras_of(self.folder)),
             "command": command,
@@ -181,14 +184,14 @@ def _download(request: Request) -> Response:
 def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Do what a button says; what is sent with it is an empty object."""
     run, action = _Run(request), request.path_params["action"]
-    if action in REQUESTS:
+    if action in REQUEST_FILES:
         run.queue.ask(run.folder, action)
     elif action == "continue":
-        studio_of(request).end()
         run.queue.add([entry_of_continuation(run.workspace, run.folder, run.continuation(run.folder))])
-    elif action == "again" and run.queued is not None and run.state == "did not start":
         studio_of(request).end()
+    elif action == "again" and run.queued is not None and run.state == "did not start":
         run.queue.start_again(run.queued)
+        studio_of(request).end()
     else:
         raise HTTPException(404)
     return {}

@@ -1,5 +1,6 @@
 """This file shows which steps of a run have a LoRA, generates their grid, and notes which one is chosen."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,9 @@ class RunSteps:
             raise UserError(f"{self._name} has no LoRA of that step (any more)")
         choose(self._run, known[name])
 
-    def compare(self) -> None:
-        """Start the command that generates the grid."""
-        self._jobs.start(self._arguments, self._run.path, command="sample")
+    def compare(self, *, free_device: Callable[[], None]) -> None:
+        """Start the command that generates the grid; what keeps a model on the device is ended before."""
+        self._jobs.start(self._arguments, self._run.path, command="sample", free_device=free_device)
 
     def stop(self) -> None:
         """Have the command stop."""
@@ -99,9 +100,7 @@ def _choose(request: Request, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(request: Request, given: dict[str, Any]) -> dict[str, Any]:
-    steps = RunSteps.of(request)
-    request.app.state.studio.end()
-    steps.compare()
+    RunSteps.of(request).compare(free_device=request.app.state.studio.end)
     return {}
 
 

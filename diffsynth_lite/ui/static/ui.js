@@ -2,7 +2,7 @@
 "use strict";
 const ui = (() => {
   const SHOWN_MS = 8000;
-  const DEVICE_EVERY_MS = 10000;
+  const SIDE_EVERY_MS = 10000;
   const byId = (id) => document.getElementById(id);
   let hiding = null;
 
@@ -130,16 +130,20 @@ const ui = (() => {
     localStorage.setItem("theme", (root.dataset.theme = isDark ? "light" : "dark"));
   });
 
-  // The memory of the GPU, which changes by itself on every page.
+  // The numbers of the navigation and the memory of the GPU, which change by themselves on every page.
   const device = document.querySelector(".device progress");
-  async function renewDevice() {
-    const answer = document.hidden ? null : await fetch("/device").catch(() => null);
+  async function renewSide() {
+    const answer = document.hidden ? null : await fetch("/side").catch(() => null);
     if (!answer?.ok) return;
-    const { used, total, words } = await answer.json();
+    const { counts, gpu } = await answer.json();
+    document.querySelectorAll(".nav .count").forEach((count, place) => (count.textContent = counts[place]));
+    if (!device || !gpu) return;
+    const { used, total, words } = gpu;
     Object.assign(device, { value: used, max: total, ariaLabel: `Memory of the GPU: ${words}` });
     byId("device-memory").textContent = words;
   }
-  if (device) setInterval(renewDevice, DEVICE_EVERY_MS);
+  setInterval(renewSide, SIDE_EVERY_MS);
+  document.addEventListener("changed", renewSide);
 
   return { post, send, say };
 })();

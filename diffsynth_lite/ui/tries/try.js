@@ -97,6 +97,8 @@
   function take(given) {
     const wasWorking = isWorking();
     state = given;
+    // The process that generates ends with its server; the next one knows nothing of it.
+    if (wasWorking && state.state === "none") ui.say("What was being generated ended with the server. Generate it again.");
     showState();
     const isNew = showResults();
     const wanted = state.results.find((each) => (wasWorking && isNew ? each.number === state.number : keyOf(each) === shown));
