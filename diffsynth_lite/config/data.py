@@ -252,6 +252,11 @@ class DataSettings(SourceSettings):
     of the audio is ignored (`ignore`), or counts (`learn`), so that the model learns that such clips are
     silent."""
 
+    control_downscale: int = Field(default=1, ge=1, le=16)
+    """Pixels of an item to one of its control, on each axis, for families that take smaller controls: at 2
+    the model sees a control of half the width and height, of a quarter of the tokens. Previews have the
+    same, and so must programs that use the LoRA."""
+
     clip: Literal["start", "center", "random", "uniform"] = "start"
     """Which part of a longer clip is learned: its start, its middle, parts drawn at random (the same ones in
     each run), or parts spread evenly."""

@@ -45,6 +45,7 @@ _THEIR_NAMES = {
     "data.frame_counts": "target_frames frame_buckets",
     "data.fps": "source_fps framerate",
     "data.audio": "with_audio do_audio",
+    "data.control_downscale": "reference_downscale_factor",
     "data.caption_dropout": "caption_dropout_rate caption_dropout_probability",
     "data.tag_shuffles": "shuffle_caption shuffle_tokens",
     "data.keep_tags": "keep_tokens",

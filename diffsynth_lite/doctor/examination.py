@@ -50,7 +50,7 @@ from diffsynth_lite.training.data_settings import (
     index_file,
     own_audio_shape,
     plan_rules,
-    set_audio,
+    set_learned,
 )
 from diffsynth_lite.training.encoding.dataset import require_audio
 
@@ -141,7 +141,7 @@ def _bound_family(config: Config) -> Iterator[tuple[ModelFamily, str]]:
     with TemporaryDirectory() as folder:
         release = write_release((*named, *family_class.releases)[0], Path(folder))
         family = family_class(release, trained=config.lora.components)
-        set_audio(config, family)
+        set_learned(config, family)
         yield family, lacking
 
 

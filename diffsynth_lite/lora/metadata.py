@@ -13,7 +13,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class LoraFacts:
         items_by_size: width and height to the number of items.
         prediction_type: ``epsilon`` or ``v``; None of a model on the flow-matching path.
         training: how it was trained, by sd-scripts' names without ``ss_``; None is left out.
+        of_family: what its family states in addition, by whole names.
     """
 
     version: str
@@ -79,6 +80,7 @@ class LoraFacts:
     prediction_type: str | None = None
     training: Mapping[str, str | float | None]
     kind: str = "LoRA"
+    of_family: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def model_name(self) -> str:
@@ -111,6 +113,7 @@ def lora_metadata(
         "modelspec.": _modelspec(facts, step, noise, thumbnail),
         "ss_": _sd_scripts(facts, step),
         "diffsynth_lite.": _own(facts, step, is_average),
+        "": facts.of_family,
     }
     return {
         f"{group}{name}": str(value)

@@ -45,7 +45,6 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
         ),
         "LTX2DFR": Untrained("LTX-2's refinement", "ltx2", "a second pass over a clip that is generated"),
         "LTX2HDR": Untrained("LTX-2 for HDR", "ltx2", "a clip to make brighter, next to the noisy one"),
-        "LTX2InContext": Untrained("LTX-2 in context", "ltx2", "clips to go by, next to the noisy one"),
         "LTX2LatentUpsample": Untrained(
             "Upscalers of LTX-2", "ltx2", "a model that enlarges latents and removes no noise"
         ),

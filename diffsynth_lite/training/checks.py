@@ -20,7 +20,7 @@ from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.checkpoint.comfyui_copies import require_comfyui_names
 from diffsynth_lite.training.checkpoint.store import SavedBytes
-from diffsynth_lite.training.data_settings import check_records, plan_rules, set_audio
+from diffsynth_lite.training.data_settings import check_records, plan_rules, set_learned
 from diffsynth_lite.training.distilled import (
     find_preview_family,
     training_adapter_digest,
@@ -221,7 +221,7 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     require_family(family_class, folder)
     family = family_class(folder, trained=config.lora.components)
     given = {f"model.{name}": getattr(model, name) for name in ("transformer_file", "transformer_2_file")}
-    set_audio(config, family)
+    set_learned(config, family)
     family.take_files(component_files(given, family.denoisers))
     if config.objective.guidance_target is not None:
         family.training_guidance = config.objective.guidance_target

@@ -21,14 +21,22 @@ _STEPS_OF_A_RESOLUTION = 16
 """Steps between buckets in an edge by default: 64 pixels at 1024."""
 
 
-def set_audio(config: Config, family: ModelFamily) -> None:
-    """Have the family learn and generate clips with audio where the config asks for it."""
+def set_learned(config: Config, family: ModelFamily) -> None:
+    """Have the family learn and generate clips with the audio and the controls that the config asks for."""
     if config.data.audio and not isinstance(family, WithAudio):
         raise UserError(
             f"data.audio: true, but the model of {config.model.family} makes no audio; set it to false, or "
             "choose a family that makes clips with audio (docs/models.md)"
         )
-    family.with_audio = config.data.audio
+    downscale = config.data.control_downscale
+    if downscale != 1 and not family.takes_small_controls:
+        raise UserError(
+            f"data.control_downscale: {downscale}, but {config.model.family} takes no controls that are "
+            "smaller than what they guide; set it to 1"
+        )
+    family.with_audio, family.control_downscale = config.data.audio, downscale
+    sources = config.data.sources_by_key.values()
+    family.with_controls = any(source.control_dir or source.control_column for source in sources)
 
 
 def _learns_audio(family: ModelFamily) -> TypeGuard[WithAudio]:
@@ -133,9 +141,10 @@ def own_audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tup
 
 
 def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:
-    """Tokens that the transformer makes of one sample of a bucket, with those of its inputs."""
+    """Tokens that the transformer makes of one sample of a bucket, with all that it is given."""
     frames = [(bucket.width, bucket.height, bucket.num_images), *((*size, 1) for size in bucket.inputs)]
-    return sum(family.num_tokens(family.latents_shape(*shape)) for shape in frames)
+    shapes = [family.latents_shape(*shape) for shape in frames]
+    return sum(map(family.num_tokens, shapes)) + family.num_given_tokens(shapes[0])
 
 
 def sizes_of(config: Config, family: ModelFamily) -> list[Bucket]:

@@ -125,7 +125,7 @@ def find_preview_family(config: Config, family: ModelFamily, layers: Sequence[st
         folder = resolve_folder(location)
         require_family(type(family), folder)
         other = type(family)(folder, trained=family.trained)
-        other.with_audio = family.with_audio
+        other.learn_as(family)
         other.check_folder()
         other.check_vae_dtype(getattr(torch, config.model.vae_dtype))
         if config.model.vae_tiling:

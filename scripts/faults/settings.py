@@ -47,6 +47,7 @@ DATA = _changes(
     "data.bucket_step=32 & data.width=null & data.height=null & data.resolutions=[32]",
     "data.max_aspect_ratio=3 & data.width=null & data.height=null & data.resolutions=[32]",
     *("data.upscale=true", "data.frame_counts=[1]", "data.fps=8", "data.audio=true"),
+    "data.control_downscale=2",
     *("data.silent_clips=learn", "data.clip=center", "data.clips_per_video=2 & data.clip=uniform"),
     *("data.crop=random", "data.crops_per_item=2 & data.crop=random", "data.background=black"),
     *("data.caption_dropout=0.3", "data.tag_shuffles=2", "data.tag_separator=;", "data.keep_tags=1"),
@@ -138,6 +139,7 @@ NOT_OF_IMAGES = frozenset(
             "data.clip",
             "data.clips_per_video",
             "data.audio",
+            "data.control_downscale",
             "data.silent_clips",
         ),
     ]

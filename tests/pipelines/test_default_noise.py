@@ -22,7 +22,12 @@ from diffsynth_lite.pipelines.base.diffusers_family import exponential_shift
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.releases import Release
 from diffsynth_lite.training.builder import build_noise_levels
-from diffsynth_lite.training.data_settings import frame_counts_of, own_audio_shape, set_audio, shifts_by_size
+from diffsynth_lite.training.data_settings import (
+    frame_counts_of,
+    own_audio_shape,
+    set_learned,
+    shifts_by_size,
+)
 
 POINTS = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
 
@@ -209,7 +214,7 @@ def test_the_recipe_of_ltx2_has_the_noise_levels_of_its_authors(tmp_path: Path) 
     path = next(path for path in RECIPES if path.name == "ltx2_lora.yaml")
     config = load_config(path, ["data.audio=true", "objective.audio_noise=own"]).config
     family = load_family("ltx2")(write_release(releases_of("ltx2")[0], tmp_path))
-    set_audio(config, family)
+    set_learned(config, family)
     levels = build_noise_levels(config, family)
     shape = family.latents_shape(768, 512, 81)
     audio_shape = own_audio_shape(config, family, 81)

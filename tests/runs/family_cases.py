@@ -42,6 +42,7 @@ class FamilyCase:
         kind: of the data; by default the first that the family trains on.
         has_last_frames: whether data and previews name the last frames of their clips.
         has_sound: whether the audio of clips is learned and drawn; one of them has none.
+        control_downscale: pixels of an item to one of its control, on each axis.
         trained: folders that get a LoRA; by default those that the family trains.
         conditioning: what the cache must hold of an item next to its latents: tensors and their first axes.
         is_plain: whether it is the family's own tiny pipeline on its first kind of data.
@@ -53,6 +54,7 @@ class FamilyCase:
     kind: RecordKind | None = None
     has_last_frames: bool = False
     has_sound: bool = False
+    control_downscale: int = 1
     trained: tuple[str, ...] | None = None
     conditioning: tuple[tuple[str, int], ...] = ()
     is_plain: bool = False
@@ -97,6 +99,7 @@ OF_A_DRAWN_START = (("first_frame_latents", 128), ("first_frame_std", 128), ("lo
 CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
     **dict.fromkeys((("flux2", "edit"), ("flux3", "edit")), OF_A_REFERENCE),
     ("ltx2", "image_to_video"): OF_A_START,
+    ("ltx2", "control"): (("control_latents", 16),),
     ("ltx_video", "image_to_video"): OF_A_DRAWN_START,
 }
 """What tiny pipelines cache of items of other kinds than their first, next to latents."""
@@ -113,6 +116,14 @@ LAYOUTS = {
     ),
     "ltx2 as 2.3 with audio": FamilyCase(
         family="ltx2", build=release_layouts.ltx_2_3, has_sound=True, conditioning=(("audio_latents", 4),)
+    ),
+    "ltx2 as 2.3 with audio by small controls": FamilyCase(
+        family="ltx2",
+        build=release_layouts.ltx_2_3,
+        kind="control",
+        has_sound=True,
+        control_downscale=2,
+        conditioning=(("audio_latents", 4), ("control_latents", 16)),
     ),
     "ltx_video of conditions": FamilyCase(family="ltx_video", build=release_layouts.ltx_of_conditions),
     "ltx_video of conditions from first frames": FamilyCase(
@@ -151,11 +162,13 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
     """The case on disk: pipeline, data and config."""
     case.build().save_pretrained(root / "model")
     family = load_family(case.family)(PipelineFolder(path=root / "model"), trained=case.trained)
-    family.with_audio = case.has_sound
     kind = case.kind or family.record_kinds[0]
+    family.with_audio, family.with_controls = case.has_sound, kind == "control"
+    family.control_downscale = case.control_downscale
     width, height = (math.ceil(side / family.size_divisor) * family.size_divisor for side in (64, 32))
     settings = [f"model.family={case.family}", f"data.width={width}", f"data.height={height}", *SETTINGS]
     settings.append(f"data.audio={str(case.has_sound).lower()}")
+    settings.append(f"data.control_downscale={case.control_downscale}")
     if case.trained:
         settings.append(f"lora.components=[{', '.join(case.trained)}]")
     if kind in ("image", "edit", "layers", "inpaint"):

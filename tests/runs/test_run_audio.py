@@ -207,6 +207,8 @@ def test_what_cannot_be_learned_is_refused_before_weights_load(
     monkeypatch.setattr(Singing, "load_component", None)
     assert run.train("model.family=ltx_video") == 2
     assert "data.audio: true, but the model of ltx_video makes no audio" in caplog.text
+    assert run.train("model.family=ltx_video", "data.audio=false", "data.control_downscale=2") == 2
+    assert "data.control_downscale: 2, but ltx_video takes no controls that are smaller" in caplog.text
     clips = run.root / "clips"
     for name in ("tone", "late", "mute"):
         write_audio_clip(clips / f"{name}.mov", None, seconds=0.9)

@@ -98,6 +98,8 @@ def test_a_family_trains_goes_on_as_if_it_had_not_ended_and_leaves_a_lora_that_d
     pipeline.register_modules(**parts)
     for file, of_file in family.lora_files.by_name.items():
         load_lora(pipeline, whole / "lora" / file, of_file[-1])
+        with safetensors.safe_open(whole / "lora" / file, "pt") as opened:
+            assert family.lora_metadata.items() <= opened.metadata().items()
     check_loaded(parts, trained)
     check_blocks(parts[family.trained[0]], family, run.metrics(whole))
     model = Composite(parts) if len(parts) > 1 else parts[family.trained[0]]

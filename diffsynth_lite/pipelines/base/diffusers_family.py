@@ -316,7 +316,9 @@ class DiffusersFamily(DiffusersComponents):
         wanted = self.pipeline_for(request)
         if isinstance(pipeline, wanted):
             return pipeline
-        made = assemble(wanted, **pipeline.components, **self.pipeline_settings)
+        # Of those that only the other class has, the folder holds none.
+        parts = {name: part for name, part in pipeline.components.items() if part is not None}
+        made = assemble(wanted, **parts, **self.pipeline_settings)
         made.set_progress_bar_config(disable=True)
         return made
 

@@ -71,6 +71,10 @@ class ModelFamily(ABC):
             it.
         with_audio: whether clips are trained and generated with their audio, which those of a family that is
             ``WithAudio`` have. A run sets it.
+        with_controls: whether the data name controls of their items. A run sets it.
+        control_downscale: pixels of an item to one of its control, on each axis; other than 1 only where
+            ``takes_small_controls``. A run sets it.
+        takes_small_controls: whether controls may have fewer pixels than what they guide.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
@@ -88,6 +92,7 @@ class ModelFamily(ABC):
     sequence_split: ClassVar[SequenceSplit | None] = None
     default_num_layers: ClassVar[int] = 0
     is_counted_by_few_blocks: ClassVar[bool] = True
+    takes_small_controls: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -119,6 +124,8 @@ class ModelFamily(ABC):
         self.vae_tiles: VaeTiles | None = None
         self.training_guidance = 1.0
         self.with_audio = False
+        self.with_controls = False
+        self.control_downscale = 1
 
     @property
     @abstractmethod
@@ -235,6 +242,16 @@ class ModelFamily(ABC):
     def take_files(self, files: Mapping[str, ComponentFile]) -> None:
         """Have ``denoisers`` read from these files; raises UserError where one is not for this family."""
         self.folder = replace(self.folder, files=files)
+
+    def learn_as(self, other: "ModelFamily") -> None:
+        """Be given what another one is given of items: their audio, and their controls in a size."""
+        self.with_audio, self.with_controls = other.with_audio, other.with_controls
+        self.control_downscale = other.control_downscale
+
+    @property
+    def lora_metadata(self) -> Mapping[str, str]:
+        """What programs that use its LoRA files read there, by the names that these programs have."""
+        return {}
 
     def check_folder(self, *, with_weights: bool = True) -> None:
         """Check, without loading weights, that the folder holds what training and previews need.
@@ -370,6 +387,10 @@ class ModelFamily(ABC):
 
     def num_condition_values(self, latents_shape: Sequence[int]) -> int:
         """Numbers that are kept of each item's media next to its latents, where that is not a small part."""
+        return 0
+
+    def num_given_tokens(self, latents_shape: Sequence[int]) -> int:
+        """Tokens that the transformer sees of one sample next to those of its latents."""
         return 0
 
     @abstractmethod

@@ -17,6 +17,7 @@ from diffusers import (
     AutoencoderKLLTX2Video,
     LTX2ConditionPipeline,
     LTX2ImageToVideoPipeline,
+    LTX2InContextPipeline,
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
 )
@@ -38,8 +39,17 @@ from diffsynth_lite.pipelines.base.first_frame import (
     with_first_frames,
 )
 from diffsynth_lite.pipelines.base.mixins import WithAudio
+from diffsynth_lite.pipelines.base.model_function import stacked
 from diffsynth_lite.pipelines.base.preview_request import in_turn
 from diffsynth_lite.pipelines.ltx2.audio import COMPRESSION, encode_audio, num_audio_latents
+from diffsynth_lite.pipelines.ltx2.controls import (
+    CONTROL,
+    METADATA,
+    control_arguments,
+    control_code,
+    control_shape,
+    encode_control,
+)
 from diffsynth_lite.pipelines.ltx2.forward import BLOCK_LISTS, UNUSED_MATMULS, model_fn_ltx2
 from diffsynth_lite.pipelines.ltx2.generation import STREAMS, Connected, guidance_arguments, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.names import LTX2_LAYERS, LTX2_NAMES
@@ -56,7 +66,7 @@ _AUDIO_ONLY = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_au
 
 
 class LTX2(WithAudio, DiffusersFamily):
-    """LTX-2 19B and LTX-2.3 22B, from text, and from text with a first frame, with audio and without.
+    """LTX-2 19B and LTX-2.3 22B, from text, from a first frame and by a control clip, with audio and without.
 
     48 blocks with two streams, one for the clip and one for its audio, prompts by Gemma 3, a causal video VAE
     of 128 channels: 1/8 of the frames, 1/32 of the size. Positions in time are in seconds, so that each clip
@@ -90,6 +100,17 @@ class LTX2(WithAudio, DiffusersFamily):
     image, at timestep 0, and does not count in the loss. The image goes through H.264 first, as there
     (``image_crf`` 33). It takes clips of 9 frames or more; a last frame is an error.
 
+    A clip with a control follows it (IC-LoRA): what diffusers calls its reference, a clip of as many frames,
+    whose clean tokens, at timestep 0, come after the noisy ones, at the same positions. They have no part in
+    the loss, nor in the shift of the noise levels; that of the sampler of ``LTX2InContextPipeline``, which
+    generates the previews, counts them. All items of a run have a control, or none. It may be one of clips
+    with audio or a first frame, and LoRAs trained without controls load with ``lora.init_from``. With
+    ``data.control_downscale: 2`` it has half the width and height, and a quarter of the tokens, whose
+    positions are spread over the whole clip, as by ``--reference-downscale-factor`` of Lightricks' trainer.
+    The LoRA file names the number as ``reference_downscale_factor``, as of that trainer, which ltx-pipelines
+    reads; diffusers is given it in the call. Controls with fewer frames, several of them, references of audio
+    and weaker attention to controls (``conditioning_attention_strength``) are not trained.
+
     A preview with guidance has all of the pipeline's defaults: for the audio a scale of 7, guidance against
     streams kept separate with 3, rescaling with 0.7 and, of LTX-2.3, against a block without attention with
     1; that is three runs of the model a step, or four. With a scale of 1 it has none.
@@ -101,21 +122,29 @@ class LTX2(WithAudio, DiffusersFamily):
     which reads prompts by Gemma 4, and the upscalers are refused.
     """
 
-    pipelines = (LTX2Pipeline, LTX2ImageToVideoPipeline, LTX2ConditionPipeline)
+    pipelines = (LTX2Pipeline, LTX2ImageToVideoPipeline, LTX2ConditionPipeline, LTX2InContextPipeline)
     releases = LTX_2
-    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "ltx2_lora.yaml"}
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {
+        "video": "ltx2_lora.yaml",
+        "control": "ltx2_ic_lora.yaml",
+    }
     transformer_class = LTX2VideoTransformer3DModel
     lora_spelling = LTX2_NAMES
     lora_layers = LTX2_LAYERS
     block_lists = BLOCK_LISTS
     unused_matmuls = UNUSED_MATMULS
-    record_kinds = ("video", "image", "image_to_video")
-    size_divisor = _SPATIAL
+    record_kinds = ("video", "image", "image_to_video", "control")
     frame_step = _TEMPORAL
     default_num_frames = 121
     default_fps = 24.0
     max_prompt_tokens = 1024
+    takes_small_controls = True
     default_target_modules = _ATTENTION
+
+    @property
+    def size_divisor(self) -> int:
+        """32 times `data.control_downscale`."""
+        return _SPATIAL * self.control_downscale
 
     @property
     def encoder_classes(self) -> Mapping[str, Any]:
@@ -223,17 +252,22 @@ class LTX2(WithAudio, DiffusersFamily):
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         of_clip = f"ltx2/latents/1 {self.folder.fingerprint('vae')} {dtype} {DEFAULT_IMAGE_CRF}"
+        if self.with_controls:
+            of_clip += f" control/1 1/{self.control_downscale}"
         return f"{of_clip} sound/1 {self.folder.fingerprint('audio_vae')}" if self.with_audio else of_clip
 
     def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         pipeline = super().media_pipeline(dtype, device)
+        if self.with_controls:  # which other classes would resize by another filter
+            pipeline = assemble(LTX2InContextPipeline, vae=pipeline.vae)
         # Encoding asks for it, too. Previews are not decoded so.
         pipeline.vae.use_framewise_decoding = self.vae_tiles is not None
         return pipeline
 
     def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
         start = encode_start(self, pipeline, _with_recompressed_start(item))
-        return {**start, "frame_rate": torch.tensor(item.fps or self.default_fps)}
+        control = encode_control(self, pipeline, item)
+        return {**start, **control, "frame_rate": torch.tensor(item.fps or self.default_fps)}
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -285,7 +319,21 @@ class LTX2(WithAudio, DiffusersFamily):
             name: torch.ones(self.max_prompt_tokens, width)
             for name, width in zip(STREAMS, widths, strict=True)
         }
-        return {**prompt, "frame_rate": torch.tensor(self.default_fps)}
+        control = {CONTROL: torch.ones(self._control_shape(latents_shape))} if self.with_controls else {}
+        return {**prompt, **control, "frame_rate": torch.tensor(self.default_fps)}
+
+    def _control_shape(self, latents_shape: Sequence[int]) -> tuple[int, ...]:
+        return control_shape(latents_shape, self.control_downscale)
+
+    def num_condition_values(self, latents_shape: Sequence[int]) -> int:
+        return math.prod(self._control_shape(latents_shape)) if self.with_controls else 0
+
+    def num_given_tokens(self, latents_shape: Sequence[int]) -> int:
+        return self.num_tokens(self._control_shape(latents_shape)) if self.with_controls else 0
+
+    @property
+    def lora_metadata(self) -> Mapping[str, str]:
+        return {METADATA: str(self.control_downscale)} if self.with_controls else {}
 
     def predict(
         self,
@@ -323,29 +371,32 @@ class LTX2(WithAudio, DiffusersFamily):
         like = device_and_dtype(transformer)
         sigma = sigma * _NUM_TIMESTEPS
         latents_bcfhw, timestep = with_first_frames(noisy_latents, sigma, conditioning)
-        frame_rate = torch.stack([sample["frame_rate"] for sample in conditioning])
-
-        def read(stream: str) -> torch.Tensor:
-            return torch.stack([sample[stream] for sample in conditioning]).to(**like)
-
-        of_clips, of_audio = STREAMS
         audio_parts: dict[str, Any] = {}
         if noisy_audio_latents is not None:
             audio_parts = {
                 "audio_latents_bclm": noisy_audio_latents.to(**like),
-                "audio_prompt_embeds_bld": read(of_audio),
+                "audio_prompt_embeds_bld": stacked(conditioning, STREAMS[1], like),
                 "audio_sigma": None if audio_sigma is None else audio_sigma * _NUM_TIMESTEPS,
             }
         return model_fn_ltx2(
             transformer,
             latents_bcfhw.to(**like),
             timestep,
-            read(of_clips),
             sigma=sigma,
-            frame_rate=frame_rate.to(like["device"]),
+            **self.model_inputs(conditioning, like),
             **audio_parts,
             **gradient_flags(),
         )
+
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        inputs = {
+            "prompt_embeds_bld": stacked(conditioning, STREAMS[0], like),
+            "frame_rate": stacked(conditioning, "frame_rate", {"device": like["device"]}),
+        }
+        if CONTROL not in conditioning[0]:
+            return inputs
+        control_bcfhw = stacked(conditioning, CONTROL, like)
+        return {**inputs, "control_bcfhw": control_bcfhw, "control_downscale": self.control_downscale}
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
@@ -355,15 +406,19 @@ class LTX2(WithAudio, DiffusersFamily):
             name: self.load_component(name, vae_dtype).to(like["device"]) for name in ("audio_vae", "vocoder")
         }
         # The image-to-video pipeline hands images to the VAE in the dtype of the prompt.
-        dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
+        hands = any(self.pipeline_for(request) is LTX2ImageToVideoPipeline for request in requests)
+        dtype = like["dtype"] if hands else vae_dtype
         pipeline = self.preview_pipeline(transformer, dtype, **audio_parts)
         return [self.generate(self.made_for(request, pipeline), request) for request in in_turn(requests)]
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
+        if request.control:
+            return LTX2InContextPipeline
         return LTX2ImageToVideoPipeline if request.inputs else LTX2Pipeline
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
-        return self._guidance(request) | start_code(request)
+        given = control_code(request, self.control_downscale) if request.control else start_code(request)
+        return self._guidance(request) | given
 
     def _guidance(self, request: PreviewRequest) -> dict[str, float]:
         perturbs = self._transformer_config.get("perturbed_attn", False)
@@ -373,8 +428,10 @@ class LTX2(WithAudio, DiffusersFamily):
         return prompt_arguments(prompt, like)
 
     def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
-        frame_rate = request.fps or self.default_fps
-        return {"frame_rate": frame_rate, **preview_start(request), **self._guidance(request)}
+        frame_rate, given = request.fps or self.default_fps, preview_start(request)
+        if request.control:
+            given = control_arguments(request, self.control_downscale)
+        return {"frame_rate": frame_rate, **given, **self._guidance(request)}
 
     def generate(self, pipeline: Any, request: PreviewRequest) -> Generated:
         pipeline.connectors = Connected(request.conditioning["prompt_embeds"].shape[-1])

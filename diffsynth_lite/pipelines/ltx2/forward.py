@@ -4,7 +4,7 @@ Layouts: b batch, c latent channels, f latent frames, h and w latent height and 
 bins of the mel spectrogram. Source: diffusers ``transformer_ltx2.py``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 
@@ -32,6 +32,8 @@ def model_fn_ltx2(
     audio_latents_bclm: torch.Tensor | None = None,
     audio_prompt_embeds_bld: torch.Tensor | None = None,
     audio_sigma: torch.Tensor | None = None,
+    control_bcfhw: torch.Tensor | None = None,
+    control_downscale: int = 1,
     **checkpointing: Unpack[Checkpointing],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward of LTX-2, each transformer block run by the gradient engine.
@@ -51,6 +53,9 @@ def model_fn_ltx2(
         audio_sigma: (B,), as ``sigma``, that of these; None where it is the same.
         audio_prompt_embeds_bld: (B, L, D), what the connectors make of prompts for the stream of audio; with
             the mask of the others.
+        control_bcfhw: (B, 128, F, h, w), normalised latents of clips that the noisy ones follow: clean, at
+            timestep 0, and after the noisy ones in the sequence.
+        control_downscale: H / h, and W / w: their positions are spread by it over the noisy clip.
 
     Returns:
         (B, 128, F, H, W), and that of the audio, (B, 8, L, 16), of no use without audio: each the predicted
@@ -60,6 +65,17 @@ def model_fn_ltx2(
     hears = audio_latents_bclm is not None
     if audio_latents_bclm is None or audio_prompt_embeds_bld is None:
         audio_latents_bclm, audio_prompt_embeds_bld = _without_audio(transformer, latents_bcfhw)
+    tokens_bld = LTX2Pipeline._pack_latents(latents_bcfhw)
+    # Axes as diffusers divides by them: (B, L, 2), start and end of each token.
+    fps, num_tokens = frame_rate[:, None, None], tokens_bld.shape[1]
+    video = {"hidden_states": tokens_bld, "timestep": timestep}
+    if control_bcfhw is not None:
+        positions = [
+            _positions(transformer, latents_bcfhw, fps),
+            _positions(transformer, control_bcfhw, fps, control_downscale),
+        ]
+        video = _followed_by(video, LTX2Pipeline._pack_latents(control_bcfhw))
+        video["video_coords"] = torch.cat(positions, dim=2)
     with (
         nullcontext() if audio_sigma is None else _gates_of_the_other(transformer, sigma, audio_sigma),
         checkpoint_blocks(
@@ -71,11 +87,10 @@ def model_fn_ltx2(
         ),
     ):
         velocity_bld, audio_velocity_bld = transformer(
-            hidden_states=LTX2Pipeline._pack_latents(latents_bcfhw),
+            **video,
             audio_hidden_states=LTX2Pipeline._pack_audio_latents(audio_latents_bclm),
             encoder_hidden_states=prompt_embeds_bld,
             audio_encoder_hidden_states=audio_prompt_embeds_bld,
-            timestep=timestep,
             audio_timestep=sigma if audio_sigma is None else audio_sigma,
             sigma=sigma,
             audio_sigma=audio_sigma,
@@ -84,15 +99,43 @@ def model_fn_ltx2(
             num_frames=num_frames,
             height=height,
             width=width,
-            # Axes as diffusers divides by them: (B, L, 2), start and end of each token.
-            fps=frame_rate[:, None, None],
+            fps=fps,
             audio_num_frames=audio_latents_bclm.shape[2],
             isolate_modalities=not hears,
             use_cross_timestep=audio_sigma is None,
             return_dict=False,
         )
-    velocity_bcfhw: torch.Tensor = LTX2Pipeline._unpack_latents(velocity_bld, num_frames, height, width)
+    velocity_bcfhw: torch.Tensor = LTX2Pipeline._unpack_latents(
+        velocity_bld[:, :num_tokens], num_frames, height, width
+    )
     return velocity_bcfhw, unpacked(audio_velocity_bld, audio_latents_bclm)
+
+
+def _followed_by(video: Mapping[str, torch.Tensor], control_bld: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tokens of noisy clips and their timesteps, with clean tokens after them, at timestep 0."""
+    tokens_bld, timestep = video["hidden_states"], video["timestep"]
+    timestep_bl = timestep.view(len(timestep), -1).expand(-1, tokens_bld.shape[1])
+    clean_bl = timestep.new_zeros(control_bld.shape[:2])
+    return {
+        "hidden_states": torch.cat([tokens_bld, control_bld], dim=1),
+        "timestep": torch.cat([timestep_bl, clean_bl], dim=1),
+    }
+
+
+def _positions(
+    transformer: torch.nn.Module, latents_bcfhw: torch.Tensor, fps: torch.Tensor, downscale: int = 1
+) -> torch.Tensor:
+    """Seconds and pixels at which each token starts and ends, (B, 3, L, 2), also of a smaller clip.
+
+    Args:
+        fps: (B, 1, 1).
+        downscale: pixels of a whole clip to one of these, on each axis.
+    """
+    model: Any = unwrapped(transformer)
+    batch, _, *sides = latents_bcfhw.shape
+    coords: torch.Tensor = model.rope.prepare_video_coords(batch, *sides, latents_bcfhw.device, fps=fps)
+    coords[:, 1:] *= downscale
+    return coords
 
 
 @contextmanager

@@ -337,6 +337,7 @@ def gather_lora_facts(
         sigma_range=(config.objective.sigma_min, config.objective.sigma_max),
         prediction_type=_prediction_type(family),
         training=_training(config),
+        of_family=family.lora_metadata,
     )
 
 

@@ -15,6 +15,7 @@ from diffsynth_lite.pipelines.base.preview_request import Code
 from diffsynth_lite.pipelines.base.tokenizer import is_misread
 
 _IMPORTED = {
+    "diffusers.pipelines.ltx2": ("LTX2ReferenceCondition", "LTX2VideoCondition"),
     "diffusers.utils": ("encode_video", "export_to_video", "load_image", "load_video"),
     "PIL": ("Image", "ImageOps"),
     "transformers": ("PreTrainedTokenizerFast",),

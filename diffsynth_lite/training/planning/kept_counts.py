@@ -89,7 +89,8 @@ class KeptCounts:
             parts = (*family.components, *family.components_without_weights)
             self._components = {part: family.folder.fingerprint(part) for part in parts}
         read = (
-            *(name, _versions(), type(family).__qualname__, family.trained, family.with_audio),
+            *(name, _versions(), type(family).__qualname__, family.trained),
+            *(family.with_audio, family.with_controls, family.control_downscale),
             *(self._components, settings),
         )
         return hashlib.sha256(json.dumps(read, sort_keys=True, default=repr).encode()).hexdigest()

@@ -132,7 +132,7 @@ class MemoryCounter:
         # A step runs one of the experts; other trained parts, such as text encoders, run, too.
         others = [name for name, part in parts.items() if type(part) is not type(parts[first])]
         self._first = type(family)(family.folder, trained=[first, *others])
-        self._first.with_audio = family.with_audio
+        self._first.learn_as(family)
         self._prefix = f"{first}." if others else ""
         self._other_layers = [name for name in layers if name.partition(".")[0] in others]
         prefix = "" if len(parts) == 1 else f"{first}."

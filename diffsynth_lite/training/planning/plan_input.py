@@ -14,13 +14,14 @@ from diffsynth_lite.training.planning.choices import MemoryBudget
 from diffsynth_lite.training.planning.gpus import COUNTED_SHARE, Gpu
 
 _SOURCE = "input_columns input_dirs layer_columns layer_dirs repeats weight preserve"
+_SOURCE_WHETHER = "path dataset control_column control_dir"
 _READ: Mapping[str, str] = {
     "model": "family path revision variant transformer_file transformer_2_file training_adapter dtype "
     "quantize quantize_skip text_encoder_dtype text_encoder_quantize vae_dtype vae_tiling",
     "lora": "kind rank use_rslora init lokr_factor dropout components target_modules target_blocks "
     "loraplus_ratio groups",
     "data": f"{_SOURCE} width height resolutions sizes bucket_step max_aspect_ratio frame_counts fps audio "
-    "cache",
+    "control_downscale cache",
     "objective": "audio_noise guidance_target",
     "train": "global_batch_size micro_batch_size micro_batch_tokens optimizer optimizer_options adam_beta1 "
     "adam_beta2 adam_epsilon weight_decay ema_decay mixed_precision use_gradient_checkpointing "
@@ -30,7 +31,7 @@ _READ: Mapping[str, str] = {
     "validation": "guidance_scale width height num_frames num_layers use_ema",
 }
 _READ_WHETHER: Mapping[str, str] = {
-    "data": "path dataset",
+    "data": _SOURCE_WHETHER,
     "validation": "prompts model_path inputs last_frames control inpaint_masks",
 }
 """Of these only whether there is any."""
@@ -130,7 +131,7 @@ def planned(config: Config) -> Config:
     for section, settings in config:
         read = _READ.get(section, "").split()
         sections[section] = _limited(settings, read, _READ_WHETHER.get(section, "").split())
-    sources = [_limited(one, _SOURCE.split(), ("path", "dataset")) for one in config.data.sources]
+    sources = [_limited(one, _SOURCE.split(), _SOURCE_WHETHER.split()) for one in config.data.sources]
     sections["data"] = sections["data"].model_copy(update={"sources": sources})
     return config.model_copy(update=sections)
 

@@ -21,7 +21,7 @@ from diffsynth_lite.training.data_settings import (
     audio_shape,
     num_tokens_of,
     own_audio_shape,
-    set_audio,
+    set_learned,
     sizes_of,
 )
 from diffsynth_lite.training.distilled import read_training_adapter
@@ -59,7 +59,7 @@ def family_without_weights(config: Config) -> Iterator[ModelFamily]:
         )
     with TemporaryDirectory() as folder:
         family = family_class(write_release(named[0], Path(folder)), trained=config.lora.components)
-        set_audio(config, family)
+        set_learned(config, family)
         yield family
 
 

@@ -150,7 +150,8 @@ def without_weights(
             "steps can be counted"
         )
     copied: WithoutWeights = type(given.__name__, (WithoutWeights, given), {})(family.folder, trained=trained)
-    copied.counted, copied.loaded, copied.with_audio = counted, {}, family.with_audio
+    copied.counted, copied.loaded = counted, {}
+    copied.learn_as(family)
     copied.vae_tiles = copied.known_vae_tiles if vae_tiling else None
     return copied
 
