@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_ideogram4 import LLM_TOKEN_INDICATOR
 from family_sample import CPU, PROMPTS, UNCLEAN, Sample, longest_prompts
+from krea2_edit_reference import referenced
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from transformers import BatchFeature, ProcessorMixin
@@ -73,6 +74,8 @@ class CheckedProcessor(TextAndImages):
 def unwatched(sample: Sample) -> Any:
     """The pipeline, whose processor takes the texts that those of the released models take."""
     pipeline = sample.fresh_pipeline()
+    if sample.name == "krea2_edit":
+        pipeline = referenced(pipeline)
     if sample.family.edits.prompt_sees_images:
         pipeline.processor = CheckedProcessor(
             tokenizer=pipeline.tokenizer, image_processor=pipeline.processor

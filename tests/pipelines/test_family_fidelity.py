@@ -29,6 +29,7 @@ from family_sample import (
     numbers,
     transformer_calls,
 )
+from krea2_edit_reference import referenced
 from lazy_backend import LazyBackend
 from PIL.Image import Image
 from release_layouts import other_guidance, without_audio
@@ -70,6 +71,8 @@ def read_pipeline(sample: Sample) -> Any:
     Not the one that was saved there: weights in other places of the memory are summed in another order.
     """
     pipeline: Any = diffusers_pipelines.read_pipeline(sample.family.folder.path)
+    if sample.name == "krea2_edit":
+        pipeline = referenced(pipeline)
     if sample.family.edits.prompt_sees_images:  # its own processor of texts and images needs torchvision
         pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)
     if sample.name == "chroma":

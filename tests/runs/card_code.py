@@ -22,9 +22,10 @@ from diffsynth_lite.pipelines.qwen_image_edit import TextAndImages
 LARGEST_DIFFERENCE = 2
 """Of 255, between an image of the code and the preview: prompts that are padded are summed otherwise."""
 _LOADING = re.compile(r"pipeline( = |\.(\w+\.)?load_\w+\(|\.to\().*\n")
-_SEES_IMAGES = (
-    "pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)\n"
-)
+_SEES_IMAGES = """\
+if hasattr(pipeline, "processor"):
+    pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)
+"""
 """For pipelines whose own processor needs torchvision."""
 
 
