@@ -80,7 +80,7 @@ class Workspace:
             kind: "data" for a folder of images and clips; "runs" for a run folder, or one that holds some.
 
         Raises:
-            UserError: there is no such kind or folder, or it is none of this kind.
+            UserError: there is no such kind or folder, or the folder is not of this kind.
         """
         if kind not in ("data", "runs"):
             raise UserError(f"kind: {kind}: give data or runs")

@@ -72,8 +72,8 @@ The transformer may also come from one file, as ComfyUI has them: `model.transfo
 ([base-model.md](base-model.md#from-one-file)).
 
 A distilled release makes images in few steps, mostly without guidance. Training knows nothing of the
-distillation and undoes it: with the LoRA, few steps give blurred images. Where a family's files tell such a
-release, below as "distilled releases", or else its name only, a run and `diffsynth-lite doctor` warn of it.
+distillation and undoes it: with the LoRA, few steps give blurred images. Where a family's files show that a
+release is distilled (below as "distilled releases"), or else its name does, a run and the doctor warn of it.
 """
 
 

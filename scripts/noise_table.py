@@ -20,7 +20,7 @@ from diffsynth_lite.training.data_settings import frame_counts_of
 _REPOSITORY = Path(__file__).parents[1]
 
 EXPLANATION = """\
-Below the recipes of a family stand the noise levels that their steps train, at the recipe's size. `steps` is
+Below the recipes of a family are the noise levels that their steps train, at the recipe's size. `steps` is
 the part of all steps; `<0.5`, and the columns from `0.0` (up to 0.1) on, are parts of those of the row, in %.
 `diffsynth-lite doctor` shows the same for your config and data.
 """

@@ -95,7 +95,7 @@ class LoraContents:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is no DoRA and no LoKr."""
+        """Whether it is neither a DoRA nor a LoKr."""
         return all(isinstance(update, LoraPair) for update in self.updates.values())
 
     @property

@@ -209,7 +209,7 @@ class _NoEncoder:
 
 @contextmanager
 def _generated_at(width: int, height: int) -> Iterator[None]:
-    """Scope in which the pipeline draws in this size: by itself it has two areas for any shape."""
+    """Scope in which the pipeline generates in this size: by itself it has two areas for any shape."""
     own = layered.calculate_dimensions
     layered.calculate_dimensions = lambda _area, _ratio: (width, height)
     try:

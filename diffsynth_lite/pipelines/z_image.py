@@ -149,7 +149,7 @@ class ZImage(DiffusersFamily):
     more steps for detail, and musubi-tuner (``docs/zimage.md``) 2 with a density around the middle.
 
     diffusers 0.42.1 has one transformer of Z-Image. Its pipelines that start from an image
-    (``ZImageImg2ImgPipeline``, ``ZImageInpaintPipeline``) draw with the same weights and the same inputs of
+    (``ZImageImg2ImgPipeline``, ``ZImageInpaintPipeline``) use the same weights and the same inputs of
     the model, so a LoRA trained here works in them, too; those of a ControlNet also run a second model.
 
     Omni models, which also see images, as latents and through SigLIP, are refused. Their forward is not the

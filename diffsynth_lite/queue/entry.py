@@ -32,7 +32,7 @@ _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 _OF_RUN = {"process", "was_signalled", "started_at", "ended_at", "exit_code", "outcome", "message"}
 
 _Word = Annotated[str, StringConstraints(pattern=r"^[^-\x00][^\x00]*$", max_length=10_000)]
-"""An argument that is no flag."""
+"""An argument that is not a flag."""
 _Setting = Annotated[str, StringConstraints(pattern=r"^[a-z_]+\.[a-z0-9_]+=[^\x00]*$", max_length=100_000)]
 _Devices = Annotated[str, StringConstraints(pattern=r"^([\w/-]+(,[\w/-]+)*)?$", max_length=500)]
 

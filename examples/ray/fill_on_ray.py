@@ -83,7 +83,7 @@ def run_part(part: str, command: Sequence[str], folder: str) -> Ended:
 
 
 def fill(parsed: argparse.Namespace) -> list[Ended]:
-    """Run all parts as tasks, and tell of each that ends; how those that are not in the cache came out."""
+    """Run all parts as tasks, and log each that ends; how those that are not in the cache came out."""
     import ray
 
     ray.init(address=parsed.address)

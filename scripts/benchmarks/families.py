@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [row for family, release in chosen for row in bytes_rows(family, release)]
     print_table("MiB that one block more keeps on the device, and in brackets in host memory.", rows)
     for _, release in chosen:
-        # What is trained stands first.
+        # What is trained comes first.
         trained, *_ = release.components.values()
         print(f"{release.name}: {trained.source}.")
 

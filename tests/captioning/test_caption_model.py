@@ -1,4 +1,4 @@
-"""Captioning models of several classes answer the same in a batch as alone, in as much memory as there is."""
+"""Captioning models of several classes answer the same in a batch as singly, in what memory there is."""
 
 import gc
 import logging

@@ -293,7 +293,7 @@ def test_images_with_layers_get_a_model_that_generates_layers(
 
 
 @pytest.mark.parametrize("has_files", [False, True])
-def test_images_of_which_parts_are_painted_anew_get_masks(
+def test_images_of_which_parts_are_painted_again_get_masks(
     has_files: bool, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--family", "flux_fill"]

@@ -159,7 +159,7 @@ def test_a_recipe_for_the_card_is_proposed_and_a_no_is_an_error_only_where_a_fit
     assert "--require-fit: Does not fit: " in caplog.text
 
 
-def test_settings_of_a_step_are_listed_with_those_of_the_config_and_where_none_fit_it_is_said(
+def test_settings_of_a_step_are_listed_with_those_of_the_config_or_that_none_fit(
     tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choices, "_STRATEGIES", (KEEP,))

@@ -81,7 +81,7 @@ def test_the_lora_its_card_and_the_images_of_the_card_arrive_in_one_commit_and_n
     assert TOKEN not in printed.out + printed.err
 
 
-def test_only_what_changed_is_committed_and_a_card_edited_there_gives_way_to_one_edited_here_alone(
+def test_only_what_changed_is_committed_and_a_card_edited_there_gives_way_only_to_one_edited_here(
     run: RunFolder, hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert publish(run) == 0
@@ -160,7 +160,7 @@ def remove(name: str) -> Change:
         (lambda _, patch: patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9"), "ConnectError"),
     ],
 )
-def test_what_cannot_be_published_is_told_in_a_line_and_leaves_the_hub_as_it_was(
+def test_what_cannot_be_published_is_an_error_in_a_line_and_leaves_the_hub_as_it_was(
     run: RunFolder,
     hub: Hub,
     monkeypatch: pytest.MonkeyPatch,

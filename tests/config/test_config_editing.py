@@ -1,4 +1,4 @@
-"""A setting is changed in the text of a config: it alone differs, and comments stay."""
+"""A setting is changed in the text of a config: only it differs, and comments stay."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "key", "value", "expected"), CHANGES)
-def test_a_setting_is_changed_where_it_stands(text, key, value, expected):
+def test_a_setting_is_changed_where_it_is(text, key, value, expected):
     assert with_value(text, key, value) == expected
 
 

@@ -65,7 +65,7 @@ TEXTS = st.one_of(
 
 
 def values_of(setting: Schema) -> st.SearchStrategy:
-    """Every value that a setting may have, taken alone, by its JSON schema."""
+    """Every value that a setting may have, one at a time, by its JSON schema."""
     schema = without_null(setting)
     if section_of_entries(setting):
         return st.lists(entries(section_of_entries(setting)), max_size=2)

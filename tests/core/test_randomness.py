@@ -43,7 +43,7 @@ def test_a_draw_depends_on_each_of_seed_purpose_and_position_and_on_nothing_else
         assert not torch.equal(drawn, normal(seed, purpose, position, (8,)))
 
 
-def test_seed_and_purpose_are_told_apart_when_their_texts_run_together():
+def test_seed_and_purpose_are_distinguished_when_their_texts_run_together():
     assert uniform(1, "2:noise", 0) != uniform(12, ":noise", 0)
     assert uniform(1, "2noise", 0) != uniform(12, "noise", 0)
 

@@ -255,7 +255,7 @@ def _add_silence(file: OutputContainer, codec: str, *, seconds: float) -> None:
 
 
 def decode_all(path: Path) -> list[tuple[Fraction, np.ndarray]]:
-    """The reference: every frame with its time from the first, decoded from the start by PyAV alone.
+    """The reference: every frame with its time from the first, decoded from the start by PyAV itself.
 
     Of an AVI the times are those of its chunks.
     """

@@ -46,7 +46,7 @@ OUTSIDE = (
     "../" + "a" * 300 + ".png",
     "../\ud800.png",
 )
-"""Paths with ``..`` and absolute ones, for ``allow_outside`` alone; many reach a file that is there."""
+"""Paths with ``..`` and absolute ones, only for ``allow_outside``; many reach a file that is there."""
 
 THROUGH_LINKS = (
     "link.png",

@@ -220,7 +220,7 @@ def test_an_avi_is_read_to_its_end_and_what_it_lacks_is_an_error(
 
 
 def decoded_from_the_start(path: Path, rate: int) -> np.ndarray:
-    """The reference: the audio of a file by PyAV alone, from time 0."""
+    """The reference: the audio of a file by PyAV itself, from time 0."""
     converter = av.AudioResampler("fltp", "mono", rate)
     with av.open(str(path)) as file:
         frames = [one.to_ndarray() for frame in file.decode(audio=0) for one in converter.resample(frame)]
@@ -325,7 +325,7 @@ def test_the_key_of_an_entry_names_the_form_of_the_audio_and_without_audio_is_wh
 @pytest.mark.parametrize(
     ("clip", "codec", "decoder"), [("a.mov", "pcm_s16le", "pcm_s16le"), ("a.avi", "libmp3lame", "mp3float")]
 )
-def test_plans_ask_for_the_audio_of_clips_alone_and_only_where_it_is_learned(
+def test_plans_ask_only_for_the_audio_of_clips_and_only_where_it_is_learned(
     tmp_path: Path, clip: str, codec: str, decoder: str
 ) -> None:
     write_audio_clip(tmp_path / clip, tone(100, rate=16000), codec=codec)

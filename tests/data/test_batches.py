@@ -182,7 +182,7 @@ def test_a_cache_entry_that_vanished_stops_the_run_by_name(items, cache):
     assert "\n" not in str(error.value)
 
 
-def test_the_first_batches_alone_are_read(items, cache):
+def test_only_the_first_batches_are_read(items, cache):
     """An iteration that starts must not read the whole data set first."""
     schedule = schedule_of(items, [1])
     for position in (4, 5, 6):
@@ -333,7 +333,7 @@ def test_batches_are_in_pinned_memory_where_there_is_a_gpu(items, cache):
     assert all(tensor.is_pinned() for tensor in tensors)
 
 
-def test_audio_has_noise_of_its_own_beside_that_of_the_clips(rows, cache):
+def test_audio_has_noise_of_its_own_next_to_that_of_the_clips(rows, cache):
     silent = first_batches(4, ItemTable.build(rows), cache)
     assert {batch.audio for batch in silent} == {None}
     for index in range(7):

@@ -62,7 +62,7 @@ def test_little_is_cropped_of_an_item_whose_aspect_ratio_is_allowed(rule, width,
 
 
 @given(rule=rules(upscale=True), width=sides, height=sides, factor=st.integers(2, 5))
-def test_with_upscaling_the_size_depends_on_the_aspect_ratio_alone(rule, width, height, factor):
+def test_with_upscaling_the_size_depends_only_on_the_aspect_ratio(rule, width, height, factor):
     bucket = rule.bucket(0, width, height, None)
     assert rule.bucket(0, factor * width, factor * height, None) == bucket
     assert bucket.width * bucket.height <= rule.resolutions[0] ** 2

@@ -69,7 +69,9 @@ def break_image(record):
     record.target.write_bytes(record.target.read_bytes()[:-20])
 
 
-def test_each_item_is_encoded_alone_and_once_and_its_tensors_stand_under_its_key(cache, memory, make_records):
+def test_each_item_is_encoded_by_itself_and_once_and_its_tensors_are_stored_under_its_key(
+    cache, memory, make_records
+):
     encoder = CountingEncoder()
     planned = keyed(make_records(3), cache, memory)
     assert run(planned, cache, memory, encoder) == {}
@@ -104,7 +106,7 @@ def test_equal_files_are_encoded_once(cache, memory, make_records):
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-3], lambda content: content[:-1] + b"\xff"])
-def test_a_damaged_entry_alone_is_encoded_again(cache, memory, make_records, damage):
+def test_only_a_damaged_entry_is_encoded_again(cache, memory, make_records, damage):
     planned = keyed(make_records(3), cache, memory)
     run(planned, cache, memory, CountingEncoder())
     key = list(planned)[1]
@@ -224,7 +226,7 @@ def test_without_a_cache_each_item_is_decoded_once_to_find_bad_ones(cache, memor
     assert loaded == ["2.png"]
 
 
-def test_captions_are_not_decoded_but_the_images_beside_them_are(cache, memory, make_records, caplog):
+def test_captions_are_not_decoded_but_the_images_next_to_them_are(cache, memory, make_records, caplog):
     good, broken = make_records(2)
     break_image(broken)
     prompts = {

@@ -23,14 +23,14 @@ from diffsynth_lite.errors import UserError
 RULES = PlanRules(buckets=BucketRule(divisor=8, step=8, sizes=((16, 16),), frame_counts=(3,)))
 
 
-def planned(folder: Path, target: Path, rules: PlanRules = RULES, **beside: object) -> DatasetPlan:
-    record = Record(name=target.name, source=0, target=target, captions=("x",), **beside)
+def planned(folder: Path, target: Path, rules: PlanRules = RULES, **other_files: object) -> DatasetPlan:
+    record = Record(name=target.name, source=0, target=target, captions=("x",), **other_files)
     with FileMemory(folder / "index.sqlite") as memory:
         return plan_items([record], index=MediaIndex(memory), rules=rules)
 
 
-def items(*given: object, **beside: object) -> list[TrainingItem]:
-    plan = planned(*given, **beside)
+def items(*given: object, **other_files: object) -> list[TrainingItem]:
+    plan = planned(*given, **other_files)
     assert not plan.bad
     return list(plan.items)
 

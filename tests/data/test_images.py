@@ -118,16 +118,16 @@ def test_grey_of_16_bits_is_turned_as_well(tmp_path):
         assert np.array_equal(shown, np.rot90(np.arange(32).reshape(4, 8) * 8, -1))
 
 
-def test_the_crop_is_told_to_whole_pixels_of_the_resized_image():
-    def told(size, x=0.5, y=0.5):
+def test_the_crop_is_in_whole_pixels_of_the_resized_image():
+    def crop_at(size, x=0.5, y=0.5):
         return crop_of(size, 64, 64, x=x, y=y)
 
-    assert told((256, 128), x=0.8) == Crop(original_width=256, original_height=128, left=51)
-    assert told((20, 30), y=0.3) == Crop(original_width=20, original_height=30, top=10)  # enlarged
-    assert told((333, 333)) == Crop(original_width=333, original_height=333)
+    assert crop_at((256, 128), x=0.8) == Crop(original_width=256, original_height=128, left=51)
+    assert crop_at((20, 30), y=0.3) == Crop(original_width=20, original_height=30, top=10)  # enlarged
+    assert crop_at((333, 333)) == Crop(original_width=333, original_height=333)
     # In the middle of a square, as diffusers' training script has it.
     for width, height in [(100, 80), (81, 100), (640, 427)]:
-        crop, scale = told((width, height)), 64 / min(width, height)
+        crop, scale = crop_at((width, height)), 64 / min(width, height)
         assert (crop.left, crop.top) == (round((width * scale - 64) / 2), round((height * scale - 64) / 2))
 
 

@@ -238,7 +238,7 @@ def test_an_item_takes_some_hundred_bytes():
     assert table.num_bytes <= 130 * 1000
 
 
-def test_the_unconditional_entry_is_kept_apart_from_the_captions():
+def test_the_unconditional_entry_is_separate_from_the_captions():
     given = row(caption_keys=("1" * 64, "2" * 64), unconditional_key="3" * 64)
     table = ItemTable.build([given, row(unconditional_key="4" * 64)])
     assert table.row(0) == given

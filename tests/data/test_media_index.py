@@ -1,4 +1,4 @@
-"""The index of media files, and failures of the machine, which are no fault of a file."""
+"""The index of media files, and failures of the machine, which are not the fault of a file."""
 
 import errno
 import logging
@@ -37,7 +37,7 @@ def path(tmp_path):
     return tmp_path / "cache" / "index.sqlite"
 
 
-def test_what_is_remembered_is_recalled_for_the_same_state_alone(path):
+def test_what_is_remembered_is_recalled_only_for_the_same_state(path):
     with FileMemory(path) as memory:
         memory.remember("a", STATE, "value")
         assert memory.recall("a", STATE) == "value"

@@ -81,7 +81,7 @@ def test_columns_have_the_names_that_were_given(read):
     ("name", "content"),
     [("m.csv", "file_name,caption\na.png,x\n"), ("m.jsonl", '{"file_name":"a.png","caption":"x"}')],
 )
-def test_a_missing_column_is_named_beside_those_that_are_there(read, name, content):
+def test_a_missing_column_is_named_with_those_that_are_there(read, name, content):
     with pytest.raises(UserError, match=r"has no column text; it has file_name, caption"):
         read(name, content)
 
@@ -254,7 +254,7 @@ def test_a_row_without_any_text_is_refused(cells):
 
 
 @pytest.mark.parametrize("cell", [5, 1.5, True, {"a": "b"}, ["good", None], ["good", ""], [["nested"]]])
-def test_a_cell_that_holds_something_else_is_refused_even_beside_a_good_one(cell):
+def test_a_cell_that_holds_something_else_is_refused_even_next_to_a_good_one(cell):
     with pytest.raises(UserError, match="no text in 'odd' but"):
         captions_in({"good": "x", "odd": cell})
 
@@ -301,7 +301,7 @@ def test_kept_tags_stay_at_the_start():
     assert variants("a, b, c", count=8, keep=9) == ("a, b, c",)
 
 
-def test_variants_depend_on_the_caption_alone():
+def test_variants_depend_only_on_the_caption():
     caption = "a, b, c, d, e, f, g, h"
     assert variants(caption) == variants(caption)
     orders = {tuple(map("abcdefgh".index, text.split(", "))) for text in variants(caption)[1:]}
@@ -347,7 +347,7 @@ def records_of(*captions: tuple[str, ...], source: int = 0) -> list[Record]:
     ]
 
 
-def test_a_tag_counts_once_a_record_in_whatever_captions_and_orders_it_stands():
+def test_a_tag_counts_once_a_record_in_whatever_captions_and_orders_it_is():
     first = records_of(("cat, red,cat", "red , cat", "black"), ("red,, cat",), ("a" * 129 + ",b",))
     other = records_of(("red; a, b",), source=2)
     counted = count_tags([*first, *other], ",")

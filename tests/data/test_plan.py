@@ -438,5 +438,5 @@ def test_bad_items_are_refused_by_name_or_left_out_as_far_as_the_limit_says(
 
 def test_a_summary_counts_and_names_the_bad_items():
     bad = {"1.png": "why", "2.png": "why not"}
-    told = "2 of 4 items cannot be used: 1.png: why; 2.png: why not"
-    assert summary_of_bad(names_of(4), bad) == told
+    message = "2 of 4 items cannot be used: 1.png: why; 2.png: why not"
+    assert summary_of_bad(names_of(4), bad) == message

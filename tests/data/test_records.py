@@ -56,7 +56,7 @@ def test_each_role_has_a_field_wherever_its_files_are_named_or_held():
     assert paired - {"media_column", "caption_columns"} == settings
 
 
-def test_suffixes_tell_images_from_clips():
+def test_suffixes_distinguish_images_and_clips():
     assert [is_image(name) for name in ("a.PNG", "b/a.gif", "a.png.txt", "png", "a.heic")] == [True] * 2 + [
         False
     ] * 3
@@ -138,7 +138,7 @@ def test_a_folder_whose_name_begins_alike_still_holds_targets(read_pairs, folder
     assert record.name == "inner/a.png"
 
 
-def test_files_beside_metadata_rows_are_found_as_well(read_pairs, folder, tmp_path):
+def test_files_next_to_metadata_rows_are_found_as_well(read_pairs, folder, tmp_path):
     folder.mkdir()
     (tmp_path / "rows.csv").write_text("file_name,text\na.png,x\n")
     [record] = read_pairs(
@@ -175,7 +175,7 @@ def test_images_and_clips_mix_only_where_nothing_is_paired(read_pairs, tmp_path)
         read_pairs(*names, first_frame_dir=tmp_path / "in")
 
 
-def test_a_control_is_a_clip_beside_a_clip_and_an_image_beside_an_image(read_pairs, tmp_path):
+def test_a_control_is_a_clip_for_a_clip_and_an_image_for_an_image(read_pairs, tmp_path):
     names = ["data/a.png", "data/b.mp4", "in/a.png", "in/a.mp4", "in/b.png", "in/b.mov"]
     image, clip = read_pairs(*names, control_dir=tmp_path / "in")
     assert (image.control, clip.control) == (tmp_path / "in/a.png", tmp_path / "in/b.mov")
@@ -291,7 +291,7 @@ def test_several_columns_and_lists_give_several_captions(read):
     assert [record.captions for record in records] == [("sks, one", "sks, two", "sks, three"), ("sks, four",)]
 
 
-def test_inputs_stand_in_columns_and_in_lists(read, tmp_path):
+def test_inputs_are_in_columns_and_in_lists(read, tmp_path):
     rows = [
         {"file_name": "a.png", "first": "in/1.png", "more": ["in/2.png", "b.png"]},
         {"file_name": "sub/e.png", "first": "in/2.png", "more": ""},
@@ -303,7 +303,7 @@ def test_inputs_stand_in_columns_and_in_lists(read, tmp_path):
     assert (first.kind, second.kind) == ("edit", "edit")
 
 
-def test_frames_and_masks_stand_in_columns(read, tmp_path):
+def test_frames_and_masks_are_in_columns(read, tmp_path):
     row = {"file_name": "c.mp4", "start": "a.png", "end": "b.png", "weight": "in/1.png"}
     columns = {"first_frame_column": "start", "last_frame_column": "end", "mask_column": "weight"}
     [record] = read(row, **columns)
@@ -343,7 +343,7 @@ def test_each_row_has_what_its_source_pairs(read, row, settings, reason):
         read({"file_name": kind, "x": "in/1.png"}, row, **settings)
 
 
-def test_all_that_is_wrong_with_a_row_is_said_at_once(read):
+def test_all_that_is_wrong_with_a_row_is_reported_at_once(read):
     row = {"file_name": "a.png", "text": "", "x": "gone.png"}
     with pytest.raises(
         UserError, match=r"row 1: no text in 'text' but '', and 'x': 'gone\.png' is not among"

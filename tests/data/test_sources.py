@@ -32,7 +32,7 @@ def names_and_captions(folder, metadata=None, **settings):
     return [(record.name, *record.captions) for record in read(folder, metadata, **settings)]
 
 
-def test_captions_stand_beside_the_images_at_any_depth_in_the_order_of_names(folder, write_image):
+def test_captions_are_next_to_the_images_at_any_depth_in_the_order_of_names(folder, write_image):
     for name in ["b.png", "a.JPG", "deep/er/c.webp", "B.bmp", "dotted.name.jpeg"]:
         path = write_image(name)
         path.with_suffix(".txt").write_text(f" the caption of {path.stem}\n")
@@ -120,8 +120,8 @@ def test_files_that_are_not_read_are_counted_by_kind(folder, write_image, caplog
     metadata.write_text("file_name,text\na.png,kept\n")
     with caplog.at_level(logging.INFO):
         assert names_and_captions(folder, metadata) == [("a.png", "kept")]
-    told = "skipped files: 2 heic; 1 md; 1 without suffix; save heic as png or jpg to train on them"
-    assert f"{folder}: {told}" in caplog.messages
+    message = "skipped files: 2 heic; 1 md; 1 without suffix; save heic as png or jpg to train on them"
+    assert f"{folder}: {message}" in caplog.messages
     (folder / "list.csv").unlink()
     assert names_and_captions(folder) == [(name, "kept") for name in ("a.png", "c.GIF", "deep/b.tiff")]
 
@@ -246,7 +246,7 @@ def test_a_name_that_is_not_unicode_is_refused(folder):
     assert r"caf\udce9.png" in str(error.value)
 
 
-def test_clips_have_captions_beside_them_as_images_have(folder, write_image):
+def test_clips_have_captions_next_to_them_as_images_have(folder, write_image):
     write_image("a.png").with_suffix(".txt").write_text("an image")
     for suffix in ["mp4", "MOV", "mkv", "webm", "avi", "m4v"]:
         (folder / f"{suffix}.{suffix}").write_bytes(b"")
@@ -256,7 +256,7 @@ def test_clips_have_captions_beside_them_as_images_have(folder, write_image):
     assert records[-1].name == "webm.webm"
 
 
-def test_further_captions_of_an_item_stand_in_numbered_files(folder, write_image):
+def test_further_captions_of_an_item_are_in_numbered_files(folder, write_image):
     for name in ["a.png", "b.png", "b.1.png"]:
         write_image(name)
     for name in ["a.txt", "a.10.txt", "a.2.txt", "b.2.txt", "b.1.txt"]:
@@ -274,7 +274,7 @@ def test_the_trigger_is_put_ahead_of_captions_that_lack_it(folder, write_image):
     assert names_and_captions(folder, trigger="sks") == [("a.png", "sks, a cat"), ("b.png", "a photo of SKS")]
 
 
-def test_a_trigger_alone_is_the_caption_where_that_is_asked_for(folder, write_image, caplog):
+def test_only_a_trigger_is_the_caption_where_that_is_asked_for(folder, write_image, caplog):
     write_image("a.png").with_suffix(".txt").write_text("a cat")
     write_image("b.png")
     rows, bare = folder.parent / "rows.jsonl", folder.parent / "bare.csv"
@@ -363,7 +363,7 @@ def read_part(source: Source, part: Part, *others: Source) -> FoundRecords:
     return find_records([source, *others], media_store=Path("unused"), part=part)
 
 
-def test_parts_are_near_equal_and_depend_on_names_alone() -> None:
+def test_parts_are_near_equal_and_depend_only_on_names() -> None:
     sizes = Counter(part_index(f"{name}.png", 16) for name in range(10_000))
     assert sorted(sizes) == list(range(16))
     assert max(sizes.values()) < 1.2 * min(sizes.values())
@@ -398,7 +398,7 @@ def test_each_row_of_a_table_is_in_one_part(
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [Source(path=captioned_folder, metadata=table)] * sources
     parts = [read_part(given[0], Part(index, 3), *given[1:]) for index in range(3)]
-    assert caplog.text == ""  # that a file has no row, only all rows tell
+    assert caplog.text == ""  # that a file has no row is known only from all rows
     names = sorted(name for part in parts for name in part.names)
     whole = read_part(given[0], Part(0, 1), *given[1:])
     assert names == sorted(whole.names)

@@ -304,7 +304,7 @@ def test_all_frames_that_fit_begin_before_the_end(duration_s, fps):
     assert all(0 <= time < duration_s for time in times)
 
 
-def test_times_are_equally_far_apart():
+def test_times_are_equally_spaced():
     assert clip_times(2.0, num_frames=3, fps=4) == [2.0, 2.25, 2.5]
 
 
@@ -380,7 +380,7 @@ def test_what_is_written_is_read_again(tmp_path, fps):
 
 
 @pytest.mark.parametrize(("rate", "written"), [(24000, 24000), (1600, 48000)])
-def test_audio_is_written_beside_the_frames_and_on_time(tmp_path, rate, written):
+def test_audio_is_written_with_the_frames_and_on_time(tmp_path, rate, written):
     paths = [tmp_path / "a.mp4", tmp_path / "b.mp4"]
     waveform = torch.zeros(2, rate // 2)
     waveform[1, rate // 4 : rate // 4 + rate // 100] = 2.0
@@ -399,7 +399,7 @@ def test_audio_is_written_beside_the_frames_and_on_time(tmp_path, rate, written)
     assert [index_shown(image) for image in shown] == list(range(5))
 
 
-def test_players_are_told_the_colours(tmp_path):
+def test_players_know_the_colours(tmp_path):
     write_video(tmp_path / "clip.mp4", frames(2), fps=25)
     with av.open(str(tmp_path / "clip.mp4")) as file:
         context = file.streams.video[0].codec_context

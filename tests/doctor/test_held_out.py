@@ -108,7 +108,7 @@ def test_copies_of_training_items_are_listed_separately_from_those_that_only_loo
     assert "again.jpg" in alike
 
 
-def test_console_and_page_tell_them_from_the_training_data(
+def test_console_and_page_separate_them_from_the_training_data(
     workplace: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = separate(workplace)

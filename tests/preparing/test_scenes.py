@@ -1,4 +1,4 @@
-"""Hard cuts are found exactly to the frame; pans, flashes, fades and titles are no cuts."""
+"""Hard cuts are found exactly to the frame; pans, flashes, fades and titles are not cuts."""
 
 from collections.abc import Sequence
 from fractions import Fraction

@@ -200,8 +200,8 @@ class HunyuanVideo15(DiffusersFamily):
         if self._guider_config.get("guidance_scale") != 1:
             return None
         return (
-            "its guider has a scale of 1, as of models distilled to draw without guidance; better train the "
-            "model that it was made from"
+            "its guider has a scale of 1, as of models distilled to generate without guidance; better train "
+            "the model that it was made from"
         )
 
     @cached_property

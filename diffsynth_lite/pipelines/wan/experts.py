@@ -29,7 +29,7 @@ class ExpertFamily(DiffusersFamily):
     """A family of which some folders hold two experts, and others one transformer.
 
     Unless ``lora.components`` names one expert, both are trained and in memory together; each optimizer step
-    trains one of them. Each LoRA is a file of its own. Previews always draw with both: where only one is
+    trains one of them. Each LoRA is a file of its own. Previews always generate with both: where only one is
     trained, the other is read from disk each time, in the format of the first, and the weights of its blocks
     visit the device from host memory, one after the other, so that the two are never there together.
     """

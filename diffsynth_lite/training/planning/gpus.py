@@ -195,7 +195,7 @@ def _of_model(name: str) -> list[Gpu]:
 
 
 def _identity(name: str) -> tuple[str, int | None]:
-    """What tells a card from others, and its memory where the name has it."""
+    """What distinguishes a card from others, and its memory where the name has it."""
     words = name.casefold().replace("mobile", "laptop")
     memory = _MEMORY.search(words)
     return _OPTIONAL_WORDS.sub("", _MEMORY.sub("", words)), int(memory[1]) if memory else None

@@ -38,7 +38,7 @@ _READ_WHETHER: Mapping[str, str] = {
 _ANY = "any"
 _GIB = 1024**3
 _ROUNDING = 0.01
-"""GiB by which a card may be smaller than its recipes: nine tenths of a number are no exact ones."""
+"""GiB by which a card may be smaller than its recipes: nine tenths of a number are not exact."""
 _NEXT_CARD = 1.4
 """A recipe for a card is not proposed for one with so many times its memory: most of that would be idle."""
 

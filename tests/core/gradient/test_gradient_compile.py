@@ -200,7 +200,7 @@ def test_graph_breaks_are_counted() -> None:
     assert subject.compiler.report().graph_breaks > 0
 
 
-def test_without_a_compiler_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     require_compiler(torch.device("cpu"))
     no_compiler = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
     with no_compiler, pytest.raises(ValueError, match=r"needs a C\+\+ compiler, .* apt install g\+\+"):

@@ -223,7 +223,7 @@ def test_memory_that_is_used_again_is_not_taken_for_shared() -> None:
         assert not forward_pass.is_shared(tensor, (number, 0))
 
 
-def test_torch_alone_offloads_nothing_of_a_keyword_and_we_offload_all() -> None:
+def test_torch_itself_offloads_nothing_of_a_keyword_and_we_offload_all() -> None:
     weight, rotary = torch.ones(8, requires_grad=True), (torch.rand(8), torch.rand(8))
 
     def block(*, hidden_states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -387,7 +387,7 @@ def test_a_step_in_which_half_of_the_tensors_are_too_small_is_the_same_step() ->
     assert small.largest_bytes < 1000
 
 
-def test_a_torch_that_does_not_tell_whether_backward_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_does_not_show_whether_backward_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"_current_graph_task_id.*set use_gradient_checkpointing_offload"):

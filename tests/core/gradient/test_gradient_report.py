@@ -137,7 +137,7 @@ def test_a_cap_too_small_for_saved_attention_raises() -> None:
         report_of_a_step((True, False), engine=GradientEngine(host_bytes=4096, policy=policy))
 
 
-def test_the_table_tells_of_saved_attention() -> None:
+def test_the_table_shows_saved_attention() -> None:
     policy = BlockPolicy(selected=BlockStrategy(save_attention="park"))
     lines = report_of_a_step((True, False), engine=GradientEngine(1024, policy=policy)).lines()
     assert "attention       3 outputs saved, 1.3 KiB on device, 20.2 KiB offloaded" in lines
@@ -177,7 +177,7 @@ def test_blocks_without_tensors_among_their_inputs_offload_nothing() -> None:
         require(engine.report(), False, True, expected=1)
 
 
-def test_the_report_tells_people_what_happened() -> None:
+def test_the_report_shows_people_what_happened() -> None:
     lines = report_of_a_step((True, True), engine=GradientEngine(1024, 1024**3, resident_blocks=0)).lines()
     assert lines == [
         "blocks          3 run, 3 checkpointed, 3 recomputed",

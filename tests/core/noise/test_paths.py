@@ -132,7 +132,7 @@ def test_min_snr_counts_the_error_of_the_clean_latents_on_the_straight_path() ->
     )
 
 
-def test_what_depends_on_the_path_is_no_weight_of_sigma_alone() -> None:
+def test_what_depends_on_the_path_is_not_a_weight_of_sigma_only() -> None:
     with pytest.raises(ValueError, match="'min_snr' is not a weight of only sigma"):
         loss_weight(SIGMA, "min_snr")
 

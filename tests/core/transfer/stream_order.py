@@ -1,4 +1,4 @@
-"""Tells on the CPU whether the streams of a GPU would order all that shares memory.
+"""Shows on the CPU whether the streams of a GPU would order all that shares memory.
 
 The streams are pretended, and what is given to them runs at once. But each knows what of the others it has
 waited for. So two accesses to the same memory, one of them a write, are found where nothing orders them: a

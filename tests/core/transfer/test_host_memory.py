@@ -258,7 +258,7 @@ def test_where_they_cannot_share_each_process_has_a_copy(
     assert num_open_files() == before
 
 
-def test_a_process_alone_takes_new_memory_and_a_lack_of_it_is_an_error() -> None:
+def test_a_single_process_takes_new_memory_and_a_lack_of_it_is_an_error() -> None:
     (private,) = memories("anything")
     assert (private.take(512).nbytes, private.num_copies, private.num_processes) == (512, 1, 1)
     (private,) = memories("anything", backends=(Refuses,))
