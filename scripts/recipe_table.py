@@ -1,8 +1,9 @@
 """Writes ``configs/recipes.json``: what New run of the screen says of each recipe, counted by the planner.
 
 A recipe can be trained in one way or more: as it is, in its versions for cards, or, without these, in int8
-and with its weights streamed. The table has the memory that each takes by count in its largest phase. Recipes
-of the mini models are left out. Counting takes some ten minutes; ``--recipe NAME`` counts one and prints it.
+and with its weights streamed. The table has the memory that each takes by count in its largest phase, and the
+time of a step on each card that is trained on in this way. Recipes of the mini models are left out. Counting
+takes some ten minutes; ``--recipe NAME`` counts one and prints it.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import load_family
 from diffsynth_lite.pipelines.base.release_folder import weight_bytes
 from diffsynth_lite.training.planning.choices import as_overrides
+from diffsynth_lite.training.planning.gpus import GPUS
 from diffsynth_lite.training.planning.kept_counts import KeptCounts
 from diffsynth_lite.training.planning.plan_input import PlanInput
 from diffsynth_lite.training.planning.planner import RunPlanner
@@ -97,18 +99,28 @@ def _ways(loaded: LoadedConfig) -> Iterator[dict[str, Any]]:
     least = math.inf
     for found, changes in tried:
         with suppress(UserError):  # not counted without the weights, such as a training adapter
-            counted = way(found, loaded, changes)
+            counted = way(found, loaded, changes, below_gib=least)
             if counted["device_gib"] < least:
                 least = counted["device_gib"]
                 yield counted
 
 
-def way(found: LoadedConfig, recipe: LoadedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of one way to train a recipe."""
+def way(
+    found: LoadedConfig, recipe: LoadedConfig, changes: Mapping[str, Any], *, below_gib: float
+) -> dict[str, Any]:
+    """What is known of one way to train a recipe.
+
+    Args:
+        below_gib: what the next faster way needs: cards with more are trained on in that one.
+    """
     config = found.config
     with family_without_weights(config) as family:
         asked = PlanInput.of(found, family)
-        configured = RunPlanner(asked, family, KeptCounts(None, family)).as_configured
+        planner = RunPlanner(asked, family, KeptCounts(None, family))
+        configured = planner.as_configured
+        device_gib = round(configured.device_in(None) / _GIB, 1)
+        cards = [gpu for gpu in GPUS if gpu.is_timed and device_gib <= gpu.training_gib < below_gib]
+        step_s = {gpu.name: float(f"{planner.seconds_on(gpu):.3g}") for gpu in cards}
     means = {
         config.model.quantize: config.model.quantize != "none",
         "streaming": config.memory.stream_blocks != 0,
@@ -119,9 +131,10 @@ def way(found: LoadedConfig, recipe: LoadedConfig, changes: Mapping[str, Any]) -
         "recipe": found.path.name,
         "settings": changes,
         "means": [name for name, is_used in means.items() if is_used],
-        "device_gib": round(configured.device_in(None) / _GIB, 1),
+        "device_gib": device_gib,
         "host_gib": round(configured.host_in(None) / _GIB, 1),
         "only_training": bool(configured.uncounted),
+        "step_s": step_s,
     }
 
 

@@ -64,6 +64,7 @@ def test_the_table_knows_what_fits_a_card(name: str, gpu: str, words: str, file:
     recipe, card = recipe_named(f"{name}.yaml"), next(each for each in GPUS if each.name == gpu)
     way = recipe.way_for(card)
     assert recipe.verdict(card).words == words
+    assert recipe.verdict(card).needs.endswith(" s a step") == (way is not None)
     assert (way.recipe if way else "") == (f"{file}.yaml" if file else "")
 
 
@@ -238,7 +239,9 @@ def test_what_a_field_shows_is_what_it_writes() -> None:
             assert read_value(written, field.schema) == read_value(node, field.schema)
 
 
-def test_the_memory_of_a_recipe_is_shown_until_the_config_changes_it(draft: Path) -> None:
+def test_the_memory_of_a_recipe_is_shown_until_the_config_changes_it(
+    draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs = needs_of(view_of(draft, TEXT))
     assert needs.startswith("20.7 GiB of the card, and ")
     assert needs_of(view_of(draft, f"{TEXT}lora:\n  rank: 8\n")) == needs
@@ -246,6 +249,11 @@ def test_the_memory_of_a_recipe_is_shown_until_the_config_changes_it(draft: Path
     assert needs_of(view_of(draft, in_int8)).startswith("15.1 GiB of the card")
     assert needs_of(view_of(draft, f"{TEXT}memory:\n  auto: true\n")) == ""
     assert needs_of(view_of(draft, "data:\n  path: a\n")) == ""
+    here = {"name": "RTX 4090", "total": 24}
+    monkeypatch.setattr("diffsynth_lite.ui.configs.recipes.device", lambda: here)
+    of_card = r"20.7 of 21.6 GiB of your RTX 4090, and [\d.]+ GiB of host memory"
+    assert re.fullmatch(rf"{of_card}, [\d.]+ s a step", needs_of(view_of(draft, TEXT)))
+    assert re.fullmatch(of_card, needs_of(view_of(draft, f"{TEXT}  global_batch_size: 8\n")))
 
 
 def test_two_tabs_on_one_config_in_a_browser(browser: Browser, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from diffsynth_lite.training.planning.choices import (
     choices_of_first_format,
     least_streamed,
 )
+from diffsynth_lite.training.planning.gpus import Gpu
 from diffsynth_lite.training.planning.kept_counts import KeptCounts
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.planning.phases import OTHER_NUMBERS, Phase, PhaseCounter, remedies
@@ -117,6 +118,11 @@ class RunPlanner:
     def seconds(self) -> float:
         """Of an optimizer step as the config has it."""
         return self._timer.seconds(self.settings)
+
+    def seconds_on(self, gpu: Gpu) -> float:
+        """The same on another card."""
+        timer = timer_of(self.config, self._counter, gpu, num_processes=self.asked.num_processes)
+        return timer.seconds(self.settings)
 
     @cached_property
     def as_configured(self) -> Way:

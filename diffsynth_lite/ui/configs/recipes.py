@@ -6,7 +6,7 @@ What they need was counted when the package was made: ``scripts/recipe_table.py`
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ _OF_MEMORY = re.compile(
     r"|train\.(micro_batch_size|use_gradient_checkpointing(_offload)?)"
 )
 """Settings with which a config needs much more memory than its recipe, or much less."""
+_OF_TIME = re.compile(r"train\.(global_batch_size|optimizer|compile)|objective\..*|data\.(sources|preserve)")
+"""Of the others, those that change the time of a step."""
 _AROUND_NAME = re.compile(
     r"^Trains (a LoRA|the LoRAs) (on|for|of) (the )?((UNet|two experts) of )?"
     r"|,? from a folder of (images|clips)$"
@@ -53,6 +55,7 @@ class Way:
         device_gib: of the card, by count, in the largest phase of a run.
         host_gib: the same of host memory.
         only_training: whether other phases are not counted, as the model's family loads it in its own way.
+        step_s: estimated seconds of a step, by names of the cards whose fastest way it is.
     """
 
     recipe: str
@@ -61,6 +64,11 @@ class Way:
     device_gib: float
     host_gib: float
     only_training: bool = False
+    step_s: Mapping[str, float] = field(default_factory=dict)
+
+    def time_on(self, gpu: Gpu) -> str:
+        """Of a step, to follow other words; empty where it is not known."""
+        return f", {self.step_s[gpu.name]:.3g} s a step" if gpu.name in self.step_s else ""
 
     @property
     def typed(self) -> dict[str, str]:
@@ -118,7 +126,7 @@ class Recipe:
             least = f"{self.ways[-1].device_gib:.1f} GiB at least, of {gpu.training_gib:.1f}"
             return Verdict(words="not on this card", symbol="none", needs=least)
         needs = f"{way.device_gib:.1f} of {gpu.training_gib:.1f} GiB, host {way.host_gib:.1f}"
-        needs += " (training only)" if way.only_training else ""
+        needs += f"{' (training only)' * way.only_training}{way.time_on(gpu)}"
         if not way.means:
             return Verdict(words="fits as it is", symbol="full", needs=needs)
         symbol = "half" if set(way.means) == {"int8"} else "quarter"
@@ -171,7 +179,9 @@ def needs_of(view: View) -> str:
     gpu = next(iter(cards().values())) if device() else None
     limit = f" of {gpu.training_gib:.1f}" if gpu else ""
     card = f" of your {gpu.name}" if gpu else " of the card"
-    return f"{way.device_gib:.1f}{limit} GiB{card}, and {way.host_gib:.1f} GiB of host memory"
+    changes_time = any(value.is_own and _OF_TIME.fullmatch(key) for key, value in view.values.items())
+    time = way.time_on(gpu) if gpu and not changes_time else ""
+    return f"{way.device_gib:.1f}{limit} GiB{card}, and {way.host_gib:.1f} GiB of host memory{time}"
 
 
 def text_on_recipe(recipe: Recipe, way: Way | None, *, name: str, data: Path | str, goal: str) -> str:
