@@ -5,7 +5,8 @@ text encoder, d channels.
 Sources: diffusers ``transformer_krea2.py`` and ``pipeline_krea2.py``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -18,7 +19,7 @@ from diffusers import (
 )
 from transformers import Qwen3VLModel
 
-from diffsynth_lite.core.gradient import gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, unwrapped
 from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, renamed_in, under
 from diffsynth_lite.lora.shared_names import DOUBLE, QKV
 from diffsynth_lite.lora.spelling import taken_by_comfyui
@@ -48,6 +49,7 @@ def model_fn_krea2(
     timestep: torch.Tensor,
     prompt_embeds_blkd: torch.Tensor,
     prompt_embeds_mask: torch.Tensor | None = None,
+    input_latents_bcfhw: Sequence[torch.Tensor] = (),
     **checkpointing: Unpack[Checkpointing],
 ) -> torch.Tensor:
     """One forward of Krea 2, each transformer block run by the gradient engine.
@@ -58,17 +60,20 @@ def model_fn_krea2(
         timestep: (B,), noise level in [0, 1].
         prompt_embeds_blkd: (B, L, K, D), of each token what K layers of the text encoder gave.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
+        input_latents_bcfhw: of the images that an edit starts from, see :func:`clean_references`.
 
     Returns:
         (B, 16, 1, H, W), the predicted velocity ``noise - latents``.
     """
-    batch, channels, _, height, width = latents_bcfhw.shape
-    # ``Krea2Pipeline`` packs in the same way, but only one that is assembled can do it.
-    tokens_bld = QwenImagePipeline._pack_latents(latents_bcfhw.squeeze(2), batch, channels, height, width)
+    height, width = latents_bcfhw.shape[-2:]
+    tokens_bld = _packed(latents_bcfhw)
     positions = Krea2Pipeline.prepare_position_ids(
         prompt_embeds_blkd.shape[1], height // _PATCH, width // _PATCH, latents_bcfhw.device
     )
-    with checkpointed(Krea2, transformer, gradient_checkpoint_forward, **checkpointing):
+    with (
+        clean_references(transformer, input_latents_bcfhw),
+        checkpointed(Krea2, transformer, gradient_checkpoint_forward, **checkpointing),
+    ):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
             encoder_hidden_states=prompt_embeds_blkd,
@@ -82,6 +87,70 @@ def model_fn_krea2(
         velocity_bld, height, width, vae_scale_factor=1
     )
     return velocity_bcfhw
+
+
+def _packed(latents_bcfhw: torch.Tensor) -> torch.Tensor:
+    """Tokens, (B, L, D), of latents of one frame."""
+    batch, channels, _, height, width = latents_bcfhw.shape
+    # ``Krea2Pipeline`` packs in the same way, but only one that is assembled can do it.
+    packed: torch.Tensor = QwenImagePipeline._pack_latents(
+        latents_bcfhw.squeeze(2), batch, channels, height, width
+    )
+    return packed
+
+
+@contextmanager
+def clean_references(
+    transformer: torch.nn.Module, references_bcfhw: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Scope in which each forward of Krea 2 also sees clean images, after the noisy one.
+
+    Their tokens are at noise level 0, where those of the prompt and the noisy image are at the timestep.
+    The places of the i-th are counted from its own corner, and from 1 on the axis that is 0 for all others.
+    Nothing is returned of them. diffusers has this neither in its model nor in a pipeline.
+
+    Args:
+        transformer: a ``Krea2Transformer2DModel``, plain or wrapped by DDP.
+        references_bcfhw: each (B, 16, 1, H, W), or (1, ...) for all of a batch; normalised latents, H and W
+            even, each of a size of its own. With none the forward is that of diffusers.
+    """
+    if not references_bcfhw:
+        yield
+        return
+    model: Any = unwrapped(transformer)
+    clean_bld = torch.cat([_packed(latents) for latents in references_bcfhw], dim=1)
+    places = []
+    for place, latents in enumerate(references_bcfhw, start=1):
+        rows, columns = (side // _PATCH for side in latents.shape[-2:])
+        places.append(Krea2Pipeline.prepare_position_ids(0, rows, columns, latents.device))
+        places[-1][:, 0] = place
+    num_clean, num_others = clean_bld.shape[1], 0
+
+    def append(_model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        nonlocal num_others
+        num_others = len(given["position_ids"])
+        noisy_bld = given["hidden_states"]
+        tokens_bld = torch.cat([noisy_bld, clean_bld.expand(len(noisy_bld), -1, -1)], dim=1)
+        position_ids = torch.cat([given["position_ids"], *places])
+        return args, {**given, "hidden_states": tokens_bld, "position_ids": position_ids}
+
+    def add_level_zero(_embedding: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        return (torch.cat([args[0], torch.zeros_like(args[0])]),)
+
+    def of_each_token(_projection: Any, _args: Any, modulation_b1d: torch.Tensor) -> torch.Tensor:
+        noisy_b1d, zero_b1d = modulation_b1d.chunk(2)
+        return torch.cat([noisy_b1d.expand(-1, num_others, -1), zero_b1d.expand(-1, num_clean, -1)], dim=1)
+
+    def drop_clean(_layer: Any, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return args[0][:, :-num_clean], args[1].chunk(2)[0]
+
+    with (
+        model.register_forward_pre_hook(append, prepend=True, with_kwargs=True),
+        model.time_embed.register_forward_pre_hook(add_level_zero),
+        model.time_mod_proj.register_forward_hook(of_each_token),
+        model.final_layer.register_forward_pre_hook(drop_clean),
+    ):
+        yield
 
 
 _README = "krea-ai/krea-2, README.md"
@@ -153,6 +222,7 @@ _RAW = Release(
 _TURBO = _RAW.but(
     "Krea 2 Turbo", "krea/Krea-2-Turbo", settings={"is_distilled": True}, distilled="8 steps without guidance"
 )
+KREA2 = (_RAW, _TURBO)
 
 
 _BLOCK_LAYERS = (*under("attn", (*QKV, "to_gate", "to_out.0")), *under("ff", ("gate", "up", "down")))
@@ -219,7 +289,7 @@ class Krea2(DiffusersFamily):
     """
 
     pipelines = (Krea2Pipeline,)
-    releases = (_RAW, _TURBO)
+    releases = KREA2
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "krea2_lora.yaml"}
     transformer_class = Krea2Transformer2DModel
     lora_spelling = taken_by_comfyui()
@@ -286,12 +356,17 @@ class Krea2(DiffusersFamily):
     def prompt_arguments(
         self, prompts: Mapping[str, Conditioning], like: Mapping[str, Any]
     ) -> dict[str, Any]:
-        # Of one length: the pipeline numbers the tokens of both as those of the first.
-        given = padded_together(prompts, "prompt_embeds_mask", like)
-        return {name: rows.bool() if "mask" in name else rows for name, rows in given.items()}
+        return padded_prompts(prompts, like)
 
     def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
         return {"guidance_scale": request.guidance_scale if request.is_guided else 0.0}
+
+
+def padded_prompts(prompts: Mapping[str, Conditioning], like: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Arguments of the pipeline, by what the names of each prompt begin with."""
+    # Of one length: the pipeline numbers the tokens of both as those of the first.
+    given = padded_together(prompts, "prompt_embeds_mask", like)
+    return {name: rows.bool() if "mask" in name else rows for name, rows in given.items()}
 
 
 def tiny() -> Krea2Pipeline:

@@ -19,9 +19,9 @@ def test_there_are_recipes():
         "anima_lora chroma_lora cogvideox15_lora cogvideox_lora ernie_image_lora flux2_klein_distilled_lora "
         "flux2_klein_edit_lora flux2_klein_lora flux2_lora flux3_klein_edit_lora flux3_klein_lora "
         "flux_fill_lora flux_kontext_lora flux_lora flux_schnell_lora hunyuan_video_15_lora "
-        "hunyuan_video_lora ideogram4_lora krea2_lora ltx2_ic_lora ltx2_lora ltx_video_0_9_5_lora "
-        "ltx_video_lora qwen_image_21_lora qwen_image_edit_lora qwen_lora quickstart sana_lora "
-        "sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora video_quickstart "
+        "hunyuan_video_lora ideogram4_lora krea2_edit_lora krea2_lora ltx2_ic_lora ltx2_lora "
+        "ltx_video_0_9_5_lora ltx_video_lora qwen_image_21_lora qwen_image_edit_lora qwen_lora quickstart "
+        "sana_lora sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora video_quickstart "
         "wan22_i2v_a14b_lora wan22_t2v_a14b_lora wan22_ti2v_5b_lora wan_i2v_14b_lora wan_t2v_14b_offload "
         "wan_t2v_lora wan_vace_lora z_image_lora z_image_turbo_lora"
     )
@@ -110,6 +110,7 @@ SETTINGS = {
         "validation.guidance_scale": 4.5,
     },
     "qwen_image_edit_lora": EDITS | {"model.family": "qwen_image_edit"},
+    "krea2_edit_lora": EDITS | {"model.path": "krea/Krea-2-Raw"},
     "flux_kontext_lora": EDITS | {"model.family": "flux_kontext"},
     "flux2_klein_edit_lora": EDITS | {"model.family": "flux2"},
     "flux3_klein_lora": SQUARES | MIXED | {"model.family": "flux3", "train.micro_batch_size": 1},

@@ -228,7 +228,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "anima": _in("diffusion_model", *_ANIMA),
     "ernie_image": _in("diffusion_model", *_ERNIE_IMAGE),
     "qwen_image_21": _in("transformer", *_QWEN_IMAGE_21),
-    "krea2": _in("transformer", *_KREA2),
+    **dict.fromkeys(("krea2", "krea2_edit"), _in("transformer", *_KREA2)),
     "z_image": _in("transformer", *_Z_IMAGE),
     **dict.fromkeys(("wan", "wan_i2v"), _in("diffusion_model", *_WAN)),
     "ltx2": _in("diffusion_model", *_LTX2),

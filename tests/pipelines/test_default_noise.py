@@ -108,9 +108,15 @@ WAN = (
     of("logit_normal", 3),  # musubi-tuner, docs/wan.md
     of("logit_normal", 5),  # the same with what Wan is sampled with at 720p
 )
+KREA2 = (
+    of("uniform", 1),  # diffusers' training script, and ai-toolkit for edits (krea2:o_edit of its screen)
+    of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
+    of("logit_normal", math.exp(1.15)),  # musubi-tuner, krea2_shift, of 1280 x 1280 pixels
+)
 REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
     **dict.fromkeys(("chroma", "flux", "flux_fill", "flux_kontext"), FLUX),
     **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_layered"), QWEN_IMAGE),
+    **dict.fromkeys(("krea2", "krea2_edit"), KREA2),
     **dict.fromkeys(("wan", "wan_i2v", "wan_vace"), WAN),
     "anima": (
         of("logit_normal", 1),  # kohya's sd-scripts, by default, and OneTrainer, of its preset
@@ -139,11 +145,6 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
     "ideogram4": (
         mean_of_ideogram4,  # diffusers' training script and musubi-tuner
         lambda _: weighted_mean(levels_of_ideogram4(1024)),  # DiffSynth-Studio
-    ),
-    "krea2": (
-        of("uniform", 1),  # diffusers' training script
-        of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
-        of("logit_normal", math.exp(1.15)),  # musubi-tuner, krea2_shift, of 1280 x 1280 pixels
     ),
     "ltx2": (
         stretched_mean,  # Lightricks' trainer

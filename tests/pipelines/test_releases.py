@@ -46,7 +46,8 @@ OTHER_LIMITS = {
 """Tokens of prompts: what schnell was made with, and what is the most that pipelines take which cut none."""
 GATES = "to_gate_logits"
 """Of LTX-2.3: layers of the attention with one output for each head."""
-ALL_RELEASES = [release for name in family_names() for release in releases_of(name)]
+# krea2_edit has those of krea2.
+ALL_RELEASES = [release for name in family_names() if name != "krea2_edit" for release in releases_of(name)]
 ALL_ROWS: Sequence[Row] = (*IMPORTED, *(row for rows in (READ, UNCONFIRMED) for row in chain(*rows.values())))
 
 
