@@ -5,18 +5,14 @@ import os
 import re
 import signal
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from processes import wait_for
 from run_folders import full_folder
 from screens import INLINE, Screen, Started
-from tiny_run import make_run
 from waiting_runs import Waiting
 
-from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.process import Process
 from diffsynth_lite.ui.runs.steps import RunSteps
@@ -33,16 +29,10 @@ def with_loras(folder: Path, *steps: int) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_one_button_makes_the_grid_of_all_steps_and_another_chooses_one(
-    screen: Screen, tmp_path: Path
+    screen: Screen, started: Started
 ) -> None:
-    tiny().save_pretrained(tmp_path / "model")
-    folder = screen.workspace.runs_folder / "mine"
-    few = ("train.steps=4", f"output.dir={folder}", "validation.prompts=[a red circle]")
-    run = replace(make_run(tmp_path, tmp_path / "model"), settings=(*few, "validation.loss_items=0"))
-    assert run.train() == 0
-    AcceleratorState._reset_state(reset_partial_state=True)
+    folder = with_loras(full_folder(screen.workspace.runs_folder / "mine"), 2, 4)
     assert screen.get("/runs/mine/steps.png").status_code == 404
     assert screen.post("/runs/mine/compare-steps").status_code == 200
     assert "The grid is being generated." in screen.get("/runs/mine/").text
@@ -51,10 +41,12 @@ def test_one_button_makes_the_grid_of_all_steps_and_another_chooses_one(
         422,
         "steps of mine are being compared already; stop that first",
     )
-    steps = RunSteps(screen.workspace, "mine", folder)
-    wait_for(lambda: not steps.values()["is_generating"])
-    grid = (folder / "samples" / "0001" / "grid.png").read_bytes()
-    assert screen.get("/runs/mine/steps.png").content == grid
+    samples = folder / "samples" / "0001"
+    samples.mkdir(parents=True)
+    for name in ("grid.png", "prompt-00-seed-0-step-00000002-scale-1.png"):
+        (samples / name).write_bytes(name.encode())
+    started.end()
+    assert screen.get("/runs/mine/steps.png").content == b"grid.png"
     page = screen.get("/runs/mine/").text
     assert 'alt="Each prompt by step: without the LoRA, then with that of each step"' in page
     assert not INLINE.search(page)
