@@ -40,6 +40,7 @@ class Mutant:
         old: occurs there once.
         tests: files and folders below ``tests``, separated by spaces, with wildcards.
         survives: why all of these tests pass; empty where one must fail.
+        family: the only one that the tests of all families are run for; empty where they are run for all.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Mutant:
     new: str
     tests: str
     survives: str = ""
+    family: str = ""
 
     @property
     def file(self) -> Path:
@@ -128,7 +130,7 @@ def _tried(mutant: Mutant, log: Path) -> str:
         code = 70
         try:
             _install(mutant)
-            code = _failing(mutant.test_files())
+            code = _failing([*(["--family", mutant.family] if mutant.family else ()), *mutant.test_files()])
         finally:
             sys.stdout.flush()
             os._exit(code)

@@ -12,7 +12,7 @@ are listed. A ``*`` is any number. The modules of Qwen-Image 2.1 are those of
 Anima's are those of ``comfy/ldm/anima/model.py`` (10ca04d5365f) and ``comfy/ldm/cosmos/predict2.py``,
 which it is made from. ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as a public copy of it
 had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names. CogVideoX's are
-those of ``comfy/ldm/cogvideo/model.py`` (955ce480e272).
+those of ``comfy/ldm/cogvideo/model.py`` (955ce480e272), Lumina 2's those of ``comfy/ldm/lumina/model.py``.
 """
 
 import re
@@ -220,6 +220,22 @@ IDEOGRAM4 = _flat(
 )
 """Of Ideogram 4, of whose queries, keys and values it has one layer."""
 
+LUMINA2 = _flat(
+    "lora_unet",
+    *(
+        name
+        for blocks in ("layers.*", "context_refiner.*", "noise_refiner.*")
+        for name in (
+            *_in(f"{blocks}.attention", "qkv", "out"),
+            *_in(f"{blocks}.feed_forward", "w1", "w2", "w3"),
+        )
+    ),
+    *("layers.*.adaLN_modulation.1", "noise_refiner.*.adaLN_modulation.1"),
+    *("x_embedder", "cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2"),
+    *("final_layer.linear", "final_layer.adaLN_modulation.1"),
+)
+"""Of Lumina 2, too. Those that ComfyUI takes of diffusers' names for its class are Z-Image's."""
+
 TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("flux", "flux_fill", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
     **dict.fromkeys(
@@ -235,7 +251,9 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "ltx_video": _in("diffusion_model", *_LTX_VIDEO),
     "sd3": _in("transformer", *_SD3),
     "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),
-    **dict.fromkeys(("cogvideox", "ideogram4", "wan_vace", "hunyuan_video", "hunyuan_video_15"), ()),
+    **dict.fromkeys(
+        ("cogvideox", "ideogram4", "lumina2", "wan_vace", "hunyuan_video", "hunyuan_video_15"), ()
+    ),
     "sana": (),  # not in ComfyUI
 }
 """Names of layers in files for the model of each family, of the spelling that diffusers takes as well."""
@@ -244,6 +262,7 @@ CONVERTED: Mapping[str, tuple[str, ...]] = {
     "hunyuan_video": HUNYUAN_VIDEO,
     "hunyuan_video_15": HUNYUAN_VIDEO_15,
     "ideogram4": IDEOGRAM4,
+    "lumina2": LUMINA2,
     "wan_vace": WAN_VACE,
 }
 """Names of layers in files for ComfyUI, of families whose files are converted for it."""

@@ -6,6 +6,7 @@ whose names here are those of ComfyUI's model (``comfy/ldm/cogvideo/model.py``).
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -217,6 +218,22 @@ norm_k                                        k_norm
 norm_q                                        q_norm
 norm_k                                        k_norm
 """,
+    "Lumina2Transformer2DModel": r"""
+^time_caption_embed\.caption_embedder         cap_embedder
+^time_caption_embed\.timestep_embedder\.linear_1  t_embedder.mlp.0
+^time_caption_embed\.timestep_embedder\.linear_2  t_embedder.mlp.2
+^norm_out\.linear_1                           final_layer.adaLN_modulation.1
+^norm_out\.linear_2                           final_layer.linear
+attn\.norm_([qk])                             attention.\1_norm
+attn\.to_out\.0                               attention.out
+attn\.to_q                                    attention.qkv
+attn\.to_k                                    attention.qkv
+attn\.to_v                                    attention.qkv
+feed_forward\.linear_                         feed_forward.w
+norm1\.linear                                 adaLN_modulation.1
+(\d\.)norm1(\.norm)?\.weight                  \1attention_norm1.weight
+(\d\.)norm2                                   \1attention_norm2
+""",
     "QwenImageTransformer2DModel": "",
     "QwenImage21Transformer2DModel": r"""
 img_mlp\.gate_layer                           img_mlp.gate_up
@@ -397,12 +414,18 @@ def _in_order(parts: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
 
 
 def convert_width_of(model: nn.Module, patch: pytest.MonkeyPatch) -> None:
-    """Have diffusers' converter cut a tiny model's tensors: those of FLUX.1 and HunyuanVideo have a width."""
+    """Have diffusers' converter cut a tiny model's tensors: those of some models have the released widths."""
     functions: dict[str, Any] = SINGLE_FILE_LOADABLE_CLASSES.get(type(model).__name__, {})
     converter = functions.get("checkpoint_mapping_fn")
-    if converter is None or not _has_width(converter.__code__):
+    if converter is None:
         return
-    code = _of_width(converter.__code__, model.config.num_attention_heads * model.config.attention_head_dim)
+    config, widths = model.config, {}
+    if "num_kv_heads" in config:  # queries, and keys and values, of Lumina 2
+        width_of_head = config.hidden_size // config.num_attention_heads
+        widths = {2304: config.hidden_size, 768: width_of_head * config.num_kv_heads}
+    elif _has_width(converter.__code__):
+        widths = {_WIDTH_OF_FLUX: config.num_attention_heads * config.attention_head_dim}
+    code = _of_widths(converter.__code__, widths)
     patch.setitem(functions, "checkpoint_mapping_fn", FunctionType(code, converter.__globals__))
 
 
@@ -414,11 +437,9 @@ def _has_width(code: CodeType) -> bool:
     )
 
 
-def _of_width(code: CodeType, width: int) -> CodeType:
+def _of_widths(code: CodeType, widths: Mapping[int, int]) -> CodeType:
     constants = (
-        _of_width(value, width)
-        if isinstance(value, CodeType)
-        else (width if value == _WIDTH_OF_FLUX else value)
+        _of_widths(value, widths) if isinstance(value, CodeType) else widths.get(value, value)
         for value in code.co_consts
     )
     return code.replace(co_consts=tuple(constants))

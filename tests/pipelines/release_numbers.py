@@ -61,6 +61,7 @@ _QWEN_SHIFT = _shift((256, 8192), (0.5, 0.9), 0.02)
 _LTX_SHIFT = _shift((1024, 4096), (0.95, 2.05), 0.1)
 _KL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 1024}
 _KL_16 = _KL | {"latent_channels": 16, "use_post_quant_conv": False, "use_quant_conv": False}
+_WITH_FLUX_VAE = tuple(f"{name}* / vae" for name in ("FLUX.1 ", "Chroma1", "Lumina", "NetaYume", "Z-Image"))
 _CONNECTOR = {"caption_channels": 3840, "text_proj_in_factor": 49}
 _SD3 = {"joint_attention_dim": 4096, "pooled_projection_dim": 2048}
 _SD3_MEDIUM = {"caption_projection_dim": 1536, "num_attention_heads": 24, "num_layers": 24}
@@ -82,6 +83,7 @@ _WAN22_DEVIATIONS = (
 DIFFUSERS = "huggingface/diffusers, 58eb52c0803e, "
 MUSUBI = "kohya-ss/musubi-tuner, 30c658c4f4b0, src/musubi_tuner/"
 FORGE = "lllyasviel/stable-diffusion-webui-forge, dfdcbab685e5, backend/huggingface/"
+LUMINA = "Alpha-VLLM/Lumina-Image-2.0 on the hub, 26d0f62a411a, "
 
 READ: Mapping[str, Sequence[Row]] = {
     f"{DIFFUSERS}scripts/convert_anima_to_diffusers.py": (
@@ -280,6 +282,10 @@ READ: Mapping[str, Sequence[Row]] = {
             },
         ),
     ),
+    f"{LUMINA}scheduler/scheduler_config.json": (("Lumina-Image 2.0 / scheduler", {"shift": 6.0}),),
+    f"{LUMINA}transformer/config.json": (
+        (("Lumina-Image 2.0 / transformer", "NetaYume Lumina* / transformer"), {"cap_feat_dim": 2304}),
+    ),
     f"{MUSUBI}flux/flux_utils.py": (
         (("Chroma1* / text_encoder", "CogVideoX* / text_encoder", "LTX-Video* / text_encoder"), _T5_XXL),
         (("FLUX.1 * / text_encoder_2", "Stable Diffusion 3* / text_encoder_3"), _T5_XXL),
@@ -348,11 +354,7 @@ READ: Mapping[str, Sequence[Row]] = {
     f"{FORGE}black-forest-labs/FLUX.1-dev": (
         (("FLUX.1 *dev / transformer",), {"guidance_embeds": True}),
         ("FLUX.1 * / text_encoder", _CLIP_L),
-        (("FLUX.1 * / vae", "Chroma1* / vae", "Z-Image* / vae"), _KL_16),
-        (
-            ("FLUX.1 * / vae", "Chroma1* / vae", "Z-Image* / vae"),
-            {"scaling_factor": 0.3611, "shift_factor": 0.1159},
-        ),
+        (_WITH_FLUX_VAE, _KL_16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
         (
             (
                 "FLUX.1 *dev / scheduler",
@@ -435,6 +437,7 @@ UNCONFIRMED: Mapping[str, Sequence[Row]] = {
         ("ERNIE-Image* / scheduler", {"shift": 4.0}),
         ("FLUX.1 Fill dev / transformer", {"in_channels": 384, "out_channels": 64}),
         ("ERNIE-Image* / text_encoder", {"spatial_merge_size": 2, "tie_word_embeddings": True}),
+        ("NetaYume Lumina* / scheduler", {"shift": 6.0}),
         ("Qwen-Image 2.1 / scheduler", _QWEN_SHIFT),
         (("Qwen-Image-Edit* / scheduler", "Qwen-Image-Layered / scheduler"), _QWEN_SHIFT),
         ("Qwen-Image-Edit-2511 / transformer", {"zero_cond_t": True}),

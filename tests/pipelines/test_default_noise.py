@@ -157,6 +157,11 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
         of("logit_normal", 1),  # diffusion-pipe and finetrainers
         of("logit_normal", ltx_line),  # Lightricks' trainer for LTX-Video
     ),
+    "lumina2": (
+        of("logit_normal", flux_line),  # its authors, transport/transport.py
+        of("logit_normal", 1),  # diffusion-pipe, by default
+        of("uniform", 6),  # the sampler's own
+    ),
     "qwen_image_21": (
         of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
         of("uniform", qwen_21_line),  # what it is sampled with

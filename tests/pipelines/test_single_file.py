@@ -48,6 +48,7 @@ KINDS = {
     "HunyuanVideo15Transformer3DModel": ("a HunyuanVideo 1.5", "-"),  # diffusers knows no other layout
     "LTX2VideoTransformer3DModel": ("an LTX-2", "an LTX-2"),
     "LTXVideoTransformer3DModel": ("an LTX-Video", "ltx-video"),
+    "Lumina2Transformer2DModel": ("a Lumina 2 in diffusers' layout", "lumina2"),
     "QwenImageTransformer2DModel": ("a Qwen-Image", "a Qwen-Image"),
     "QwenImage21Transformer2DModel": ("qwen-image-2.1", "qwen-image-2.1"),
     "SanaTransformer2DModel": ("a Sana", "sana"),

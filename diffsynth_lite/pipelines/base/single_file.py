@@ -62,6 +62,7 @@ _KINDS = MappingProxyType(
         r"^layers\.0\.adaLN_sa_ln\.": "an ERNIE-Image",
         r"^llm_cond_proj\.": "an Ideogram 4",
         r"^text_fusion\.projector\.": "a Krea 2 in diffusers' layout",
+        r"^time_caption_embed\.caption_embedder\.": "a Lumina 2 in diffusers' layout",
         r"^joint_blocks\.": "a Stable Diffusion 3",
         r"^txt_norm\.": "a Qwen-Image",
         r"^caption_norm\.": "a Sana in diffusers' layout",
