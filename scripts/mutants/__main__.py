@@ -175,7 +175,8 @@ def _install(mutant: Mutant) -> None:
     ]
     # A nested function is in the constants of its owner, whose code is replaced.
     owners = {name.partition(".<locals>")[0] for name in differing}
-    if owners <= {function.__code__.co_qualname for function in functions}:
+    # None differ where the change is in one of several lambdas or comprehensions of one name.
+    if owners and owners <= {function.__code__.co_qualname for function in functions}:
         for function in functions:
             if function.__code__.co_qualname in owners:
                 function.__code__ = new[function.__code__.co_qualname]

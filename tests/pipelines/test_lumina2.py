@@ -36,3 +36,12 @@ def test_another_system_prompt_is_another_identity_of_the_prompt_encoder(
     pipeline: Lumina2Pipeline, family: Lumina2
 ) -> None:
     assert pipeline.system_prompt in family.prompt_encoder_id(torch.float32)
+
+
+def test_tokens_are_counted_as_the_model_makes_them_of_latents(
+    pipeline: Lumina2Pipeline, family: Lumina2
+) -> None:
+    shape = family.latents_shape(64, 32, 1)
+    no_prompt = torch.zeros(1, 1, dtype=torch.long)
+    tokens_bld, *_ = pipeline.transformer.rope_embedder(torch.zeros(1, *shape), no_prompt)
+    assert family.num_tokens(shape) == tokens_bld.shape[1] == 8
