@@ -171,11 +171,10 @@ class Lumina2(DiffusersFamily):
     unused: text and image share its weights.
 
     The system prompt of diffusers' pipeline is put before a prompt, and counts among its 256 tokens; a
-    negative prompt and a dropped caption get none, as in the training of its authors. Models made from it
-    were trained with others: the cards of Neta Lumina and NetaYume name "You are an assistant designed to
-    generate anime images based on textual prompts. <Prompt Start>". Write none into captions: it would come
-    second. Where the LoRA is used, give the system prompt that it was trained with: ComfyUI's node for
-    Lumina 2 has it as "superior".
+    negative prompt and a dropped caption get none, as in the training of its authors. Write none into
+    captions: it would come second. Where the LoRA is used by another program, such as ComfyUI, put the same
+    before the prompt. Guides to Neta Lumina and NetaYume have another one, of "anime images", which the
+    pipeline here does not take: with it the LoRA was not tried.
 
     The sampler's shift is 6. The authors train a logit-normal density with a shift that grows with the image,
     3.16 at 1024 x 1024 pixels (``transport/transport.py`` in their repository), and so does diffusion-pipe
