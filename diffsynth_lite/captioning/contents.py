@@ -46,10 +46,15 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """The items of a data set, in the order of their names, and what is wrong with the folder as a whole."""
+    """The items of a data set, in the order of their names, and what is wrong with the folder as a whole.
+
+    Attributes:
+        skipped: the files that were skipped, counted by kind, with how to save images and clips among them.
+    """
 
     items: Sequence[Item]
     problems: Sequence[str] = ()
+    skipped: Sequence[str] = ()
 
 
 def read_contents(source: Source, *, logs_skipped: bool = False) -> Contents:
@@ -101,7 +106,7 @@ def read_contents(source: Source, *, logs_skipped: bool = False) -> Contents:
                 problem="; ".join(filter(None, (found.unread.get(name, ""), problem))),
             )
         )
-    return Contents(items=items, problems=problems)
+    return Contents(items=items, problems=problems, skipped=found.skipped)
 
 
 def table_of(folder: Folder) -> str | None:

@@ -86,6 +86,7 @@ def test_the_screen_shows_what_a_run_trains_on_and_why_it_would_refuse_the_rest(
     outside = image(tmp_path / "secret.png")
     (mug / "link.png").symlink_to(outside)
     (mug / "orphan.txt").write_text("of nothing")
+    (mug / "phone.HEIC").write_bytes(b"a photo")
     (mug / "b.txt").write_text("</script><script>pwned()</script>")
     assert "<script>pwned" not in screen.get("/data/mug/").text
     items = shown(screen)
@@ -100,8 +101,10 @@ def test_the_screen_shows_what_a_run_trains_on_and_why_it_would_refuse_the_rest(
         "latin.png": "latin.txt: not UTF-8 text; save it as UTF-8",
         "link.png": "is a link that leaves the folder; copy the file in, or set allow_outside",
     }
-    (problem,) = screen.get("/data/mug/items").json()["problems"]
-    assert problem == "caption files that belong to no image or clip: orphan.txt"
+    assert screen.get("/data/mug/items").json()["problems"] == [
+        "caption files that belong to no image or clip: orphan.txt",
+        "skipped files: 1 heic; save heic as png or jpg to train on them",
+    ]
     assert items["link.png"]["version"] == ""
     assert "link.png" not in screen.get("/data/mug/findings").json()
     assert screen.get("/data/mug/thumbnails/link.png").status_code == 404

@@ -290,7 +290,8 @@ class _Shown:
             self.contents = read_contents(source or source_of(self.folder, None))
         except UserError as error:
             self.contents = Contents(items=[], problems=[str(error)])
-        self.problems = [*problems, *self.contents.problems]
+        skipped = [f"skipped files: {each}" for each in self.contents.skipped]
+        self.problems = [*problems, *self.contents.problems, *skipped]
         self._rows = CaptionReport(self.folder).rows()
         self._captioning = Captioning.of(self.folder, request.app.state.jobs)
 
