@@ -98,8 +98,8 @@ def test_new_run_writes_a_config_on_top_of_the_recipe_for_the_card(screen: Scree
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"name": ""}, "Name: none given: use letters"),
-        ({"name": "../x"}, "Name: ../x: use letters"),
+        ({"name": ""}, "Name: none given: use a to z"),
+        ({"name": "../x"}, "Name: ../x: use a to z"),
         ({"name": "mine"}, "Name: there is a config mine already"),
         ({"data": "../mug"}, "Data set: choose one"),
         ({"recipe": "../../x.yaml"}, "recipe: ../../x.yaml: is not in the table"),
@@ -254,6 +254,23 @@ def test_the_memory_of_a_recipe_is_shown_until_the_config_changes_it(
     of_card = r"20.7 of 21.6 GiB of your RTX 4090, and [\d.]+ GiB of host memory"
     assert re.fullmatch(rf"{of_card}, [\d.]+ s a step", needs_of(view_of(draft, TEXT)))
     assert re.fullmatch(of_card, needs_of(view_of(draft, f"{TEXT}  global_batch_size: 8\n")))
+
+
+def test_new_run_suggests_a_name_that_it_takes_and_keeps_the_chosen_recipe_in_sight(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with server_process(tmp_path / "workspace") as server:
+        (tmp_path / "workspace" / "data" / "ü my mugs").mkdir()
+        with browser.page(server.address) as page:
+            page.await_control("link", "New run")
+            page.load(f"{server.root}/new", height=900, dark=False)
+            page.press("radio", "qwen_lora.yaml Qwen-Image")
+            assert page.value("textbox", "Name") == "my_mugs_qwen"
+            page.fill("searchbox", "Filter recipes", "no such model")
+            shown = "[...document.querySelectorAll('tbody tr:not([hidden]) input')].map(({ value }) => value)"
+            assert page.evaluate(shown) == ["qwen_lora.yaml"]
+            page.press("button", "Make the config")
+            page.wait_for("location.pathname === '/configs/my_mugs_qwen/'")
 
 
 def test_two_tabs_on_one_config_in_a_browser(browser: Browser, tmp_path: Path) -> None:

@@ -3,19 +3,25 @@
 (() => {
   const byId = (id) => document.getElementById(id);
   const chosen = (name) => document.querySelector(`[name="${name}"]:checked`)?.value ?? "";
+  // As a config is named: a data set that is elsewhere may have a space in its name.
+  const clean = (name) =>
+    name.replace(/[^A-Za-z0-9._-]+/g, "_").replace(/^[^A-Za-z0-9]+/, "").slice(0, 64).replace(/\.+$/, "");
   let isNamed = byId("name").value !== ""; // as that of a copy
 
   function showName() {
     const stem = chosen("recipe").replace(/(_lora)?\.yaml$/, "");
-    if (!isNamed) byId("name").value = [chosen("data") || byId("dataset")?.value.trim().split("/").pop(), stem].filter(Boolean).join("_").slice(0, 64);
+    const data = chosen("data") || byId("dataset")?.value.trim().split("/").pop();
+    if (!isNamed) byId("name").value = clean([data, stem].filter(Boolean).join("_"));
     byId("file").textContent = byId("name").value || "NAME";
   }
 
+  // The chosen recipe stays in sight, so that nobody makes a config of one that is hidden.
   function filter() {
     const words = byId("filter").value.toLowerCase().split(/\s+/);
     for (const row of document.querySelectorAll("tbody tr")) {
       const isKind = !chosen("kind") || row.dataset.kind === chosen("kind");
-      row.hidden = !isKind || !words.every((word) => row.textContent.toLowerCase().includes(word));
+      const isFound = isKind && words.every((word) => row.textContent.toLowerCase().includes(word));
+      row.hidden = !isFound && !row.querySelector("input").checked;
     }
   }
 
@@ -34,7 +40,7 @@
 
   document.addEventListener("change", ({ target }) => {
     if (target.id === "gpu") fit();
-    if (target.name === "kind") filter();
+    if (["kind", "recipe"].includes(target.name)) filter();
     showName();
   });
   byId("filter")?.addEventListener("input", filter);

@@ -100,7 +100,7 @@ def _text_of_choices(workspace: Workspace, given: Mapping[str, str], name: str) 
     data = workspace.data_sets.get(given.get("data", ""))
     hub_id = given.get("dataset", "").strip()
     if data is None and not hub_id:
-        raise UserError("Data set: choose one, or make one on the screen Data sets first")
+        raise UserError("Data set: choose one, or make one on Home first")
     if data is None and not _HUB_ID.fullmatch(hub_id):
         raise UserError(f"Data set: {hub_id}: is not an id of the hub, such as user/name")
     recipe = recipe_named(given.get("recipe", ""))
