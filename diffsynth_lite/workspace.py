@@ -30,7 +30,10 @@ def new_name(given: object) -> str:
     """
     name = str(given or "").strip()
     if not _NAME.fullmatch(name):
-        raise UserError(f"Name: {name or 'none given'}: use letters, digits, -, _ and ., up to 64 of them")
+        raise UserError(
+            f"Name: {name or 'none given'}: use a to z, digits, -, _ and ., up to 64 of them; the first is a "
+            "letter or digit, and the last is not ."
+        )
     return name
 
 
@@ -80,11 +83,14 @@ class Workspace:
             kind: "data" for a folder of images and clips; "runs" for a run folder, or one that holds some.
 
         Raises:
-            UserError: there is no such kind or folder, or the folder is not of this kind.
+            UserError: there is no such kind or folder, or the folder is not of this kind, or holds the
+                workspace.
         """
         if kind not in ("data", "runs"):
             raise UserError(f"kind: {kind}: give data or runs")
         folder = folder_here(folder)
+        if self.path.is_relative_to(folder.resolve()):  # Home reads all that is in it, each time.
+            raise UserError(f"{folder}: holds this workspace, too; give a folder with nothing but {kind}")
         if kind == "runs" and not find_runs([folder]):
             raise UserError(f"{folder}: holds no run; give the output.dir of a run, or a folder of such")
         self.set(kind, list(dict.fromkeys([*self._listed(kind), str(folder)])))

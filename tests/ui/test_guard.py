@@ -191,6 +191,7 @@ def test_folders_elsewhere_are_added_by_their_path(screen: Screen, tmp_path: Pat
         ({"kind": "data", "folder": "~nobody-here/y"}, "is not a folder on this machine"),
         ({"kind": "data", "folder": "/" + "x" * 5000}, "is not a folder on this machine"),
         ({"kind": "runs", "folder": str(tmp_path / "a")}, "holds no run"),
+        *[({"kind": kind, "folder": "/"}, "holds this workspace") for kind in ("data", "runs")],
         ({"kind": "configs", "folder": str(tmp_path)}, "give data or runs"),
     ):
         refusal = screen.post("/add", given)

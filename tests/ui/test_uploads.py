@@ -232,7 +232,7 @@ def test_a_data_set_is_made_of_a_zip_and_what_was_left_out_is_named(screen: Scre
     ("options", "reason"),
     [
         ({"name": "mug"}, "there is a data set mug already"),
-        ({"name": "../out"}, "use letters, digits"),
+        ({"name": "../out"}, "use a to z, digits"),
         ({"name": ""}, "none given"),
         ({"file": "set.tar"}, "set.tar: is not a zip"),
         ({"content": zipped("x.py")}, "holds no image, clip, caption or table; not read: x.py"),
