@@ -94,8 +94,8 @@ class Guard:
     def _sign_in(self, scope: Scope) -> HTMLResponse | None:
         """The page that gives a browser its cookie and its tab the second secret, then goes on.
 
-        It is no redirect: a browser does not send a strict cookie along a redirect that began elsewhere, such
-        as in a mail or a notebook.
+        It is not a redirect: a browser does not send a strict cookie along a redirect that began elsewhere,
+        such as in a mail or a notebook.
         """
         query = parse_qsl(scope["query_string"].decode("latin-1"))
         given = dict(query).get("token")

@@ -242,7 +242,7 @@ class Jobs:
             raise UserError(f"no {things} of {folder.name} are being {done} on this machine")
 
     def holders(self) -> list[str]:
-        """What uses the device of this machine and is no run, such as "captions of mug"."""
+        """What uses the device of this machine besides runs, such as "captions of mug"."""
         names = list[str]()
         for command, (things, _) in _WORDS.items():
             for job in map(Job.read, sorted(self._workspace.logs_folder.glob(f"{command}-*.json"))):

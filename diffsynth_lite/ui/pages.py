@@ -90,7 +90,7 @@ def page(request: Request, template: str, *, is_edited: bool = False, **values: 
 
 
 def navigation(request: Request) -> Markup:
-    """What stands around the content of a page, for one that is not made by :func:`page`."""
+    """What surrounds the content of a page, for one that is not made by :func:`page`."""
     return Markup(redacted(environment().get_template("static/side.html").render(**_shell(request))))
 
 

@@ -70,7 +70,7 @@ def build_report(pages: RunPages) -> Guard:
     """The pages of runs, only to look at."""
 
     def show(request: Request) -> Response:
-        # As it was sent: a name may hold a slash, or bytes that are no text.
+        # As it was sent: a name may hold a slash, or bytes that are not text.
         return report_answer(request, pages.answer(request.scope["raw_path"].decode("latin-1")))
 
     routes = [Route("/static/{name}", static_file), Route("/{path:path}", show)]

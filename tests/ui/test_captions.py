@@ -71,7 +71,7 @@ def captioning(screen: Screen) -> dict[str, Any]:
 
 
 def undo(screen: Screen) -> str:
-    return str(screen.post("/data/mug/undo").json()["said"])
+    return str(screen.post("/data/mug/undo").json()["message"])
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def test_two_tabs_on_one_config_in_a_browser(browser: Browser, tmp_path: Path) -
             page.press("tab", "Settings")
             path.write_text(TEXT.replace("1500", "7"))  # as another tab, or an editor
             page.fill("textbox", "Rank lora.rank", "4")
-            page.wait_for("document.getElementById('said').innerText.includes('changed elsewhere')")
+            page.wait_for("document.getElementById('message').innerText.includes('changed elsewhere')")
             page.wait_for("document.getElementById('lora.rank').value === '32'")
             assert path.read_text() == TEXT.replace("1500", "7")
             assert page.value("textbox", "Steps train.steps") == "7"

@@ -53,7 +53,7 @@ def write(screen: Screen, **captions: tuple[str, str]) -> Any:
 
 
 def undo(screen: Screen) -> str:
-    return str(screen.post("/data/mug/undo").json()["said"])
+    return str(screen.post("/data/mug/undo").json()["message"])
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,9 @@ def test_what_is_moved_to_the_trash_goes_with_all_that_belongs_to_it_and_comes_b
     )
     before = sorted(screen.workspace.data_folder.rglob("*.*"))
     given = {"files": ["b.jpg", "more/d.png", "nothing.png"], "config": "mine"}
-    place = screen.post("/data/mug/trash", given).json()["said"].removeprefix("2 items moved to trash/mug/")
+    place = (
+        screen.post("/data/mug/trash", given).json()["message"].removeprefix("2 items moved to trash/mug/")
+    )
     moved = {"mug/b.jpg", "mug/more/d.png", "mug/more/d.txt", "mug/more/d.1.txt", "masks/more/d.png"}
     data, trash = screen.workspace.data_folder, screen.workspace.trash_folder
     assert {path for path in before if not path.exists()} == {data / name for name in moved}
@@ -322,9 +324,9 @@ def test_undo_after_a_refusal_puts_there_all_that_was_typed_meanwhile(
         page.wait_for("window.go !== undefined")
         page.fill("textbox", "Caption of a.png", "mine, and more")
         page.evaluate("window.go()")
-        page.wait_for("document.querySelector('#said button') !== null")
+        page.wait_for("document.querySelector('#message button') !== null")
         page.evaluate("window.go = undefined")
-        page.click("#said button")
+        page.click("#message button")
         page.wait_for("window.go !== undefined")
         page.evaluate("window.go()")
         wait_for(lambda: (mug / "a.txt").read_text() == "mine, and more\n")

@@ -115,7 +115,7 @@ def test_a_model_is_deleted_from_the_hubs_cache_only(
     own = screen.workspace.path / "own"
     own.mkdir()
     config(screen, "one", str(own))
-    assert "are free" in delete(screen, "Qwen/Qwen-Image")["said"]
+    assert "are free" in delete(screen, "Qwen/Qwen-Image")["message"]
     left = {"models--me--carded", "models--me--part", "models--me--modular", "datasets--me--cats"}
     assert {path.name for path in hub.iterdir()} == left
     for name in ("Qwen/Qwen-Image", "../x", str(own), "me/cats"):
@@ -144,7 +144,7 @@ def test_a_model_that_a_run_uses_is_not_deleted(
     use(screen)
     for name in ("me/modular", "me/part"):
         assert "mine trains on it, or waits to" in delete(screen, name)["error"]
-    assert "said" in delete(screen, "me/carded")
+    assert "message" in delete(screen, "me/carded")
     if use is trains:
         (screen.workspace.runs_folder / "mine" / "resolved.yaml").unlink()
         assert "resolved.yaml" in delete(screen, "me/modular")["error"]

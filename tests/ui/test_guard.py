@@ -157,7 +157,7 @@ def test_a_proxy_is_let_in_where_it_was_named(screen: Screen) -> None:
     assert "Secure" in proxied.client.get("/?token=the-token").headers["set-cookie"]
 
 
-def test_the_token_is_kept_and_is_the_persons_alone(tmp_path: Path) -> None:
+def test_the_token_is_kept_and_only_the_person_can_read_it(tmp_path: Path) -> None:
     workspace = open_workspace(tmp_path / "made" / "here")
     token = workspace.token()
     assert len(token) >= 32

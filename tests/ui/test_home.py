@@ -118,10 +118,10 @@ def test_the_queue_is_shown_in_its_order_and_changed_by_buttons(
     ):
         assert shown in text, shown
     assert not INLINE.search(text)
-    assert screen.post("/queue/up", {"run": "<b>third"}).json() == {"said": "<b>third was moved up."}
+    assert screen.post("/queue/up", {"run": "<b>third"}).json() == {"message": "<b>third was moved up."}
     assert screen.post("/queue/down", {"run": "first"}).status_code == 200
     assert waiting.names("waiting") == ["<b>third", "first", "second"]
-    assert screen.post("/queue/remove", {"run": "first"}).json() == {"said": "first is out of the queue."}
+    assert screen.post("/queue/remove", {"run": "first"}).json() == {"message": "first is out of the queue."}
     assert waiting.names("waiting") == ["<b>third", "second"]
     assert screen.post("/queue/pause").status_code == 200
     assert waiting.queue.paused() == ""
@@ -148,7 +148,9 @@ def test_what_ended_and_what_is_refused_say_why(screen: Screen, waiting: Waiting
     assert screen.post("/queue/remove", {"run": "00000001-odd"}).status_code == 200
     assert waiting.names("waiting") == ["next"]
     done = [run.id for run in waiting.queue.in_state("done")]
-    assert screen.post("/queue/remove", {"run": done[1]}).json() == {"said": "refused is out of the queue."}
+    assert screen.post("/queue/remove", {"run": done[1]}).json() == {
+        "message": "refused is out of the queue."
+    }
     assert waiting.names("done") == ["quick"]
 
 
@@ -249,7 +251,7 @@ def test_an_archived_run_is_left_out_until_it_is_taken_out_or_goes_on(screen: Sc
     before = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
     assert 'data-post="/runs/dog/archive"' in screen.get("/").text
     for name in ("dog", "cat-a"):
-        assert "is archived" in screen.post(f"/runs/{name}/archive", {"is_archived": True}).json()["said"]
+        assert "is archived" in screen.post(f"/runs/{name}/archive", {"is_archived": True}).json()["message"]
     assert before == {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
     assert (shown(screen), shown(screen, "?show=archived")) == (["odd", "cat-b"], ["dog", "cat-a"])
     assert 'aria-label="Take dog out of the archive"' in screen.get("/?show=archived").text
@@ -318,8 +320,8 @@ def test_filter_archive_and_a_zip_in_the_browser(browser: Browser, screen: Scree
             "document.querySelector('[name=zip]').files = given.files }"
         )
         page.press("button", "Make the data set")
-        page.wait_for("location.pathname === '/data/cup/' && document.getElementById('said')?.innerText")
-        assert page.text("#said") == "1 file of set.zip added."
+        page.wait_for("location.pathname === '/data/cup/' && document.getElementById('message')?.innerText")
+        assert page.text("#message") == "1 file of set.zip added."
         assert page.nameless() == []
         assert page.complaints == []
     assert (screen.workspace.data_folder / "cup" / "a.txt").read_text() == "a cat"

@@ -49,7 +49,7 @@ def test_captions_of_two_thousand_images_are_shown_changed_and_taken_back(screen
     assert screen.post("/data/many/captions", {"changes": changes}).json()["stale"] == {}
     assert (folder / "1234.txt").read_text() == "mug 1234.png\n"
     assert len({file.read_text() for file in folder.glob("*.txt")}) == 2000
-    assert screen.post("/data/many/undo").json()["said"] == "2,000 captions as before."
+    assert screen.post("/data/many/undo").json()["message"] == "2,000 captions as before."
     assert {file.read_text() for file in folder.glob("*.txt")} == {"a mug\n"}
     assert not list(folder.glob(".*"))
 

@@ -187,19 +187,19 @@ def test_a_person_sees_that_it_does_not_fit_uses_what_does_and_takes_it_back(
             page.wait_for("document.getElementById('start') && document.readyState === 'complete'")
             page.evaluate(LOST)
             page.fill("combobox", "Card", "RTX 3060 8GB")
-            page.wait_for("document.getElementById('plan-said').innerText.includes('does not answer')")
+            page.wait_for("document.getElementById('plan-message').innerText.includes('does not answer')")
             page.evaluate("back()")
-            page.wait_for("!document.getElementById('plan-said').innerText.includes('does not answer')")
+            page.wait_for("!document.getElementById('plan-message').innerText.includes('does not answer')")
             page.fill("spinbutton", "Host memory, GiB", "16")
             page.evaluate("document.activeElement.blur()")  # only then has the number changed
             page.wait_for("document.querySelector('[data-use]:not(:disabled)')")
-            assert "Does not fit: " in page.text("#plan-said")
+            assert "Does not fit: " in page.text("#plan-message")
             assert page.evaluate("document.querySelectorAll('[role=meter]').length") == 5
             assert (page.nameless(), page.overflow_px()) == ([], 0)
             page.press("button", "Use these")
-            page.wait_for("document.getElementById('plan-said').innerText.startsWith('Fits: ')")
+            page.wait_for("document.getElementById('plan-message').innerText.startsWith('Fits: ')")
             assert load_config(path).config.train.use_gradient_checkpointing
             page.press("button", "Undo")
-            page.wait_for("document.getElementById('plan-said').innerText.startsWith('Does not fit: ')")
+            page.wait_for("document.getElementById('plan-message').innerText.startsWith('Does not fit: ')")
             assert path.read_text() == text
             assert page.complaints == []

@@ -219,13 +219,15 @@ def test_a_data_set_is_made_of_a_zip_and_what_was_left_out_is_named(screen: Scre
     os.utime(killed, (0, 0))
     assert new_set(screen, content) == {
         "go": "/data/cup/",
-        "said": "3 files of set.zip added; not read: set/x.py, set/link.png.",
+        "message": "3 files of set.zip added; not read: set/x.py, set/link.png.",
     }
     found = screen.workspace.data_folder / "cup"
     assert not killed.exists()
     assert {path.name for path in found.rglob("*") if path.is_file()} == {"a.png", "a.txt", "metadata.csv"}
     many = zipped("a.png", *(f"{number}.py" for number in range(8)))
-    assert "not read: 0.py, 1.py, 2.py, 3.py, 4.py and 3 more." in new_set(screen, many, name="pot")["said"]
+    assert (
+        "not read: 0.py, 1.py, 2.py, 3.py, 4.py and 3 more." in new_set(screen, many, name="pot")["message"]
+    )
 
 
 @pytest.mark.parametrize(

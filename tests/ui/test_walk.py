@@ -110,7 +110,7 @@ def test_two_tabs_on_one_config_and_on_one_data_set_do_not_write_over_each_other
         (workspace / "configs" / "shapes.yaml").write_text(text)
         change_in_two_tabs(browser, server, workspace)
         with opened(browser, server, "/configs/shapes/") as page:
-            page.wait_for("document.getElementById('plan-said').innerText.startsWith('Fits: ')")
+            page.wait_for("document.getElementById('plan-message').innerText.startsWith('Fits: ')")
 
 
 def make_data_set(browser: Browser, server: Server, workspace: Path, images: list[Path]) -> None:
@@ -274,7 +274,7 @@ def change_in_two_tabs(browser: Browser, server: Server, workspace: Path) -> Non
         one.fill("textbox", "Steps train.steps", "7")
         wait_for(lambda: "steps: 7 " in config.read_text())
         other.fill("textbox", "Steps train.steps", "9")
-        other.wait_for("document.getElementById('said').innerText.includes('changed elsewhere')")
+        other.wait_for("document.getElementById('message').innerText.includes('changed elsewhere')")
         other.wait_for("document.getElementById('train.steps').value === '7'")
         assert "steps: 7 " in config.read_text()
         other.complaints.clear()  # of the refusal

@@ -110,7 +110,7 @@ class View:
 
 
 def view_of(path: Path, text: str) -> View:
-    """What the loader and the form say of a text.
+    """What the loader and the form make of a text.
 
     Args:
         path: of its file, from where the files that it extends are looked for.
@@ -180,7 +180,7 @@ def as_yaml(field: Field, typed: str) -> str:
 def sources_of(typed: str) -> str:
     """The entries in the field of data.sources as JSON; each setting of one is yaml on one line."""
     entries = []
-    with suppress(YamlError, AttributeError):  # of what is no list of mappings
+    with suppress(YamlError, AttributeError):  # of what is not a list of mappings
         [(_, node)] = read_yaml(f"x: {typed}").value
         listed = node.value if isinstance(node, yaml.SequenceNode) else []
         entries = [{key.value: on_one_line(value) for key, value in each.value} for each in listed]

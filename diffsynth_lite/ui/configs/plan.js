@@ -9,9 +9,9 @@
   let asking = Promise.resolve();
   let number = 0; // that the server gave the plan that is shown
 
-  // What stood there stays, and is dimmed, until there is something of the new plan.
+  // The old content stays, dimmed, until there is something of the new plan.
   function show(page) {
-    for (const id of ["plan-said", "plan"]) {
+    for (const id of ["plan-message", "plan"]) {
       const now = page.getElementById(id);
       byId(id).ariaBusy = now.matches("[data-open]") && !now.children.length;
       if (byId(id).ariaBusy === "true" || byId(id).innerHTML === now.innerHTML) continue;
@@ -19,8 +19,8 @@
     }
   }
 
-  function said(text) {
-    byId("plan-said").replaceChildren(Object.assign(document.createElement("p"), { textContent: text }));
+  function report(text) {
+    byId("plan-message").replaceChildren(Object.assign(document.createElement("p"), { textContent: text }));
   }
 
   async function follow(own) {
@@ -31,7 +31,7 @@
       const isLost = answer && !answer.ok;
       if (isLost) {
         tag = null;
-        said("No plan: the server does not answer.");
+        report("No plan: the server does not answer.");
       } else if (answer && answer.headers.get("ETag") !== tag) {
         tag = answer.headers.get("ETag");
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
@@ -50,7 +50,7 @@
     if (use) use.disabled = true; // It is of an older question.
     asking = asking.then(async () => {
       if (own !== newest) return;
-      if (!sessionStorage.getItem("secret")) return said("No plan: this tab may only look.");
+      if (!sessionStorage.getItem("secret")) return report("No plan: this tab may only look.");
       const given = { gpu: byId("gpu").value, host_gib: byId("host").value };
       const found = await ui.post("plan", given).catch(() => ({})); // The reason was shown.
       if (!found.number) return;
@@ -76,7 +76,7 @@
     byId("plan").focus();
     await configForm.change({ plan: number });
     if (configForm.text() === before) return;
-    ui.say("The settings that fit were written.", { undo: () => configForm.change({ text: before }) });
+    ui.report("The settings that fit were written.", { undo: () => configForm.change({ text: before }) });
   });
   // A tab that another one opened has its secret a little later.
   setTimeout(ask, sessionStorage.getItem("secret") ? 0 : SECRET_AFTER_MS);

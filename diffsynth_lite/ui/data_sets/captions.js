@@ -57,8 +57,8 @@
     const parts = [job.model || options.model, goal, trigger, isDry() ? "nothing is written" : `writes over ${over}`];
     byId("job-facts").textContent = parts.filter(Boolean).join(", ");
     setCommand("job-command", job.command);
-    const said = log.join("\n") || endings[state] || job.message || "";
-    show("job-log", isActive() || (isDry() && state === "finished") ? "" : said);
+    const text = log.join("\n") || endings[state] || job.message || "";
+    show("job-log", isActive() || (isDry() && state === "finished") ? "" : text);
     showFailed(Object.entries(failed));
     showPreview(Object.entries(preview));
     byId("job-stop").hidden = !isActive();
@@ -92,7 +92,7 @@
   function take(given) {
     const wasRunning = isActive();
     job = given;
-    if (wasRunning && !isActive()) ui.say([head(), !isDry() && job.message].filter(Boolean).join(": "));
+    if (wasRunning && !isActive()) ui.report([head(), !isDry() && job.message].filter(Boolean).join(": "));
     wasActive ||= isActive();
     for (const [name, value] of form.dataset.filled ? [] : Object.entries(job.options ?? {})) {
       if (["model", "endpoint", "goal", "trigger", "language", "length", "format", "quantize"].includes(name)) {

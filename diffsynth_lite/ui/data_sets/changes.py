@@ -145,9 +145,9 @@ class DataSetEditor:
             return "Nothing to undo."
         if captions_in(self._folder) is not None and any(each.after is None for each in entry.captions):
             raise UserError("These captions are being written now; stop that first, or wait for its end")
-        said = self._restore(entry) if entry.trash else self._rewrite(entry.captions)
+        message = self._restore(entry) if entry.trash else self._rewrite(entry.captions)
         path.unlink(missing_ok=True)
-        return said
+        return message
 
     def _rewrite(self, changes: Sequence[CaptionChange]) -> str:
         folder, texts = self._listed()

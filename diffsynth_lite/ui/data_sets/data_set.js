@@ -235,7 +235,7 @@ const dataSet = (() => {
     if (late.length) {
       const names = few(late.map(({ item }) => item.file));
       const text = `Changed by somebody else meanwhile, and not overwritten: ${names}. Undo puts yours in its place.`;
-      ui.say(text, { undo: () => apply(late) });
+      ui.report(text, { undo: () => apply(late) });
     }
     return late;
   }
@@ -301,7 +301,7 @@ const dataSet = (() => {
     if (!target.closest(".play")) return;
     const src = `${base}clips/${pathOf(item.file)}`;
     const video = element("video", { src, controls: true, loop: true, autoplay: true, ariaLabel: item.file });
-    video.addEventListener("error", () => ui.say(`${item.file}: this browser cannot play it.`));
+    video.addEventListener("error", () => ui.report(`${item.file}: this browser cannot play it.`));
     mat.replaceChildren(video);
     video.focus();
   });
@@ -357,16 +357,16 @@ const dataSet = (() => {
     event.preventDefault();
     const number = await apply(wanted());
     byId("change").open = false;
-    if (number) ui.say(`${plural(number, "caption")} changed.`, { undo });
+    if (number) ui.report(`${plural(number, "caption")} changed.`, { undo });
   });
 
   // Undo, trash, files.
 
   async function act(what, given, options) {
-    const { said } = await ui.post(base + what, given).catch(() => ({}));
-    if (!said) return;
+    const { message } = await ui.post(base + what, given).catch(() => ({}));
+    if (!message) return;
     await reload();
-    ui.say(said, options);
+    ui.report(message, options);
   }
   const undo = () => act("undo");
   byId("undo").addEventListener("click", undo);
@@ -394,7 +394,7 @@ const dataSet = (() => {
     }
     await reload();
     summarize();
-    ui.say(`${plural(number, "file")} added.${refused.length ? ` Not added: ${few(refused)}` : ""}`);
+    ui.report(`${plural(number, "file")} added.${refused.length ? ` Not added: ${few(refused)}` : ""}`);
   }
 
   // The files of what was dropped, with their names below the folder that was dropped.

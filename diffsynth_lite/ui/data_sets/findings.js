@@ -1,5 +1,5 @@
 // What the doctor finds as seen by a config: remarks, tokens and crops at the items, and what concerns all of them.
-// An item whose file or caption is another one now is "changed since", and nothing more is said of it.
+// An item whose file or caption is another one now is "changed since", and nothing more is shown of it.
 "use strict";
 (() => {
   const EVERY_MS = 2000;
@@ -145,7 +145,7 @@
     if (isRunning) asking = setTimeout(ask, EVERY_MS);
     if (isRunning && wasRunning) return;
     known = { ...given, at: Date.now() - 1000 * (given.age_s ?? 0) };
-    if (wasRunning && !isRunning) ui.say(head());
+    if (wasRunning && !isRunning) ui.report(head());
     wasRunning = isRunning;
     byId("examined").hidden = known.state === "none";
     byId("examine").disabled = isRunning || !config;

@@ -93,8 +93,8 @@ async def _create_from_zip(request: Request) -> Response:
     except ClientDisconnect:
         return Response(status_code=400)
     count = len(found["added"])
-    said = f"{count:,} {'file' if count == 1 else 'files'} of {file} added{named_few(found['unread'])}."
-    return JSONResponse({"go": f"/data/{folder.name}/", "said": said})
+    message = f"{count:,} {'file' if count == 1 else 'files'} of {file} added{named_few(found['unread'])}."
+    return JSONResponse({"go": f"/data/{folder.name}/", "message": message})
 
 
 def _new_folder(request: Request, given: object) -> Path:
@@ -133,7 +133,7 @@ def _items(request: Request) -> Response:
 
 
 def _findings(request: Request) -> Response:
-    """What the files themselves show, such as sizes; it takes a while, and so is no part of the page."""
+    """What the files themselves show, such as sizes; it takes a while, so the page does not wait for it."""
     return JSONResponse(findings(_Shown(request).contents))
 
 
@@ -255,12 +255,12 @@ def _move_to_trash(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     names = {str(name) for name in _list(given, "files")}
     shown = _Shown(request, str(given.get("config", "")))
     chosen = [item for item in shown.contents.items if item.file in names]
-    return {"said": _editor(request).move_to_trash(chosen)}
+    return {"message": _editor(request).move_to_trash(chosen)}
 
 
 def _undo(request: Request, given: dict[str, Any]) -> dict[str, Any]:
     """Take the last change back."""
-    return {"said": _editor(request).undo()}
+    return {"message": _editor(request).undo()}
 
 
 class _Shown:

@@ -211,7 +211,7 @@ def _delete(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         state.studio.end()
         freed = delete_model(model, busy, workspace.path)
     state.disk.others.forget()
-    return {"said": f"{model} is deleted: {format_bytes(freed)} are free."}
+    return {"message": f"{model} is deleted: {format_bytes(freed)} are free."}
 
 
 def _busy(workspace: Workspace, *states: QueueState) -> list[tuple[str, Config]]:

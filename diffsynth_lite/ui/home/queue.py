@@ -87,13 +87,15 @@ def _act(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         start_worker(queue)
     elif action == "pause":
         queue.pause()
-        return {"said": "Nothing more is started; what runs goes on."}
+        return {"message": "Nothing more is started; what runs goes on."}
     elif action == "remove":
         run = queue.remove(key)
-        return {"go": "/"} if given.get("is_left") else {"said": f"{run.name or run.id} is out of the queue."}
+        return (
+            {"go": "/"} if given.get("is_left") else {"message": f"{run.name or run.id} is out of the queue."}
+        )
     elif action in ("up", "down"):
         queue.move(key, action)
-        return {"said": f"{key} was moved {action}."}
+        return {"message": f"{key} was moved {action}."}
     else:
         raise HTTPException(404)
     return {}

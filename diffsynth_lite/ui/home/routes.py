@@ -98,11 +98,11 @@ def _archive(request: Request, given: dict[str, Any]) -> dict[str, Any]:
         raise HTTPException(404)
     if given.get("is_archived") is False:
         workspace.archive(run.folder, None)
-        return {"said": f"{name} is on Home again."}
+        return {"message": f"{name} is on Home again."}
     if (word := QueuedRuns(workspace).word(run.folder, run.state.name)) in PENDING:
         raise UserError(f"{name} is {word}; stop it or take it out of the queue first")
     workspace.archive(run.folder, _seen_at(run))
-    return {"said": f"{name} is archived: its folder stays as it is, and the filter Archived shows it."}
+    return {"message": f"{name} is archived: its folder stays as it is, and the filter Archived shows it."}
 
 
 def _side(request: Request) -> Response:

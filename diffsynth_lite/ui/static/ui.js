@@ -16,17 +16,17 @@ const ui = (() => {
   if (!sessionStorage.getItem("secret")) tabs.postMessage({});
 
   // Shows a sentence for a while; `undo` puts a button next to it.
-  function say(text, { undo } = {}) {
-    const said = byId("said");
-    said.replaceChildren(Object.assign(document.createElement("span"), { textContent: text }));
+  function report(text, { undo } = {}) {
+    const message = byId("message");
+    message.replaceChildren(Object.assign(document.createElement("span"), { textContent: text }));
     if (undo) {
       const button = Object.assign(document.createElement("button"), { type: "button", textContent: "Undo" });
-      button.addEventListener("click", () => { said.hidden = true; undo(); });
-      said.append(button);
+      button.addEventListener("click", () => { message.hidden = true; undo(); });
+      message.append(button);
     }
-    said.hidden = false;
+    message.hidden = false;
     clearTimeout(hiding);
-    hiding = setTimeout(() => (said.hidden = true), SHOWN_MS);
+    hiding = setTimeout(() => (message.hidden = true), SHOWN_MS);
   }
 
   // Sends a body to the server; resolves to what it answers, and shows why it refused otherwise.
@@ -36,7 +36,7 @@ const ui = (() => {
     try {
       answer = await fetch(path, { method: "POST", headers, body });
     } catch (error) {
-      say("The server does not answer; nothing was changed.");
+      report("The server does not answer; nothing was changed.");
       throw error;
     }
     const text = await answer.text();
@@ -45,7 +45,7 @@ const ui = (() => {
     if (answer.ok) return given;
     const refusal = new Error(given.error ?? (text || `${answer.status} ${answer.statusText}`));
     refusal.answer = given;
-    say(refusal.message);
+    report(refusal.message);
     throw refusal;
   }
 
@@ -55,9 +55,9 @@ const ui = (() => {
   async function press(button) {
     button.disabled = true;
     try {
-      const { go, said } = await post(button.dataset.post, JSON.parse(button.dataset.body ?? "{}"));
+      const { go, message } = await post(button.dataset.post, JSON.parse(button.dataset.body ?? "{}"));
       pressed = { name: button.ariaLabel, action: button.dataset.post.split("/").pop() };
-      if (said) say(said);
+      if (message) report(message);
       if (go) location.assign(go);
       else document.dispatchEvent(new Event("changed"));
     } catch {
@@ -96,21 +96,21 @@ const ui = (() => {
     fields.delete("zip");
     const given = Object.fromEntries(fields);
     if (button) button.disabled = true;
-    if (zip?.size) say(`Sending ${zip.name}, ${Math.ceil(zip.size / 1e6).toLocaleString("en")} MB`);
+    if (zip?.size) report(`Sending ${zip.name}, ${Math.ceil(zip.size / 1e6).toLocaleString("en")} MB`);
     const sent = zip?.size ? send(`${path}/zip?${new URLSearchParams({ ...given, file: zip.name })}`, zip) : post(path, given);
     const made = await sent.catch(() => null); // It was shown.
     if (button) button.disabled = false;
     if (!made) return;
-    if (made.said) sessionStorage.setItem("said", made.said);
+    if (made.message) sessionStorage.setItem("message", made.message);
     location.assign(made.go ?? "/");
   });
-  // What was said of something that led here.
-  if (sessionStorage.getItem("said")) say(sessionStorage.getItem("said"));
-  sessionStorage.removeItem("said");
+  // What the page before had to report.
+  if (sessionStorage.getItem("message")) report(sessionStorage.getItem("message"));
+  sessionStorage.removeItem("message");
   document.addEventListener("click", (event) => {
     const button = event.target.closest("[data-post], [data-copy]");
     if (button?.dataset.post) press(button);
-    if (button?.dataset.copy) navigator.clipboard.writeText(button.dataset.copy).then(() => say("Copied."));
+    if (button?.dataset.copy) navigator.clipboard.writeText(button.dataset.copy).then(() => report("Copied."));
     for (const menu of document.querySelectorAll("details.menu[open]")) {
       if (!menu.contains(event.target)) menu.open = false;
     }
@@ -145,5 +145,5 @@ const ui = (() => {
   setInterval(renewSide, SIDE_EVERY_MS);
   document.addEventListener("changed", renewSide);
 
-  return { post, send, say };
+  return { post, send, report };
 })();

@@ -94,7 +94,7 @@ def request_of(
         "size": _size(given.get("size")),
     }
     if not asked["prompt"][0]:
-        raise UserError("Prompt: is empty; say what to generate")
+        raise UserError("Prompt: is empty; describe what to generate")
     negative = _text("Negative", given.get("negative", validation.negative_prompt))
     if negative != validation.negative_prompt.strip():
         asked["negative"] = negative
