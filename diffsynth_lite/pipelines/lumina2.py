@@ -18,7 +18,7 @@ from diffusers import (
 from transformers import Gemma2Model
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
-from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, fused, renamed_in, under
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, Original, renamed, renamed_in, under
 from diffsynth_lite.lora.shared_names import QKV
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import Prompt, RecordKind
@@ -136,26 +136,21 @@ _NETAYUME = _BASE.but(
 )
 
 
-_ORIGINAL = {
+_BLOCKS = ("noise_refiner.*", "layers.*", "context_refiner.*")
+_OF_BLOCKS = {
     "attention.out": "attn.to_out.0",
-    **{f"feed_forward.w{place}": layer for place, layer in enumerate(_GATED, start=1)},
+    **{f"feed_forward.w{number}": f"feed_forward.linear_{number}" for number in (1, 2, 3)},
 }
-_BLOCKS = {name: name for name in ("context_refiner.*", "noise_refiner.*", "layers.*")}
 _KOHYA = {
     # 24 heads of queries, 8 of keys and 8 of values.
-    **{
-        f"{block}.attention.qkv": replace(fused(*under(f"{block}.attn", QKV), rows=(3, 1, 1)), growth=None)
-        for block in _BLOCKS
-    },
-    **renamed_in(_BLOCKS, _ORIGINAL),
-    **renamed_in(
-        {name: name for name in ("noise_refiner.*", "layers.*")}, {"adaLN_modulation.1": "norm1.linear"}
-    ),
-    **renamed_in({"final_layer": "norm_out"}, {"adaLN_modulation.1": "linear_1", "linear": "linear_2"}),
-    **renamed_in(
-        {"t_embedder.mlp": "time_caption_embed.timestep_embedder"}, {"0": "linear_1", "2": "linear_2"}
-    ),
-    **renamed_in({"cap_embedder": "time_caption_embed.caption_embedder"}, {"1": "1"}),
+    **{f"{block}.attention.qkv": Original(under(f"{block}.attn", QKV), rows=(3, 1, 1)) for block in _BLOCKS},
+    **renamed_in({block: block for block in _BLOCKS}, _OF_BLOCKS),
+    **{f"{block}.adaLN_modulation.1": renamed(f"{block}.norm1.linear") for block in _BLOCKS[:2]},
+    "final_layer.adaLN_modulation.1": renamed("norm_out.linear_1"),
+    "final_layer.linear": renamed("norm_out.linear_2"),
+    "t_embedder.mlp.0": renamed("time_caption_embed.timestep_embedder.linear_1"),
+    "t_embedder.mlp.2": renamed("time_caption_embed.timestep_embedder.linear_2"),
+    "cap_embedder.1": renamed("time_caption_embed.caption_embedder.1"),
 }
 _LORA_LAYERS = LayerNames(
     layers=(*(layer for place in _KOHYA.values() for layer in place.layers), "x_embedder"), kohya=_KOHYA
@@ -173,8 +168,8 @@ class Lumina2(DiffusersFamily):
     The system prompt of diffusers' pipeline is put before a prompt, and counts among its 256 tokens; a
     negative prompt and a dropped caption get none, as in the training of its authors. Write none into
     captions: it would come second. Where the LoRA is used by another program, such as ComfyUI, put the same
-    before the prompt. Guides to Neta Lumina and NetaYume have another one, of "anime images", which the
-    pipeline here does not take: with it the LoRA was not tried.
+    before the prompt. Guides to Neta Lumina and NetaYume have another one, of "anime images"; there is no
+    setting for it here.
 
     The sampler's shift is 6. The authors train a logit-normal density with a shift that grows with the image,
     3.16 at 1024 x 1024 pixels (``transport/transport.py`` in their repository), and so does diffusion-pipe
