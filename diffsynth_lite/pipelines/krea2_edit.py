@@ -47,7 +47,7 @@ class Krea2Edit(EditInputs, krea2.Krea2):
     (``edit: true``, read at commit 27a03a91f23e). The text encoder sees each, at most 384 x 384 pixels, as
     "Picture 1:" and so on, before the prompt. After the tokens of the noisy image the transformer sees those
     of each image, as clean latents at noise level 0, of at most a megapixel, in multiples of 16 pixels.
-    Nothing is enlarged.
+    References are never enlarged.
 
     In ComfyUI the LoRA is used with the nodes of ComfyUI-Krea2-Ostris-Edit (read in Krea2-AIO, commit
     a58a5dfa1083), or since ComfyUI's pull request 14843 with its own reference method
