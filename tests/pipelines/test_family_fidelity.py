@@ -73,7 +73,8 @@ def read_pipeline(sample: Sample) -> Any:
     pipeline: Any = diffusers_pipelines.read_pipeline(sample.family.folder.path)
     if sample.name == "krea2_edit":
         pipeline = referenced(pipeline)
-    if sample.family.edits.prompt_sees_images:  # its own processor of texts and images needs torchvision
+    # Its own processor of texts and images needs torchvision.
+    if sample.family.edits.prompt_sees_images and hasattr(pipeline, "tokenizer"):
         pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)
     if sample.name == "chroma":
         # diffusers issue 12116: a mask of numbers, which torch adds to the attention's scores, hides nothing.

@@ -23,7 +23,7 @@ LARGEST_DIFFERENCE = 2
 """Of 255, between an image of the code and the preview: prompts that are padded are summed otherwise."""
 _LOADING = re.compile(r"pipeline( = |\.(\w+\.)?load_\w+\(|\.to\().*\n")
 _SEES_IMAGES = """\
-if hasattr(pipeline, "processor"):
+if hasattr(pipeline, "processor") and hasattr(pipeline, "tokenizer"):
     pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)
 """
 """For pipelines whose own processor needs torchvision."""
