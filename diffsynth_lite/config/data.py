@@ -325,6 +325,11 @@ class DataSettings(SourceSettings):
         return {"data": SourceSettings(**own)}
 
     @property
+    def names_controls(self) -> bool:
+        """Whether the items of a source have controls."""
+        return any(one.control_dir or one.control_column for one in self.sources_by_key.values())
+
+    @property
     def held_out_key(self) -> str:
         """Place of the source as which ``validation.data`` is read: the first one that is learned."""
         return next(key for key, source in self.sources_by_key.items() if not source.preserve)

@@ -78,6 +78,12 @@ class Config(Settings):
             (train.compile == "off", "memory", "skip_dead_ops", "while train.compile compiles the blocks"),
             (train.is_adam, "train", " ".join(ADAM_SETTINGS), f"with train.optimizer {train.optimizer}"),
             (data.audio, "data", "silent_clips", "while data.audio is off"),
+            (
+                data.names_controls or bool(validation.control),
+                "data",
+                "control_downscale",
+                "without control_dir or control_column",
+            ),
             (data.audio, "objective", "audio_loss_weight", "while data.audio is off"),
             (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),
             (data.on_bad_item == "skip", "data", "max_bad_ratio", "while data.on_bad_item is error"),

@@ -34,9 +34,8 @@ def set_learned(config: Config, family: ModelFamily) -> None:
             f"data.control_downscale: {downscale}, but {config.model.family} takes no controls that are "
             "smaller than what they guide; set it to 1"
         )
-    family.with_audio, family.control_downscale = config.data.audio, downscale
-    sources = config.data.sources_by_key.values()
-    family.with_controls = any(source.control_dir or source.control_column for source in sources)
+    family.with_audio, family.with_controls = config.data.audio, config.data.names_controls
+    family.control_downscale = downscale
 
 
 def _learns_audio(family: ModelFamily) -> TypeGuard[WithAudio]:

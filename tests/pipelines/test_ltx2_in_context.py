@@ -15,23 +15,26 @@ from family_sample import (
     NEGATIVE,
     PROMPTS,
     Sample,
+    adapted_transformer,
     clip,
     encode_sample,
-    engine_with,
     mandelbrot,
     transformer_calls,
-    velocity_and_gradients,
 )
+from held_step import assert_same_cost, step_on_cpu
 from PIL import Image, ImageOps
 from release_layouts import ltx_2_3, other_guidance
 
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.ltx2 import LTX2, tiny
 from diffsynth_lite.pipelines.ltx2.generation import guidance_arguments
 from diffsynth_lite.training.data_settings import num_tokens_of
+from diffsynth_lite.training.planning.memory_count import MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
 
 LAYOUTS = {"2.0": (tiny, 1), "2.0 by half": (tiny, 2), "2.3 by half": (ltx_2_3, 2)}
 SIZE: dict[str, int] = {"width": 192, "height": 128, "num_frames": 17}
@@ -51,7 +54,7 @@ def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family = LTX2(PipelineFolder(path=folder))
     plain = encode_sample("ltx2", build, family)
     family.with_audio, family.with_controls, family.control_downscale = True, True, downscale
-    media = [Media(frames=CONTROL[::-1], control=CONTROL, first_frame=start, fps=24.0) for start in STARTS]
+    media = [Media(frames=CONTROL[::-1], control=CONTROL, first_frame=one, fps=24.0) for one in STARTS]
     encoded = family.load_media_encoder(torch.float32, CPU)(media)
     latents = torch.stack([tensors.pop("latents") for tensors in encoded])
     conditioning = [prompt | tensors for prompt, tensors in zip(plain.prompts, encoded, strict=True)]
@@ -96,11 +99,8 @@ def test_at_each_step_training_gets_of_the_model_what_the_pipeline_gets(sample: 
 def test_a_preview_and_the_code_of_a_card_give_the_pipeline_what_its_user_does(sample: Sample) -> None:
     family = sample.family
     pipeline = LTX2InContextPipeline.from_pretrained(family.folder.path)
-    names = {"load_video": lambda _: [*CONTROL, START], "load_image": lambda _: START}
-    names |= {
-        one.__name__.rpartition(".")[2]: one
-        for one in (LTX2ReferenceCondition, LTX2VideoCondition, Image, ImageOps)
-    }
+    read = {"load_video": lambda _: [*CONTROL, START], "load_image": lambda _: START}
+    names = {**globals(), **read, "Image": Image, "ImageOps": ImageOps}
     for request, given in requests_of(sample, num_inference_steps=2, guidance_scale=3.0, seed=5):
         other = replace(request, control=CONTROL[::-1])
         ours, of_another = family.sample(sample.model, torch.float32, [request, other])
@@ -108,23 +108,23 @@ def test_a_preview_and_the_code_of_a_card_give_the_pipeline_what_its_user_does(s
         theirs = generated_by(pipeline, request, **call | other_guidance(family.folder, True))
         assert bytes_of(ours.frames) == theirs != bytes_of(of_another.frames)
         code = family.usage_arguments(request)
-        assert given == {name: eval(repr(code[name]), {**names}) for name in given}
+        assert given == {name: eval(repr(code[name]), names) for name in given}
 
 
-def test_the_flags_change_no_gradient_and_all_of_a_control_has_one(sample: Sample) -> None:
-    family, shape = sample.family, sample.latents.shape[1:]
-    kept, expected = velocity_and_gradients(sample, sample.adapted())
-    recomputed, gradients = velocity_and_gradients(sample, sample.adapted(), engine_with((True, True)))
-    assert torch.equal(kept, recomputed)
-    pairs = [(gradient, expected[name]) for name, gradient in gradients.items()]
-    assert all(pair == (None, None) or torch.equal(*pair) for pair in pairs)
-    control = sample.conditioning[0]["control_latents"].clone().requires_grad_()
-    given = [sample.conditioning[0] | {"control_latents": control}]
-    family.predict(sample.model, sample.latents[:1], torch.tensor([0.5]), given).sum().backward()
-    assert control.grad is not None
-    assert control.grad.abs().amin() > 0
-    num_tokens = family.num_tokens(shape) + family.num_tokens(control.shape)
-    assert num_tokens_of(Bucket(**SIZE), family) == num_tokens
+def test_all_of_a_control_is_attended_to_and_what_that_takes_is_counted(sample: Sample) -> None:
+    family, shape, given = sample.family, sample.latents.shape[1:], sample.conditioning[0]
+    control = given["control_latents"].clone().requires_grad_()
+    seen = [given | {"control_latents": control}]
+    predicted = family.predict(sample.model, sample.latents[:1], torch.tensor([0.5]), seen)
+    assert torch.autograd.grad(predicted.sum(), [control])[0].abs().amin() > 0
+    settings = StepSettings(mixed_precision="no", dtype=torch.float32, device_type="cpu")
+    layers = find_target_layers(family.empty_transformer(), family.default_target_modules, unused_modules=[])
+    inputs = {"latents_shape": shape, "audio_latents_shape": family.audio_latents_shape(17, 24.0)}
+    inputs["conditioning"] = family.example_conditioning(shape)
+    counted = MemoryCounter(family, layers, rank=4, **inputs).count(settings)
+    held = step_on_cpu(family, adapted_transformer(family), settings, **inputs | {"conditioning": given})
+    assert_same_cost(counted.step, held)
+    assert num_tokens_of(Bucket(**SIZE), family) == sum(map(family.num_tokens, (shape, control.shape)))
     assert family.num_condition_values(shape) == control.numel()
 
 
@@ -135,8 +135,6 @@ def test_the_size_of_controls_is_named_in_the_lora_and_in_the_keys_of_the_cache(
     plain.with_audio, other.control_downscale = True, 3
     assert (family.lora_metadata, plain.lora_metadata) == ({"reference_downscale_factor": str(downscale)}, {})
     assert len({one.media_encoder_id(torch.float32) for one in (family, plain, other)}) == 3
-    family.check_size(64 * downscale, 32 * downscale, keys="data")
-    with pytest.raises(UserError, match=f"not divisible by {32 * downscale}"):
-        family.check_size(64 * downscale, 32 * downscale + 16, keys="data")
+    assert family.size_divisor == 32 * downscale
     with pytest.raises(UserError, match="an item has no control, and others have one"):
         family.load_media_encoder(torch.float32, CPU)([Media(frames=CONTROL, fps=24.0)])

@@ -1,8 +1,8 @@
 """This file makes of a control what LTX-2 follows in context (IC-LoRA): a clip next to the noisy one.
 
 Layouts: c latent channels, f latent frames, h and w latent height and width.
-Sources: diffusers ``pipeline_ltx2_ic_lora.py``; ``training_strategies/flexible.py`` and
-``scripts/process_dataset.py`` of the ``ltx-trainer`` of Lightricks' LTX-2.
+Sources: diffusers ``pipeline_ltx2_ic_lora.py``; ``training_strategies/flexible.py`` of the ``ltx-trainer`` of
+Lightricks' LTX-2; ``iclora.py`` of ComfyUI-LTXVideo.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from diffsynth_lite.pipelines.base.preview_request import LANCZOS, Code
 CONTROL = "control_latents"
 """Name of the latents of an item's control."""
 METADATA = "reference_downscale_factor"
-"""What Lightricks' trainer calls the ratio of sizes in a LoRA file, and ltx-pipelines reads there."""
+"""What Lightricks' trainer calls the ratio of sizes in a LoRA file, where its pipelines and nodes read it."""
 
 
 def control_shape(latents_shape: Sequence[int], downscale: int) -> tuple[int, ...]:

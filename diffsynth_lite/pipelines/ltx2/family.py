@@ -100,16 +100,18 @@ class LTX2(WithAudio, DiffusersFamily):
     image, at timestep 0, and does not count in the loss. The image goes through H.264 first, as there
     (``image_crf`` 33). It takes clips of 9 frames or more; a last frame is an error.
 
-    A clip with a control follows it (IC-LoRA): what diffusers calls its reference, a clip of as many frames,
-    whose clean tokens, at timestep 0, come after the noisy ones, at the same positions. They have no part in
-    the loss, nor in the shift of the noise levels; that of the sampler of ``LTX2InContextPipeline``, which
-    generates the previews, counts them. All items of a run have a control, or none. It may be one of clips
-    with audio or a first frame, and LoRAs trained without controls load with ``lora.init_from``. With
-    ``data.control_downscale: 2`` it has half the width and height, and a quarter of the tokens, whose
-    positions are spread over the whole clip, as by ``--reference-downscale-factor`` of Lightricks' trainer.
-    The LoRA file names the number as ``reference_downscale_factor``, as of that trainer, which ltx-pipelines
-    reads; diffusers is given it in the call. Controls with fewer frames, several of them, references of audio
-    and weaker attention to controls (``conditioning_attention_strength``) are not trained.
+    A clip with a control follows it (IC-LoRA). The control, which diffusers calls a reference, has as many
+    frames: its clean tokens, at timestep 0, come after the noisy ones, at the same positions, and count
+    neither in the loss nor in the shift of the noise levels. All items of a run have a control, or none has;
+    they may have first frames and audio, too. LoRAs that were trained without controls, and those of
+    Lightricks' trainer, load with ``lora.init_from``. Previews that follow ``validation.control`` are made by
+    ``LTX2InContextPipeline``, whose sampler counts the tokens of both clips for its shift.
+
+    With ``data.control_downscale: 2`` a control has half the width and height, and a quarter of the tokens,
+    whose positions are spread over the whole clip, as by ``--reference-downscale-factor`` of Lightricks'
+    trainer. The LoRA file holds the number as ``reference_downscale_factor``, where ltx-pipelines and the
+    nodes of ComfyUI-LTXVideo read it; diffusers is given it in the call. Controls with fewer frames, several
+    of them, references of audio and weaker attention (``conditioning_attention_strength``) are not trained.
 
     A preview with guidance has all of the pipeline's defaults: for the audio a scale of 7, guidance against
     streams kept separate with 3, rescaling with 0.7 and, of LTX-2.3, against a block without attention with
@@ -124,10 +126,7 @@ class LTX2(WithAudio, DiffusersFamily):
 
     pipelines = (LTX2Pipeline, LTX2ImageToVideoPipeline, LTX2ConditionPipeline, LTX2InContextPipeline)
     releases = LTX_2
-    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {
-        "video": "ltx2_lora.yaml",
-        "control": "ltx2_ic_lora.yaml",
-    }
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "ltx2_lora.yaml"}
     transformer_class = LTX2VideoTransformer3DModel
     lora_spelling = LTX2_NAMES
     lora_layers = LTX2_LAYERS

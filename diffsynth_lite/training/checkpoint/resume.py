@@ -49,6 +49,7 @@ _FIXED_FIELDS = {
         *("width", "height", "resolutions", "sizes", "bucket_step", "max_aspect_ratio", "upscale"),
         *("frame_counts", "fps", "clip", "clips_per_video", "crop", "crops_per_item", "background"),
         *("caption_dropout", "tag_shuffles", "tag_separator", "keep_tags", "audio", "silent_clips"),
+        "control_downscale",
     ),
     "train": (
         *("seed", "global_batch_size", "micro_batch_tokens", "mixed_precision", "compile", "max_grad_norm"),
