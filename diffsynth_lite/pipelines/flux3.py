@@ -53,14 +53,13 @@ from diffsynth_lite.pipelines.base.model_function import (
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.pipelines.krea2 import QWEN3_VL_4B
-from diffsynth_lite.pipelines.qwen_image_21 import tiny_processor
 from diffsynth_lite.releases.components import FLUX2_VAE
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
 from diffsynth_lite.testing.modular import handled_as_others
 from diffsynth_lite.testing.text_encoders import tiny_qwen3_vl_lm
-from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+from diffsynth_lite.testing.tokenizers import qwen2_tokenizer, qwen3_vl_processor
 
 _SCALE_OF_PLACES = Flux3PrepareLatentsStep().image_rope_scale
 _SHIFT = Flux3SetTimestepsStep().shift
@@ -449,7 +448,7 @@ def tiny() -> Flux3ModularPipeline:
     pipeline = handled_as_others(Flux3ModularPipeline)()
     pipeline.update_components(
         text_encoder=text_encoder,
-        tokenizer=tiny_processor(tokenizer),
+        tokenizer=qwen3_vl_processor(tokenizer),
         transformer=transformer.eval(),
         vae=tiny_flux2_vae(),
     )

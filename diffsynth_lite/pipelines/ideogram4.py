@@ -33,8 +33,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, T
 from diffsynth_lite.pipelines.base.latents import encode_patched_latents
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.base.preview_request import in_turn
-from diffsynth_lite.pipelines.qwen_image_21 import QWEN3_VL_8B
-from diffsynth_lite.releases.components import FLUX2_VAE, MUSUBI
+from diffsynth_lite.releases.components import FLUX2_VAE, MUSUBI, QWEN3_VL_8B
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 

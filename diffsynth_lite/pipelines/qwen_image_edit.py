@@ -6,6 +6,7 @@ Sources: diffusers ``pipeline_qwenimage_edit.py`` and ``pipeline_qwenimage_edit_
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.mixins import EditInputs
 from diffsynth_lite.pipelines.base.model_function import INPUT, stack_inputs
+from diffsynth_lite.pipelines.base.model_settings import shortened
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.pipelines.qwen_image import QWEN_EDIT, QWEN_TRANSFORMER
 
@@ -113,7 +115,7 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
 
     def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
         tokenizer = self.load_tokenizer()
-        image_processor = ImageProcessor.from_pretrained(self.folder.place("processor").path)
+        image_processor = load_image_processor(self.folder.place("processor").path)
         return assemble(
             self.pipeline,
             **self.load_text_encoders(dtype, device),
@@ -183,6 +185,17 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
         ]
 
 
+def load_image_processor(folder: Path) -> Any:
+    """The part for images of a processor: it makes patches of them."""
+    try:
+        return ImageProcessor.from_pretrained(folder)
+    except OSError as error:
+        raise UserError(
+            f"model.path: the settings of images in {folder} cannot be read: {shortened(error)}; get the "
+            "folder's preprocessor_config.json again"
+        ) from error
+
+
 class TextAndImages:
     """As ``Qwen2VLProcessor`` for these pipelines, without torchvision, which that class needs."""
 
@@ -191,9 +204,13 @@ class TextAndImages:
         self.image_processor = image_processor
 
     def __call__(
-        self, *, text: Sequence[str], images: Image | list[Image], padding: bool, return_tensors: str
+        self, *, text: Sequence[str], images: Image | list[Image], return_tensors: str, **settings: Any
     ) -> BatchFeature:
-        """Token ids and patches; each image has as many tokens in the text as it takes."""
+        """Token ids and patches; each image has as many tokens in the text as it takes.
+
+        Args:
+            settings: of the tokenizer.
+        """
         patches = self.image_processor(images=images, return_tensors=return_tensors)
         num_tokens = iter((patches["image_grid_thw"].prod(1) // self.image_processor.merge_size**2).tolist())
         widened = []
@@ -202,7 +219,7 @@ class TextAndImages:
             widened.append(
                 first + "".join(qwen_image.IMAGE_TOKEN * next(num_tokens) + piece for piece in rest)
             )
-        tokens = self.tokenizer(widened, padding=padding, return_tensors=return_tensors)
+        tokens = self.tokenizer(widened, return_tensors=return_tensors, **settings)
         return BatchFeature({**tokens, **patches})
 
 

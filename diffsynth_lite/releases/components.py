@@ -141,6 +141,25 @@ FLUX2_VAE = ReleaseComponent(
     source=f"defaults of the class, as in {DIFFUSERS}scripts/convert_flux2_to_diffusers.py; dtype from the "
     "bytes of that of klein base 4B: MoDiff, data/flux2-klein-base-4b-artifact-review.json",
 )
+QWEN3_VL_8B = ReleaseComponent(
+    "Qwen3VLModel",
+    {
+        "text_config": {"model_type": "qwen3_vl_text", **encoder_sizes(4096, 12288, 32, 36, 8, 151936, 128)},
+        "vision_config": {
+            "model_type": "qwen3_vl_vision",
+            "deepstack_visual_indexes": [8, 16, 24],
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "out_hidden_size": 4096,
+        },
+        "tie_word_embeddings": False,
+    },
+    dtype="bfloat16",
+    source=f"{MUSUBI}ideogram4/ideogram4_utils.py: Qwen3-VL-8B-Instruct",
+)
+
 FLUX_SCHEDULER = ReleaseComponent(
     "FlowMatchEulerDiscreteScheduler",
     {"shift": 3.0, "use_dynamic_shifting": True},

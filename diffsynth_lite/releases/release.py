@@ -38,10 +38,12 @@ class ReleaseTokenizer:
     Attributes:
         class_name: as ``model_index.json`` names it.
         files: that hold its vocabulary; empty where that is not known, and of all but tokenizers.
+        images: its settings for images; empty leaves those of the class.
     """
 
     class_name: str
     files: tuple[str, ...] = ()
+    images: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,15 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
-from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer, T5Tokenizer
+from transformers import (
+    CLIPTokenizer,
+    GemmaTokenizer,
+    PaddleOCRVLProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
+    T5Tokenizer,
+)
 
 QWEN2_SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -124,6 +132,21 @@ def qwen2_tokenizer(words: Sequence[str] = (), *, template_texts: Sequence[str] 
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in QWEN2_SPECIAL_TOKENS])
     tokenizer.chat_template = CHATML_TEMPLATE
     return tokenizer
+
+
+def qwen3_vl_processor(tokenizer: Qwen2Tokenizer) -> PaddleOCRVLProcessor:
+    """Does with texts and images what ``Qwen3VLProcessor`` does, whose class needs torchvision."""
+    tokenizer._set_model_specific_special_tokens({"image_token": "<|image_pad|>"})
+    images = Qwen2VLImageProcessorPil(
+        patch_size=16,
+        size={
+            "shortest_edge": 32 * 32,
+            "longest_edge": 4096 * 4096,
+        },  # smaller ones than the released model's
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+    )
+    return PaddleOCRVLProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
 def t5_tokenizer(words: Sequence[str] = ()) -> T5Tokenizer:

@@ -109,6 +109,7 @@ SETTINGS = {
         "validation.num_inference_steps": 20,
         "validation.guidance_scale": 4.5,
     },
+    "qwen_image_21_edit_lora": EDITS | {"model.training_adapter": "adapters/qwen_image_21"},
     "qwen_image_edit_lora": EDITS | {"model.family": "qwen_image_edit"},
     "krea2_edit_lora": EDITS | {"model.path": "krea/Krea-2-Raw"},
     "flux_kontext_lora": EDITS | {"model.family": "flux_kontext"},

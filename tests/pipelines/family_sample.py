@@ -18,6 +18,7 @@ from diffusers.pipelines.qwenimage import (
     pipeline_qwenimage_edit_plus,
     pipeline_qwenimage_layered,
 )
+from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from diffusers_pipelines import called_as_others
 from PIL import Image
 
@@ -149,9 +150,8 @@ def small_edit_inputs() -> Iterator[None]:
     """The edit pipelines bring input images to a megapixel, which is too much for tests."""
     real = pipeline_qwenimage_edit.calculate_dimensions
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            pipeline_qwenimage_edit, "calculate_dimensions", lambda _area, ratio: real(SMALL_AREA, ratio)
-        )
+        for pipeline in (pipeline_qwenimage_edit, pipeline_qwenimage21):
+            patch.setattr(pipeline, "calculate_dimensions", lambda _area, ratio: real(SMALL_AREA, ratio))
         patch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", SMALL_AREA)
         patch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", SMALL_AREA)
         patch.setattr(
@@ -277,8 +277,12 @@ def items_with_images(sample: Sample) -> Iterator[Sample]:
         changed = replace(item, **given)
         (tensors,) = family.load_media_encoder(torch.float32, CPU)([changed])
         latents, _ = tensors.pop("latents"), tensors.pop("loss_mask", None)
-        conditioning = [sample.first | tensors]
-        yield replace(sample, media=[changed], latents=latents[None], conditioning=conditioning)
+        first = sample.first
+        if family.edits.prompt_sees_images:
+            seen = Prompt(text=PROMPTS[0], images=changed.inputs)
+            (first,) = family.load_prompt_encoder(torch.float32, CPU)([seen])
+        conditioning = [first | tensors]
+        yield replace(sample, media=[changed], latents=latents[None], first=first, conditioning=conditioning)
 
 
 def transformer_calls(

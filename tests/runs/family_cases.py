@@ -98,6 +98,7 @@ OF_A_DRAWN_START = (("first_frame_latents", 128), ("first_frame_std", 128), ("lo
 
 CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
     **dict.fromkeys((("flux2", "edit"), ("flux3", "edit")), OF_A_REFERENCE),
+    ("qwen_image_21", "edit"): (("input_latents_0", 64), ("input_places", 1)),
     ("ltx2", "image_to_video"): OF_A_START,
     ("ltx2", "control"): (("control_latents", 16),),
     ("ltx_video", "image_to_video"): OF_A_DRAWN_START,

@@ -52,7 +52,7 @@ def write_release(release: Release, path: Path) -> PipelineFolder:
             continue
         _write_json(path / name / "tokenizer_config.json", {"tokenizer_class": tokenizer.class_name})
         if tokenizer.class_name.endswith("Processor"):
-            _write_json(path / name / "preprocessor_config.json", {})  # the class's defaults
+            _write_json(path / name / "preprocessor_config.json", tokenizer.images)
     pipeline_class = _class_named(release.pipeline_class)
     if issubclass(pipeline_class, ModularPipeline):
         for name in (*release.components, "scheduler", *release.tokenizers):

@@ -104,7 +104,8 @@ class WithoutWeights(DiffusersFamily):
         if self.edits.prompt_sees_images and name in self.text_encoders:
             # Not where the release has it, if the tokenizer is a small one.
             settings: Any = model.config
-            settings.image_token_id = self.load_tokenizer().convert_tokens_to_ids(_IMAGE_TOKEN)
+            tokenizer = self.load_tokenizer(self.prompt_tokenizer)
+            settings.image_token_id = tokenizer.convert_tokens_to_ids(_IMAGE_TOKEN)
         if name in self.text_encoder_memory.quantizations:
             self.text_encoder_memory.quantizations[name].apply_to(model)
         if name != "vae":
