@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImage21Pipeline
+from diffusers.modular_pipelines.qwenimage21 import encoders
+from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from diffusers_pipelines import bytes_of
 from family_sample import CPU, NEGATIVE, PROMPTS, Sample, mandelbrot, transformer_calls
 from peft import LoraConfig, get_peft_model_state_dict
@@ -20,7 +22,7 @@ from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import Conditioning, PipelineFolder
 from diffsynth_lite.pipelines.base.release_folder import write_release
-from diffsynth_lite.pipelines.qwen_image_21 import QwenImage21
+from diffsynth_lite.pipelines.qwen_image_21 import QwenImage21, model_fn_qwen_image_21
 from diffsynth_lite.pipelines.qwen_image_edit import load_image_processor
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.training.distilled import read_training_adapter
@@ -84,10 +86,7 @@ def test_a_model_predicts_and_generates_as_the_pipeline_does_of_raw_prompts_and_
 def test_prompts_of_several_lengths_and_images_of_several_sizes_count_as_they_do_alone(
     sample: Sample, model: torch.nn.Module
 ) -> None:
-    conditioning = encoded(sample.family, (TALL, WIDE), "a ring", "a blue square on a background", "a ring!")
-    short, long, other = (len(one["prompt_embeds"]) for one in conditioning)
-    assert len({short, long, other}) == 3
-    conditioning[2] = conditioning[0] | {"prompt_embeds": conditioning[2]["prompt_embeds"][:short]}
+    conditioning = encoded(sample.family, (TALL, WIDE), "a red ring", "a blue square on it", "a ring red")
     sigma, together = torch.tensor([0.2, 0.5, 0.9]), []
 
     def predict(*places: int) -> torch.Tensor:
@@ -99,9 +98,32 @@ def test_prompts_of_several_lengths_and_images_of_several_sizes_count_as_they_do
     for place, row in enumerate(together):
         torch.testing.assert_close(row, predict(place)[0].detach(), rtol=0, atol=2e-6)
     # In another order they are images of other sizes, which are of another bucket.
-    conditioning[2] = encoded(sample.family, (WIDE, TALL), "a ring")[0]
+    conditioning[2] = encoded(sample.family, (WIDE, TALL), "a red ring")[0]
     with pytest.raises(AssertionError):
         predict(0, 2)
+
+
+def test_padding_of_a_prompt_with_an_image_is_not_seen(model: torch.nn.Module) -> None:
+    mask, generator = torch.tensor([[1, 1, 1, 1, 0, 0, 0]]), torch.Generator().manual_seed(0)
+    latents, image = (torch.randn(1, 64, 1, 4, side, generator=generator) for side in (6, 2))
+    prompt = torch.randn(1, 7, 16, generator=generator)
+    inputs = {"input_latents_bcfhw": [image], "input_places": [3]}
+
+    def predict(changed: int = 7) -> torch.Tensor:
+        other = prompt + (torch.arange(7) == changed)[None, :, None]
+        return model_fn_qwen_image_21(model, latents, torch.ones(1), other, mask, **inputs).detach()
+
+    assert all(torch.equal(predict(place), predict()) == (place > 3) for place in range(7))
+
+
+def test_an_image_to_start_from_has_a_megapixel_and_may_be_too_narrow(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_qwenimage21, "calculate_dimensions", encoders.calculate_dimensions)
+    assert sample.family.edits.input_size(300, 200) == (1248, 832)
+    for size in ((20, 3600), (9000, 2)):
+        with pytest.raises(UserError, match=f"{size[0]}x{size[1]} pixels are too narrow for an input image"):
+            sample.family.edits.input_size(*size)
 
 
 def test_a_long_caption_loses_its_end_and_no_image(sample: Sample) -> None:
