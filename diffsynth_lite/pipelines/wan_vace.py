@@ -90,7 +90,7 @@ def model_fn_wan_vace(
 
 
 class WanVACE(wan.Wan):
-    """Wan 2.1 VACE (1.3B and 14B): clips that are guided, or regenerated in part, by a prompt and a clip.
+    """Wan 2.1 VACE and 2.2 VACE-Fun: clips that are guided, or regenerated in part, by a prompt and a clip.
 
     15 blocks, or 8, are added to those of Wan: they see the given clip, and their output is added to that of
     every second, or fifth, of the others. They get a LoRA, too; ``lora.target_modules:
@@ -108,7 +108,12 @@ class WanVACE(wan.Wan):
     diffusers' pipeline loads no LoRA on the further blocks by the names that ComfyUI takes, so that the file
     has diffusers' own; ``diffsynth-lite convert --to comfyui`` writes it for ComfyUI.
 
-    Its shift is as in family ``wan``. Wan 2.2 VACE-Fun A14B has two experts, which are trained as there.
+    Wan 2.2 VACE-Fun A14B has two experts, which are trained as in family ``wan``, each with 8 further blocks;
+    both see the same control.
+
+    The shift is as in family ``wan``. The authors of VACE-Fun sample it with a shift of 5 and the boundary of
+    the folder, 0.875 (``config/wan2.2/wan_civitai_t2v.yaml`` in VideoX-Fun). In the example of
+    DiffSynth-Studio it is 0.9.
     """
 
     pipelines = (WanVACEPipeline,)

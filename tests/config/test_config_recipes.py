@@ -22,8 +22,9 @@ def test_there_are_recipes():
         "hunyuan_video_lora ideogram4_lora krea2_edit_lora krea2_lora ltx2_ic_lora ltx2_lora "
         "ltx_video_0_9_5_lora ltx_video_lora lumina2_lora qwen_image_21_lora qwen_image_edit_lora qwen_lora "
         "quickstart sana_lora sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora "
-        "video_quickstart wan22_i2v_a14b_lora wan22_t2v_a14b_lora wan22_ti2v_5b_lora wan_i2v_14b_lora "
-        "wan_t2v_14b_offload wan_t2v_lora wan_vace_lora z_image_lora z_image_turbo_lora"
+        "video_quickstart wan22_i2v_a14b_lora wan22_t2v_a14b_lora wan22_ti2v_5b_lora "
+        "wan22_vace_fun_a14b_lora wan_i2v_14b_lora wan_t2v_14b_offload wan_t2v_lora "
+        "wan_vace_lora z_image_lora z_image_turbo_lora"
     )
     assert {path.stem for path in RECIPES} >= set(names.split())
 
@@ -100,6 +101,9 @@ SETTINGS = {
     "wan22_i2v_a14b_lora": WAN
     | EXPERTS
     | {"model.family": "wan_i2v", "data.frame_counts": [81], "data.fps": 16, "objective.shift_value": 5},
+    "wan22_vace_fun_a14b_lora": WAN
+    | EXPERTS
+    | {"model.family": "wan_vace", "model.quantize": "int8", "objective.shift_value": 5},
     "ltx_video_lora": LTX | {"train.micro_batch_size": 1},
     "ltx_video_0_9_5_lora": LTX | {"train.micro_batch_size": 1},
     # The steps and guidance are those of Sana's own pipeline; Gemma 2 overflows in float16.

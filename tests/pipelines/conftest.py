@@ -41,6 +41,7 @@ ALL_LAYOUTS: Layouts = {
     "wan experts": ("wan", releases.two_experts),
     "wan_i2v a14b": ("wan_i2v", partial(releases.wan_of_images, "a14b")),
     "wan_i2v flf2v": ("wan_i2v", partial(releases.wan_of_images, "flf2v")),
+    "wan_vace experts": ("wan_vace", releases.vace_of_two_experts),
 }
 
 

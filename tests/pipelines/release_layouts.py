@@ -18,6 +18,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
     WanImageToVideoPipeline,
     WanPipeline,
+    WanVACEPipeline,
 )
 from diffusers.pipelines.ltx2 import LTX2VocoderWithBWE
 from family_sample import CPU, PROMPTS, encode_texts
@@ -36,6 +37,7 @@ from diffsynth_lite.pipelines import (
     qwen_image_edit,
     wan,
     wan_i2v,
+    wan_vace,
 )
 from diffsynth_lite.pipelines.cogvideox import tiny as tiny_cogvideox
 from diffsynth_lite.pipelines.sana import tiny as tiny_sana
@@ -240,6 +242,12 @@ def two_experts() -> WanPipeline:
     """A14B: one transformer from the boundary on, another one below it."""
     second = wan.tiny_wan_transformer(32, seed=1)
     return WanPipeline(**wan.tiny().components | {"transformer_2": second}, boundary_ratio=BOUNDARY)
+
+
+def vace_of_two_experts() -> WanVACEPipeline:
+    """VACE-Fun A14B: the two, each with further blocks."""
+    second = wan_vace.tiny_wan_vace_transformer(32, seed=1)
+    return WanVACEPipeline(**wan_vace.tiny().components | {"transformer_2": second}, boundary_ratio=BOUNDARY)
 
 
 def ti2v() -> WanPipeline:

@@ -250,10 +250,10 @@ READ: Mapping[str, Sequence[Row]] = {
         ("Wan * FLF2V * / scheduler", {"flow_shift": 16.0}),
         ("Wan * TI2V * / scheduler", {"flow_shift": 5.0}),
         (
-            ("Wan * T2V * / scheduler", "Wan * I2V * / scheduler", "Wan * VACE * / scheduler"),
+            ("Wan * T2V * / scheduler", "Wan * I2V * / scheduler", "Wan * VACE* / scheduler"),
             {"flow_shift": 3.0},
         ),
-        ("Wan 2.2 T2V A14B / settings", {"boundary_ratio": 0.875}),
+        (("Wan 2.2 T2V A14B / settings", "Wan 2.2 VACE-Fun A14B / settings"), {"boundary_ratio": 0.875}),
         ("Wan 2.2 I2V A14B / settings", {"boundary_ratio": 0.9}),
         ("Wan 2.2 TI2V 5B / settings", {"expand_timesteps": True}),
         ("Wan 2.1 * 1.3B / transformer", {"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30}),

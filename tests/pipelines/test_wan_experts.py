@@ -1,4 +1,4 @@
-"""The two experts of Wan 2.2 A14B, from text and from images: which is used when, and a LoRA file of each."""
+"""The two experts of Wan 2.2 A14B, from text, images and controls: when each is used, and its LoRA file."""
 
 import dataclasses
 import json
@@ -22,11 +22,14 @@ from family_sample import (
     build_media,
     encode_texts,
     engine_with,
+    hole,
     mandelbrot,
 )
+from original_layouts import original_layout
 from PIL import Image
 from processes import group_of_one
-from release_layouts import BOUNDARY, two_experts, wan_of_images
+from release_layouts import BOUNDARY, two_experts, vace_of_two_experts, wan_of_images
+from safetensors.torch import save_file
 
 from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.core.weights.formats import weight_format
@@ -40,8 +43,10 @@ from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
+from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.pipelines.wan import Wan, tiny
 from diffsynth_lite.pipelines.wan_i2v import WanI2V
+from diffsynth_lite.pipelines.wan_vace import WanVACE
 
 BOTH = ("transformer", "transformer_2")
 FILES = {"pytorch_lora_weights_high_noise.safetensors", "pytorch_lora_weights_low_noise.safetensors"}
@@ -96,9 +101,18 @@ def of_texts(family: Wan, conditioning: list[Conditioning]) -> Batch:
 @pytest.fixture(scope="module")
 def of_images(sample_of: Callable[[str], Sample]) -> Batch:
     """Three clips, of which the second leads to a last frame."""
-    family = sample_of("wan_i2v a14b").family
+    return batch_of(sample_of("wan_i2v a14b").family, last_frame=mandelbrot(64, 32, 60))
+
+
+@pytest.fixture(scope="module")
+def of_controls(sample_of: Callable[[str], Sample]) -> Batch:
+    """Three clips that are guided, of which the second is regenerated in part only."""
+    return batch_of(sample_of("wan_vace experts").family, inpaint_mask=(hole(64, 32, 0),) * 9)
+
+
+def batch_of(family: Any, **of_second: Any) -> Batch:
     media = build_media(family)
-    media[1] = dataclasses.replace(media[1], last_frame=mandelbrot(64, 32, 60))
+    media[1] = dataclasses.replace(media[1], **of_second)
     encoded = family.load_media_encoder(torch.float32, CPU)(media)
     latents = torch.stack([tensors.pop("latents") for tensors in encoded])
     prompts = encode_texts(family, *PROMPTS)
@@ -107,7 +121,7 @@ def of_images(sample_of: Callable[[str], Sample]) -> Batch:
     return Batch(family, latents, torch.tensor([0.1, 0.95, 0.9]), conditioning, places)
 
 
-@pytest.fixture(scope="module", params=["of_texts", "of_images"])
+@pytest.fixture(scope="module", params=["of_texts", "of_images", "of_controls"])
 def batch(request: pytest.FixtureRequest) -> Batch:
     return request.getfixturevalue(request.param)
 
@@ -144,17 +158,17 @@ def test_each_sample_is_the_work_of_the_expert_of_its_noise_level(batch: Batch) 
 
 @pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
 def test_the_flags_change_nothing_and_only_the_blocks_of_the_expert_that_is_used_run(
-    of_texts: Batch, flags: tuple[bool, bool]
+    of_controls: Batch, flags: tuple[bool, bool]
 ) -> None:
-    model = adapted_transformer(of_texts.family)
+    model = adapted_transformer(of_controls.family)
 
     def run(places: list[int]) -> list[torch.Tensor | None]:
         model.zero_grad()
-        velocity = of_texts.predict(of_texts.family, model, places)
+        velocity = of_controls.predict(of_controls.family, model, places)
         velocity.square().mean().backward()
         return [velocity.detach(), *(value.grad for value in model.parameters() if value.requires_grad)]
 
-    for used, places in of_texts.places.items():
+    for used, places in of_controls.places.items():
         expected, engine = run(places), engine_with(flags)
         with gradient_engine(engine):
             found = run(places)
@@ -164,7 +178,7 @@ def test_the_flags_change_nothing_and_only_the_blocks_of_the_expert_that_is_used
             assert (first is None and second is None) or torch.equal(first, second), name
         assert torch.equal(expected[0], found[0])
         report = engine.report()
-        assert report.blocks_run == report.blocks_recomputed == 2  # those of one expert
+        assert report.blocks_run == report.blocks_recomputed == 3 + 2  # those of one expert
         assert (report.bytes_offloaded > 0) == flags[1]
 
 
@@ -409,6 +423,45 @@ def test_a_preview_continues_from_its_image_through_both_experts(
     assert len({call["expert"] for call in calls}) == 2
     for call in calls:
         assert torch.equal(call["hidden_states"][0, 16:], of_images.conditioning[0]["condition_latents"])
+
+
+@pytest.mark.parametrize("trained", [None, ["transformer_2"]])
+def test_a_preview_follows_its_control_through_both_experts(
+    trained: list[str] | None, of_controls: Batch
+) -> None:
+    family = WanVACE(of_controls.family.folder, trained=trained)
+    model, item = adapted_transformer(family).eval(), build_media(family)[0]
+    prompt = {"prompt_embeds": of_controls.conditioning[0]["prompt_embeds"]}
+    asked = request([prompt, prompt], control=item.control, num_frames=len(item.frames))
+    (generated,) = family.sample(model, torch.float32, [asked])
+
+    pipeline = vace_of_two_experts()
+    pipeline.register_modules(**family.parts_of(model))
+    calls: list[dict[str, Any]] = []
+    for expert in (pipeline.transformer, pipeline.transformer_2):
+        expert.register_forward_pre_hook(
+            lambda module, _args, kwargs: calls.append({"expert": module, **kwargs}), with_kwargs=True
+        )
+    given = {"prompt_embeds": family._prompt_embeds([prompt]), "num_frames": len(item.frames)}
+    assert bytes_of(generated) == generated_by(pipeline, asked, video=list(item.control), **given)
+    assert len({call["expert"] for call in calls}) == 2
+    trained_on = family.model_inputs(of_controls.conditioning[:1], {"dtype": torch.float32})
+    for call in calls:
+        assert torch.equal(call["control_hidden_states"], trained_on["control_bcfhw"])
+
+
+def test_each_expert_is_read_from_its_file_by_the_names_of_the_models_repository(
+    of_controls: Batch, tmp_path: Path
+) -> None:
+    family = WanVACE(of_controls.family.folder)
+    high, low = family.parts_of(family.load_transformer(torch.float32)).values()
+    expected = of_controls.predict(family, Composite({"transformer": low, "transformer_2": high}))
+    files = {}
+    for key, expert in {"model.transformer_file": low, "model.transformer_2_file": high}.items():
+        files[key] = str(tmp_path / f"{key}.safetensors")  # not those that the folder has
+        save_file(original_layout(expert), files[key])
+    family.take_files(component_files(files, family.denoisers))
+    assert torch.equal(of_controls.predict(family, family.load_transformer(torch.float32)), expected)
 
 
 @pytest.mark.parametrize(

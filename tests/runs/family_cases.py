@@ -155,6 +155,11 @@ LAYOUTS = {
         build=partial(release_layouts.wan_of_images, "a14b"),
         conditioning=(("condition_latents", 20),),
     ),
+    "wan_vace of two experts": FamilyCase(
+        family="wan_vace",
+        build=release_layouts.vace_of_two_experts,
+        conditioning=(("control_latents", 32),),
+    ),
 }
 """Releases of another layout than the family's tiny pipeline, and other choices of what is trained."""
 

@@ -1,6 +1,7 @@
 """Wan 2.1 and 2.2: text to video, TI2V, image to video, first and last frame to video, and VACE."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from diffsynth_lite.releases import components as known
@@ -224,4 +225,27 @@ _VACE_1B = _VACE_14B.but(
         "size": "that of Wan 2.1 T2V 1.3B",
     },
 )
-WAN_VACE: tuple[Release, ...] = (_VACE_1B, _VACE_14B)
+_VIDEOX_FUN = "aigc-apps/VideoX-Fun, "
+_VACE_FUN = replace(
+    _vace_transformer("Wan2.2-VACE-Fun-14B", {}),
+    dtype="bfloat16",
+    source=f"as of Wan 2.1 VACE 14B in {_SCRIPT}; dtype from seven shards, 34.7 GB",
+)
+_VACE_FUN_A14B = _VACE_14B.but(
+    "Wan 2.2 VACE-Fun A14B",
+    "linoyts/Wan2.2-VACE-Fun-14B-diffusers",
+    settings={"boundary_ratio": 0.875},
+    transformer=_VACE_FUN,
+    transformer_2=_VACE_FUN,
+    sources={
+        "pipeline": f"{_SCRIPT}; its model_index.json on the hub",
+        "size": "that of Wan 2.2 T2V A14B, of which it is made",
+        "licence": "of alibaba-pai/Wan2.2-VACE-Fun-A14B, by the card of a conversion of it",
+        "architecture": f"that of Wan 2.1 VACE 14B, whose layers it has: {known.SWARM}",
+    },
+    unconfirmed=(
+        "the folder is a conversion of alibaba-pai/Wan2.2-VACE-Fun-A14B by another account",
+        f"flow_shift: 3 in the conversion script; {_VIDEOX_FUN}examples/wan2.2_vace_fun samples at 5",
+    ),
+)
+WAN_VACE: tuple[Release, ...] = (_VACE_1B, _VACE_14B, _VACE_FUN_A14B)
