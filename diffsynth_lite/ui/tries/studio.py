@@ -151,13 +151,12 @@ class Studio:
         """End a process when something begins to use the device, such as a run of a queue or a terminal."""
         while True:
             time.sleep(self._watch_s)
-            names = self._holders()
+            # One that has ended stays: how it ended may not be taken in yet.
+            names = self._holders() if served.is_open else ()
             with self._lock:
                 if self._served is not served:
                     return
-                if not served.is_open:
-                    self._served = None
-                elif others := set(names) - set(self._next_to):
+                if others := set(names) - set(self._next_to):
                     self.end(f"{', '.join(sorted(others))} began to use the device.")
 
 
