@@ -197,6 +197,8 @@ def _opened(path: Path) -> Iterator[Image.Image]:
             yield image
     except UnidentifiedImageError as error:
         raise UserError(f"{path}: not a PNG, JPEG, WebP, AVIF, TIFF, GIF or BMP image") from error
+    except Image.DecompressionBombError as error:  # Pillow's own limit, of which it knows before us
+        raise UserError(f"{path}: at most {MAX_PIXELS} pixels in all are read: scale it down") from error
     except Exception as error:  # decoders raise anything: TypeError was seen for a damaged EXIF block
         if is_of_the_machine(error):
             error.add_note(f"while {path} was read")

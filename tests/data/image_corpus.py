@@ -119,7 +119,7 @@ BAD_HEADERS = {
     "animated.webp": (animation("WEBP"), "animated"),
     "above_our_limit.png": (png(SIDE, SIDE + 1), "scale it down"),
     "above_the_warning.png": (png(10_000, 10_000), "scale it down"),
-    "bomb.png": (png(60_000, 60_000), "pixels"),
+    "bomb.png": (png(60_000, 60_000), "scale it down"),
 }
 
 BAD_BODIES = {
