@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser
+from browser import PHONE_PX, Browser
 from PIL import Image
 from processes import wait_for
 from screens import Screen, server_process
@@ -330,3 +330,18 @@ def test_undo_after_a_refusal_puts_there_all_that_was_typed_meanwhile(
         page.wait_for("window.go !== undefined")
         page.evaluate("window.go()")
         wait_for(lambda: (mug / "a.txt").read_text() == "mine, and more\n")
+
+
+def test_a_message_is_not_over_the_buttons_for_what_is_chosen(
+    browser: Browser, screen: Screen, mug: Path
+) -> None:
+    with (
+        server_process(screen.workspace.path) as server,
+        browser.page(server.address.replace("/?", "/data/mug/?"), width=PHONE_PX) as page,
+    ):
+        page.press("checkbox", "Choose a.png")
+        page.evaluate("ui.report('A message. '.repeat(20), { undo() {} })")
+        for button in ("clear", "choose-all", "trash"):
+            box = f"document.getElementById('{button}').getBoundingClientRect()"
+            middle = f"({box}.left + {box}.right) / 2, ({box}.top + {box}.bottom) / 2"
+            assert page.evaluate(f"document.elementFromPoint({middle}).id") == button

@@ -2,6 +2,7 @@
 "use strict";
 const ui = (() => {
   const SHOWN_MS = 8000;
+  const LETTER_MS = 50; // more for a longer text, which is read more slowly
   const SIDE_EVERY_MS = 10000;
   const byId = (id) => document.getElementById(id);
   let hiding = null;
@@ -26,7 +27,7 @@ const ui = (() => {
     }
     message.hidden = false;
     clearTimeout(hiding);
-    hiding = setTimeout(() => (message.hidden = true), SHOWN_MS);
+    hiding = setTimeout(() => (message.hidden = true), SHOWN_MS + LETTER_MS * text.length);
   }
 
   // Sends a body to the server; resolves to what it answers, and shows why it refused otherwise.
