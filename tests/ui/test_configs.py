@@ -273,6 +273,26 @@ def test_new_run_suggests_a_name_that_it_takes_and_keeps_the_chosen_recipe_in_si
             page.wait_for("location.pathname === '/configs/my_mugs_qwen/'")
 
 
+def test_what_is_typed_while_the_server_is_gone_is_saved_with_the_next_change(
+    browser: Browser, tmp_path: Path
+) -> None:
+    workspace = tmp_path / "workspace"
+    with server_process(workspace) as server:
+        path = workspace / "configs" / "mine.yaml"
+        path.write_text(TEXT)
+        with browser.page(server.address) as page:
+            page.await_control("link", "New run")
+            page.load(f"{server.root}/configs/mine/", height=900, dark=False)
+            page.await_control("textbox", "Steps train.steps")
+            server.kill()
+            page.fill("textbox", "Steps train.steps", "55")
+            page.wait_for("document.getElementById('message').innerText.includes('does not answer')")
+            with server_process(workspace, port=int(server.root.rpartition(":")[2])):
+                page.fill("textbox", "Rank lora.rank", "4")
+                wait_for(lambda: "steps: 55" in path.read_text() and "rank: 4" in path.read_text())
+                assert page.value("textbox", "Steps train.steps") == "55"
+
+
 def test_two_tabs_on_one_config_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     with server_process(tmp_path / "workspace") as server:
         path = tmp_path / "workspace" / "configs" / "mine.yaml"

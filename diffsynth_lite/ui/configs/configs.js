@@ -53,12 +53,14 @@ const configForm = (() => {
   }
 
   // Sends one change after the other: each knows the text that the one before it made.
-  function change(given) {
+  function change(given, input) {
     sending = sending.then(async () => {
       const { hash } = sent.getElementById("text").dataset;
       const refusal = await ui.post("change", { hash, ...given }).then(() => null, (error) => error);
-      // Where the server is gone, or the tab may only look, what is typed stays to be copied.
       if (!refusal || refusal.answer?.error) await renew({ over: Boolean(refusal) });
+      // Where the server is gone, or the tab may only look, what is typed stays, and is sent with the next change.
+      else if (input && !waiting.has(input)) waiting.set(input, null);
+      if (!refusal) for (const [other, timer] of waiting) if (timer === null) send(other);
     });
     return sending;
   }
@@ -67,7 +69,7 @@ const configForm = (() => {
     if (!waiting.has(input)) return;
     clearTimeout(waiting.get(input));
     waiting.delete(input);
-    change(input.id === "text" ? { text: input.value } : { key: input.id, value: input.value });
+    change(input.id === "text" ? { text: input.value } : { key: input.id, value: input.value }, input);
   }
 
   byId("form").addEventListener("input", ({ target }) => {
