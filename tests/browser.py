@@ -314,7 +314,7 @@ class Browser:
     def read(self) -> None:
         """Wait for what the browser says next, and take it in."""
         ready, _, _ = select.select([self._read], [], [], LIMIT_S)
-        assert ready, f"Chromium has said nothing for {LIMIT_S:.0f} s"
+        assert ready, f"Chromium has not answered for {LIMIT_S:.0f} s"
         data = os.read(self._read, 1 << 20)
         assert data, "Chromium has ended"
         *texts, self._unread = (self._unread + data).split(b"\0")

@@ -29,7 +29,7 @@ def test_a_number_of_parts_that_there_cannot_be_is_refused(parts: str) -> None:
     assert caught.value.code == 2
 
 
-def test_a_part_that_is_wrong_is_told_and_one_that_stopped_may_be_tried_again(tmp_path: Path) -> None:
+def test_a_part_that_is_wrong_is_reported_and_one_that_stopped_may_be_tried_again(tmp_path: Path) -> None:
     def python(code: str) -> list[str]:
         return [sys.executable, "-c", f"import os, sys; print('no image', file=sys.stderr); {code}"]
 

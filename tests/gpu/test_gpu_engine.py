@@ -124,7 +124,7 @@ def test_offloaded_inputs_leave_the_device_after_the_forward_pass(resident: int)
         assert allocated((True, True)) < (1 + resident) * 16 * MIB + MIB
 
 
-def test_the_peak_is_lower_by_what_was_offloaded_and_the_report_tells_it() -> None:
+def test_the_peak_is_lower_by_what_was_offloaded_and_the_report_has_it() -> None:
     stack = Stack("cuda", ROWS_OF_16_MIB)
 
     def peak(flags: tuple[bool, bool]) -> int:
@@ -188,7 +188,7 @@ class Product(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:torch.profiler")
-def test_in_a_step_copies_of_both_directions_run_beside_kernels() -> None:
+def test_in_a_step_copies_of_both_directions_overlap_kernels() -> None:
     blocks, engine = [Product().cuda() for _ in range(4)], GradientEngine()
     inputs = torch.randn(2048, 8192, device="cuda")
 

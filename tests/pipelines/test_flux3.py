@@ -83,7 +83,7 @@ def test_several_references_are_the_tokens_and_places_that_the_pipeline_makes_of
     assert step.image_rope_scale == ours["image_cond_ids"][1, 2].item() == 0.5
 
 
-def test_items_of_two_windows_count_as_they_do_alone(sample: Sample) -> None:
+def test_items_of_two_windows_count_as_they_do_one_by_one(sample: Sample) -> None:
     family, model = sample.family, sample.model
     encode = family.load_prompt_encoder(torch.float32, CPU)
     conditioning = encode([Prompt(text="a ring"), Prompt(text="a ring " * 25), Prompt(text="a circle")])

@@ -259,7 +259,7 @@ def test_a_download_reports_its_bytes_and_ends_where_a_run_is_to_stop(hub: Hub) 
         ("", "hf_x", r"model\.path: the hub refuses the token in use \(HF_TOKEN, .* for owner/name: log in"),
     ],
 )
-def test_whoever_is_not_let_in_is_told_before_a_weight_is_fetched(
+def test_who_is_not_let_in_gets_an_error_before_a_weight_is_fetched(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, code: str, token: str | None, message: str
 ) -> None:
     folder, hub.gate = resolve_folder(REPOSITORY), code

@@ -208,7 +208,7 @@ def test_weights_of_encoders_that_are_not_finite_are_refused_by_file_and_name(
 
 
 def test_weights_in_a_format_of_their_library_are_not_taken_for_numbers(folder: PipelineFolder) -> None:
-    # torch cannot tell what is finite in 8 bits; in other formats the bits of a NaN are weights.
+    # torch does not know what is finite in 8 bits; in other formats the bits of a NaN are weights.
     layer = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
     layer.weight.data = torch.full((2, 2), torch.nan).to(torch.float8_e4m3fn)
     file = folder.path / "text_encoder" / "config.json"

@@ -217,7 +217,7 @@ def test_a_browser_draws_it_and_keeps_in_its_address_what_was_chosen(
     path = write_report(full_folder(tmp_path / "mine", text=ATTACK))
     url = path.as_uri()
     with browser.page(f"{url}#prompt=0&step=100&sort=name-up", width=width, dark=dark) as page:
-        # The clips are no clips: that they do not play is all that it may complain about.
+        # The clips are not clips: that they do not play is all that it may complain about.
         assert [each for each in page.complaints if "media" not in each.lower()] == []
         assert page.requests == [url]
         assert page.overflow_px() <= 0

@@ -62,7 +62,7 @@ class FamilyCase:
 
     @property
     def needs(self) -> tuple[object, ...]:
-        """What a run does for it, apart from what its family does."""
+        """What a run does for it, besides what its family does."""
         kinds: object = load_family(self.family).record_kinds  # a property, where they depend on the folder
         kind = self.kind or (kinds[0] if isinstance(kinds, tuple) else kinds)
         return kind, self.has_last_frames, self.has_sound, self.trained

@@ -108,7 +108,7 @@ def test_two_processes_train_on_the_same_samples_as_one_and_their_machines_share
     assert entries[0] == entries[1] != {}
 
 
-def test_wandb_works_offline_without_an_account_and_tensorboard_beside_it(watched_run: TinyRun) -> None:
+def test_wandb_works_offline_without_an_account_and_with_tensorboard(watched_run: TinyRun) -> None:
     trackers = ("logging.trackers=[wandb, tensorboard]", "logging.wandb_mode=offline")
     program = forked(watched_run, "train.steps=2", *trackers)
     assert program.wait() == 0, program.printed()

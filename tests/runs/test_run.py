@@ -90,7 +90,7 @@ def assert_card(run: TinyRun) -> None:
 
 def assert_told(metadata: dict[str, str]) -> None:
     """What a file says of six steps on five images, on a model that is not a release."""
-    told = {
+    expected = {
         "modelspec.architecture": "Qwen-Image/lora",
         "modelspec.title": "qwen_image LoRA",
         "modelspec.resolution": "64x32",
@@ -104,7 +104,7 @@ def assert_told(metadata: dict[str, str]) -> None:
         "ss_learning_rate": "0.01",
         "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.01,betas=(0.9, 0.999),eps=1e-08)",
     }
-    assert {name: metadata.get(name) for name in told} == told
+    assert {name: metadata.get(name) for name in expected} == expected
     tags = {"a red circle": 3, "a red circle on a white background": 2}
     assert json.loads(metadata["ss_tag_frequency"]) == {"data": tags}
     assert json.loads(metadata["ss_bucket_info"])["buckets"] == {"0": {"resolution": [64, 32], "count": 5}}
@@ -161,7 +161,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(
     assert rows == {row["step"]: row for row in halved.metrics(whole) if "loss" in row}
 
 
-def test_a_run_takes_repeatable_kernels_when_told_to(
+def test_a_run_takes_repeatable_kernels_when_asked_to(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WORKSPACE, "")

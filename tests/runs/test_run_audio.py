@@ -74,7 +74,7 @@ def sound_of(path: Path) -> tuple[int, int, int]:
         return stream.rate, len(samples), stream.duration
 
 
-def test_sound_is_encoded_learned_told_apart_and_drawn(run: TinyRun) -> None:
+def test_audio_is_encoded_learned_reported_separately_and_generated(run: TinyRun) -> None:
     assert run.train() == 0
     tone, late, *silent = sounds_in(run)
     assert [entry["has_audio"].item() for entry in (tone, late, *silent)] == [1, 1, 0, 0]
@@ -183,8 +183,8 @@ def test_samples_have_sound_and_the_doctor_says_what_has_none(
 ) -> None:
     page = run.root / "doctor.html"
     assert main(["doctor", *run.arguments, "--page", str(page)]) == 0
-    told = capsys.readouterr()
-    text = " ".join((told.out + told.err).split())
+    printed = capsys.readouterr()
+    text = " ".join((printed.out + printed.err).split())
     assert "3 of 4 clips: 3 files of 16000 Hz and 1 channel; learned at 1600 Hz, 2 channels" in text
     assert "1 clip without audio, of which only the images are learned" in text
     assert page.read_text().count("no audio") == 2

@@ -63,8 +63,8 @@ def test_two_processes_train_on_a_quantised_base_as_one_does_and_share_what_they
     assert tiny_run.train(*settings, f"output.dir={single}") == 0
     streamed = ("memory.stream_blocks=all", "memory.stream_slots=1", "memory.stream_text_encoder=true")
     # They encode for themselves, each its share, with most of the text encoder in host memory.
-    apart = (f"output.dir={double}", f"data.cache_dir={tiny_run.root / 'apart'}")
-    program = forked(tiny_run, *settings, *streamed, *apart, num_processes=2)
+    elsewhere = (f"output.dir={double}", f"data.cache_dir={tiny_run.root / 'elsewhere'}")
+    program = forked(tiny_run, *settings, *streamed, *elsewhere, num_processes=2)
     assert program.wait() == 0, program.printed()
     assert "on host (shared by 2 processes)" in program.printed()
     (report,) = (row for row in tiny_run.metrics(double) if "blocks_streamed" in row)

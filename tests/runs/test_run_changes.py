@@ -63,7 +63,7 @@ def test_another_base_model_is_refused_whatever_is_allowed(
 def test_a_run_of_a_version_that_kept_no_shifts_is_held_against_what_the_family_gave_then(
     begun_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Before its first checkpoint, where the folder only tells.
+    # Before its first checkpoint, where only the folder knows.
     shutil.rmtree(begun_run.folder / "checkpoints")
     file = begun_run.folder / "contract.json"
     contract = json.loads(file.read_text())

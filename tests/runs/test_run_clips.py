@@ -163,7 +163,7 @@ def test_pairs_in_two_folders_are_those_of_the_metadata(edit_run: TinyRun) -> No
 
 
 def test_held_out_pairs_have_inputs_of_their_own(edit_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
-    pairs, held_out = edit_run.root / "pairs", edit_run.root / "apart"
+    pairs, held_out = edit_run.root / "pairs", edit_run.root / "held_out"
     captions_from_metadata(pairs)
     shutil.copytree(pairs, held_out)
     short = ("train.steps=1", "validation.prompts=[]", "validation.inputs=[]", "data.input_columns=[]")
@@ -178,7 +178,7 @@ def test_held_out_pairs_have_inputs_of_their_own(edit_run: TinyRun, caplog: pyte
     garble_media(pairs / "after" / "before")
     assert edit_run.train(*short, targets, inputs, f"validation.data={held_out / 'after'}") == 2
     assert "pairs/after/before/0.png: not a PNG" in caplog.text
-    assert "apart/after/before/0.png" not in caplog.text
+    assert "held_out/after/before/0.png" not in caplog.text
     shutil.copytree(held_out, pairs, dirs_exist_ok=True)
     assert edit_run.train(*short, targets, inputs, f"validation.data={held_out / 'after'}") == 0
 

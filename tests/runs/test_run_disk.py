@@ -167,8 +167,8 @@ def test_a_folder_renamed_inside_a_save_ends_the_run_and_is_not_made_again(
     assert begun_run.train() == 3
     assert not begun_run.folder.exists()
     assert (moved / "checkpoints" / "step-00000004").is_dir()
-    told = [message for message in caplog.messages if "was renamed or removed" in message]
-    assert len(told) == 1
+    messages = [message for message in caplog.messages if "was renamed or removed" in message]
+    assert len(messages) == 1
 
 
 def test_a_run_goes_on_exactly_from_its_checkpoints_when_all_else_was_lost(

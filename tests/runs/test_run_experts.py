@@ -125,7 +125,7 @@ def test_each_step_trains_one_expert_and_a_resumed_run_from_files_is_the_same_bi
         assert metadata["modelspec.timestep_range"] == timesteps
 
 
-def test_one_expert_alone_is_trained_at_its_noise_levels_and_drawn_with_the_other(
+def test_one_expert_is_trained_at_its_noise_levels_and_generates_with_the_other(
     expert_run: TinyRun, from_files: tuple[str, ...]
 ) -> None:
     alone = expert_run.root / "alone"

@@ -221,8 +221,8 @@ def check_other_code(
     is_sized = not request.control and not request.inpaint_mask
     width = request.width + is_sized * family.size_divisor
     other = replace(request, guidance_scale=1.0, width=width)
-    told = {"base": "", "dtype": "float32", "lora": "", "prompt": PROMPT, "negative_prompt": " "}
-    code = usage_code(family, other, **told, fps=family.default_fps)
+    facts = {"base": "", "dtype": "float32", "lora": "", "prompt": PROMPT, "negative_prompt": " "}
+    code = usage_code(family, other, **facts, fps=family.default_fps)
     assert code is not None
     with torch.no_grad():
         [preview] = family.sample(model, torch.float32, [other])

@@ -292,7 +292,7 @@ def reports(run: TinyRun, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("counted_once")
-def test_a_run_chooses_what_fits_compares_it_and_chooses_anew_when_it_goes_on(
+def test_a_run_chooses_what_fits_compares_it_and_chooses_again_when_it_goes_on(
     plain_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -131,7 +131,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Tin
     return run
 
 
-def test_the_average_is_exported_beside_the_lora_and_changes_nothing_in_it(
+def test_the_average_is_exported_next_to_the_lora_and_changes_nothing_in_it(
     evaluated: TinyRun, tiny_model: Path
 ) -> None:
     plain, averaged = evaluated.root / "plain", evaluated.root / "averaged"

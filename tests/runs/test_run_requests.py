@@ -125,7 +125,7 @@ def test_a_stop_is_answered_while_a_run_encodes_and_generates_and_it_goes_on_as_
     assert len(list((watched_run.folder / "previews").glob("step-00000002-*.png"))) == step
 
 
-def test_the_best_on_held_out_data_and_every_so_many_stay_beside_the_newest(
+def test_the_best_on_held_out_data_and_every_so_many_stay_with_the_newest(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure(monkeypatch, 9.0, 5.0, 3.0, 4.0, float("nan"), 3.5, 3.0, 7.0)
@@ -207,7 +207,7 @@ def test_a_stop_at_a_planned_save_and_a_best_step_are_saved_and_exported_once(
     ]
 
 
-def test_a_run_that_goes_on_elsewhere_without_its_best_checkpoint_seeks_the_best_anew(
+def test_a_run_that_goes_on_elsewhere_without_its_best_checkpoint_seeks_the_best_again(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = (*held_out(tiny_run), "validation.every_steps=1", "output.checkpoint_every_steps=1")
@@ -229,7 +229,7 @@ def best_of(run: TinyRun, step: int) -> dict[str, Any] | None:
     return json.loads(state.read_text())["best"]
 
 
-def test_a_run_that_goes_back_to_before_its_best_leaves_that_and_seeks_the_best_anew(
+def test_a_run_that_goes_back_to_before_its_best_leaves_that_and_seeks_the_best_again(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = (*held_out(tiny_run), "validation.every_steps=2", "output.keep_checkpoints=2")
@@ -323,7 +323,7 @@ def test_a_best_that_was_measured_otherwise_is_compared_with_nothing(
     assert caplog.text.count("cannot be compared") == bool(named)
     assert named is None or named in caplog.text
     source = "adapter" if named and "use_ema" in named else "ema"
-    # A finite loss of the average does not tell that the weights of step 6 are good: 4 stays, too.
+    # A finite loss of the average does not show that the weights of step 6 are good: 4 stays, too.
     known_good = [4] if source == "ema" else []
     expected = ([*known_good, 6], 6) if named else ([2, *known_good, 6], 2)
     assert (steps_kept(run), best_of(run, 6)["step"]) == expected

@@ -105,7 +105,7 @@ REFUSED_OF_A_RUN = {
         *((f"--lora {{root}}/run --prompt a {more}", message) for more, message in REFUSED_OF_A_RUN.items()),
     ],
 )
-def test_what_cannot_be_drawn_is_said_before_weights_load(
+def test_what_cannot_be_generated_is_refused_before_weights_load(
     finished_run: TinyRun,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

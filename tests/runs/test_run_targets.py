@@ -171,7 +171,7 @@ def sources(data: Path, *changes: str) -> tuple[str, str]:
     return "data.path=null", f"data.sources=[{{path: {data}, trigger: ohwx}}, {{{preserved}}}]"
 
 
-def test_a_run_that_preserves_goes_on_exactly_wherever_its_memory_is_and_tells_its_losses_apart(
+def test_a_run_that_preserves_goes_on_exactly_wherever_its_memory_is_and_separates_its_losses(
     watched_run: TinyRun,
 ) -> None:
     whole, parts = watched_run.root / "whole", watched_run.root / "parts"
@@ -198,7 +198,7 @@ def test_a_run_that_preserves_goes_on_exactly_wherever_its_memory_is_and_tells_i
     preserved = [row["preservation_loss"] for row in steps if "preservation_loss" in row]
     assert preserved[0] < 1e-9 < preserved[-1] < min(row["loss"] for row in steps if "loss" in row) / 100
     assert "Loss of what is preserved" in (whole / "report.html").read_text()
-    # Only what is learned is measured, and told of.
+    # Only what is learned is measured and reported.
     items = [json.loads(line)["name"] for line in (whole / "items.jsonl").read_text().splitlines()]
     assert [name[:2] for name in items] == ["0/"] * 5
     metadata = lora_metadata_of(whole / "lora")

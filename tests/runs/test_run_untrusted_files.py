@@ -110,7 +110,7 @@ def change_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_pickles_and_modules_beside_the_weights_are_ignored(
+def test_pickles_and_modules_next_to_the_weights_are_ignored(
     tiny_run: TinyRun, poison: bytes, marker: Path, watch: AuditWatch
 ) -> None:
     plant_module(copied_model(tiny_run), marker, poison)

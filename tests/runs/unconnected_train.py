@@ -35,7 +35,7 @@ def train_unconnected(notes: Path, *arguments: str, is_offline: bool) -> "subpro
     Args:
         notes: file that is made when it tries to use one.
         arguments: of the command.
-        is_offline: whether the libraries are told so (``HF_HUB_OFFLINE``).
+        is_offline: whether the libraries know it (``HF_HUB_OFFLINE``).
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     return subprocess.run(

@@ -30,7 +30,7 @@ def test_the_table_of_the_readme_is_the_one_that_is_generated_and_has_a_row_for_
     assert re.findall(r"^\| \[`(\w+)`\]\(docs/models\.md#\1\) \| \S", text, re.M) == family_names()
 
 
-def test_every_family_has_a_row_and_a_section_and_every_recipe_stands_in_both() -> None:
+def test_every_family_has_a_row_and_a_section_and_every_recipe_is_in_both() -> None:
     page = PAGE.read_text(encoding="utf-8")
     table, *sections, untrained = page.split("\n## ")
     assert untrained.startswith("Not trained\n")

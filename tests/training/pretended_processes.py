@@ -29,7 +29,7 @@ class PretendedProcesses:
         self._num_local, self._num = num_local, num_machines * num_local
         self._barrier = threading.Barrier(self._num, timeout=_LIMIT_S)
         self._computing = threading.Lock()
-        self._told: list[Any] = [None] * self._num
+        self._exchanged: list[Any] = [None] * self._num
         self._own = threading.local()
         for name in _EXCHANGES:
             exchange = getattr(self, f"_{name.partition('.')[2]}")
@@ -57,18 +57,18 @@ class PretendedProcesses:
             return work(accelerator, machine)
 
     def _exchange(self, value: Any) -> list[Any]:
-        self._told[self._own.rank] = value
+        self._exchanged[self._own.rank] = value
         self._computing.release()
         try:
             self._barrier.wait()
-            told = list(self._told)
+            values = list(self._exchanged)
             self._barrier.wait()
         finally:
             self._computing.acquire()
-        return told
+        return values
 
     def _gather_object(self, values: list[Any]) -> list[Any]:
-        return [value for told in self._exchange(values) for value in told]
+        return [value for given in self._exchange(values) for value in given]
 
     def _gethostname(self) -> str:
         return f"machine {self._own.rank // self._num_local}"

@@ -150,7 +150,7 @@ def test_the_loss_is_that_of_the_images_and_weighted_that_of_the_sound_where_the
     video, audio = expected_errors(given, model)
     torch.testing.assert_close(loss, of_both(video, audio).mean())
 
-    # Each part of the step is told by itself, that of the audio over the samples that have some.
+    # Each part of the step is reported by itself, that of the audio over the samples that have some.
     by_kind = by_kind_of(tried, loss)
     assert by_kind.preserved is None
     for value, of in ((by_kind.learned, loss), (by_kind.video, video), (by_kind.audio, audio[[0, 2]])):
@@ -214,7 +214,7 @@ def test_a_guided_target_guides_both() -> None:
     torch.testing.assert_close(loss, of_both(*errors).mean())
 
 
-def test_what_is_preserved_keeps_its_sound_too_and_is_counted_apart() -> None:
+def test_what_is_preserved_keeps_its_audio_too_and_is_counted_separately() -> None:
     given, model, plain = batch(preserved=(2,)), TwoHeads(), TwoHeads()
     add_adapter(model, ["layer"], rank=2, alpha=2, dropout=0, seed=0)
     torch.nn.init.normal_(model.layer.lora_B["default"].weight)
@@ -295,7 +295,7 @@ def test_images_have_no_audio_to_have_a_level_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_the_loss_on_fixed_noise_tells_its_parts_and_has_noise_of_its_own_for_the_sound(own: bool) -> None:
+def test_the_loss_on_fixed_noise_reports_its_parts_and_has_noise_of_its_own_for_the_audio(own: bool) -> None:
     given, model = batch(), TwoHeads()
     assert given.audio is not None
     items = [

@@ -57,8 +57,8 @@ def test_held_out_items_that_are_also_trained_on_are_refused(root: Path) -> None
     linked = root / "linked"
     linked.symlink_to(inside)
     assert message in refusal(root, **{"validation.data": str(linked)})
-    apart = shutil.move(inside, root / "held_out")
-    checked = check_run(load_config_of(root, {"validation.data": str(apart)}), PROCESS)
+    elsewhere = shutil.move(inside, root / "held_out")
+    checked = check_run(load_config_of(root, {"validation.data": str(elsewhere)}), PROCESS)
     assert len(checked.held_out.records) == len(checked.training.records) == 2
 
 
@@ -141,7 +141,7 @@ def test_a_distilled_model_is_warned_of_once(
         ("Turbocharger", False),
     ],
 )
-def test_a_name_tells_a_distilled_model_where_no_file_does(
+def test_a_name_shows_a_distilled_model_where_no_file_does(
     root: Path, location: str, is_distilled: bool
 ) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
@@ -173,7 +173,7 @@ def test_a_named_set_of_layers_is_the_familys_own(root: Path, monkeypatch: pytes
         assert message in refusal(root, **{"lora.target_modules": chosen})
 
 
-def test_a_problem_with_the_layers_is_no_problem_of_the_optimizer_and_both_are_told(root: Path) -> None:
+def test_a_problem_with_the_layers_is_not_one_of_the_optimizer_and_both_are_named(root: Path) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
     (one,) = refusal(root, **{"lora.groups": "[{match: nothing, rank: 3}]"}).splitlines()
     assert one.startswith("lora.groups[0].match: nothing is in the name of no layer")

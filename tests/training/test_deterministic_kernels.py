@@ -1,4 +1,4 @@
-"""Kernels that give the same bits each time, and what is said where there is none."""
+"""Kernels that give the same bits each time, and the warning where there is none."""
 
 import pytest
 import torch

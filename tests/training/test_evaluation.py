@@ -206,7 +206,7 @@ def test_what_is_measured_is_described_with_a_small_image(
     assert (red[0] > 200, red[2] < 50, blue[0] < 50, blue[2] > 200) == (True,) * 4
 
 
-def test_a_resumed_run_goes_on_with_its_losses_and_makes_no_image_anew(
+def test_a_resumed_run_goes_on_with_its_losses_and_makes_no_image_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -218,11 +218,11 @@ def test_a_resumed_run_goes_on_with_its_losses_and_makes_no_image_anew(
     losses.record(torch.nn.Identity(), 3)
     assert [row["step"] for row in rows(tmp_path)] == [0, 3]
     assert RunFolder(tmp_path).items_file.read_bytes() == described
-    told = (
+    message = (
         "After step 3: loss of 2 single items: median 1.0000, highest 0.png (1.0000); "
         "1.png (1.0000); above those of step 0: 2."
     )
-    assert told in caplog.text
+    assert message in caplog.text
 
 
 def test_losses_that_do_not_compare_are_never_in_one_file(
@@ -255,7 +255,7 @@ def updates_of(path: Path, *ratios: float) -> LayerUpdates:
     return LayerUpdates(sizes, MetricsFile(path / "layers.jsonl"), last_step=6)
 
 
-def test_updates_are_written_once_a_step_and_told_at_the_end(
+def test_updates_are_written_once_a_step_and_logged_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

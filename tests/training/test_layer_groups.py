@@ -112,7 +112,7 @@ def test_each_group_has_its_rate_also_where_it_is_the_only_one() -> None:
         ([{"match": name, "weight_decay": 0.1} for name in ("to_q", "to_k")], "train.weight_decay has no"),
     ],
 )
-def test_a_given_rate_that_no_layer_has_is_told(entries: list[dict[str, Any]], warned: str) -> None:
+def test_a_given_rate_that_no_layer_has_is_reported(entries: list[dict[str, Any]], warned: str) -> None:
     groups = groups_of(*entries)
     assert (rates_without_effect(config_of(groups=entries), groups) or "").startswith(warned)
     assert bool(rates_without_effect(config_of(groups=entries), groups)) == bool(warned)

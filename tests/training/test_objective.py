@@ -1,4 +1,4 @@
-"""The objective against its own formula, on a family that predicts what it is told to."""
+"""The objective against its own formula, on a family that predicts what it is given."""
 
 import dataclasses
 from types import SimpleNamespace

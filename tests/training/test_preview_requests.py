@@ -101,7 +101,7 @@ def test_a_mask_and_what_it_is_of_are_given_together(config, tmp_path, monkeypat
     check_previews(config(*alone, "validation.inputs=[a.png]", "validation.inpaint_masks=[a.png]"), family)
 
 
-def test_an_image_that_is_taken_apart_needs_no_mask(config, tmp_path):
+def test_an_image_that_is_split_into_layers_needs_no_mask(config, tmp_path):
     Image.new("RGB", (64, 32)).save(tmp_path / "a.png")
     given = config(
         "validation.prompts=[a]", f"validation.inputs=[{tmp_path}/a.png]", "data.frame_counts=null"

@@ -261,7 +261,7 @@ def test_a_strip_has_the_first_and_the_last_frame_and_an_image_is_its_own_strip(
     assert frame_strip(frames[3:4]).tobytes() == frames[3].tobytes()
 
 
-def test_a_clip_is_kept_as_a_video_beside_its_strip_and_the_grid_shows_the_strip(tmp_path: Path) -> None:
+def test_a_clip_is_kept_as_a_video_next_to_its_strip_and_the_grid_shows_the_strip(tmp_path: Path) -> None:
     def generate_clips(_transformer, _dtype, requests) -> list[list[Image.Image]]:
         shades = [Image.new("RGB", (64, 32), (shade, 0, 0)) for shade in range(0, 250, 50)]
         return [shades for _ in requests]
@@ -283,7 +283,7 @@ def test_a_clip_is_kept_as_a_video_beside_its_strip_and_the_grid_shows_the_strip
     assert {(0, 0, 0), (200, 0, 0)} <= pixel_counts(grid).keys()
 
 
-def test_what_stands_in_an_image_is_read_back_by_the_rules_of_the_program_that_it_is_for() -> None:
+def test_the_metadata_of_an_image_is_read_back_by_the_rules_of_the_program_that_it_is_for() -> None:
     (request,) = previews(Path(), generate_colours, prompts=["red"]).requests
     request = dataclasses.replace(
         request, prompt="ein Hündchen,\n\U0001f436", negative_prompt="blurry", guidance_scale=4.5

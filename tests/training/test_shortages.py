@@ -189,13 +189,13 @@ def test_a_shortage_is_explained_and_a_bug_is_not(
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (RuntimeError("[/x/gloo/transport/tcp/pair.cc:538] Connection closed by peer"), "closed by peer"),
         (DistBackendError("NCCL error\nLast error:\nno route\nException raised from a.cpp"), "no route)"),
     ],
 )
-def test_a_process_that_is_gone_is_explained(error: RuntimeError, said: str) -> None:
-    explained = f"^the processes of this run could not reach each other .*{re.escape(said)}.*continues"
+def test_a_process_that_is_gone_is_explained(error: RuntimeError, message: str) -> None:
+    explained = f"^the processes of this run could not reach each other .*{re.escape(message)}.*continues"
     with pytest.raises(RunStoppedError, match=explained), shortages_explained(), shortages_explained():
         raise error

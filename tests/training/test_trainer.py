@@ -229,7 +229,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
-def test_dropout_masks_follow_the_seed_and_the_positions_alone() -> None:
+def test_dropout_masks_follow_only_the_seed_and_the_positions() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         first = drawn_in_a_step(batches(2, 2))
@@ -377,10 +377,10 @@ def test_steps_that_are_not_finite_are_skipped_until_too_many_follow_each_other(
     for step in range(6, 11):
         built.divergence.require_few_in_a_row(step - 1)
         train_step(built, step)
-    told = (
+    message = (
         r"step 10: .* not finite in 5 steps in a row; last on 0.png.* resume from checkpoints/step-00000004"
     )
-    with pytest.raises(RunDivergedError, match=told):
+    with pytest.raises(RunDivergedError, match=message):
         built.divergence.require_few_in_a_row(10)
 
 

@@ -70,8 +70,8 @@ class Singing(WithAudio, LTXVideo):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         video = self.predict(transformer, noisy_latents, sigma, conditioning)
         level = sigma if audio_sigma is None else audio_sigma
-        told = [{name: sample[name] for name in ("prompt_embeds", "frame_rate")} for sample in conditioning]
-        return video, self.predict(transformer, noisy_audio_latents, level, told)
+        inputs = [{name: sample[name] for name in ("prompt_embeds", "frame_rate")} for sample in conditioning]
+        return video, self.predict(transformer, noisy_audio_latents, level, inputs)
 
     @torch.no_grad()
     def sample(
@@ -89,8 +89,8 @@ class Singing(WithAudio, LTXVideo):
         """In one step."""
         shape = self.audio_latents_shape(request.num_frames, request.fps)
         noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(request.seed))
-        told = request.conditioning | {"frame_rate": torch.tensor(request.fps)}
-        estimate = self.predict(transformer, noise, torch.ones(1), [told])
+        inputs = request.conditioning | {"frame_rate": torch.tensor(request.fps)}
+        estimate = self.predict(transformer, noise, torch.ones(1), [inputs])
         return self._decoded((noise - estimate.float().cpu())[0].clamp(-1, 1))
 
 

@@ -22,7 +22,7 @@ Tensors = dict[str, dict[str, Tensor]]
 
 
 def contents(step: int) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors and documents that can be told from those of any other step."""
+    """Tensors and documents that differ from those of any other step."""
     generator = torch.Generator().manual_seed(step)
     adapter = {
         "blocks.0.lora_A.weight": torch.randn(4, 8, generator=generator),

@@ -74,7 +74,7 @@ def test_who_shares_a_folder_is_seen_and_nothing_is_left_in_it(
     assert {(group.num_folders, group.num_machines) for group in own} == {(2, 2)}
 
 
-def test_where_the_main_process_alone_asks_nothing_is_written_elsewhere(
+def test_where_only_the_main_process_asks_nothing_is_written_elsewhere(
     processes: PretendedProcesses, tmp_path: Path
 ) -> None:
     found = groups(processes, tmp_path / "first", tmp_path / "second", on_each_machine=False)

@@ -159,9 +159,9 @@ def distance(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]
     """Of all gradients together, relative to their length."""
     pairs = [(found[name], one) for name, one in expected.items()]
     assert all((one is None) == (other is None) for one, other in pairs)
-    apart = sum(float((one - other).square().sum()) for one, other in pairs if one is not None)
+    distance = sum(float((one - other).square().sum()) for one, other in pairs if one is not None)
     length = sum(float(other.square().sum()) for _, other in pairs if other is not None)
-    return (apart / length) ** 0.5
+    return (distance / length) ** 0.5
 
 
 def same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> bool:
@@ -341,7 +341,7 @@ def test_what_processes_compute_of_a_sample_together_is_what_one_computes(
             assert found.get("same") == ([True, True] if name in ALL_WAYS else None), kind
             assert ("in bf16" in found) == (name in IN_BF16)
             assert found.get("in bf16", 0) < 0.03  # 8 bits for each number on the way
-            # A ring computes attention part by part, which cannot be saved; that to prompts can, where apart.
+            # A ring computes attention part by part, which cannot be saved; that to separate prompts can.
             saves = kind == "ulysses" or name.startswith(("wan", "ltx"))
             assert found["did"] == [True, True, saves]
             split = found["split"]

@@ -115,7 +115,7 @@ def exchanged(rank: int) -> dict[str, bool]:
             mean_gradients(parameters, SimpleNamespace(num_processes=NUM_RANKS))
         found.append([parameter.grad for parameter in parameters])
     same = [torch.equal(*pair) for pair in zip(*(gradients[:4] for gradients in found), strict=True)]
-    return {"equal": all(same), "apart": [one is None for one in found[1][4:]] == [True, True]}
+    return {"equal": all(same), "separate": [one is None for one in found[1][4:]] == [True, True]}
 
 
 def failures(rank: int, group: Any) -> dict[str, str]:
@@ -143,7 +143,7 @@ def failures(rank: int, group: Any) -> dict[str, str]:
     attempt("between", lambda: one_fails_after(1))
     attempt("after the last", lambda: [one_fails_after(9), raised() if rank else None])
     attempt("nowhere", lambda: one_fails_after(9))
-    # On all, as nobody could tell the others.
+    # On all, as nobody could inform the others.
     attempt("within", lambda: model(torch.ones(1, 1)))
     return found
 
@@ -173,7 +173,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
-def test_a_sharded_base_computes_as_a_whole_one_and_reads_its_own_rows_alone(
+def test_a_sharded_base_computes_as_a_whole_one_and_reads_only_its_own_rows(
     results: list[dict[str, Any]], kind: str
 ) -> None:
     bases = [result[kind] for result in results]
@@ -191,7 +191,7 @@ def test_a_sharded_base_computes_as_a_whole_one_and_reads_its_own_rows_alone(
 
 
 def test_gradients_are_the_means_that_ddp_gives_bit_for_bit(results: list[dict[str, Any]]) -> None:
-    assert [result["exchanged"] for result in results] == [{"equal": True, "apart": True}] * NUM_RANKS
+    assert [result["exchanged"] for result in results] == [{"equal": True, "separate": True}] * NUM_RANKS
 
 
 def test_where_one_process_fails_between_passes_all_fail_and_go_on_together(
@@ -253,7 +253,7 @@ def config_with(*settings: str) -> Config:
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Of the processes in their machines, as they tell each other."""
+    """Of the processes in their machines, as they inform each other."""
     local: list[int] = []
     monkeypatch.setattr(agreement, "on_all_processes", lambda _accelerator, _work: local)
     return local
@@ -269,7 +269,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         ([1, 0], None),
     ],
 )
-def test_machines_are_told_apart_where_their_processes_are_numbered_one_after_the_other(
+def test_machines_are_distinguished_where_their_processes_are_numbered_one_after_the_other(
     places: list[int], local: list[int], machines: list[range] | None
 ) -> None:
     places += local

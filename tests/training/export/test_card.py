@@ -276,9 +276,9 @@ def export(sample: Sample, kind: AdapterKind = LORA) -> nn.Module:
 
 
 def code_for(family: ModelFamily, request: PreviewRequest, base: str = "model") -> str | None:
-    told = {"base": base, "dtype": "float32", "lora": "lora"}
+    given = {"base": base, "dtype": "float32", "lora": "lora"}
     prompts = {"prompt": PROMPTS[0], "negative_prompt": NEGATIVE}
-    return usage_code(family, request, **told, **prompts, fps=family.default_fps)
+    return usage_code(family, request, **given, **prompts, fps=family.default_fps)
 
 
 def previewed(family: ModelFamily, model: nn.Module, request: PreviewRequest) -> Generated:
@@ -421,7 +421,7 @@ def test_facts_are_gathered_by_source_without_paths_and_secrets(tmp_path: Path) 
     assert counted == ["red", "ohwx dog", "a", "b"]  # the trigger before what is as frequent
     assert facts.items_by_size == {(512, 512): 2, (1024, 768): 1}
     assert (facts.resolution, facts.sigma_range) == ((1024, 1024), (0.25, 1.0))
-    told = {name: value for name, value in facts.training.items() if value is not None}
-    assert (told["discrete_flow_shift"], told["shuffle_caption"], told["random_crop"]) == (3, True, True)
-    assert told.keys().isdisjoint(("max_grad_norm", "network_dropout", "min_snr_gamma"))
+    known = {name: value for name, value in facts.training.items() if value is not None}
+    assert (known["discrete_flow_shift"], known["shuffle_caption"], known["random_crop"]) == (3, True, True)
+    assert known.keys().isdisjoint(("max_grad_norm", "network_dropout", "min_snr_gamma"))
     assert str(tmp_path) not in str(facts)

@@ -131,7 +131,7 @@ def test_a_family_that_writes_files_of_its_own_reads_them_itself(family: QwenIma
     assert file == tmp_path / "lora" / "own.safetensors"
 
 
-def test_it_is_told_when_float16_loses_more_than_bfloat16_would(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_logged_when_float16_loses_more_than_bfloat16_would(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         Saver.log_rounding_error(SimpleNamespace(_rounding=0.002, lora_dtype=torch.bfloat16))
         assert [record.levelname for record in caplog.records] == ["INFO"]
