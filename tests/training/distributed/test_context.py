@@ -119,6 +119,7 @@ def test_models_that_cannot_be_split_are_refused_with_what_would_do() -> None:
 def test_sizes_whose_tokens_do_not_divide_are_named() -> None:
     family: Any = SimpleNamespace(
         latents_shape=lambda width, height, frames: (frames, height // 16, width // 16),
+        num_given_tokens=lambda _: 0,
         num_tokens=lambda shape: shape[0] * shape[1] * shape[2],
     )
     sizes = [Bucket(width=96, height=64), Bucket(width=96, height=48), Bucket(width=48, height=48)]
