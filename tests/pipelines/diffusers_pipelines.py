@@ -25,7 +25,14 @@ def generated_by(pipeline: Any, request: PreviewRequest, **own: Any) -> list[byt
     output = pipeline(
         guidance_scale=request.guidance_scale, output_type="pil", **request.call_arguments(), **own
     )
-    return bytes_of(output.frames[0] if hasattr(output, "frames") else output.images)
+    return bytes_of(output_frames(output))
+
+
+def output_frames(output: Any) -> Sequence[Image.Image]:
+    """The frames or images in what a pipeline returns, whose name differs."""
+    if hasattr(output, "frames"):
+        return output.frames[0]  # type: ignore[no-any-return]
+    return output.images if hasattr(output, "images") else output.image  # type: ignore[no-any-return]
 
 
 READING_STEPS = {"AnimaModularPipeline": AnimaTextEncoderStep, "Flux3ModularPipeline": Flux3TextEncoderStep}

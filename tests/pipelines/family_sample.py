@@ -19,6 +19,7 @@ from diffusers.pipelines.qwenimage import (
     pipeline_qwenimage_layered,
 )
 from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
+from diffusers.utils import BaseOutput
 from diffusers_pipelines import called_as_others
 from PIL import Image
 
@@ -309,6 +310,11 @@ def transformer_calls(
     for hook in hooks:
         hook.remove()
     return calls
+
+
+def with_first(output: Any, first: Any) -> Any:
+    """What a forward returned, with something else in the place of its first tensor."""
+    return type(output)(first) if isinstance(output, BaseOutput) else (first, *output[1:])
 
 
 def as_sampled(hidden_states: torch.Tensor | list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
+from diffusers_pipelines import output_frames
 from family_sample import (
     CPU,
     NEGATIVE,
@@ -28,6 +29,7 @@ from family_sample import (
     mandelbrot,
     numbers,
     transformer_calls,
+    with_first,
 )
 from krea2_edit_reference import referenced
 from lazy_backend import LazyBackend
@@ -113,6 +115,8 @@ def call_of(sample: Sample, pipeline: Any, request: PreviewRequest) -> dict[str,
         **({"mask_image": request.inpaint_mask[0]} if request.inpaint_mask else {}),
         **({"video": list(request.control)} if request.control else {}),
     }
+    if hasattr(pipeline, "resolutions"):  # of which it takes the nearest
+        pipeline.resolutions = [(request.width, request.height)]
     if is_guided_by_a_model(sample):
         call |= {"guidance_scale": request.guidance_scale, "guidance_schedule": None}
     call |= longest_prompts(sample)
@@ -162,7 +166,7 @@ def test_a_preview_is_what_the_pipeline_generates_from_the_text(
     arguments, theirs = call_of(sample, pipeline, request), getattr(pipeline, *family.trained)
     their_calls = transformer_calls(theirs, lambda: frames.append(pipeline(**arguments)), outputs[1])
     generated, output = frames
-    expected = output.frames[0] if hasattr(output, "frames") else output.images
+    expected = output_frames(output)
     expected = expected[0] if request.num_layers else expected
     assert {frame.size for frame in generated} == {(request.width, request.height)}
     difference = np.abs(levels(generated) - levels(expected)).max()
@@ -249,13 +253,13 @@ def test_the_latents_that_are_trained_are_those_that_the_pipeline_decodes(
 def test_what_the_model_returns_of_a_place_comes_back_at_that_place(sample: Sample) -> None:
     signature = inspect.signature(sample.model.forward)
 
-    def echo(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[Any, ...]:
+    def echo(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         (latents,) = (
             value for name, value in given.items() if OTHER_NAMES.get(name, name) == "hidden_states"
         )
         echoed = latents if isinstance(latents, list) else as_sampled(latents, output[0])
-        return echoed, *output[1:]
+        return with_first(output, echoed)
 
     hook = sample.model.register_forward_hook(echo, with_kwargs=True)
     predicted = sample.family.predict(sample.model, sample.latents, SIGMA, sample.conditioning)

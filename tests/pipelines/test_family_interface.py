@@ -22,6 +22,7 @@ from family_sample import (
     noise_levels,
     ones_like,
     transformer_calls,
+    with_first,
 )
 from safetensors.torch import load_file, save_file
 
@@ -171,7 +172,7 @@ def test_the_velocity_is_what_the_pipeline_hands_to_its_sampler(
     monkeypatch.setattr(scheduler_class, "step", watched)
     request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=0)
     hook = sample.model.register_forward_hook(
-        lambda _module, _args, output: (ones_like(output[0]), *output[1:])
+        lambda _module, _args, output: with_first(output, ones_like(output[0]))
     )
     family.sample(sample.model, torch.float32, [request])
     ours = family.predict(sample.model, sample.latents, SIGMA, sample.conditioning)
