@@ -18,7 +18,6 @@ from diffusers import (
 )
 from diffusers.pipelines.longcat_image import pipeline_longcat_image as longcat
 from transformers import Qwen2_5_VLForConditionalGeneration
-from transformers import Qwen2VLImageProcessorPil as ImageProcessor
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.lora import shared_names as shared
@@ -64,25 +63,29 @@ def model_fn_longcat_image(
     length, (height, width) = prompt_embeds_bld.shape[1], latents_bchw.shape[-2:]
     images = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
     tokens_bld = [LongCatImagePipeline._pack_latents(image, *image.shape) for image in images]
-    positions = [
-        longcat.prepare_pos_ids(
-            place, "image", (length, length), height=image.shape[2] // _PATCH, width=image.shape[3] // _PATCH
-        )
-        for place, image in enumerate(images, start=1)
-    ]
     with checkpointed(LongCatImage, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=torch.cat(tokens_bld, dim=1),
             timestep=timestep,
             encoder_hidden_states=prompt_embeds_bld,
             txt_ids=longcat.prepare_pos_ids(num_token=length).to(latents_bchw.device),
-            img_ids=torch.cat(positions).to(latents_bchw.device),
+            img_ids=_positions(images, length),
             return_dict=False,
         )[0]
     velocity_bchw: torch.Tensor = LongCatImagePipeline._unpack_latents(
         velocity_bld[:, : tokens_bld[0].shape[1]], height, width, vae_scale_factor=1
     )
     return velocity_bchw
+
+
+def _positions(images: Sequence[torch.Tensor], start: int) -> torch.Tensor:
+    """(L, 3), of the tokens of all images: the number of the image, its rows and columns from ``start`` on."""
+    sizes = [(image.shape[2] // _PATCH, image.shape[3] // _PATCH) for image in images]
+    of_each = [
+        longcat.prepare_pos_ids(number, "image", (start, start), height=height, width=width)
+        for number, (height, width) in enumerate(sizes, start=1)
+    ]
+    return torch.cat(of_each).to(images[0].device)
 
 
 _AUTHORS = "meituan-longcat/LongCat-Image on GitHub, "
@@ -115,6 +118,7 @@ LONGCAT_IMAGE = Release(
         "size": "`default_sample_size` of the pipeline",
         "parameters": f"{_AUTHORS}README.md",
         "licence": f"{_AUTHORS}LICENSE; a copy of the card of Dev",
+        "architecture": "no program is known to give it one",
     },
     unconfirmed=("files of the tokenizer", "settings of the text encoder and of the autoencoder"),
 )
@@ -234,7 +238,7 @@ def tiny() -> LongCatImagePipeline:
     """A random, complete and small pipeline of the real classes, built offline in a second.
 
     Two blocks of each kind, of 32 channels; 16 latent channels at 1/8 size with the real model's statistics.
-    Its processor is the part for images only: the class of the released models needs torchvision.
+    Its processor does the same as that of the released model, whose class needs torchvision.
     """
     tokenizer = tokenizers.qwen2_tokenizer()
     text_encoder = text_encoders.tiny_qwen2_5_vl(tokenizer)
@@ -252,6 +256,6 @@ def tiny() -> LongCatImagePipeline:
         vae=autoencoders.tiny_flux_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
-        text_processor=ImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}),
+        text_processor=tokenizers.qwen3_vl_processor(tokenizer, patch_size=14),
         transformer=transformer,
     )

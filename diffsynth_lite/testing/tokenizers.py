@@ -134,11 +134,15 @@ def qwen2_tokenizer(words: Sequence[str] = (), *, template_texts: Sequence[str] 
     return tokenizer
 
 
-def qwen3_vl_processor(tokenizer: Qwen2Tokenizer) -> PaddleOCRVLProcessor:
-    """Does with texts and images what ``Qwen3VLProcessor`` does, whose class needs torchvision."""
+def qwen3_vl_processor(tokenizer: Qwen2Tokenizer, *, patch_size: int = 16) -> PaddleOCRVLProcessor:
+    """Does with texts and images what ``Qwen3VLProcessor`` does, whose class needs torchvision.
+
+    Args:
+        patch_size: in pixels; with 14 it is that of Qwen2.5-VL.
+    """
     tokenizer._set_model_specific_special_tokens({"image_token": "<|image_pad|>"})
     images = Qwen2VLImageProcessorPil(
-        patch_size=16,
+        patch_size=patch_size,
         size={
             "shortest_edge": 32 * 32,
             "longest_edge": 4096 * 4096,

@@ -101,6 +101,7 @@ IMPORTED: Sequence[Row] = (
         _called("LTX2Pipeline") | {"frames": _default(diffusers.LTX2Pipeline.prepare_latents, "num_frames")},
     ),
     ("LTX-Video* / size", _called("LTXPipeline")),
+    ("LongCat-Image* / size", _own_size("LongCatImagePipeline")),
     (("Lumina-Image 2.0 / size", "NetaYume Lumina* / size"), _own_size("Lumina2Pipeline")),
     ("Sana* / size", _called("SanaPipeline")),
     ("Z-Image* / size", _fallbacks("ZImagePipeline")),

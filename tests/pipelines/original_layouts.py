@@ -141,8 +141,10 @@ _RULES = {
 ^(double_blocks.*)attn\.add_k_proj            \1txt_attn_qkv
 ^(double_blocks.*)attn\.add_v_proj            \1txt_attn_qkv
 """,
-    "FluxTransformer2DModel": rf"""
-^time_text_embed\.timestep_embedder           time_in
+    **dict.fromkeys(
+        ("FluxTransformer2DModel", "LongCatImageTransformer2DModel"),
+        rf"""
+^time_(text_)?embed\.timestep_embedder           time_in
 ^time_text_embed\.text_embedder               vector_in
 ^time_text_embed\.guidance_embedder           guidance_in
 _in\.linear_1                                 _in.in_layer
@@ -151,6 +153,7 @@ norm1\.linear                                 img_mod.lin
 norm1_context\.linear                         txt_mod.lin
 ^(single.*)norm\.linear                       \1modulation.lin
 {_BLOCKS_OF_FLUX}""",
+    ),
     "ChromaTransformer2DModel": rf"""
 ^(distilled_guidance_layer.*)linear_1         \1in_layer
 ^(distilled_guidance_layer.*)linear_2         \1out_layer
@@ -370,6 +373,7 @@ _SWAPPED = {
     "HunyuanVideoTransformer3DModel": r"final_layer\.adaLN_modulation\.1",
     "HunyuanVideo15Transformer3DModel": r"final_layer\.adaLN_modulation\.1",
     "FluxTransformer2DModel": r"final_layer\.adaLN_modulation\.1",
+    "LongCatImageTransformer2DModel": r"final_layer\.adaLN_modulation\.1",
     "Flux2Transformer2DModel": r"final_layer\.adaLN_modulation\.1",
     "Flux3Transformer2DModel": r"final_layer\.image\.adaLN_modulation\.1",
     "AuraFlowTransformer2DModel": r"modF\.1",
@@ -413,9 +417,16 @@ def _in_order(parts: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     return sorted(parts, key=lambda part: part[0])
 
 
+def functions_for(model: nn.Module) -> dict[str, Any]:
+    """What diffusers has for single files of a model; LongCat-Image's are read by what it has for FLUX.1."""
+    name = "FluxTransformer2DModel" if "LongCat" in type(model).__name__ else type(model).__name__
+    functions: dict[str, Any] = SINGLE_FILE_LOADABLE_CLASSES.get(name, {})
+    return functions
+
+
 def convert_width_of(model: nn.Module, patch: pytest.MonkeyPatch) -> None:
     """Have diffusers' converter cut a tiny model's tensors: those of some models have the released widths."""
-    functions: dict[str, Any] = SINGLE_FILE_LOADABLE_CLASSES.get(type(model).__name__, {})
+    functions = functions_for(model)
     converter = functions.get("checkpoint_mapping_fn")
     if converter is None:
         return

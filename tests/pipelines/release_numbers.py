@@ -61,7 +61,9 @@ _QWEN_SHIFT = _shift((256, 8192), (0.5, 0.9), 0.02)
 _LTX_SHIFT = _shift((1024, 4096), (0.95, 2.05), 0.1)
 _KL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 1024}
 _KL_16 = _KL | {"latent_channels": 16, "use_post_quant_conv": False, "use_quant_conv": False}
-_WITH_FLUX_VAE = tuple(f"{name}* / vae" for name in ("FLUX.1 ", "Chroma1", "Lumina", "NetaYume", "Z-Image"))
+_WITH_FLUX_VAE = tuple(
+    f"{name}* / vae" for name in ("FLUX.1 ", "Chroma1", "LongCat-Image", "Lumina", "NetaYume", "Z-Image")
+)
 _CONNECTOR = {"caption_channels": 3840, "text_proj_in_factor": 49}
 _SD3 = {"joint_attention_dim": 4096, "pooled_projection_dim": 2048}
 _SD3_MEDIUM = {"caption_projection_dim": 1536, "num_attention_heads": 24, "num_layers": 24}
@@ -325,7 +327,7 @@ READ: Mapping[str, Sequence[Row]] = {
     f"{MUSUBI}qwen_image/qwen_image_utils.py": (
         ("HunyuanVideo 1.5* / text_encoder", _language(*_QWEN25_VL_7B)),
         (
-            ("Qwen-Image / text_encoder", "Qwen-Image-* / text_encoder"),
+            ("Qwen-Image / text_encoder", "Qwen-Image-* / text_encoder", "LongCat-Image* / text_encoder"),
             _language(*_QWEN25_VL_7B, prefix="text_config.")
             | _vision(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
             | {"tie_word_embeddings": False},
@@ -433,7 +435,11 @@ UNCONFIRMED: Mapping[str, Sequence[Row]] = {
         ),
     ),
     "as in copies that are not at hand at a commit": (
-        ("Chroma1* / scheduler", {"shift": 3.0, "use_dynamic_shifting": True}),
+        (
+            ("Chroma1* / scheduler", "LongCat-Image* / scheduler"),
+            {"shift": 3.0, "use_dynamic_shifting": True},
+        ),
+        ("LongCat-Image* / transformer", {"num_layers": 10, "num_single_layers": 20}),
         ("ERNIE-Image* / scheduler", {"shift": 4.0}),
         ("FLUX.1 Fill dev / transformer", {"in_channels": 384, "out_channels": 64}),
         ("ERNIE-Image* / text_encoder", {"spatial_merge_size": 2, "tie_word_embeddings": True}),

@@ -146,6 +146,10 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
         mean_of_ideogram4,  # diffusers' training script and musubi-tuner
         lambda _: weighted_mean(levels_of_ideogram4(1024)),  # DiffSynth-Studio
     ),
+    "longcat_image": (
+        of("logit_normal", flux_line),  # its authors, train_examples/lora
+        of("uniform", flux_line),  # the sampler's own
+    ),
     "ltx2": (
         stretched_mean,  # Lightricks' trainer
         mean_of_ltx2,

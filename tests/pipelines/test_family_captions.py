@@ -52,6 +52,7 @@ def encode_in_a_call(sample: Sample, pipeline: Any, caption: str) -> None:
     known = inspect.signature(pipeline.__call__).parameters
     request = sample.request(num_inference_steps=1, guidance_scale=1.0, seed=0)
     given = request.call_arguments() | {"guidance_scale": request.guidance_scale, "guidance_schedule": None}
+    given["enable_prompt_rewrite"] = False
     given |= longest_prompts(sample)
     if request.inputs:
         given["image"] = list(request.inputs) if len(request.inputs) > 1 else request.inputs[0]

@@ -110,6 +110,7 @@ def call_of(sample: Sample, pipeline: Any, request: PreviewRequest) -> dict[str,
         # Some generate in a size of their own otherwise.
         "max_area": request.width * request.height,
         "use_resolution_binning": False,
+        "enable_prompt_rewrite": False,
         "output_type": "pil",
         **({"image": given_images(request)} if request.inputs else {}),
         **({"mask_image": request.inpaint_mask[0]} if request.inpaint_mask else {}),

@@ -15,9 +15,8 @@ from diffusers import (
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
-from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from family_sample import CPU, Sample
-from original_layouts import convert_width_of, original_layout
+from original_layouts import convert_width_of, functions_for, original_layout
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -46,6 +45,7 @@ KINDS = {
     "Krea2Transformer2DModel": ("a Krea 2", "krea2"),
     "HunyuanVideoTransformer3DModel": ("a HunyuanVideo", "hunyuan-video"),
     "HunyuanVideo15Transformer3DModel": ("a HunyuanVideo 1.5", "-"),  # diffusers knows no other layout
+    "LongCatImageTransformer2DModel": ("a LongCat-Image in diffusers' layout", "flux-"),
     "LTX2VideoTransformer3DModel": ("an LTX-2", "an LTX-2"),
     "LTXVideoTransformer3DModel": ("an LTX-Video", "ltx-video"),
     "Lumina2Transformer2DModel": ("a Lumina 2 in diffusers' layout", "lumina2"),
@@ -78,7 +78,7 @@ def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def layouts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """The tensors of a model as they may be in a file, with the prefixes that names have in some."""
     found = {"diffusers": with_prefix(model.state_dict(), "transformer.")}
-    original = original_layout(model) if type(model).__name__ in SINGLE_FILE_LOADABLE_CLASSES else None
+    original = original_layout(model) if functions_for(model) else None
     if original is not None:
         found["original"] = with_prefix(original, "model.diffusion_model.")
         found["original"]["vae.decoder.conv_in.weight"] = torch.ones(3)

@@ -55,6 +55,7 @@ _KINDS = MappingProxyType(
         r"^distilled_guidance_layer\.norms\.0\.weight": "a Chroma in diffusers' layout",
         r"^context_embedder_2\.": "a HunyuanVideo 1.5 in diffusers' layout",
         r"^context_embedder\.token_refiner\.": "a HunyuanVideo in diffusers' layout",
+        r"^time_embed\.timestep_embedder\.": "a LongCat-Image in diffusers' layout",
         r"^single_transformer_blocks\.\d+\.norm\.linear\.": "a FLUX.1 in diffusers' layout",
         r"^time_text_embed\.text_embedder\.": "a Stable Diffusion 3 in diffusers' layout",
         r"^double_stream_modulation_img\.linear\.": "a FLUX.2 in diffusers' layout",
@@ -238,6 +239,18 @@ def _ltx2(tensors: dict[str, Tensor], model: Any) -> Mapping[str, Tensor]:
     return converted
 
 
+def _longcat_image(tensors: dict[str, Tensor], model: Any) -> Mapping[str, Tensor]:
+    # ComfyUI's file of it, for which diffusers 0.42.1 has no converter: FLUX.1's without an embedding.
+    missing = {f"vector_in.{side}_layer.{kind}" for side in ("in", "out") for kind in ("weight", "bias")}
+    convert = SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"]["checkpoint_mapping_fn"]
+    converted = convert(checkpoint=_taken(tensors) | dict.fromkeys(missing, torch.empty(0)))
+    return {
+        name.replace("time_text_embed.", "time_embed."): tensor
+        for name, tensor in converted.items()
+        if ".text_embedder." not in name
+    }
+
+
 def _taken(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """All of them, taken out."""
     taken = dict(tensors)
@@ -251,10 +264,11 @@ _CONVERTERS: Mapping[str, _Converter] = MappingProxyType(
         "AutoencoderKL": _vae,
         "CLIPTextModel": _clip,
         "CLIPTextModelWithProjection": _open_clip,
+        "LongCatImageTransformer2DModel": _longcat_image,
         "UNet2DConditionModel": _unet,
     }
 )
-"""Those of LTX-2, and of the classes whose layouts are known by whole checkpoints of SDXL."""
+"""Those of LTX-2, LongCat-Image, and of the classes whose layouts are known by whole checkpoints of SDXL."""
 
 
 class _PartsInPlace(TorchFunctionMode):
