@@ -5,6 +5,7 @@ Sources: diffusers ``transformer_longcat_image.py`` and ``pipeline_longcat_image
 2512.07584, and ``train_examples`` of meituan-longcat/LongCat-Image its authors' trainer.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
@@ -21,20 +22,23 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.lora import shared_names as shared
-from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, renamed_in, under
+from diffsynth_lite.lora.layer_names import LayerNames, LoraLayers, renamed, renamed_in
 from diffsynth_lite.lora.spelling import taken_by_comfyui
-from diffsynth_lite.media import RecordKind
+from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
+from diffsynth_lite.pipelines.flux import Flux, pack_images, unpack_image
 from diffsynth_lite.pipelines.qwen_image import QWEN_TEXT_ENCODER
 from diffsynth_lite.releases import components as known
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
-_SINGLE = ("proj_mlp", "single_transformer_blocks.*.proj_out")
+_LONGEST_PROMPT = 512
+_WITH_APOSTROPHE = re.compile(r"[a-zA-Z]+'[a-zA-Z]+")
+_HIDDEN = "\ue000"
 
 
 @model_function
@@ -62,30 +66,52 @@ def model_fn_longcat_image(
     """
     length, (height, width) = prompt_embeds_bld.shape[1], latents_bchw.shape[-2:]
     images = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
-    tokens_bld = [LongCatImagePipeline._pack_latents(image, *image.shape) for image in images]
+    tokens_bld, positions = pack_images(images)
+    # Those of the text go on in rows and columns, and its own number, before those of the images, is 0.
+    start = positions.new_tensor([1, length, length])
     with checkpointed(LongCatImage, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
-            hidden_states=torch.cat(tokens_bld, dim=1),
+            hidden_states=tokens_bld,
             timestep=timestep,
             encoder_hidden_states=prompt_embeds_bld,
             txt_ids=longcat.prepare_pos_ids(num_token=length).to(latents_bchw.device),
-            img_ids=_positions(images, length),
+            img_ids=positions + start,
             return_dict=False,
         )[0]
-    velocity_bchw: torch.Tensor = LongCatImagePipeline._unpack_latents(
-        velocity_bld[:, : tokens_bld[0].shape[1]], height, width, vae_scale_factor=1
-    )
-    return velocity_bchw
+    return unpack_image(velocity_bld, height, width)
 
 
-def _positions(images: Sequence[torch.Tensor], start: int) -> torch.Tensor:
-    """(L, 3), of the tokens of all images: the number of the image, its rows and columns from ``start`` on."""
-    sizes = [(image.shape[2] // _PATCH, image.shape[3] // _PATCH) for image in images]
-    of_each = [
-        longcat.prepare_pos_ids(number, "image", (start, start), height=height, width=width)
-        for number, (height, width) in enumerate(sizes, start=1)
-    ]
-    return torch.cat(of_each).to(images[0].device)
+class SplitTokenizer:
+    """A tokenizer to which the pipelines give each prompt as the numbers of its tokens, which it splits.
+
+    ``split_quotation`` of diffusers 0.42.1 reads one of several words with an apostrophe for another, in each
+    process another one, and the pipeline of edits fails where it would cut (issue 13636).
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.pad, self.convert_tokens_to_ids = tokenizer.pad, tokenizer.convert_tokens_to_ids
+
+    def tokens(self, text: str) -> list[int]:
+        """Of a prompt, of which what is quoted is read character by character."""
+        hidden = _WITH_APOSTROPHE.sub(lambda word: word[0].replace("'", _HIDDEN), text)
+        tokens = []
+        for part, is_quoted in longcat.split_quotation(hidden):
+            shown = part.replace(_HIDDEN, "'")
+            for piece in shown if is_quoted else [shown]:
+                tokens += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def numbers(self, text: str) -> str:
+        """The tokens of a prompt, cut, as this reads them."""
+        return " ".join(map(str, self.tokens(text)[:_LONGEST_PROMPT]))
+
+    def __call__(self, text: str, **settings: Any) -> Mapping[str, Any]:
+        """Tokens of what ``numbers`` returned, or of a part of the pipeline's template."""
+        if text[0].isdigit():
+            return {"input_ids": [int(number) for number in text.split()]}
+        tokens: Mapping[str, Any] = self._tokenizer(text, **settings)
+        return tokens
 
 
 _AUTHORS = "meituan-longcat/LongCat-Image on GitHub, "
@@ -129,22 +155,16 @@ _DEV = LONGCAT_IMAGE.but(
 )
 
 
+_KOHYA = {
+    **shared.FLUX_BLOCKS,
+    "double_blocks.*.img_mod.lin": renamed(f"{shared.DOUBLE}.norm1.linear"),
+    "double_blocks.*.txt_mod.lin": renamed(f"{shared.DOUBLE}.norm1_context.linear"),
+    "single_blocks.*.modulation.lin": renamed(f"{shared.SINGLE}.norm.linear"),
+    **renamed_in({"time_in": "time_embed.timestep_embedder"}, shared.ORIGINAL_EMBEDDER),
+    "final_layer.adaLN_modulation.1": shared.LAST_NORM,
+}
 _LORA_LAYERS = LayerNames(
-    layers=(
-        *under(shared.DOUBLE, (*shared.JOINT_ATTENTION, *shared.FLUX_FEED_FORWARD)),
-        *under(shared.DOUBLE, ("norm1.linear", "norm1_context.linear")),
-        *under(shared.SINGLE, (*shared.FLUX_SINGLE, "norm.linear")),
-        *under("time_embed.timestep_embedder", shared.EMBEDDER),
-        *("x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
-    ),
-    kohya={
-        **shared.FLUX_BLOCKS,
-        "double_blocks.*.img_mod.lin": renamed(f"{shared.DOUBLE}.norm1.linear"),
-        "double_blocks.*.txt_mod.lin": renamed(f"{shared.DOUBLE}.norm1_context.linear"),
-        "single_blocks.*.modulation.lin": renamed(f"{shared.SINGLE}.norm.linear"),
-        **renamed_in({"time_in": "time_embed.timestep_embedder"}, shared.ORIGINAL_EMBEDDER),
-        "final_layer.adaLN_modulation.1": shared.LAST_NORM,
-    },
+    layers=tuple(layer for place in _KOHYA.values() for layer in place.layers), kohya=_KOHYA
 )
 
 
@@ -154,24 +174,22 @@ class LongCatImage(DiffusersFamily):
     10 dual-stream and 20 single-stream blocks, Qwen2.5-VL prompts, the autoencoder of FLUX.1: 16 channels at
     1/8 size. No layer of the last block is unused: text and image share its weights.
 
-    Words to write in the image stand between quotation marks in the caption, 'so' or "so": the tokenizer then
-    reads them character by character, which takes more of the 512 tokens. Each prompt is padded to 512, which
-    the model sees; ComfyUI does not pad.
+    Put words that are to be written in the image between quotation marks, ' or ", in captions: they are then
+    read character by character, which takes more of the 512 tokens. Each prompt is padded to 512, which the
+    model sees; ComfyUI does not pad. Of several words with an apostrophe (it's, don't) diffusers 0.42.1, the
+    authors' trainer and ComfyUI read one in place of another; here they are read as they are written.
 
     The pipeline has the text encoder rewrite prompts by default. Captions and the prompts of previews are
     used as they are written: to generate with a LoRA as in the previews, give the pipeline
-    ``enable_prompt_rewrite=False``. Its guidance never makes a prediction longer than that of the prompt
-    (``enable_cfg_renorm``), in previews too.
+    ``enable_prompt_rewrite=False``. Previews have its guidance, which makes no prediction larger than that of
+    the prompt (``enable_cfg_renorm``).
 
-    The authors train LoRAs on Dev, a checkpoint of the middle of the training, and use them on
-    LongCat-Image (``train_examples/lora`` and ``scripts/inference_t2i_lora.py``).
-
-    The sampler's shift grows with the image, as that of FLUX.1, 3.16 at 1024 x 1024 pixels. The authors train
-    a logit-normal density with it.
+    The authors train LoRAs on Dev, a checkpoint from the middle of the training, and use them on
+    LongCat-Image (``train_examples/lora``, ``scripts/inference_t2i_lora.py``): a logit-normal density with
+    the sampler's shift, which grows with the image as that of FLUX.1, to 3.16 at 1024 x 1024 pixels.
 
     Its pipelines load no LoRA (diffusers issue 12859); the transformer does:
-    ``pipeline.transformer.load_lora_adapter(folder, use_safetensors=True)``. Nor do they generate from
-    encoded prompts in diffusers 0.42.1 (issue 13636), which previews correct.
+    ``pipeline.transformer.load_lora_adapter(folder, use_safetensors=True)``.
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (LongCatImagePipeline,)
@@ -187,7 +205,7 @@ class LongCatImage(DiffusersFamily):
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     unused_matmuls = ("ff.net.2", "ff_context.net.2", "proj_out")
     size_divisor = 16
-    max_prompt_tokens = 512
+    max_prompt_tokens = _LONGEST_PROMPT
     patch = _PATCH
     model_fn = model_fn_longcat_image
     prompt_id = "longcat_image/prompt/1"
@@ -195,11 +213,8 @@ class LongCatImage(DiffusersFamily):
     prompt_outputs = ("prompt_embeds",)
     prompt_width = "joint_attention_dim"
     # Those of the authors' trainer.
-    default_target_modules: ClassVar[tuple[str, ...]] = (*shared.JOINT_PROJECTIONS, *shared.FLUX_FEED_FORWARD)
-    target_sets: ClassVar[TargetSets] = {
-        "attention": shared.JOINT_PROJECTIONS,
-        "all": (*default_target_modules, *_SINGLE, "norm1.linear", "norm1_context.linear", "norm.linear"),
-    }
+    default_target_modules = Flux.default_target_modules
+    target_sets: ClassVar[TargetSets] = Flux.target_sets
 
     @property
     def prompt_template(self) -> Any:
@@ -207,21 +222,25 @@ class LongCatImage(DiffusersFamily):
         return pipeline.prompt_template_encode_prefix, pipeline.prompt_template_encode_suffix
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        """Those of the texts, whose quoted words are read character by character."""
-        tokenizer = self.load_tokenizer()
+        tokenizer = SplitTokenizer(self.load_tokenizer())
+        return [len(tokenizer.tokens(text)) for text in texts]
 
-        def length(text: str) -> int:
-            split = longcat.split_quotation(text)
-            pieces = [piece for part, is_quoted in split for piece in (part if is_quoted else [part])]
-            return sum(len(tokenizer(piece, add_special_tokens=False)["input_ids"]) for piece in pieces)
+    def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
+        pipeline = super().prompt_pipeline(dtype, device, **settings)
+        pipeline.tokenizer = SplitTokenizer(pipeline.tokenizer)
+        return pipeline
 
-        return [length(text) for text in texts]
+    def encode_prompts(
+        self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
+    ) -> list[Conditioning]:
+        read = [replace(one, text=pipeline.tokenizer.numbers(one.text)) for one in prompts]
+        return super().encode_prompts(pipeline, read, device)
 
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like)}
 
     def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
-        """As of other families, but ``encode_prompt`` takes what is encoded without a text."""
+        """As of other families; its ``encode_prompt`` fails without a text (diffusers issue 13636)."""
         pipeline = super().preview_pipeline(model, vae_dtype, **settings)
         encode_prompt = pipeline.encode_prompt
         pipeline.encode_prompt = lambda prompt=None, **given: encode_prompt(prompt=prompt or "", **given)
