@@ -1,9 +1,11 @@
 """LongCat-Image and its edits: what the tests of all families do not ask of them."""
 
+import math
+
 import pytest
 import torch
-from diffusers.pipelines.longcat_image.pipeline_longcat_image import split_quotation
-from family_sample import CPU, encode_texts, family_fixture
+from diffusers.pipelines.longcat_image.pipeline_longcat_image import calculate_shift, split_quotation
+from family_sample import encode_texts, family_fixture
 
 from diffsynth_lite.pipelines.longcat_image import LongCatImage, SplitTokenizer, tiny
 
@@ -40,7 +42,10 @@ def test_each_of_several_words_with_an_apostrophe_is_read_as_it_is(image: LongCa
     assert "".join(part for part, _ in split_quotation(text)) != text
 
 
-def test_the_text_encoder_that_rewrites_prompts_needs_no_processor_here(image: LongCatImage) -> None:
-    assert "text_processor" in image.folder.pipeline_config()
-    assert "text_processor" not in image.components_without_weights
-    assert image.load_prompt_encoder(torch.float32, CPU)
+def test_another_template_is_another_identity_of_the_prompt_encoder(image: LongCatImage) -> None:
+    template = tiny().prompt_template_encode_prefix, tiny().prompt_template_encode_suffix
+    assert repr(template) in image.prompt_encoder_id(torch.float32)
+
+
+def test_images_are_trained_with_the_shift_that_they_are_sampled_with(image: LongCatImage) -> None:
+    assert image.family_shift((16, 128, 96)) == pytest.approx(math.exp(calculate_shift(64 * 48)))
