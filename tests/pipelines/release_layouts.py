@@ -20,6 +20,7 @@ from diffusers import (
     WanPipeline,
     WanVACEPipeline,
 )
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MINIMAX_H3_AUDIO_TAG
 from diffusers.pipelines.ltx2 import LTX2VocoderWithBWE
 from family_sample import CPU, PROMPTS, encode_texts
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
@@ -228,6 +229,11 @@ def without_audio(call: dict[str, Any]) -> dict[str, Any]:
 
     Positions, which the pipeline gives next to what they come of, have a test in ``test_ltx2.py``.
     """
+    if "token_tags" in call:  # of MiniMax-H3: the audio is before the clip in its one sequence
+        of_others = call["token_tags"] != MINIMAX_H3_AUDIO_TAG
+        num_audio = len(of_others) - int(of_others.sum())
+        rows = {name: call[name][of_others] for name in ("token_tags", "position_ids", "timestep_indices")}
+        call = call | rows | {"video_indices": call["video_indices"] - num_audio}
     return {
         name: value
         for name, value in call.items()

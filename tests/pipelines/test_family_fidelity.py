@@ -208,6 +208,7 @@ def test_another_caption_and_another_negative_prompt_generate_something_else(sam
     )
     assert (generated != of_another).any()
     is_steered = not takes_a_scale(sample) and not is_guided_by_a_model(sample)
+    is_steered &= sample.name != "minimax_h3"  # knows no negative prompt
     assert not is_steered or (generated != steered_from_another).any()
 
 
@@ -270,7 +271,12 @@ def test_what_the_model_returns_of_a_place_comes_back_at_that_place(sample: Samp
 
 
 def clean_latents(sample: Sample, hidden_states: Any, output: torch.Tensor) -> torch.Tensor:
-    """Those of the tokens that the transformer was given; Ideogram 4 has those of the prompt before them."""
+    """Those of the tokens that the transformer was given; Ideogram 4 has those of the prompt before them.
+
+    MiniMax-H3 has a second sampler, for audio, which is left as it is.
+    """
+    if sample.name == "minimax_h3" and output.numel() != hidden_states.numel():
+        return output
     if sample.name == "ideogram4":
         hidden_states = hidden_states[:, -output.shape[1] :]
     return as_sampled(hidden_states, output)
@@ -292,7 +298,7 @@ def test_all_that_the_model_gets_in_training_is_what_the_pipeline_gives_it(sampl
         theirs = transformer_calls(
             model, lambda request=request: family.sample(model, torch.float32, [request])
         )[0]
-        if sample.name == "ltx2":
+        if sample.name in ("ltx2", "minimax_h3"):
             ours, theirs = without_audio(ours), without_audio(theirs)
         assert [name for name in theirs.keys() ^ ours.keys() if len(numbers((theirs | ours)[name]))] == []
         # Noise levels and prompts, which may be padded and masked in one of the two, have their own tests.

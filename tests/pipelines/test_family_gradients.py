@@ -161,8 +161,8 @@ def targets_of(sample: Sample, name: str) -> tuple[str, ...]:
 GATES_LEARN = {
     "queries": set[str](),
     "default": {"qwen_image", "qwen_image_edit", "qwen_image_layered"},
-    # A UNet's residual blocks have no gates, nor have those that read Krea 2's prompt.
-    "everything": {*family_names()} - {"krea2", "krea2_edit", "sdxl"},
+    # A UNet's residual blocks have no gates, nor have those that read the prompts of Krea 2 and MiniMax-H3.
+    "everything": {*family_names()} - {"krea2", "krea2_edit", "minimax_h3", "sdxl"},
 }
 """Families whose products are needed, by what gets a LoRA."""
 
