@@ -61,9 +61,9 @@ is not a hub id, such as the folder of the machine where the index was written, 
 models and keys of the cache are made of the files, wherever they lie.
 
 By such an index Anima and FLUX.3 are trained. Others are opened, and refused by the name of their pipeline:
-of what diffusers 0.42.1 has as modular pipelines only (LTX-2.5, MiniMax-H3, Wan Animate 2) no family trains
-the model; of a model that a family trains, Qwen-Image 2.1 Turbo among them, the repository or folder with a
-`model_index.json` is the one to name.
+of what diffusers 0.42.1 has as modular pipelines only (MiniMax-H3, Wan Animate 2) no family trains the
+model; of a model that a family trains, Qwen-Image 2.1 Turbo and LTX-2.5 among them, the repository or folder
+with a `model_index.json` is the one to name.
 
 What diffusers 0.42.1 has no classes for is not trained: OmniGen2, Boogu, HiDream-O1, MOSS-Image, Mage-Flow.
 A package of your own can bring a class and a family for it ([add-a-model.md](add-a-model.md)).

@@ -52,6 +52,7 @@ class Release:
 
     Attributes:
         components: what has weights, by folder.
+        optional_components: others that its index may name, and that are not used here.
         size: that it generates by default.
         parameters: of one model that is trained, as published: a number in its name is rounded; or None.
         variants: of the weight files, next to the plain ones.
@@ -72,6 +73,7 @@ class Release:
     components: Mapping[str, ReleaseComponent]
     scheduler: ReleaseComponent
     tokenizers: Mapping[str, ReleaseTokenizer]
+    optional_components: tuple[str, ...] = ()
     size: Pixels
     parameters: float | None
     variants: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ FURTHER_LAYOUTS: Layouts = {
     "flux2 klein distilled": ("flux2", partial(releases.klein, is_distilled=True)),
     "hunyuan_video unguided": ("hunyuan_video", releases.hunyuan_without_guidance),
     "hunyuan_video_15 of images": ("hunyuan_video_15", releases.hunyuan_of_images),
-    "ltx2 2.3": ("ltx2", releases.ltx_2_3),
+    "ltx2 2.5": ("ltx2", releases.ltx_2_5),
     "qwen_image_edit plus": ("qwen_image_edit", releases.edit_plus),
     "sana 1.5": ("sana", partial(releases.sana, qk_norm="rms_norm_across_heads")),
     "sana 4k": (

@@ -215,6 +215,19 @@ def ltx_2_3() -> LTX2Pipeline:
     return LTX2Pipeline(**parts | {"vae": vae.eval(), "vocoder": vocoder.eval()})
 
 
+def ltx_2_5() -> LTX2Pipeline:
+    """Prompts by Gemma 4, no bias in the feed-forward of clips, and the sampler of the distilled model."""
+    parts = ltx_2_3().components
+    parts["text_encoder"] = ltx2.tiny_gemma4(parts["tokenizer"])
+    parts["transformer"] = changed_model(
+        parts["transformer"], ff_bias=False, use_keyframes_abs_pos_embedding=True
+    ).eval()
+    parts["scheduler"] = FlowMatchEulerDiscreteScheduler.from_config(
+        parts["scheduler"].config, use_dynamic_shifting=False, shift_terminal=None
+    )
+    return LTX2Pipeline(**parts)
+
+
 def other_guidance(folder: PipelineFolder, is_guided: bool) -> dict[str, float]:
     """Scales that its pipeline has by default, next to that of the negative prompt."""
     off = {"stg_scale": 0.0, "audio_stg_scale": 0.0}

@@ -198,10 +198,11 @@ READ: Mapping[str, Sequence[Row]] = {
         ),
     ),
     f"{DIFFUSERS}scripts/convert_ltx2_to_diffusers.py": (
-        ("LTX-2* / scheduler", _LTX_SHIFT),
+        (("LTX-2 19B / scheduler", "LTX-2.3 22B / scheduler"), _LTX_SHIFT),
+        ("LTX-2.5 22B / transformer", {"ff_bias": False, "use_keyframes_abs_pos_embedding": True}),
         ("LTX-2* / connectors", _CONNECTOR),
         (
-            "LTX-2.3 22B / connectors",
+            "LTX-2.[35] 22B / connectors",
             {"per_modality_projections": True, "proj_bias": True}
             | {
                 f"{stream}_{name}": value
@@ -213,7 +214,7 @@ READ: Mapping[str, Sequence[Row]] = {
             },
         ),
         (
-            "LTX-2.3 22B / transformer",
+            "LTX-2.[35] 22B / transformer",
             dict.fromkeys(("audio_cross_attn_mod", "audio_gated_attn", "cross_attn_mod"), True)
             | {"gated_attn": True, "perturbed_attn": True, "use_prompt_embeddings": False},
         ),
@@ -222,7 +223,7 @@ READ: Mapping[str, Sequence[Row]] = {
             {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8},
         ),
         (
-            "LTX-2.3 22B / vae",
+            "LTX-2.[35] 22B / vae",
             {
                 "block_out_channels": (256, 512, 1024, 1024),
                 "decoder_block_out_channels": (256, 512, 512, 1024),
@@ -233,6 +234,12 @@ READ: Mapping[str, Sequence[Row]] = {
                 "upsample_factor": (2, 2, 1, 2),
                 "upsample_residual": (False,) * 4,
             },
+        ),
+    ),
+    f"{DIFFUSERS}docs/source/en/api/pipelines/ltx2.md": (
+        (
+            "LTX-2.5 22B / scheduler",
+            {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05},
         ),
     ),
     f"{DIFFUSERS}scripts/convert_sana_to_diffusers.py": (
@@ -427,6 +434,13 @@ READ: Mapping[str, Sequence[Row]] = {
 }
 
 UNCONFIRMED: Mapping[str, Sequence[Row]] = {
+    "which together give the number of parameters of google/gemma-4-12B": (
+        (
+            "LTX-2.5 22B / text_encoder",
+            _language(3840, 15360, 16, 48, 8, None, 256, prefix="text_config.")
+            | {"text_config.attention_k_eq_v": True, "text_config.num_global_key_value_heads": 1},
+        ),
+    ),
     "of the published file, which the conversion reads from its weights": (
         ("Anima* / text_encoder", _language(1024, 3072, 16, 28, 8, 151936, 128)),
         (
@@ -453,7 +467,7 @@ UNCONFIRMED: Mapping[str, Sequence[Row]] = {
     "from memory": (
         ("FLUX.2 dev / text_encoder", {"tie_word_embeddings": False}),
         (
-            "LTX-2* / text_encoder",
+            ("LTX-2 19B / text_encoder", "LTX-2.3 22B / text_encoder"),
             _language(3840, 15360, 16, 48, 8, None, 256, prefix="text_config.")
             | {"text_config.sliding_window": 1024}
             | _vision(**_SIGLIP, image_size=896),

@@ -37,12 +37,6 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         "transformer has use_meanflow: a step-distilled model",
     ),
     (
-        "ltx2",
-        "transformer/config.json",
-        {"use_keyframes_abs_pos_embedding": True},
-        r"transformer has use_keyframes_abs_pos_embedding: an LTX-2\.5",
-    ),
-    (
         "ltx_video of conditions",
         SCHEDULER,
         {"use_dynamic_shifting": True},
@@ -167,6 +161,7 @@ DISTILLED: list[tuple[str, str, dict[str, Any], str | None]] = [
     ),
     ("hunyuan_video_15", "guider/guider_config.json", {"guidance_scale": 1.0}, "its guider has a scale of 1"),
     ("krea2", INDEX, {"is_distilled": True}, "is_distilled in its model_index.json; better train Krea 2 Raw"),
+    ("ltx2", SCHEDULER, {"use_dynamic_shifting": False}, "use_dynamic_shifting is off in its scheduler; "),
     ("qwen_image_21", INDEX, {"sample_sigmas": [1.0, 0.5]}, "sample_sigmas in its model_index.json; better"),
     ("sdxl", SCHEDULER, LCM, "its sampler, LCMScheduler with timestep_spacing leading, is one for few steps"),
     ("sdxl", SCHEDULER, ANCESTRAL, "timestep_spacing trailing, is one"),

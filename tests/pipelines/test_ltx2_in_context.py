@@ -23,7 +23,7 @@ from family_sample import (
 )
 from held_step import assert_same_cost, step_on_cpu
 from PIL import Image, ImageOps
-from release_layouts import ltx_2_3, other_guidance
+from release_layouts import ltx_2_5, other_guidance
 
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.errors import UserError
@@ -36,7 +36,7 @@ from diffsynth_lite.training.data_settings import num_tokens_of
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 
-LAYOUTS = {"2.0": (tiny, 1), "2.0 by half": (tiny, 2), "2.3 by half": (ltx_2_3, 2)}
+LAYOUTS = {"2.0": (tiny, 1), "2.0 by half": (tiny, 2), "2.5 by half": (ltx_2_5, 2)}
 SIZE: dict[str, int] = {"width": 192, "height": 128, "num_frames": 17}
 CONTROL, START = clip(*SIZE.values(), 30), mandelbrot(192, 128, 50)
 STARTS = (None, START, None)
@@ -132,6 +132,7 @@ def test_the_size_of_controls_is_named_in_the_lora_and_in_the_keys_of_the_cache(
     family, downscale = sample.family, sample.family.control_downscale
     plain, other = LTX2(family.folder), LTX2(family.folder)
     other.learn_as(family)
+    assert other.lora_metadata == family.lora_metadata
     plain.with_audio, other.control_downscale = True, 3
     assert (family.lora_metadata, plain.lora_metadata) == ({"reference_downscale_factor": str(downscale)}, {})
     assert len({one.media_encoder_id(torch.float32) for one in (family, plain, other)}) == 3

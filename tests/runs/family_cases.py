@@ -126,6 +126,13 @@ LAYOUTS = {
         control_downscale=2,
         conditioning=(("audio_latents", 4), ("control_latents", 16)),
     ),
+    "ltx2 as 2.5 with audio from first frames": FamilyCase(
+        family="ltx2",
+        build=release_layouts.ltx_2_5,
+        kind="image_to_video",
+        has_sound=True,
+        conditioning=(("audio_latents", 4), *OF_A_START),
+    ),
     "ltx_video of conditions": FamilyCase(family="ltx_video", build=release_layouts.ltx_of_conditions),
     "ltx_video of conditions from first frames": FamilyCase(
         family="ltx_video",

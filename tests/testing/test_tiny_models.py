@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
+from diffsynth_lite.pipelines.ltx2 import tiny_gemma4
 from diffsynth_lite.pipelines.wan import tiny_wan_transformer
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import (
@@ -53,6 +54,7 @@ BUILDERS = {
     "clip_text_with_projection": lambda seed: tiny_clip_text_with_projection(clip_tokenizer(), seed=seed),
     "gemma2": lambda seed: tiny_gemma2(gemma_tokenizer(), seed=seed),
     "gemma3": lambda seed: tiny_gemma3(gemma_tokenizer(), seed=seed),
+    "gemma4": lambda seed: tiny_gemma4(gemma_tokenizer(), seed=seed),
     "mistral3": lambda seed: tiny_mistral3(mistral_tokenizer(), seed=seed),
     "qwen_vae": lambda seed: tiny_qwen_vae(seed=seed),
     "qwen21_vae": lambda seed: tiny_qwen21_vae(seed=seed),

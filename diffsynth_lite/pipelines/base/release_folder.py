@@ -156,12 +156,15 @@ def differences(release: Release, folder: PipelineFolder) -> Differences:
     for name, default in _pipeline_settings(release).items():
         found[name], expected[name] = index.get(name, default), release.settings.get(name, default)
     components = {**release.components, "scheduler": release.scheduler}
-    named = folder.parts().keys()
-    found["components"] = sorted(named - release.tokenizers.keys())
+    named = folder.parts()
+    found["components"] = sorted(named.keys() - {*release.tokenizers, *release.optional_components})
     expected["components"] = sorted(components)
     differing = dict(_differing(found, expected, "model_index."))
-    for name in components.keys() & named:
-        component = components[name]
+    for name in components.keys() & named.keys():
+        component, (_, class_name) = components[name], named[name]
+        if class_name != class_of(component).__name__:  # which has other settings
+            differing[f"{name}._class_name"] = class_name, class_of(component).__name__
+            continue
         found = _full_config(component.class_name, folder.component_config(name))
         expected = full_config(component)
         if issubclass(class_of(component), PreTrainedModel):
@@ -178,10 +181,11 @@ def _pipeline_settings(release: Release) -> dict[str, Any]:
 
 
 def _given(settings: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of these names, also within settings that are mappings."""
+    """The settings of these names, also within settings that are mappings; some are kept by other names."""
     return {
         name: _given(settings[name], value) if isinstance(value, Mapping) else settings[name]
         for name, value in names.items()
+        if name in settings
     }
 
 

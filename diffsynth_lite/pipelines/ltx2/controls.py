@@ -46,9 +46,13 @@ def encode_control(family: DiffusersFamily, pipeline: Any, item: Media) -> Encod
     return {CONTROL: latents_cfhw}
 
 
-def control_arguments(request: PreviewRequest, downscale: int) -> dict[str, Any]:
-    """The control of a preview, and the image that it starts from, as arguments of the pipeline."""
-    start = [LTX2VideoCondition(frames=image) for image in preview_start(request).values()]
+def control_arguments(request: PreviewRequest, downscale: int, crf: int) -> dict[str, Any]:
+    """The control of a preview, and the image that it starts from, as arguments of the pipeline.
+
+    Args:
+        crf: how strongly H.264 compresses that image.
+    """
+    start = [LTX2VideoCondition(frames=image, crf=crf) for image in preview_start(request).values()]
     return {
         "reference_conditions": LTX2ReferenceCondition(frames=list(request.control)),
         "reference_downscale_factor": downscale,

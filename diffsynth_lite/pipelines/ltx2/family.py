@@ -22,15 +22,15 @@ from diffusers import (
     LTX2VideoTransformer3DModel,
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
-from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, apply_image_conditioning_crf
+from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, LTX2_5_IMAGE_CRF, apply_image_conditioning_crf
 from PIL import Image
-from transformers import Gemma3ForConditionalGeneration
+from transformers import Gemma3ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration
 
 from diffsynth_lite.core.gradient import count_blocks, gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Generated, Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
     encode_start,
@@ -51,7 +51,7 @@ from diffsynth_lite.pipelines.ltx2.controls import (
     encode_control,
 )
 from diffsynth_lite.pipelines.ltx2.forward import BLOCK_LISTS, UNUSED_MATMULS, model_fn_ltx2
-from diffsynth_lite.pipelines.ltx2.generation import STREAMS, Connected, guidance_arguments, prompt_arguments
+from diffsynth_lite.pipelines.ltx2.generation import STREAMS, Connected, ReleasedSampler, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.names import LTX2_LAYERS, LTX2_NAMES
 from diffsynth_lite.pipelines.ltx2.releases import LTX_2
 from diffsynth_lite.pipelines.ltx2.tiny import tiny as tiny
@@ -63,14 +63,16 @@ _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _GATES = ("to_gate_logits",)
 _AUDIO_ONLY = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn", "audio_ff")
 """Parts of a block that do nothing for a clip without its audio."""
+_GEMMA4 = Gemma4UnifiedForConditionalGeneration
 
 
-class LTX2(WithAudio, DiffusersFamily):
-    """LTX-2 19B and LTX-2.3 22B, from text, from a first frame and by a control clip, with audio and without.
+class LTX2(WithAudio, ReleasedSampler):
+    """LTX-2, LTX-2.3 and LTX-2.5, from text, a first frame and a control clip, with audio and without.
 
-    48 blocks with two streams, one for the clip and one for its audio, prompts by Gemma 3, a causal video VAE
-    of 128 channels: 1/8 of the frames, 1/32 of the size. Positions in time are in seconds, so that each clip
-    trains at its own frame rate, and previews are generated at the one that they are played at.
+    48 blocks with two streams, one for the clip and one for its audio, prompts by Gemma 3 12B, of LTX-2.5 by
+    its own Gemma 4 12B, a causal video VAE of 128 channels: 1/8 of the frames, 1/32 of the size. Positions in
+    time are in seconds, so that each clip trains at its own frame rate, and previews are generated at the one
+    that they are played at.
 
     By default the clip is trained without its audio, as by Lightricks' trainer: the streams are kept separate
     (``isolate_modalities``), and no layer of the audio or between the two gets a LoRA, because none would get
@@ -93,12 +95,12 @@ class LTX2(WithAudio, DiffusersFamily):
     a clip with audio starts from an image. With `own` it is as in ltx-core.
 
     Gemma's layers go through the folder's ``connectors``, whose output for each stream is kept: always 1024
-    tokens, padding filled with registers, of 2 x 3840 numbers, of LTX-2.3 4096 and 2048. In bfloat16 a prompt
-    of any length takes 15.7 MB of the cache, of LTX-2.3 12.6 MB.
+    tokens, padding filled with registers, of 2 x 3840 numbers, from LTX-2.3 on 4096 and 2048. In bfloat16 a
+    prompt of any length takes 15.7 MB of the cache, from LTX-2.3 on 12.6 MB.
 
     A clip with a first frame is trained as its pipeline samples it: the first latent frame is that of the
     image, at timestep 0, and does not count in the loss. The image goes through H.264 first, as there
-    (``image_crf`` 33). It takes clips of 9 frames or more; a last frame is an error.
+    (``image_crf`` 33, of LTX-2.5 18). It takes clips of 9 frames or more; a last frame is an error.
 
     A clip with a control follows it (IC-LoRA). The control, which diffusers calls a reference, has as many
     frames: its clean tokens, at timestep 0, come after the noisy ones, at the same positions, and count
@@ -114,14 +116,22 @@ class LTX2(WithAudio, DiffusersFamily):
     of them, references of audio and weaker attention (``conditioning_attention_strength``) are not trained.
 
     A preview with guidance has all of the pipeline's defaults: for the audio a scale of 7, guidance against
-    streams kept separate with 3, rescaling with 0.7 and, of LTX-2.3, against a block without attention with
-    1; that is three runs of the model a step, or four. With a scale of 1 it has none.
+    streams kept separate with 3, rescaling with 0.7 and, from LTX-2.3 on, against a block without attention
+    with 1; that is three runs of the model a step, or four. With a scale of 1 it has none.
 
     The shift grows with the clip up to 4096 tokens, as of ``ltx_video``: there the noise level is 0.80 in the
     mean. The recipe has the noise levels of Lightricks' trainer, 0.75 at its 4,224 tokens (`timestep_density:
-    stretched_logit_normal`), whose line continues beyond these (`shift: resolution`). The files of the
-    distilled releases look like those of the others; training undoes the distillation to 8 steps. LTX-2.5,
-    which reads prompts by Gemma 4, and the upscalers are refused.
+    stretched_logit_normal`), whose line continues beyond these (`shift: resolution`). The upscalers are
+    refused.
+
+    The folder of LTX-2.5, ``Lightricks/LTX-2.5-Diffusers``, has two transformers, and its index names the
+    distilled one. Train the full one: ``ltx-2.5-22b-dev-transformer-bf16.safetensors`` of
+    ``Lightricks/LTX-2.5``, as ``model.transformer_file``. Previews then have the sampler that diffusers' page
+    gives for it, unless the name of the file has "distilled" in it. Of a distilled model, previews of 8 steps
+    have the noise levels that it was distilled to; ``validation.model_path: Lightricks/LTX-2.5-Diffusers``
+    with a ``guidance_scale`` of 1 shows the LoRA on it. LoRAs of LTX-2 and LTX-2.3 load with
+    ``lora.init_from``. Previews are decoded by the autoencoder, not by the diffusion decoder; the prompt
+    enhancer and the duration head are not used, and keyframes that the model generates are not trained.
     """
 
     pipelines = (LTX2Pipeline, LTX2ImageToVideoPipeline, LTX2ConditionPipeline, LTX2InContextPipeline)
@@ -147,15 +157,27 @@ class LTX2(WithAudio, DiffusersFamily):
 
     @property
     def encoder_classes(self) -> Mapping[str, Any]:
-        _, vocoder = self.folder.parts().get("vocoder", ("", ""))
-        extends = vocoder == LTX2VocoderWithBWE.__name__
+        extends = self._class_name("vocoder") == LTX2VocoderWithBWE.__name__
         return {
-            "text_encoder": Gemma3ForConditionalGeneration,
+            "text_encoder": _GEMMA4 if self._is_2_5 else Gemma3ForConditionalGeneration,
             "connectors": LTX2TextConnectors,
             "vae": AutoencoderKLLTX2Video,
             "audio_vae": AutoencoderKLLTX2Audio,
             "vocoder": LTX2VocoderWithBWE if extends else LTX2Vocoder,
         }
+
+    def _class_name(self, component: str) -> str:
+        _, name = self.folder.parts().get(component, ("", ""))
+        return name
+
+    @cached_property
+    def _is_2_5(self) -> bool:
+        return self._class_name("text_encoder") == _GEMMA4.__name__
+
+    @property
+    def image_crf(self) -> int:
+        """How strongly H.264 compresses the image that a clip starts from, by the release."""
+        return LTX2_5_IMAGE_CRF if self._is_2_5 else DEFAULT_IMAGE_CRF
 
     @cached_property
     def _transformer_config(self) -> Mapping[str, Any]:
@@ -179,7 +201,7 @@ class LTX2(WithAudio, DiffusersFamily):
 
     @property
     def target_sets(self) -> TargetSets:
-        """With the feed-forward of the audio where it is learned; LTX-2.3 has gates in its attention."""
+        """With the feed-forward of the audio where it is learned; from LTX-2.3 on attention has gates."""
         attention = (*_ATTENTION, *_GATES) if self._transformer_config.get("gated_attn") else _ATTENTION
         streams = ("ff", "audio_ff") if self.with_audio else ("ff",)
         feed_forward = (f"{ff}.net.{layer}" for ff in streams for layer in ("0.proj", "2"))
@@ -191,15 +213,6 @@ class LTX2(WithAudio, DiffusersFamily):
         (blocks,) = self.block_lists
         places = range(count_blocks(model, [blocks]))
         return [f"{blocks}.{place}.{name}" for place in places for name in _AUDIO_ONLY]
-
-    def check_folder(self, *, with_weights: bool = True) -> None:
-        if self._transformer_config.get("use_keyframes_abs_pos_embedding"):
-            raise UserError(
-                f"model.path: {self.folder.path / 'transformer'} has use_keyframes_abs_pos_embedding: an "
-                "LTX-2.5, which reads prompts by Gemma 4 and marks its key frames; this family trains LTX-2 "
-                "and LTX-2.3"
-            )
-        super().check_folder(with_weights=with_weights)
 
     def check_size(self, width: int, height: int, *, keys: str) -> None:
         super().check_size(width, height, keys=keys)
@@ -250,7 +263,7 @@ class LTX2(WithAudio, DiffusersFamily):
         return super().prompt_lengths([text.strip() for text in texts])
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
-        of_clip = f"ltx2/latents/1 {self.folder.fingerprint('vae')} {dtype} {DEFAULT_IMAGE_CRF}"
+        of_clip = f"ltx2/latents/1 {self.folder.fingerprint('vae')} {dtype} {self.image_crf}"
         if self.with_controls:
             of_clip += f" control/1 1/{self.control_downscale}"
         return f"{of_clip} sound/1 {self.folder.fingerprint('audio_vae')}" if self.with_audio else of_clip
@@ -264,7 +277,7 @@ class LTX2(WithAudio, DiffusersFamily):
         return pipeline
 
     def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
-        start = encode_start(self, pipeline, _with_recompressed_start(item))
+        start = encode_start(self, pipeline, _with_recompressed_start(item, self.image_crf))
         control = encode_control(self, pipeline, item)
         return {**start, **control, "frame_rate": torch.tensor(item.fps or self.default_fps)}
 
@@ -300,12 +313,13 @@ class LTX2(WithAudio, DiffusersFamily):
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which grows with the clip, to the end of its line, as of LTX-Video.
 
-        The sampler itself continues along it (``objective.shift: resolution``).
+        The sampler itself continues along it (``objective.shift: resolution``). That of LTX-2.5's folder has
+        the full model's line, and does not use it.
         """
-        shift = super().family_shift(latents_shape)
-        if not self.scheduler_config.get("use_dynamic_shifting"):
-            return shift
-        return min(shift, math.exp(self.scheduler_config.get("max_shift", 1.15)))
+        if not (self.scheduler_config.get("use_dynamic_shifting") or self._is_2_5):
+            return super().family_shift(latents_shape)
+        end = math.exp(self.scheduler_config.get("max_shift", 1.15))
+        return min(self.resolution_shift(latents_shape), end)
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         config = self.folder.component_config("connectors")
@@ -417,20 +431,19 @@ class LTX2(WithAudio, DiffusersFamily):
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         given = control_code(request, self.control_downscale) if request.control else start_code(request)
-        return self._guidance(request) | given
-
-    def _guidance(self, request: PreviewRequest) -> dict[str, float]:
-        perturbs = self._transformer_config.get("perturbed_attn", False)
-        return guidance_arguments(request.guidance_scale, perturbs=perturbs)
+        return self.sampling(request) | given
 
     def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
         return prompt_arguments(prompt, like)
 
     def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
-        frame_rate, given = request.fps or self.default_fps, preview_start(request)
+        frame_rate, given = request.fps or self.default_fps, dict[str, Any](preview_start(request))
+        # The pipeline knows how images are compressed by its text encoder, which it is made without.
         if request.control:
-            given = control_arguments(request, self.control_downscale)
-        return {"frame_rate": frame_rate, **given, **self._guidance(request)}
+            given = control_arguments(request, self.control_downscale, self.image_crf)
+        elif given:
+            given["image_crf"] = self.image_crf
+        return {"frame_rate": frame_rate, **given, **self.sampling(request)}
 
     def generate(self, pipeline: Any, request: PreviewRequest) -> Generated:
         pipeline.connectors = Connected(request.conditioning["prompt_embeds"].shape[-1])
@@ -445,9 +458,9 @@ class LTX2(WithAudio, DiffusersFamily):
         return ClipWithAudio(frames=frames, audio=audio)
 
 
-def _with_recompressed_start(item: Media) -> Media:
+def _with_recompressed_start(item: Media, crf: int) -> Media:
     """An item whose first frame, if it names one, is as its pipeline encodes it: out of H.264."""
     if item.first_frame is None:
         return item
-    pixels = apply_image_conditioning_crf(np.array(item.first_frame.convert("RGB")), DEFAULT_IMAGE_CRF)
+    pixels = apply_image_conditioning_crf(np.array(item.first_frame.convert("RGB")), crf)
     return replace(item, first_frame=Image.fromarray(pixels))

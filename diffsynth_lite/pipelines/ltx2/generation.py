@@ -1,14 +1,19 @@
-"""This file has LTX-2's pipelines generate from prompts that are encoded, with the guidance of previews.
+"""This file has LTX-2's pipelines generate from encoded prompts, with a release's sampler and guidance.
 
 Layouts: b batch, l tokens, d channels.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
+from diffusers.pipelines.ltx2.utils import DISTILLED_SIGMA_VALUES
 
-from diffsynth_lite.pipelines.base.family import Conditioning
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
+from diffsynth_lite.pipelines.base.model_settings import ModelSettings
+from diffsynth_lite.pipelines.ltx2.releases import SAMPLER_OF_FULL
 
 STREAMS = ("prompt_embeds", "audio_prompt_embeds")
 """Names of what the stream of the clip and that of its audio read of a prompt."""
@@ -33,6 +38,49 @@ def guidance_arguments(scale: float, *, perturbs: bool) -> dict[str, float]:
     if scale <= 1:
         return _WITHOUT_GUIDANCE
     return {"guidance_scale": scale} | ({} if perturbs else {"stg_scale": 0.0, "audio_stg_scale": 0.0})
+
+
+class ReleasedSampler(DiffusersFamily):
+    """A family whose folders may have the sampler of a distilled model, which takes levels as they are."""
+
+    @cached_property
+    def scheduler_config(self) -> ModelSettings:
+        """The folder's; of a distilled one, to which a file brings the full model, with the shift of that."""
+        config = self.folder.component_config("scheduler")
+        return ModelSettings({**config, **SAMPLER_OF_FULL}, config.file) if self._is_made_full else config
+
+    @property
+    def _is_made_full(self) -> bool:
+        file = self.folder.files.get("transformer")
+        is_distilled = not self.folder.component_config("scheduler").get("use_dynamic_shifting")
+        return is_distilled and file is not None and "distilled" not in file.path.name
+
+    @property
+    def distilled(self) -> str | None:
+        """Without `use_dynamic_shifting` in the scheduler's settings. Better train the full model."""
+        if self.scheduler_config.get("use_dynamic_shifting"):
+            return None
+        return (
+            "use_dynamic_shifting is off in its scheduler; better train the full model, named as "
+            "model.transformer_file"
+        )
+
+    def usage_setup(self, request: PreviewRequest) -> list[str]:
+        if not self._is_made_full:
+            return []
+        settings = ", ".join(f"{name}={value}" for name, value in SAMPLER_OF_FULL.items())
+        return [
+            "scheduler = pipeline.scheduler  # for the distilled model",
+            f"pipeline.scheduler = scheduler.from_config(scheduler.config, {settings})",
+        ]
+
+    def sampling(self, request: PreviewRequest) -> dict[str, Any]:
+        """Arguments of a pipeline: guidance, and a distilled model's noise levels where they are as many."""
+        perturbs = self.folder.component_config("transformer").get("perturbed_attn", False)
+        guidance = guidance_arguments(request.guidance_scale, perturbs=perturbs)
+        if self.distilled is None or request.num_inference_steps != len(DISTILLED_SIGMA_VALUES):
+            return guidance
+        return {**guidance, "sigmas": DISTILLED_SIGMA_VALUES}
 
 
 class Connected:

@@ -1,4 +1,4 @@
-"""LTX-2 19B and LTX-2.3 22B."""
+"""LTX-2 19B, LTX-2.3 22B and LTX-2.5 22B."""
 
 from dataclasses import replace
 
@@ -134,4 +134,55 @@ _22B = _19B.but(
     architecture="lightricks-ltx-video-2-3",
     sources={"parameters": "as the 19B, whose blocks it has; the 22 of its name count the connectors, too"},
 )
-LTX_2: tuple[Release, ...] = (_19B, _22B)
+SAMPLER_OF_FULL = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
+"""Settings of LTX-2.5's scheduler for the full model; its folder has those for the distilled one."""
+_GEMMA4 = ReleaseComponent(
+    "Gemma4UnifiedForConditionalGeneration",
+    {
+        "text_config": {
+            "model_type": "gemma4_unified_text",
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            **encoder_sizes(3840, 15360, 16, 48, 8, head_dim=256),
+        },
+        "vision_config": {"model_type": "gemma4_unified_vision"},
+        "audio_config": {"model_type": "gemma4_unified_audio"},
+    },
+    dtype="bfloat16",
+    source="fine-tuned from Gemma 4 12B, with the layers and width of Gemma 3 12B: ai-toolkit, "
+    "convert_ltx2_to_diffusers.py; its other numbers give the 11,959,730,224 that google/gemma-4-12B has",
+)
+_25 = _22B.but(
+    "LTX-2.5 22B",
+    "Lightricks/LTX-2.5-Diffusers",
+    transformer=ReleaseComponent(
+        "LTX2VideoTransformer3DModel",
+        {
+            **_22B.components["transformer"].config,
+            "ff_bias": False,
+            "use_keyframes_abs_pos_embedding": True,
+        },
+        dtype="bfloat16",
+        source=f"2.5 in {_SCRIPT}",
+    ),
+    text_encoder=_GEMMA4,
+    optional_components=("duration_head", "processor", "prompt_enhancer"),
+    scheduler=replace(
+        LTX_SCHEDULER,
+        config={key: value for key, value in LTX_SCHEDULER.config.items() if key not in SAMPLER_OF_FULL},
+        source=f"{_DOCS}: that of the distilled transformer",
+    ),
+    gated=True,
+    distilled="8 steps without guidance",
+    architecture=None,
+    sources={
+        "licence": "Lightricks/LTX-2.5-Diffusers, its card",
+        "architecture": "no program is known to give it one",
+    },
+    unconfirmed=(
+        "dtypes of the files",
+        "numbers of the text encoder, but for its layers, width and size",
+        "class of the tokenizer",
+    ),
+)
+LTX_2: tuple[Release, ...] = (_19B, _22B, _25)

@@ -1,9 +1,10 @@
-"""This file builds a small pipeline of LTX-2, with all of its parts."""
+"""This file builds a small pipeline of LTX-2, with all of its parts, and the text encoder of LTX-2.5."""
 
 from typing import Any
 
 from diffusers import FlowMatchEulerDiscreteScheduler, LTX2Pipeline, LTX2VideoTransformer3DModel
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration, GemmaTokenizer
 
 from diffsynth_lite.pipelines.ltx_video.releases import LTX_SCHEDULER
 from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
@@ -73,3 +74,34 @@ def tiny_connectors(*, seed: int = 0, **layout: Any) -> LTX2TextConnectors:
         }
     with seeded(seed):
         return LTX2TextConnectors(**settings | layout).eval()
+
+
+def tiny_gemma4(tokenizer: GemmaTokenizer, *, seed: int = 0) -> Gemma4UnifiedForConditionalGeneration:
+    """A random Gemma 4 without encoders, with two layers, of either kind: of LTX-2.5.
+
+    That of full attention has wider heads, whose values are their keys, as in the 12B. It is not among the
+    encoders of other families, because transformers has had its class since 5.10.
+    """
+    config = Gemma4UnifiedConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        },
+        vision_config={"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 4, "output_proj_dims": 16},
+        audio_config={"audio_embed_dim": 16},
+    )
+    with seeded(seed):
+        return Gemma4UnifiedForConditionalGeneration(config).eval()
