@@ -172,12 +172,12 @@ class LTX2(WithAudio, ReleasedSampler):
 
     @cached_property
     def _is_2_5(self) -> bool:
-        return self._class_name("text_encoder") == _GEMMA4.__name__
+        return bool(self._class_name("text_encoder") == _GEMMA4.__name__)
 
     @property
     def image_crf(self) -> int:
         """How strongly H.264 compresses the image that a clip starts from, by the release."""
-        return LTX2_5_IMAGE_CRF if self._is_2_5 else DEFAULT_IMAGE_CRF
+        return int(LTX2_5_IMAGE_CRF if self._is_2_5 else DEFAULT_IMAGE_CRF)
 
     @cached_property
     def _transformer_config(self) -> Mapping[str, Any]:
