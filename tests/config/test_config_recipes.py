@@ -120,6 +120,7 @@ SETTINGS = {
     "flux_kontext_lora": EDITS | {"model.family": "flux_kontext"},
     "flux2_klein_edit_lora": EDITS | {"model.family": "flux2"},
     "flux3_klein_lora": SQUARES | MIXED | {"model.family": "flux3", "train.micro_batch_size": 1},
+    "kandinsky5_image_lora": SQUARES | MIXED | {"model.family": "kandinsky5", "train.micro_batch_size": 1},
     "flux3_klein_edit_lora": EDITS | {"model.family": "flux3"},
     "flux_fill_lora": {"data.random_masks": 4, "validation.guidance_scale": 30},
     "flux_lora": SQUARES | BFLOAT16 | {"model.family": "flux"},

@@ -95,6 +95,7 @@ IMPORTED: Sequence[Row] = (
         {"frames": _default(diffusers.HunyuanVideo15Pipeline.__call__, "num_frames")},
     ),
     ("Ideogram 4* / size", _called("Ideogram4Pipeline")),
+    ("Kandinsky 5.0 * / size", _called("Kandinsky5T2IPipeline")),
     ("Krea 2* / size", _called("Krea2Pipeline")),
     (
         "LTX-2* / size",

@@ -12,7 +12,8 @@ are listed. A ``*`` is any number. The modules of Qwen-Image 2.1 are those of
 Anima's are those of ``comfy/ldm/anima/model.py`` (10ca04d5365f) and ``comfy/ldm/cosmos/predict2.py``,
 which it is made from. ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as a public copy of it
 had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names. CogVideoX's are
-those of ``comfy/ldm/cogvideo/model.py`` (955ce480e272), Lumina 2's those of ``comfy/ldm/lumina/model.py``.
+those of ``comfy/ldm/cogvideo/model.py`` (955ce480e272), Lumina 2's those of ``comfy/ldm/lumina/model.py``,
+and Kandinsky 5's those of ``comfy/ldm/kandinsky5/model.py`` (0c84b7650fca).
 LongCat-Image is a FLUX.1 in ``comfy/model_base.py`` (094c74c1b7f9), but what embeds its noise level has
 another name in diffusers.
 """
@@ -55,6 +56,18 @@ _QWEN_IMAGE = (
     *_in("transformer_blocks.*.txt_mlp.net", "0.proj", "2"),
     *_in("time_text_embed.timestep_embedder", "linear_1", "linear_2"),
     *("img_in", "txt_in", "norm_out.linear", "proj_out"),
+)
+_KANDINSKY5_ATTENTION = ("to_query", "to_key", "to_value", "out_layer")
+_KANDINSKY5_FEED_FORWARD = ("feed_forward.in_layer", "feed_forward.out_layer")
+_KANDINSKY5 = (
+    *_in("text_transformer_blocks.*.self_attention", *_KANDINSKY5_ATTENTION),
+    *_in("text_transformer_blocks.*", "text_modulation.out_layer", *_KANDINSKY5_FEED_FORWARD),
+    *_in("visual_transformer_blocks.*.self_attention", *_KANDINSKY5_ATTENTION),
+    *_in("visual_transformer_blocks.*.cross_attention", *_KANDINSKY5_ATTENTION),
+    *_in("visual_transformer_blocks.*", "visual_modulation.out_layer", *_KANDINSKY5_FEED_FORWARD),
+    *_in("time_embeddings", "in_layer", "out_layer"),
+    *(f"{part}_embeddings.in_layer" for part in ("text", "pooled_text", "visual")),
+    *("out_layer.modulation.out_layer", "out_layer.out_layer"),
 )
 _QWEN_IMAGE_21 = (
     *_in("transformer_blocks.*.attn", *_PLAIN_ATTENTION),
@@ -250,6 +263,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "ernie_image": _in("diffusion_model", *_ERNIE_IMAGE),
     "qwen_image_21": _in("transformer", *_QWEN_IMAGE_21),
     **dict.fromkeys(("krea2", "krea2_edit"), _in("transformer", *_KREA2)),
+    "kandinsky5": _in("transformer", *_KANDINSKY5),
     "z_image": _in("transformer", *_Z_IMAGE),
     **dict.fromkeys(("wan", "wan_i2v"), _in("diffusion_model", *_WAN)),
     "ltx2": _in("diffusion_model", *_LTX2),

@@ -176,6 +176,7 @@ ff\.net\.2                                    ff_out
 ^time_embedding\.                             time_embedding_
 """,
     "ErnieImageTransformer2DModel": "",
+    "Kandinsky5Transformer3DModel": "",
     "Ideogram4Transformer2DModel": r"""
 attention\.norm_([qk])                        attention.norm_\1
 attention\.to_out\.0                          attention.o

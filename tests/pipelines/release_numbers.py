@@ -61,9 +61,8 @@ _QWEN_SHIFT = _shift((256, 8192), (0.5, 0.9), 0.02)
 _LTX_SHIFT = _shift((1024, 4096), (0.95, 2.05), 0.1)
 _KL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 1024}
 _KL_16 = _KL | {"latent_channels": 16, "use_post_quant_conv": False, "use_quant_conv": False}
-_WITH_FLUX_VAE = tuple(
-    f"{name}* / vae" for name in ("FLUX.1 ", "Chroma1", "LongCat-Image", "Lumina", "NetaYume", "Z-Image")
-)
+_FLUX_VAE_OF = ("FLUX.1 ", "Chroma1", "Kandinsky 5.0 ", "LongCat-Image", "Lumina", "NetaYume", "Z-Image")
+_WITH_FLUX_VAE = tuple(f"{name}* / vae" for name in _FLUX_VAE_OF)
 _CONNECTOR = {"caption_channels": 3840, "text_proj_in_factor": 49}
 _SD3 = {"joint_attention_dim": 4096, "pooled_projection_dim": 2048}
 _SD3_MEDIUM = {"caption_projection_dim": 1536, "num_attention_heads": 24, "num_layers": 24}
@@ -334,7 +333,10 @@ READ: Mapping[str, Sequence[Row]] = {
     f"{MUSUBI}qwen_image/qwen_image_utils.py": (
         ("HunyuanVideo 1.5* / text_encoder", _language(*_QWEN25_VL_7B)),
         (
-            ("Qwen-Image / text_encoder", "Qwen-Image-* / text_encoder", "LongCat-Image* / text_encoder"),
+            (
+                *("Qwen-Image / text_encoder", "Qwen-Image-* / text_encoder"),
+                *("LongCat-Image* / text_encoder", "Kandinsky 5.0 * / text_encoder"),
+            ),
             _language(*_QWEN25_VL_7B, prefix="text_config.")
             | _vision(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
             | {"tie_word_embeddings": False},
@@ -362,7 +364,7 @@ READ: Mapping[str, Sequence[Row]] = {
     ),
     f"{FORGE}black-forest-labs/FLUX.1-dev": (
         (("FLUX.1 *dev / transformer",), {"guidance_embeds": True}),
-        ("FLUX.1 * / text_encoder", _CLIP_L),
+        (("FLUX.1 * / text_encoder", "Kandinsky 5.0 * / text_encoder_2"), _CLIP_L),
         (_WITH_FLUX_VAE, _KL_16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
         (
             (
@@ -406,6 +408,13 @@ READ: Mapping[str, Sequence[Row]] = {
         ("SDXL * / text_encoder_2", _clip(1280, 5120, 20, 32)),
         ("SDXL * / vae", _KL | {"scaling_factor": 0.13025}),
         ("SDXL base 1.0 / scheduler", _BETAS),
+    ),
+    "kandinskylab/kandinsky-5, 57bcb40a6dec, configs/config_t2i.yaml": (
+        (
+            "Kandinsky 5.0 * / transformer",
+            {"in_visual_dim": 16, "out_visual_dim": 16, "model_dim": 2560, "ff_dim": 10240}
+            | {"num_visual_blocks": 50, "axes_dims": (32, 48, 48)},
+        ),
     ),
     "QwenLM/Qwen-Image, 0a83598a8929, README.md": (
         (("Qwen-Image / size", "Qwen-Image-2512 / size"), size(1328, 1328)),
@@ -456,6 +465,7 @@ UNCONFIRMED: Mapping[str, Sequence[Row]] = {
         ("LongCat-Image* / transformer", {"num_layers": 10, "num_single_layers": 20}),
         ("ERNIE-Image* / scheduler", {"shift": 4.0}),
         ("FLUX.1 Fill dev / transformer", {"in_channels": 384, "out_channels": 64}),
+        ("Kandinsky 5.0 * / scheduler", {"shift": 5.0}),
         ("ERNIE-Image* / text_encoder", {"spatial_merge_size": 2, "tie_word_embeddings": True}),
         ("NetaYume Lumina* / scheduler", {"shift": 6.0}),
         ("Qwen-Image 2.1 / scheduler", _QWEN_SHIFT),

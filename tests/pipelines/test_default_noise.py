@@ -146,6 +146,11 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
         mean_of_ideogram4,  # diffusers' training script and musubi-tuner
         lambda _: weighted_mean(levels_of_ideogram4(1024)),  # DiffSynth-Studio
     ),
+    "kandinsky5": (
+        of("logit_normal", 5),  # musubi-tuner, docs/kandinsky5.md
+        of("uniform", 3),  # what its authors' own program samples with
+        of("uniform", 5),  # the sampler's own
+    ),
     "longcat_image": (
         of("logit_normal", flux_line),  # its authors, train_examples/lora
         of("uniform", flux_line),  # the sampler's own

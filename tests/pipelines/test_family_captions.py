@@ -81,8 +81,9 @@ def unwatched(sample: Sample) -> Any:
         pipeline.processor = CheckedProcessor(
             tokenizer=pipeline.tokenizer, image_processor=pipeline.processor
         )
-    if sample.name == "qwen_image_21":
-        pipeline.processor.video_token = CheckedProcessor.video_token  # as Qwen3VLProcessor has it
+    if sample.name.startswith(("kandinsky5", "qwen_image_21")):
+        processor = pipeline.processor if sample.name == "qwen_image_21" else pipeline.tokenizer
+        processor.video_token = CheckedProcessor.video_token  # as the classes of the released models have it
     return pipeline
 
 

@@ -28,7 +28,7 @@ from family_sample import (
 from krea2_edit_reference import ReferencedTransformer
 from lazy_backend import LazyBackend
 from processes import group_of_one
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_of, gradient_checkpoint_forward, gradient_engine
 from diffsynth_lite.core.weights.sharding import BaseShards
@@ -122,15 +122,22 @@ def test_weights_that_come_for_the_run_of_a_block_change_nothing(sample: Sample)
     # Some blocks keep what they compute, the others offload their inputs.
     policy = BlockPolicy(select="every_n", n=2)
     engines = [engine_with((False, True), backend=one, policy=policy) for one in (None, backend, None)]
-    velocity, gradients = velocity_and_gradients(sample, resident, engines[0])
+    expected = [velocity_and_gradients(sample, resident, engines[0])] * 2
     others = [velocity_and_gradients(sample, streamed, engines[1])]
     with group_of_one() as group, sharded(sample, group):
         others.append(velocity_and_gradients(sample, adapted_transformer(sample.family), engines[2]))
-    for other_velocity, other_gradients in others:
+    if sample.name.startswith("kandinsky5"):
+        # A block gives several gradients to what the text blocks made. With a node before each block, which
+        # torch's fully_shard puts there, those of one block are added up first: other last digits.
+        resident = deepcopy(resident)
+        for block in blocks_of(resident, sample.family.block_lists):
+            block.register_forward_pre_hook(lambda _, args: tree_map_only(torch.Tensor, torch.clone, args))
+        expected[1] = velocity_and_gradients(sample, resident, engine_with((False, True), policy=policy))
+    for (velocity, learned), (other_velocity, other_learned) in zip(expected, others, strict=True):
         assert torch.equal(velocity, other_velocity)
-        assert gradients.keys() == other_gradients.keys()
-        for name, gradient in gradients.items():
-            other = other_gradients[name]
+        assert learned.keys() == other_learned.keys()
+        for name, gradient in learned.items():
+            other = other_learned[name]
             assert gradient is other is None or torch.equal(gradient, other), name
     # What is available on this machine changes meanwhile.
     reports = [replace(engine.report(), host_bytes_cap=0) for engine in engines]
@@ -152,7 +159,7 @@ def sharded(sample: Sample, group: torch.distributed.ProcessGroup) -> Iterator[N
 def targets_of(sample: Sample, name: str) -> tuple[str, ...]:
     """Targets of which the first lets the recompute leave out most, and the last nothing."""
     if name == "queries":
-        return ("to_q",)
+        return ("to_query",) if sample.name.startswith("kandinsky5") else ("to_q",)
     if name == "default":
         return ()
     return tuple(name for name, module in sample.model.named_modules() if isinstance(module, torch.nn.Linear))

@@ -28,7 +28,7 @@ from diffsynth_lite.core.weights.formats import WeightFormat, weight_format
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization
 from diffsynth_lite.core.weights.packing import PackedBlock
 from diffsynth_lite.pipelines import Conditioning
-from diffsynth_lite.pipelines.base.quantized import quantizable_layers
+from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
 from diffsynth_lite.pipelines.base.text_encoders import (
     TextEncoderMemory,
     quantizable_encoder_layers,
@@ -85,7 +85,9 @@ def test_the_linear_layers_of_the_blocks_are_quantised_and_all_else_is_as_diffus
     frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
     in_blocks = {module for block in blocks_in(plain, family.block_lists) for module in block.modules()}
     assert set(frozen) == {name for name, module in plain.named_modules() if module in in_blocks} & {
-        name for name, module in plain.named_modules() if type(module) is nn.Linear
+        name
+        for name, module in plain.named_modules()
+        if type(module) is nn.Linear and not kept_in_fp32(plain, name)
     }
     for name, layer in frozen.items():
         values, scales = quantization.format.empty(layer.out_features, layer.in_features, CPU)

@@ -42,6 +42,7 @@ KINDS = {
     "Flux2Transformer2DModel": ("a FLUX.2", "flux-2-dev"),
     "Flux3Transformer2DModel": ("a FLUX.3", "flux-3-image"),
     "Ideogram4Transformer2DModel": ("an Ideogram 4", ""),
+    "Kandinsky5Transformer3DModel": ("a Kandinsky 5", "a Kandinsky 5"),
     "Krea2Transformer2DModel": ("a Krea 2", "krea2"),
     "HunyuanVideoTransformer3DModel": ("a HunyuanVideo", "hunyuan-video"),
     "HunyuanVideo15Transformer3DModel": ("a HunyuanVideo 1.5", "-"),  # diffusers knows no other layout

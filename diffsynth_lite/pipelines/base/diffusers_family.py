@@ -51,6 +51,7 @@ class DiffusersFamily(DiffusersComponents):
         prompt_width: the setting of the transformer with the width of its prompts.
         pooled_width: the same of one vector for a whole prompt, ``pooled_prompt_embeds``.
         patch: latents on each side of what becomes one token.
+        images_output: what the pipeline's output calls its images.
     """
 
     model_fn: ClassVar[Callable[..., Any]]
@@ -62,6 +63,7 @@ class DiffusersFamily(DiffusersComponents):
     prompt_width: ClassVar[str | None] = None
     pooled_width: ClassVar[str | None] = None
     patch: ClassVar[int] = 1
+    images_output: ClassVar[str] = "images"
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
         """The class of diffusers that generates a preview; another than ``pipeline`` in some families."""
@@ -338,7 +340,9 @@ class DiffusersFamily(DiffusersComponents):
 
     def generated(self, output: Any, pipeline: Any) -> Generated:
         """What the pipeline returned as frames."""
-        frames: list[Image] = output.images if self.frame_step is None else output.frames[0]
+        frames: list[Image] = (
+            getattr(output, self.images_output) if self.frame_step is None else output.frames[0]
+        )
         return frames
 
     def prompt_arguments(

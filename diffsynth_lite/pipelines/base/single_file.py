@@ -62,6 +62,7 @@ _KINDS = MappingProxyType(
         r"^early_stream_modulations\.image\.linear\.": "a FLUX.3 in diffusers' layout",
         r"^layers\.0\.adaLN_sa_ln\.": "an ERNIE-Image",
         r"^llm_cond_proj\.": "an Ideogram 4",
+        r"^visual_transformer_blocks\.": "a Kandinsky 5",
         r"^text_fusion\.projector\.": "a Krea 2 in diffusers' layout",
         r"^time_caption_embed\.caption_embedder\.": "a Lumina 2 in diffusers' layout",
         r"^joint_blocks\.": "a Stable Diffusion 3",

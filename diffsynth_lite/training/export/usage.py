@@ -176,7 +176,7 @@ def _saving(
     if "layers" in takes:
         return _SAVE_LAYERS
     if "num_frames" not in takes:
-        return 'result.images[0].save("image.png")'
+        return f'result.{family.images_output}[0].save("image.png")'
     if request.num_frames == 1:
         return 'result.frames[0][0].save("image.png")'
     if family.with_audio:
