@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 LIMIT_S = 120.0
 """How long a test waits for the browser; only to end one that hangs."""
@@ -51,6 +53,16 @@ _NAVIGATED = "Inspected target navigated"
 _GONE = "Could not find node"
 """What Chromium answers of a document that another one has replaced meanwhile."""
 _TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
+
+
+def _look_for(look: Callable[[], T], missing: str) -> T:
+    """What is looked for, once it is there: less and less often, because each look takes the page's time."""
+    end, pause_s = time.monotonic() + LIMIT_S, 0.02
+    while not (found := look()):
+        assert time.monotonic() < end, missing
+        time.sleep(pause_s)
+        pause_s = min(1.3 * pause_s, 0.3)
+    return found
 
 
 def chromium() -> str | None:
@@ -87,10 +99,7 @@ class Page:
 
     def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression is true, on the page that is loaded meanwhile if one is."""
-        end = time.monotonic() + LIMIT_S
-        while not self._is_true(expression):
-            assert time.monotonic() < end, f"{expression} is still not true"
-            time.sleep(0.02)
+        _look_for(lambda: self._is_true(expression), f"{expression} is still not true")
 
     def _is_true(self, expression: str) -> bool:
         try:
@@ -150,11 +159,7 @@ class Page:
 
     def await_control(self, role: str, name: str) -> int:
         """Wait until there is one, and return its node."""
-        end = time.monotonic() + LIMIT_S
-        while not (found := self._found(role, name)):
-            assert time.monotonic() < end, f"there is still no {role} {name!r}"
-            time.sleep(0.05)
-        return found[0]
+        return _look_for(lambda: self._found(role, name), f"there is still no {role} {name!r}")[0]
 
     def _do(self, role: str, name: str, function: str, *arguments: str) -> Any:
         resolved = self._call("DOM.resolveNode", backendNodeId=self.await_control(role, name))["object"][
@@ -226,6 +231,7 @@ class Page:
         self._call("Emulation.setDeviceMetricsOverride", **size, mobile=self.width <= PHONE_PX)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
+        self._call("Emulation.setFocusEmulationEnabled", enabled=True)  # also behind another tab
         answer = self._call("Page.navigate", url=url)
         assert not answer.get("errorText"), f"{url}: {answer['errorText']}"
         while not self._is_loaded:
@@ -262,6 +268,8 @@ class Browser:
             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
             *("--disable-background-networking", "--disable-component-update", "--no-first-run"),
             *("--disable-extensions", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
+            # A page behind another tab is as awake as the one in front.
+            *("--disable-background-timer-throttling", "--disable-renderer-backgrounding"),
             # Chromium's sandbox refuses root, as which containers run; the pages are ours.
             *(["--no-sandbox"] if os.geteuid() == 0 else []),
         ]
@@ -290,7 +298,7 @@ class Browser:
             dark: whether the reader prefers dark pages.
         """
         url = place.resolve().as_uri() if isinstance(place, Path) else place
-        target = self.call("Target.createTarget", url="about:blank", newWindow=True)["targetId"]
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(session, self, width)
         try:

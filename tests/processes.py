@@ -173,11 +173,12 @@ class Program:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    end = time.monotonic() + LIMIT_S
+    """Wait until something is so; a look may take a server's time, so that they are less and less often."""
+    end, pause_s = time.monotonic() + LIMIT_S, 0.005
     while not condition():
         assert time.monotonic() < end, f"not so after {LIMIT_S} s"
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.05)
 
 
 def on_ranks(work: Callable[..., None], *arguments: object, num_ranks: int = NUM_RANKS) -> None:
