@@ -45,7 +45,43 @@ _RELEASE = replace(
 )
 
 
-class FluxKontext(EditInputs, flux.Flux):
+class OneInput(EditInputs):
+    """A further base class of families whose transformer takes the clean latents of one image to edit."""
+
+    @property
+    def max_inputs(self) -> int | None:
+        """1."""
+        return 1
+
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        return {f"{INPUT}0": self.encoded(pipeline, item.inputs)[0]}
+
+    def encoded(self, pipeline: Any, images: Sequence[Image]) -> torch.Tensor:
+        """Latents of the one image, (1, C, H, W), at its ``input_size``."""
+        image, processor = only_image(images, pipeline), pipeline.image_processor
+        width, height = self.input_size(*image.size)
+        pixels_bchw = processor.preprocess(processor.resize(image, height, width), height, width)
+        return encode_latents(pipeline.vae, pixels_bchw)
+
+    def given_latents(
+        self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Those of a batch, as an argument of the model function."""
+        (input_latents_bchw,) = stack_inputs(conditioning)
+        return {"input_latents_bchw": input_latents_bchw.to(**like)}
+
+
+def only_image(images: Sequence[Image], pipeline: Any) -> Image:
+    """The one image that an edit starts from."""
+    if len(images) != 1:
+        raise UserError(
+            f"data.input_columns, validation: an item with {len(images)} input images; "
+            f"a {type(pipeline).__name__} takes exactly one"
+        )
+    return images[0]
+
+
+class FluxKontext(OneInput, flux.Flux):
     """FLUX.1 Kontext dev, which edits one image.
 
     FLUX.1 dev whose tokens also hold the image to edit, at the nearest of the shapes of about a megapixel
@@ -62,11 +98,6 @@ class FluxKontext(EditInputs, flux.Flux):
     # As in diffusers' training script for Kontext.
     default_target_modules = (*flux.Flux.default_target_modules, "proj_mlp")
 
-    @property
-    def max_inputs(self) -> int | None:
-        """1."""
-        return 1
-
     def input_size(self, width: int, height: int, num_inputs: int = 1) -> tuple[int, int]:
         rounded_width, rounded_height = (side // self.size_divisor for side in (width, height))
         if not rounded_width or not rounded_height:
@@ -78,20 +109,8 @@ class FluxKontext(EditInputs, flux.Flux):
         )
         return width, height
 
-    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
-        return {f"{INPUT}0": self._encoded(pipeline, item.inputs)[0]}
-
-    def _encoded(self, pipeline: Any, images: Sequence[Image]) -> torch.Tensor:
-        image, processor = _only(images), pipeline.image_processor
-        width, height = self.input_size(*image.size)
-        pixels_bchw = processor.preprocess(processor.resize(image, height, width), height, width)
-        return encode_latents(pipeline.vae, pixels_bchw)
-
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
-        (input_latents_bchw,) = stack_inputs(conditioning)
-        return super().model_inputs(conditioning, like) | {
-            "input_latents_bchw": input_latents_bchw.to(**like)
-        }
+        return super().model_inputs(conditioning, like) | self.given_latents(conditioning, like)
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return {"max_area": request.width * request.height, "image": INPUT_IMAGE}
@@ -99,19 +118,10 @@ class FluxKontext(EditInputs, flux.Flux):
     def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
         return super().call_arguments(pipeline, request) | {
             # Encoded here: the pipeline would do it in the dtype of the embeddings.
-            "image": self._encoded(pipeline, request.inputs),
+            "image": self.encoded(pipeline, request.inputs),
             # Without an area of its own the pipeline brings each size to a megapixel.
             "max_area": request.width * request.height,
         }
-
-
-def _only(images: Sequence[Image]) -> Image:
-    if len(images) != 1:
-        raise UserError(
-            f"data.input_columns, validation: an item with {len(images)} input images; "
-            "a FluxKontextPipeline takes exactly one"
-        )
-    return images[0]
 
 
 def tiny() -> FluxKontextPipeline:

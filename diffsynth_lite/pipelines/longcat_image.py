@@ -67,8 +67,7 @@ def model_fn_longcat_image(
     length, (height, width) = prompt_embeds_bld.shape[1], latents_bchw.shape[-2:]
     images = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
     tokens_bld, positions = pack_images(images)
-    # Those of the text go on in rows and columns, and its own number, before those of the images, is 0.
-    start = positions.new_tensor([1, length, length])
+    start = positions.new_tensor([1, length, length])  # the text is image 0, and takes the rows before
     with checkpointed(LongCatImage, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
@@ -134,7 +133,10 @@ LONGCAT_IMAGE = Release(
         known.FLUX_SCHEDULER,
         source=f"MNN, longcat_diffusion.cpp; that its shift is dynamic also {_AUTHORS}train_config.yaml",
     ),
-    tokenizers={"tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("vocab.json", "merges.txt"))},
+    tokenizers={
+        "tokenizer": ReleaseTokenizer("Qwen2Tokenizer", ("vocab.json", "merges.txt")),
+        "text_processor": ReleaseTokenizer("Qwen2VLProcessor"),
+    },
     size=(1024, 1024, 1),
     parameters=6e9,
     licence="Apache-2.0",
@@ -146,7 +148,7 @@ LONGCAT_IMAGE = Release(
         "licence": f"{_AUTHORS}LICENSE; a copy of the card of Dev",
         "architecture": "no program is known to give it one",
     },
-    unconfirmed=("files of the tokenizer", "settings of the text encoder and of the autoencoder"),
+    unconfirmed=("settings and files of all but the transformer",),
 )
 _DEV = LONGCAT_IMAGE.but(
     "LongCat-Image-Dev",
@@ -218,7 +220,7 @@ class LongCatImage(DiffusersFamily):
 
     @property
     def prompt_template(self) -> Any:
-        pipeline = assemble(self.pipeline)
+        pipeline = assemble(self.pipeline, **self.pipeline_settings)
         return pipeline.prompt_template_encode_prefix, pipeline.prompt_template_encode_suffix
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:

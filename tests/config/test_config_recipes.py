@@ -19,9 +19,9 @@ def test_there_are_recipes():
         "anima_lora chroma_lora cogvideox15_lora cogvideox_lora ernie_image_lora flux2_klein_distilled_lora "
         "flux2_klein_edit_lora flux2_klein_lora flux2_lora flux3_klein_edit_lora flux3_klein_lora "
         "flux_fill_lora flux_kontext_lora flux_lora flux_schnell_lora hunyuan_video_15_lora "
-        "hunyuan_video_lora ideogram4_lora krea2_edit_lora krea2_lora longcat_image_lora ltx25_lora "
-        "ltx2_ic_lora ltx2_lora ltx_video_0_9_5_lora ltx_video_lora lumina2_lora qwen_image_21_lora "
-        "qwen_image_edit_lora qwen_lora quickstart sana_lora "
+        "hunyuan_video_lora ideogram4_lora krea2_edit_lora krea2_lora longcat_image_edit_lora "
+        "longcat_image_lora ltx25_lora ltx2_ic_lora ltx2_lora ltx_video_0_9_5_lora ltx_video_lora "
+        "lumina2_lora qwen_image_21_lora qwen_image_edit_lora qwen_lora quickstart sana_lora "
         "sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora "
         "video_quickstart wan22_i2v_a14b_lora wan22_t2v_a14b_lora wan22_ti2v_5b_lora "
         "wan22_vace_fun_a14b_lora wan_i2v_14b_lora wan_t2v_14b_offload wan_t2v_lora "
@@ -127,6 +127,7 @@ SETTINGS = {
     "chroma_lora": SQUARES | BFLOAT16 | {"model.family": "chroma"},
     "flux2_lora": FLUX2 | {"model.path": "black-forest-labs/FLUX.2-dev"},
     "flux2_klein_lora": FLUX2 | {"model.path": "black-forest-labs/FLUX.2-klein-base-4B"},
+    "longcat_image_edit_lora": EDITS | {"model.family": "longcat_image_edit"},
     "longcat_image_lora": SQUARES | MIXED | {"validation.num_inference_steps": 50},
     "lumina2_lora": SQUARES | MIXED | {"objective.shift": "resolution"},
     "z_image_lora": SQUARES | MIXED | {"model.path": "Tongyi-MAI/Z-Image"},

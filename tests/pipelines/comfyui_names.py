@@ -50,6 +50,7 @@ _FLUX = (
     *_in("time_text_embed.guidance_embedder", "linear_1", "linear_2"),
     *("x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
 )
+_LONGCAT_IMAGE = tuple(f"transformer.{name}" for name in _FLUX if not name.startswith("time_text_embed."))
 _QWEN_IMAGE = (
     *_in("transformer_blocks.*", *_JOINT_ATTENTION, "img_mod.1", "txt_mod.1"),
     *_in("transformer_blocks.*.img_mlp.net", "0.proj", "2"),
@@ -256,9 +257,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("qwen_image", "qwen_image_edit", "qwen_image_layered"), _in("transformer", *_QWEN_IMAGE)
     ),
-    "longcat_image": tuple(
-        name for name in _in("transformer", *_FLUX) if not name.startswith("transformer.time_text_embed.")
-    ),
+    **dict.fromkeys(("longcat_image", "longcat_image_edit"), _LONGCAT_IMAGE),
     "anima": _in("diffusion_model", *_ANIMA),
     "ernie_image": _in("diffusion_model", *_ERNIE_IMAGE),
     "qwen_image_21": _in("transformer", *_QWEN_IMAGE_21),

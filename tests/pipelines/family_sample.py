@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from diffusers.pipelines.flux import pipeline_flux_kontext
+from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import (
     pipeline_qwenimage_edit,
     pipeline_qwenimage_edit_plus,
@@ -155,11 +156,13 @@ def small_edit_inputs() -> Iterator[None]:
             patch.setattr(pipeline, "calculate_dimensions", lambda _area, ratio: real(SMALL_AREA, ratio))
         patch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", SMALL_AREA)
         patch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", SMALL_AREA)
-        patch.setattr(
-            pipeline_qwenimage_layered,
-            "calculate_dimensions",
-            lambda _area, ratio: real(LAYERS_AREA, ratio)[:2],
-        )
+        # What these generate has the size of what they start from: here that of the items of the tests.
+        for pipeline in (pipeline_qwenimage_layered, pipeline_longcat_image_edit):
+            patch.setattr(
+                pipeline,
+                "calculate_dimensions",
+                lambda _area, ratio: tuple(max(32, side) for side in real(LAYERS_AREA, ratio)[:2]),
+            )
         patch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", SMALL_SIZES)
         yield
 

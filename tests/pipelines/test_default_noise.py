@@ -113,10 +113,15 @@ KREA2 = (
     of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
     of("logit_normal", math.exp(1.15)),  # musubi-tuner, krea2_shift, of 1280 x 1280 pixels
 )
+LONGCAT_IMAGE = (
+    of("logit_normal", flux_line),  # its authors, train_examples/lora and edit_lora
+    of("uniform", flux_line),  # the sampler's own
+)
 REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
     **dict.fromkeys(("chroma", "flux", "flux_fill", "flux_kontext"), FLUX),
     **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_layered"), QWEN_IMAGE),
     **dict.fromkeys(("krea2", "krea2_edit"), KREA2),
+    **dict.fromkeys(("longcat_image", "longcat_image_edit"), LONGCAT_IMAGE),
     **dict.fromkeys(("wan", "wan_i2v", "wan_vace"), WAN),
     "anima": (
         of("logit_normal", 1),  # kohya's sd-scripts, by default, and OneTrainer, of its preset
@@ -150,10 +155,6 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
         of("logit_normal", 5),  # musubi-tuner, docs/kandinsky5.md
         of("uniform", 3),  # what its authors' own program samples with
         of("uniform", 5),  # the sampler's own
-    ),
-    "longcat_image": (
-        of("logit_normal", flux_line),  # its authors, train_examples/lora
-        of("uniform", flux_line),  # the sampler's own
     ),
     "ltx2": (
         stretched_mean,  # Lightricks' trainer

@@ -77,7 +77,7 @@ def unwatched(sample: Sample) -> Any:
     pipeline = sample.fresh_pipeline()
     if sample.name == "krea2_edit":
         pipeline = referenced(pipeline)
-    if sample.family.edits.prompt_sees_images and hasattr(pipeline, "tokenizer"):
+    if sample.family.edits.prompt_sees_images and {"tokenizer", "processor"} <= pipeline.components.keys():
         pipeline.processor = CheckedProcessor(
             tokenizer=pipeline.tokenizer, image_processor=pipeline.processor
         )
@@ -159,6 +159,7 @@ def test_prompts_are_encoded_and_cut_as_by_the_pipeline_and_counted(sample: Samp
     texts = [*PROMPTS[:2], "", LONG]
     refused = {
         "ideogram4": LONG,
+        "longcat_image_edit": LONG,  # diffusers issue 13636: its pipeline fails where it would cut
         "qwen_image_layered": "",
     }  # the latter's pipeline describes the image instead
     texts = [text for text in texts if text != refused.get(sample.name)]
@@ -194,7 +195,7 @@ def test_a_caption_is_refused_where_the_pipeline_refuses_it(sample: Sample, pipe
         if found.type is _EncodedError:
             sample.family.check_prompt(caption, "a.png: its caption")
         else:
-            assert token in str(found.value)
+            assert token in str(found.value) or "image tokens do not match" in str(found.value)
             words = rf"a\.png: its caption holds {re.escape(token)}, .*; remove it"
             with pytest.raises(UserError, match=words):
                 sample.family.check_prompt(caption, "a.png: its caption")

@@ -76,7 +76,7 @@ def read_pipeline(sample: Sample) -> Any:
     if sample.name == "krea2_edit":
         pipeline = referenced(pipeline)
     # Its own processor of texts and images needs torchvision.
-    if sample.family.edits.prompt_sees_images and hasattr(pipeline, "tokenizer"):
+    if sample.family.edits.prompt_sees_images and {"tokenizer", "processor"} <= pipeline.components.keys():
         pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)
     if sample.name == "chroma":
         # diffusers issue 12116: a mask of numbers, which torch adds to the attention's scores, hides nothing.

@@ -75,7 +75,7 @@ class DiffusersComponents(ModelFamily):
 
     @property
     def pipeline_settings(self) -> Mapping[str, Any]:
-        """What a pipeline is made with next to its components, for prompts and previews."""
+        """What a pipeline is made with next to its components, for prompts, media and previews."""
         return {}
 
     @cached_property

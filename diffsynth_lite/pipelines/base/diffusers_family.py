@@ -207,7 +207,8 @@ class DiffusersFamily(DiffusersComponents):
 
     def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The folder's pipeline with its autoencoder, and whatever else encodes media."""
-        return assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
+        vae = self.load_component("vae", dtype).to(device)
+        return assemble(self.pipeline, vae=vae, **self.pipeline_settings)
 
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         """Normalised latents, (B, ...) in fp32, on the CPU.
