@@ -1,7 +1,6 @@
 """LTX-2.5 against diffusers' modular blocks for it, and its pipelines."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,9 +54,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_at_each_step_training_gets_of_the_model_what_the_modular_blocks_get(
-    sample: Sample, kind: str
-) -> None:
+def test_at_each_step_training_runs_the_model_as_the_modular_blocks_do(sample: Sample, kind: str) -> None:
     family, pipeline, (given, arguments) = LTX2(sample.family.folder), LTX25ModularPipeline(), KINDS[kind]
     pipeline._blocks.sub_blocks["decode"] = LTX2AutoDecoderStep()
     parts = LTX2ImageToVideoPipeline.from_pretrained(family.folder.path).components
@@ -99,9 +96,7 @@ def test_a_preview_of_the_distilled_model_has_its_noise_levels(sample: Sample) -
 
 
 @pytest.mark.parametrize("build", [tiny, ltx_2_3])
-def test_a_run_starts_from_a_lora_of_an_earlier_release(
-    sample: Sample, build: Callable[[], Any], tmp_path: Path
-) -> None:
+def test_a_run_starts_from_a_lora_of_an_earlier_release(sample: Sample, build: Any, tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
     earlier = LTX2(PipelineFolder(path=tmp_path))
     targets, unused = earlier.target_sets["all"], sample.family.unused_modules(sample.model)
