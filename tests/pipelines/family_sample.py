@@ -228,9 +228,16 @@ def encode_texts(family: ModelFamily, *texts: str) -> list[Conditioning]:
     return family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
 
 
+def seen_in_prompts(family: ModelFamily, item: Media) -> tuple[Image.Image, ...]:
+    """The images of an item that the text encoder sees: those to edit, or the one that a clip starts from."""
+    if not family.edits.prompt_sees_images:
+        return ()
+    return item.inputs if family.frame_step is None else (item.first_frame or item.frames[0],)
+
+
 def build_prompts(family: ModelFamily, media: Sequence[Media]) -> list[Prompt]:
     """Those of the items, and the negative one of a preview of the first."""
-    seen = [item.inputs if family.edits.prompt_sees_images else () for item in media]
+    seen = [seen_in_prompts(family, item) for item in media]
     prompts = [Prompt(text=text, images=images) for text, images in zip(PROMPTS, seen, strict=True)]
     return [*prompts, Prompt(text=NEGATIVE, images=seen[0], is_negative=True)]
 
@@ -256,6 +263,9 @@ def encode_sample(name: str, build: Callable[[], Any], family: ModelFamily, dtyp
     first, negative = (encode([prompt])[0] for prompt in (captions[0], against))
     encoded = family.load_media_encoder(dtypes[1], CPU)(media)
     latents = torch.stack([tensors.pop("latents") for tensors in encoded])
+    for tensors, of_clip in zip(encoded, latents, strict=True):
+        if tensors.pop("loss_mask", None) is not None:  # the model is given a first frame in its place
+            of_clip[:, :1] = tensors["first_frame_latents"]
     return Sample(
         name=name,
         build=build,
@@ -283,7 +293,7 @@ def items_with_images(sample: Sample) -> Iterator[Sample]:
         latents, _ = tensors.pop("latents"), tensors.pop("loss_mask", None)
         first = sample.first
         if family.edits.prompt_sees_images:
-            seen = Prompt(text=PROMPTS[0], images=changed.inputs)
+            seen = Prompt(text=PROMPTS[0], images=seen_in_prompts(family, changed))
             (first,) = family.load_prompt_encoder(torch.float32, CPU)([seen])
         conditioning = [first | tensors]
         yield replace(sample, media=[changed], latents=latents[None], first=first, conditioning=conditioning)
@@ -323,11 +333,14 @@ def with_first(output: Any, first: Any) -> Any:
 def as_sampled(hidden_states: torch.Tensor | list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
     """What the transformer was given of the clean latents, in the layout of what the sampler works on.
 
-    After them, in the tokens or in the channels, may be those of other images.
+    After them, in the tokens or in the channels, may be those of other images. A first frame that is given
+    is before those that the sampler works on.
     """
     given = torch.stack(hidden_states) if isinstance(hidden_states, list) else hidden_states
     if given.numel() == output.numel():
         return given.reshape(output.shape)
+    if given.ndim == output.ndim == 5:
+        given = given[:, :, -output.shape[2] :]
     return given[tuple(map(slice, output.shape))]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.transformers.transformer_ideogram4 import LLM_TOKEN_INDICATOR
-from family_sample import CPU, PROMPTS, UNCLEAN, Sample, longest_prompts
+from family_sample import CPU, PROMPTS, UNCLEAN, Sample, longest_prompts, seen_in_prompts
 from krea2_edit_reference import referenced
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -110,7 +110,7 @@ def stopping(encode_prompt: Callable[..., object], indices: list[torch.Tensor]) 
 def test_the_encoders_get_the_tokens_that_the_pipeline_gives_them(sample: Sample, pipeline: Any) -> None:
     encode_prompt = pipeline.encode_prompt
     encode = sample.family.load_prompt_encoder(torch.float32, CPU)
-    images = sample.media[0].inputs if sample.family.edits.prompt_sees_images else ()
+    images = seen_in_prompts(sample.family, sample.media[0])
     for caption in UNCLEAN:
         with looked_up() as theirs:
             pipeline.encode_prompt = stopping(encode_prompt, theirs)
@@ -155,7 +155,7 @@ def is_among(ours: torch.Tensor, theirs: Sequence[torch.Tensor]) -> bool:
 def test_prompts_are_encoded_and_cut_as_by_the_pipeline_and_counted(sample: Sample, pipeline: Any) -> None:
     family = sample.family
     pipeline.encode_prompt = stopping(pipeline.encode_prompt, [])
-    images = sample.media[0].inputs if family.edits.prompt_sees_images else ()
+    images = seen_in_prompts(family, sample.media[0])
     texts = [*PROMPTS[:2], "", LONG]
     refused = {
         "ideogram4": LONG,
