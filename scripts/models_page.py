@@ -280,7 +280,7 @@ def _frames(family: type[ModelFamily]) -> dict[str, str]:
     if family.frame_step is None:
         return {}
     return {
-        "frames": f"{_said(family, 'frame_step')} k + 1",
+        "frames": f"{_said(family, 'frame_step')} k + {_said(family, 'frame_rest')}",
         "frames by default": _said(family, "default_num_frames"),
         "frames a second": _said(family, "default_fps", lambda fps: f"{fps:g}"),
     }

@@ -30,12 +30,14 @@ class Original:
         rows: their shares of the outputs.
         halves_swapped: whether, where it has two outputs for each input, their halves come in the other order
             there, as scale and shift do in the last normalisation of some models.
+        is_gated: whether its halves, a value and its gate, come in the other order there at any size.
         growth: outputs for each input, if that distinguishes a model from others with the same names.
     """
 
     layers: tuple[str, ...]
     rows: tuple[int, ...] = (1,)
     halves_swapped: bool = False
+    is_gated: bool = False
     growth: int | None = None
 
     def fits(self, num_inputs: int, num_outputs: int) -> bool:
@@ -44,7 +46,7 @@ class Original:
 
     def swaps(self, num_inputs: int, num_outputs: int) -> bool:
         """Whether the halves of its outputs are swapped for a layer of this size."""
-        return self.halves_swapped and num_outputs == 2 * num_inputs
+        return self.is_gated or (self.halves_swapped and num_outputs == 2 * num_inputs)
 
 
 def renamed(layer: str, growth: int | None = None) -> Original:

@@ -35,6 +35,8 @@ _OTHER_KINDS = {
     r"\.lora_mid\.weight$": "a LoCon whose convolutions have three matrices",
     r"\.lora_(B|up)\b.*\.bias$": "a LoRA with biases",
     r"\.(diff|diff_b|set_weight|reshape_weight|w_norm|b_norm)$": "a LoRA that also changes whole weights",
+    # It has rows by head, as the authors' files, where others have those of queries before those of keys.
+    r"\.attn\.qkv_proj\.lora_A\.default\.": "a LoRA of DiffSynth-Studio on MiniMax-H3",
     r"\b(bundle_emb|emb_params|string_to_param)\b": "a LoRA with embeddings of its own",
 }
 """Unsupported kinds, by pattern of a tensor's name."""

@@ -16,6 +16,8 @@ from diffusers import (
     AutoencoderKLLTX2Audio,
     AutoencoderKLLTX2Video,
     AutoencoderKLLTXVideo,
+    AutoencoderKLMiniMaxH3,
+    AutoencoderKLMiniMaxH3Audio,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
     AutoencoderKLWan,
@@ -223,4 +225,44 @@ def tiny_dc_vae(*, seed: int = 0) -> AutoencoderDC:
             upsample_block_type="interpolate",
             downsample_block_type="conv",
             scaling_factor=0.41407,
+        ).eval()
+
+
+def tiny_minimax_h3_vae(*, seed: int = 0) -> AutoencoderKLMiniMaxH3:
+    """A random MiniMax-H3 VAE of clips: 4 channels, 16 x 16 pixels, and 5 k + 2 latents of 17 k + 5 frames.
+
+    The released one has 24. Its statistics are not the defaults of the class, which change nothing.
+    """
+    with seeded(seed):
+        return AutoencoderKLMiniMaxH3(
+            latent_channels=4,
+            block_out_channels=(4, 4, 4, 8),
+            layers_per_block=1,
+            spatial_downsample_factors=(2, 2, 2, 2),
+            temporal_downsample_factors=(1, 2, 2, 1),
+            norm_num_groups=2,
+            decoder_num_layers=1,
+            decoder_num_attention_heads=2,
+            decoder_attention_head_dim=16,
+            decoder_ffn_mult=1,
+            latents_mean=(-0.5, -0.2, 0.2, 0.5),
+            latents_std=(0.5, 0.8, 1.2, 1.5),
+        ).eval()
+
+
+def tiny_minimax_h3_audio_vae(*, seed: int = 0) -> AutoencoderKLMiniMaxH3Audio:
+    """A random MiniMax-H3 VAE of audio: 32 channels, 40 latents a second of 32 kHz, as the released one."""
+    with seeded(seed):
+        return AutoencoderKLMiniMaxH3Audio(
+            encoder_dim=4,
+            encoder_rates=(4, 8, 25),
+            latent_dim=32,
+            num_attention_heads=2,
+            decoder_dim=16,
+            decoder_rates=(25, 8, 4),
+            decoder_kernel_sizes=(25, 8, 4),
+            resblock_kernel_sizes=(3,),
+            resblock_dilation_sizes=((1, 3, 5),),
+            latents_mean=torch.linspace(-0.5, 0.5, 32).tolist(),
+            latents_std=torch.linspace(0.5, 1.5, 32).tolist(),
         ).eval()

@@ -125,7 +125,8 @@ def check_before_download(config: Config, accelerator: Accelerator, part: Part =
     problems_of_all(accelerator, problems).require_none()
     assert family is not None
     assert checked is not None
-    for warning in (warning_of_distilled(config, family), rates_without_effect(config, checked.groups)):
+    distilled, rates = warning_of_distilled(config, family), rates_without_effect(config, checked.groups)
+    for warning in (family.notice, distilled, rates):
         if warning is not None:
             logger.warning("%s", warning)
     adapter = from_main_process(accelerator, training_adapter_digest, config, family)

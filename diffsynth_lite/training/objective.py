@@ -320,7 +320,7 @@ class DenoisingObjective:
             transformer: plain or wrapped by DDP.
             batch: gives no noise levels.
             sigma: (B,), in [0, 1], fp32, on the device.
-            audio_sigma: (B,), of audio, as ``sigma``; None where it is at the same noise levels.
+            audio_sigma: (B,), of audio, as ``sigma``; None where it has no noise levels of its own.
             huber_delta: above this, above 0, errors count by their size, as Huber (1964) has it: twice
                 ``torch.nn.functional.huber_loss``, which makes it the squared error of those below.
         """
@@ -330,7 +330,10 @@ class DenoisingObjective:
         if audio is not None:
             given.append((audio.latents, audio.noise))
         parts = [(clean.to(self.device), drawn.to(self.device)) for clean, drawn in given]
-        levels = [sigma, sigma if audio_sigma is None else audio_sigma][: len(parts)]
+        levels = [sigma]
+        if audio is not None:
+            assert isinstance(self.family, WithAudio), "the audio of no other is learned"
+            levels.append(self.family.audio_sigma(sigma) if audio_sigma is None else audio_sigma)
         path = self.family.noise_path
         noisy = tuple(path.add_noise(*part, level) for part, level in zip(parts, levels, strict=True))
         targets = tuple(path.target(*part, level) for part, level in zip(parts, levels, strict=True))
@@ -362,7 +365,7 @@ class DenoisingObjective:
         # A shared level is not given twice: a family of somebody else may not know the argument.
         own = {} if seen.audio_sigma is None else {"audio_sigma": seen.audio_sigma}
         video, audio = seen.noisy
-        assert isinstance(self.family, WithAudio), "the audio of no other is learned"
+        assert isinstance(self.family, WithAudio)
         return self.family.predict_with_audio(transformer, video, audio, seen.sigma, seen.conditioning, **own)
 
     def _own_estimate(self, transformer: torch.nn.Module, seen: _Seen) -> _Parts:

@@ -25,7 +25,7 @@ def test_there_are_recipes():
         "sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora "
         "video_quickstart wan22_i2v_a14b_lora wan22_t2v_a14b_lora wan22_ti2v_5b_lora "
         "wan22_vace_fun_a14b_lora wan_i2v_14b_lora wan_t2v_14b_offload wan_t2v_lora "
-        "wan_vace_lora z_image_lora z_image_turbo_lora"
+        "minimax_h3_lora wan_vace_lora z_image_lora z_image_turbo_lora"
     )
     assert {path.stem for path in RECIPES} >= set(names.split())
 
@@ -107,6 +107,13 @@ SETTINGS = {
     | {"model.family": "wan_vace", "model.quantize": "int8", "objective.shift_value": 5},
     "ltx_video_lora": LTX | {"train.micro_batch_size": 1},
     "ltx_video_0_9_5_lora": LTX | {"train.micro_batch_size": 1},
+    "minimax_h3_lora": MIXED
+    | {
+        "data.fps": 24,
+        "model.quantize": "nf4",
+        "objective.guidance_target": 4,
+        "validation.guidance_scale": 1,
+    },
     # The steps and guidance are those of Sana's own pipeline; Gemma 2 overflows in float16.
     "sana_lora": BFLOAT16
     | {

@@ -9,6 +9,8 @@ from typing import Any
 
 import diffusers
 from diffusers.modular_pipelines.flux3.before_denoise import Flux3PrepareLatentsStep, Flux3SetTimestepsStep
+from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import VAE_IMAGE_SIZE
 
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
@@ -62,6 +64,7 @@ _LATENT = 8
 _WAN = _called("WanPipeline")
 _KREA2 = assemble(diffusers.Krea2Pipeline).config
 _FLUX3 = Flux3SetTimestepsStep()
+_H3 = MiniMaxH3PrepareLayoutStep()
 _LAYERED = diffusers.QwenImageLayeredPipeline.__call__
 
 IMPORTED: Sequence[Row] = (
@@ -88,6 +91,14 @@ IMPORTED: Sequence[Row] = (
         },
     ),
     ("FLUX.3 * / scheduler", {"shift": _FLUX3.shift}),
+    (
+        "MiniMax-H3 / size",
+        size(
+            *reversed(resolve_canvas_size(16, 9, 32, 768, _H3.expected_configs[1].default)),
+            next(one.default for one in _H3.inputs if one.name == "num_frames"),
+        ),
+    ),
+    ("MiniMax-H3 / scheduler", {"shift": _default(diffusers.MiniMaxH3Scheduler, "shift")}),
     ("ERNIE-Image* / size", _called("ErnieImagePipeline")),
     ("HunyuanVideo / size", _called("HunyuanVideoPipeline")),
     (

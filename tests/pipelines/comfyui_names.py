@@ -13,7 +13,8 @@ Anima's are those of ``comfy/ldm/anima/model.py`` (10ca04d5365f) and ``comfy/ldm
 which it is made from. ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as a public copy of it
 had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names. CogVideoX's are
 those of ``comfy/ldm/cogvideo/model.py`` (955ce480e272), Lumina 2's those of ``comfy/ldm/lumina/model.py``,
-and Kandinsky 5's those of ``comfy/ldm/kandinsky5/model.py`` (0c84b7650fca).
+MiniMax-H3's those of ``comfy/ldm/minimax/model.py`` (003617c441f2), and Kandinsky 5's those of
+``comfy/ldm/kandinsky5/model.py`` (0c84b7650fca).
 LongCat-Image is a FLUX.1 in ``comfy/model_base.py`` (094c74c1b7f9), but what embeds its noise level has
 another name in diffusers.
 """
@@ -252,6 +253,16 @@ LUMINA2 = _flat(
 )
 """Of Lumina 2, too. Those that ComfyUI takes of diffusers' names for its class are Z-Image's."""
 
+MINIMAX_H3 = _flat(
+    "lora_unet",
+    *(
+        name
+        for blocks in ("blocks.*", "token_refiner.blocks.*")
+        for name in (*_in(f"{blocks}.attn", "qkv_proj", "out_proj"), *_in(f"{blocks}.mlp", "fc1", "fc2"))
+    ),
+)
+"""Layers of the blocks of MiniMax-H3, of whose queries, keys and values it has one layer."""
+
 TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("flux", "flux_fill", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
     **dict.fromkeys(
@@ -270,7 +281,11 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "sd3": _in("transformer", *_SD3),
     "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),
     **dict.fromkeys(
-        ("cogvideox", "ideogram4", "lumina2", "wan_vace", "hunyuan_video", "hunyuan_video_15"), ()
+        (
+            *("cogvideox", "ideogram4", "lumina2", "minimax_h3"),
+            *("wan_vace", "hunyuan_video", "hunyuan_video_15"),
+        ),
+        (),
     ),
     "sana": (),  # not in ComfyUI
 }
@@ -281,6 +296,7 @@ CONVERTED: Mapping[str, tuple[str, ...]] = {
     "hunyuan_video_15": HUNYUAN_VIDEO_15,
     "ideogram4": IDEOGRAM4,
     "lumina2": LUMINA2,
+    "minimax_h3": MINIMAX_H3,
     "wan_vace": WAN_VACE,
 }
 """Names of layers in files for ComfyUI, of families whose files are converted for it."""

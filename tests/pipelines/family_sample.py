@@ -193,7 +193,7 @@ def build_media(family: ModelFamily) -> list[Media]:
     """Three items of the first kind that the family trains on."""
     width, height = 4 * family.size_divisor, 2 * family.size_divisor
     kind = family.record_kinds[0]
-    num_frames = 1 if family.frame_step is None else 2 * family.frame_step + 1
+    num_frames = 1 if family.frame_step is None else 2 * family.frame_step + family.frame_rest
     return [
         Media(
             frames=clip(width, height, num_frames, 10 + place),

@@ -342,6 +342,26 @@ attn\.norm_k\.weight                          norm.key_norm.scale
 ff\.linear_in                                 mlp_in
 ff\.linear_out                                mlp_out
 """,
+    "MiniMaxH3Transformer3DModel": r"""
+^transformer_blocks                           blocks
+^token_refiner\.refiner_blocks                token_refiner.blocks
+^time_embedder\.linear_1                      time_embedder.proj_in
+^time_embedder\.linear_2                      time_embedder.proj_out
+^proj_in                                      video_patch_proj
+^audio_proj_in                                audio_patch_proj
+^context_embedder                             condition_proj
+^norm_out\.linear                             final_layer.adaln_proj.linear
+^norm_out                                     final_layer
+^proj_out                                     final_layer.video_out
+^audio_proj_out                               final_layer.audio_out
+attn\.norm_([qk])                             attn.\1_norm
+attn\.to_out\.0                               attn.out_proj
+attn\.to_q                                    attn.qkv_proj
+attn\.to_k                                    attn.qkv_proj
+attn\.to_v                                    attn.qkv_proj
+ff\.net\.0\.proj                              mlp.fc1
+ff\.net\.2                                    mlp.fc2
+""",
     "AuraFlowTransformer2DModel": r"""
 ^pos_embed\.pos_embed                         positional_encoding
 ^pos_embed\.proj                              init_x_linear
@@ -378,10 +398,11 @@ _SWAPPED = {
     "Flux2Transformer2DModel": r"final_layer\.adaLN_modulation\.1",
     "Flux3Transformer2DModel": r"final_layer\.image\.adaLN_modulation\.1",
     "AuraFlowTransformer2DModel": r"modF\.1",
+    "MiniMaxH3Transformer3DModel": r".*\.mlp\.fc1",
     # The last block of a small one is the second.
     "SD3Transformer2DModel": r"(final_layer|joint_blocks\.1\.context_block)\.adaLN_modulation\.1",
 }
-"""Layers with shift and scale, which diffusers has the other way round."""
+"""Layers with shift and scale, or with a gate and a value, which diffusers has the other way round."""
 _FLAT = {"Krea2Transformer2DModel": r"^blocks\.\d+\.mod\.lin$"}
 """Tensors that have one axis."""
 _MORE = {"SanaTransformer2DModel": ("pos_embed", "y_embedder.y_embedding")}
@@ -438,7 +459,8 @@ def convert_width_of(model: nn.Module, patch: pytest.MonkeyPatch) -> None:
     elif _has_width(converter.__code__):
         widths = {_WIDTH_OF_FLUX: config.num_attention_heads * config.attention_head_dim}
     code = _of_widths(converter.__code__, widths)
-    patch.setitem(functions, "checkpoint_mapping_fn", FunctionType(code, converter.__globals__))
+    changed = FunctionType(code, converter.__globals__, argdefs=converter.__defaults__)
+    patch.setitem(functions, "checkpoint_mapping_fn", changed)
 
 
 def _has_width(code: CodeType) -> bool:

@@ -48,6 +48,7 @@ _SIGLIP = _language(1152, 4304, 16, 27) | {"patch_size": 14}
 _QWEN3_VL_8B = _qwen3_vl(
     *(4096, 12288, 32, 36, 8, 151936, 128), layers=(8, 16, 24), depth=27, width=1152, inner=4304
 )
+_QWEN3_VL_32B = _QWEN3_VL_8B | _language(5120, 25600, 64, 64, prefix="text_config.")
 _QWEN25_VL_7B = (3584, 18944, 28, 28, 4, 152064)
 
 
@@ -329,6 +330,10 @@ READ: Mapping[str, Sequence[Row]] = {
             ),
         ),
         (("Krea 2* / text_encoder", "FLUX.3 * / text_encoder"), {"tie_word_embeddings": True}),
+    ),
+    "modelscope/DiffSynth-Studio, fed7b18fac2e, minimax_h3_text_encoder.py, but its 64 layers": (
+        ("MiniMax-H3 / text_encoder", _QWEN3_VL_32B | _vision(out_hidden_size=5120)),
+        ("MiniMax-H3 / text_encoder", {"tie_word_embeddings": False}),
     ),
     f"{MUSUBI}qwen_image/qwen_image_utils.py": (
         ("HunyuanVideo 1.5* / text_encoder", _language(*_QWEN25_VL_7B)),

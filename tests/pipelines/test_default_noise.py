@@ -172,6 +172,10 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
         of("logit_normal", 1),  # diffusion-pipe, by default
         of("uniform", 6),  # the sampler's own
     ),
+    "minimax_h3": (
+        of("uniform", 8),  # diffusion-pipe, its example
+        of("uniform", 12),  # the sampler's own, also of SimpleTuner
+    ),
     "qwen_image_21": (
         of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
         of("uniform", qwen_21_line),  # what it is sampled with

@@ -239,7 +239,7 @@ def test_files_of_other_kinds_do_in_diffusers_and_in_comfyui_what_the_adapter_do
     layers = adapter_settings(model)["target_modules"]
     if sample.name == "flux":
         with pytest.raises(
-            UserError, match=r"norm_out\.linear has scale and shift in another order in ComfyUI"
+            UserError, match=r"norm_out\.linear has the halves of its outputs in another order in ComfyUI"
         ):
             family.lora_files.settle(family.empty_transformer(), ["norm_out.linear"], rank=RANK, kind=Dora())
     family.lora_files.settle(family.empty_transformer(), layers, rank=RANK, kind=kind)
@@ -301,7 +301,7 @@ def differing(expected: dict[str, LoraPair], found: dict[str, LoraPair]) -> list
 
 BEYOND_BLOCKS = {"sdxl": ("proj_in", "proj_out")}
 """Endings of what ``all`` holds next to the layers of the blocks."""
-NOT_TRAINED = {"sdxl": "time_emb_proj", "flux3": "mode_blocks.image_cond."}
+NOT_TRAINED = {"sdxl": "time_emb_proj", "flux3": "mode_blocks.image_cond.", "minimax_h3": "adaln_proj."}
 """In the names of linear layers of the blocks that ``all`` leaves out."""
 
 

@@ -15,7 +15,7 @@ from tiny_run import TinyRun, tiny_image, write_config
 
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.media import Audio, RecordKind
-from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, load_family, sdxl
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, load_family, minimax_h3, sdxl
 
 STEPS = 2
 PROMPT = "a red circle"
@@ -140,6 +140,9 @@ LAYOUTS = {
         kind="image_to_video",
         conditioning=OF_A_DRAWN_START,
     ),
+    "minimax_h3 with audio": FamilyCase(
+        family="minimax_h3", build=minimax_h3.tiny, has_sound=True, conditioning=(("audio_latents", 2),)
+    ),
     "sdxl with text encoders": FamilyCase(
         family="sdxl", build=sdxl.tiny, trained=("unet", "text_encoder", "text_encoder_2")
     ),
@@ -225,7 +228,7 @@ def add_others(kind: RecordKind, root: Path, family: ModelFamily) -> list[str]:
 def shortest_clip(family: ModelFamily) -> int:
     """The frames of the shortest clip that moves."""
     assert family.frame_step is not None
-    return family.frame_step + 1
+    return family.frame_step + family.frame_rest
 
 
 def add_images(folder: Path, *, detail: int) -> Path:

@@ -44,12 +44,13 @@ class ModelFamily(ABC):
     Attributes:
         pipeline_classes: class names of which the folder's index must give one.
         releases: the released models that are known of it; none unless a family names its own.
+        notice: what all who train it must know, such as whom its licence excludes: a run logs it once.
         starting_recipes: the config that a run starts from, for each kind of data: one of ``configs/``, or a
             file next to the family's own.
         lora_spelling: the names of layers in its LoRA files; diffusers' by default.
         lora_layers: the layers that files of other programs may have, by all their names; a family that gives
             none reads only files with diffusers' names on the layers that it trains.
-        frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only images.
+        frame_step: frame counts must be k * ``frame_step`` + ``frame_rest``; None of families of images only.
         unused_in_last_block: endings of names in the last block whose output nobody uses.
         blocks_by_hook: whether diffusers' hook for gradient checkpointing runs the blocks.
         unused_matmuls: names of layers in the blocks whose results no gradient needs as long as the gate that
@@ -79,11 +80,13 @@ class ModelFamily(ABC):
 
     pipeline_classes: ClassVar[tuple[str, ...]]
     releases: ClassVar[tuple[Release, ...]] = ()
+    notice: ClassVar[str | None] = None
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {}
     lora_spelling: ClassVar[Spelling] = DIFFUSERS
     lora_layers: ClassVar[LoraLayers] = {}
     tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer",)
     frame_step: ClassVar[int | None] = None
+    frame_rest: ClassVar[int] = 1
     unused_in_last_block: ClassVar[tuple[str, ...]] = ()
     unused_matmuls: ClassVar[tuple[str, ...]] = ()
     refused_in_prompts: ClassVar[tuple[str, ...]] = ()
@@ -296,17 +299,17 @@ class ModelFamily(ABC):
             )
 
     def check_frames(self, num_frames: int, *, key: str) -> None:
-        """Check that a number of frames is k * ``frame_step`` + 1, or 1 where that is None."""
+        """Check that a number of frames is k * ``frame_step`` + ``frame_rest``, or 1 without such a step."""
         if self.frame_step is None:
             if num_frames != 1:
                 raise UserError(f"{key}: {num_frames} frames; this family makes images, of 1 frame")
             return
-        steps, rest = divmod(num_frames - 1, self.frame_step)
-        if num_frames < 1 or rest:
-            fit = [max(0, steps + extra) * self.frame_step + 1 for extra in (0, 1)]
+        steps, rest = divmod(num_frames - self.frame_rest, self.frame_step)
+        if num_frames < self.frame_rest or rest:
+            fit = [max(0, steps + extra) * self.frame_step + self.frame_rest for extra in (0, 1)]
             raise UserError(
-                f"{key}: {num_frames} frames; this family needs {self.frame_step} k + 1, such as "
-                f"{' or '.join(map(str, fit))}"
+                f"{key}: {num_frames} frames; this family needs {self.frame_step} k + {self.frame_rest}, "
+                f"such as {' or '.join(map(str, fit))}"
             )
 
     def check_vae_dtype(self, dtype: torch.dtype) -> None:

@@ -221,8 +221,8 @@ class LoraFiles:
                 num_outputs, num_inputs = of_component.get_parameter(f"{layer}.weight").shape
                 if names.in_kohya(layer)[1].swaps(num_inputs, num_outputs):
                     raise UserError(
-                        f"lora.target_modules: {layer} has scale and shift in another order in ComfyUI, "
-                        "which would multiply a DoRA's rows in the wrong one; leave it out, or set "
+                        f"lora.target_modules: {layer} has the halves of its outputs in another order in "
+                        "ComfyUI, which would multiply a DoRA's rows in the wrong one; leave it out, or set "
                         "lora.kind: lora"
                     )
 

@@ -60,6 +60,13 @@ class WithAudio(ABC):
             UserError: the clip is too short for its audio.
         """
 
+    def audio_sigma(self, sigma: torch.Tensor) -> torch.Tensor:
+        """Noise levels of audio, (B,), where it has none of its own: those of its clips, ``sigma``.
+
+        Another where the model's sampler has other levels of the two at a step.
+        """
+        return sigma
+
     @abstractmethod
     def predict_with_audio(
         self,
@@ -74,5 +81,5 @@ class WithAudio(ABC):
         """As ``predict``, of clips with their audio: the estimate of each of the two, in its shape.
 
         Args:
-            audio_sigma: (B,), noise level of the audio, in fp32; None where it is ``sigma``.
+            audio_sigma: (B,), noise level of the audio, in fp32; None where it is ``audio_sigma(sigma)``.
         """

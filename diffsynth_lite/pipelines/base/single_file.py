@@ -73,6 +73,8 @@ _KINDS = MappingProxyType(
         r"^time_embed\.t_embedder\.": "an Anima in diffusers' layout",
         r"^(net\.)?x_embedder\.proj\.1\.": "an Anima",
         r"^patch_embed\.text_proj\.": "a CogVideoX in diffusers' layout",
+        r"^adaln_t_table": "a pruned MiniMax-H3, which diffusers does not read; take the one that is not",
+        r"^token_refiner\.refiner_blocks\.": "a MiniMax-H3 in diffusers' layout",
         r"^audio_(proj_in|patchify_proj)\.": "an LTX-2",
         r"^proj_in\.": "an LTX-Video in diffusers' layout",
         r"^down_blocks\.1\.attentions\.0\.proj_in\.": "a UNet in diffusers' layout",

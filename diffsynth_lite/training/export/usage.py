@@ -26,10 +26,10 @@ for place, layer in enumerate(result.images[0], start=1):
     layer.save(f"layer-{place}.png")"""
 _SAVE_WITH_AUDIO = """\
 encode_video(
-    result.frames[0],
+    result.{clips}[0],
     fps={fps:g},
     audio=result.audio[0].float().cpu(),
-    audio_sample_rate=pipeline.vocoder.config.output_sampling_rate,
+    audio_sample_rate={rate},
     output_path="video.mp4",
 )"""
 
@@ -179,9 +179,12 @@ def _saving(
         return f'result.{family.images_output}[0].save("image.png")'
     if request.num_frames == 1:
         return 'result.frames[0][0].save("image.png")'
+    is_modular = issubclass(family.pipeline_for(request), ModularPipeline)
+    clips = "videos" if is_modular else "frames"
     if family.with_audio:
-        return _SAVE_WITH_AUDIO.format(fps=fps)
-    return f'export_to_video(result.frames[0], "video.mp4", fps={fps:g})'
+        rate = "result.sampling_rate" if is_modular else "pipeline.vocoder.config.output_sampling_rate"
+        return _SAVE_WITH_AUDIO.format(clips=clips, fps=fps, rate=rate)
+    return f'export_to_video(result.{clips}[0], "video.mp4", fps={fps:g})'
 
 
 def _loading(family: DiffusersFamily, lora: str) -> Iterator[str]:
