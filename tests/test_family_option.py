@@ -22,11 +22,16 @@ def test_the_command_for_a_family_elsewhere_reaches_every_file_of_tests_of_famil
     run = Program(
         PYTEST,
         # Plain assertions: what the process has imported before pytest cannot be rewritten.
-        [*("--collect-only", "-q", "--assert=plain", option, "my_families.aura_flow"), *map(str, files)],
+        [
+            *("--collect-only", "-q", "--assert=plain", option, "my_families.stable_diffusion"),
+            *map(str, files),
+        ],
         tmp_path / "printed",
     )
     assert run.wait() == 0, run.printed()
     collected = re.findall(r"^(\S+\.py)::\w+\[(.*)\]$", run.printed(), re.M)
-    named = {REPOSITORY / file for file, parameters in collected if "my_families.aura_flow" in parameters}
+    named = {
+        REPOSITORY / file for file, parameters in collected if "my_families.stable_diffusion" in parameters
+    }
     assert named == files
     assert not [parameters for _, parameters in collected if "qwen_image" in parameters]

@@ -19,7 +19,6 @@ from diffusers import (
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
-from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import shared_names as shared
 from diffsynth_lite.lora.layer_names import (
     LayerNames,
@@ -288,14 +287,9 @@ class SD3(DiffusersFamily):
     }
     unused_in_last_block = ("attn.add_q_proj",)
 
-    def check_size(self, width: int, height: int, *, keys: str) -> None:
-        super().check_size(width, height, keys=keys)
-        places = self.folder.component_config("transformer")["pos_embed_max_size"]
-        if max(width, height) > places * self.size_divisor:
-            raise UserError(
-                f"{keys}: {width}x{height}; this model knows the places of images of at most "
-                f"{places * self.size_divisor} pixels on each side"
-            )
+    @property
+    def max_side(self) -> int:
+        return int(self.folder.component_config("transformer")["pos_embed_max_size"]) * self.size_divisor
 
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         given = super().example_conditioning(latents_shape) or {}

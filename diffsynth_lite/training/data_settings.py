@@ -1,6 +1,7 @@
 """This file turns the settings of the data into values for the code that reads, plans and encodes it."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -49,6 +50,7 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
     _require_colour(data.background)
     for size in data.given_sizes:
         family.check_size(*size, keys="data.sizes" if data.sizes else "data.width, data.height")
+    _require_places(config, family)
     frame_counts = frame_counts_of(config, family)
     for count in frame_counts:
         family.check_frames(count, key="data.frame_counts")
@@ -252,6 +254,20 @@ def open_memory(config: Config, part: Part = WHOLE) -> FileMemory:
     """The memory of the run's files; a part of an encoding job writes to files of its own."""
     index = index_file(cache_folder(config))
     return FileMemory(index) if part.is_whole else PartMemory(index, part)
+
+
+def _require_places(config: Config, family: ModelFamily) -> None:
+    """Check that no size of a resolution has a side of more than ``max_side`` pixels."""
+    edge, ratio = max(config.data.resolutions, default=0), config.data.max_aspect_ratio
+    if family.max_side is None or config.data.given_sizes or edge * math.sqrt(ratio) <= family.max_side:
+        return
+    fit = math.floor(100 * (family.max_side / edge) ** 2) / 100
+    do = f"data.max_aspect_ratio: {fit}" if fit >= 1 else f"data.resolutions: [{family.max_side}]"
+    raise UserError(
+        f"data.max_aspect_ratio: {ratio:g}, with data.resolutions: [{edge}], makes sides of "
+        f"{edge * math.sqrt(ratio):.0f} pixels, and this model knows places for at most {family.max_side}; "
+        f"set {do}"
+    )
 
 
 def _bucket_rule(config: Config, family: ModelFamily, frame_counts: tuple[int, ...]) -> BucketRule:

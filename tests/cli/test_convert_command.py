@@ -159,7 +159,11 @@ def test_alpha_and_dtype_of_a_runs_lora_are_those_asked_for(
             ("--to", "kohya", "--family", "flax"),
             "--family: .* did you mean 'flux'",
         ),
-        ("lora_unet_blocks_0_ffn_0", ("--to", "kohya", "--family", "my_families.aura_flow"), "lora_layers"),
+        (
+            "lora_unet_blocks_0_ffn_0",
+            ("--to", "kohya", "--family", "my_families.stable_diffusion"),
+            "lora_layers",
+        ),
     ],
 )
 def test_what_cannot_be_converted_is_one_line(

@@ -16,6 +16,7 @@ PIPELINES = REPOSITORY / "diffsynth_lite" / "pipelines"
 
 def test_there_are_recipes():
     names = (
+        "aura_flow_lora "
         "anima_lora chroma_lora cogvideox15_lora cogvideox_lora ernie_image_lora flux2_klein_distilled_lora "
         "flux2_klein_edit_lora flux2_klein_lora flux2_lora flux3_klein_edit_lora flux3_klein_lora "
         "flux_fill_lora flux_kontext_lora flux_lora flux_schnell_lora hunyuan_video_15_lora "
@@ -134,6 +135,7 @@ SETTINGS = {
     "chroma_lora": SQUARES | BFLOAT16 | {"model.family": "chroma"},
     "flux2_lora": FLUX2 | {"model.path": "black-forest-labs/FLUX.2-dev"},
     "flux2_klein_lora": FLUX2 | {"model.path": "black-forest-labs/FLUX.2-klein-base-4B"},
+    "aura_flow_lora": SQUARES | MIXED | {"model.path": "fal/AuraFlow-v0.3"},
     "longcat_image_edit_lora": EDITS | {"model.family": "longcat_image_edit"},
     "longcat_image_lora": SQUARES | MIXED | {"validation.num_inference_steps": 50},
     "lumina2_lora": SQUARES | MIXED | {"objective.shift": "resolution"},

@@ -47,9 +47,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "their_package"
     folder.mkdir()
     (folder / "__init__.py").touch()
-    shutil.copy(MY_FAMILIES / "aura_flow.py", folder / "their_family.py")
-    recipe = (MY_FAMILIES / "aura_flow_lora.yaml").read_text()
-    (folder / "aura_flow_lora.yaml").write_text(recipe.replace("my_families.aura_flow", NAME))
+    shutil.copy(MY_FAMILIES / "stable_diffusion.py", folder / "their_family.py")
+    recipe = (MY_FAMILIES / "stable_diffusion_lora.yaml").read_text()
+    (folder / "stable_diffusion_lora.yaml").write_text(recipe.replace("my_families.stable_diffusion", NAME))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return folder
@@ -66,7 +66,7 @@ def test_every_command_finds_a_family_by_its_dotted_name(
 
     assert main(["init", "images", "--family", NAME, "--out", "mine.yaml"]) == 0
     assert f"Wrote mine.yaml, for {NAME}." in capsys.readouterr().out
-    assert f"\nextends: {package / 'aura_flow_lora.yaml'}\n" in Path("mine.yaml").read_text()
+    assert f"\nextends: {package / 'stable_diffusion_lora.yaml'}\n" in Path("mine.yaml").read_text()
 
     config = ["--config", "mine.yaml", "model.path=tiny", *SMALL]
     assert main(["plan", *config]) == 0
@@ -84,20 +84,20 @@ def test_every_command_finds_a_family_by_its_dotted_name(
 
     generate_docs.main(["--family", NAME])
     page = capsys.readouterr().out
-    assert page.startswith(f"## {NAME}\n\nAuraFlow: 4 dual-stream and 32 single-stream blocks")
-    assert "`aura_flow_lora.yaml`" in page
+    assert page.startswith(f"## {NAME}\n\nStable Diffusion 1.5: a UNet")
+    assert "`stable_diffusion_lora.yaml`" in page
 
 
 def test_the_file_of_a_built_in_family_brings_it_into_schema_readme_and_docs(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copy(package / "their_family.py", package / "aura_flow.py")
+    shutil.copy(package / "their_family.py", package / "stable_diffusion.py")
     monkeypatch.setattr(pipelines, "__path__", [*pipelines.__path__, str(package)])
     files = pkgutil.iter_modules
     monkeypatch.setattr(pkgutil, "iter_modules", lambda paths: files([*paths, str(package)]))
-    monkeypatch.setattr("models_page.family_names", lambda: ["aura_flow", "chroma"])
-    assert "aura_flow" in family_names()
-    assert '"aura_flow",\n' in render_schema(family_names())
-    row = "| [`aura_flow`](docs/models.md#aura_flow) | AuraFlow: 4 dual-stream and 32 single-stream blocks"
+    monkeypatch.setattr("models_page.family_names", lambda: ["chroma", "stable_diffusion"])
+    assert "stable_diffusion" in family_names()
+    assert '"stable_diffusion",\n' in render_schema(family_names())
+    row = "| [`stable_diffusion`](docs/models.md#stable_diffusion) | Stable Diffusion 1.5: a UNet"
     assert row in render_readme((REPOSITORY / "README.md").read_text(encoding="utf-8"))
-    assert "\n## aura_flow\n\nAuraFlow: 4 dual" in render_models_page(REPOSITORY / "configs")
+    assert "\n## stable_diffusion\n\nStable Diffusion 1.5" in render_models_page(REPOSITORY / "configs")

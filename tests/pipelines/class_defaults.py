@@ -72,6 +72,7 @@ IMPORTED: Sequence[Row] = (
     ("Krea 2* / settings", {name: _KREA2[name] for name in ("patch_size", "text_encoder_select_layers")}),
     ("Krea 2 Raw / settings", {"is_distilled": _KREA2["is_distilled"]}),
     ("Anima* / size", _own_size("AnimaModularPipeline")),
+    ("AuraFlow v0.3 / size", _called("AuraFlowPipeline")),
     ("Chroma1* / size", _own_size("ChromaPipeline")),
     ("FLUX.1 * / size", _own_size("FluxPipeline")),
     ("FLUX.2 dev / size", _own_size("Flux2Pipeline")),

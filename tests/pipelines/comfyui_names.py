@@ -16,7 +16,8 @@ those of ``comfy/ldm/cogvideo/model.py`` (955ce480e272), Lumina 2's those of ``c
 MiniMax-H3's those of ``comfy/ldm/minimax/model.py`` (003617c441f2), and Kandinsky 5's those of
 ``comfy/ldm/kandinsky5/model.py`` (0c84b7650fca).
 LongCat-Image is a FLUX.1 in ``comfy/model_base.py`` (094c74c1b7f9), but what embeds its noise level has
-another name in diffusers.
+another name in diffusers. AuraFlow's names are those of ``auraflow_to_diffusers`` in
+``comfy/utils.py``.
 """
 
 import re
@@ -134,6 +135,17 @@ _SD3 = (
     *_in("time_text_embed.timestep_embedder", "linear_1", "linear_2"),
     *_in("time_text_embed.text_embedder", "linear_1", "linear_2"),
     *("context_embedder", "norm_out.linear", "proj_out"),
+)
+_AURA_FLOW_FEED_FORWARD = ("linear_1", "linear_2", "out_projection")
+_AURA_FLOW = (
+    *_in("joint_transformer_blocks.*", *_JOINT_ATTENTION, "norm1.linear", "norm1_context.linear"),
+    *_in("joint_transformer_blocks.*.ff", *_AURA_FLOW_FEED_FORWARD),
+    *_in("joint_transformer_blocks.*.ff_context", *_AURA_FLOW_FEED_FORWARD),
+    *_in("single_transformer_blocks.*.attn", *_PLAIN_ATTENTION),
+    *_in("single_transformer_blocks.*.ff", *_AURA_FLOW_FEED_FORWARD),
+    *_in("single_transformer_blocks.*", "norm1.linear"),
+    *_in("time_step_proj", "linear_1", "linear_2"),
+    *("context_embedder", "pos_embed.proj", "norm_out.linear", "proj_out"),
 )
 _WAN = (
     *_in("blocks.*.self_attn", "q", "k", "v", "o"),
@@ -268,6 +280,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("qwen_image", "qwen_image_edit", "qwen_image_layered"), _in("transformer", *_QWEN_IMAGE)
     ),
+    "aura_flow": _in("transformer", *_AURA_FLOW),
     **dict.fromkeys(("longcat_image", "longcat_image_edit"), _LONGCAT_IMAGE),
     "anima": _in("diffusion_model", *_ANIMA),
     "ernie_image": _in("diffusion_model", *_ERNIE_IMAGE),

@@ -62,7 +62,7 @@ SIGMA = torch.tensor([0.1, 0.5, 0.9])
 Dtypes = tuple[torch.dtype, torch.dtype]
 FP32: Dtypes = (torch.float32, torch.float32)
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
-ELSEWHERE = ("my_families.aura_flow",)
+ELSEWHERE = ("my_families.stable_diffusion",)
 """Families that are not part of the package, in ``tests/elsewhere``."""
 SMALL_AREA = 64 * 64
 LAYERS_AREA = 64 * 32

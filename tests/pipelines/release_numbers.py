@@ -85,6 +85,7 @@ _WAN22_DEVIATIONS = (
 DIFFUSERS = "huggingface/diffusers, 58eb52c0803e, "
 MUSUBI = "kohya-ss/musubi-tuner, 30c658c4f4b0, src/musubi_tuner/"
 FORGE = "lllyasviel/stable-diffusion-webui-forge, dfdcbab685e5, backend/huggingface/"
+PIPE = "tdrussell/diffusion-pipe, 8f83dbf25d03, configs/auraflow/"
 LUMINA = "Alpha-VLLM/Lumina-Image-2.0 on the hub, 26d0f62a411a, "
 
 READ: Mapping[str, Sequence[Row]] = {
@@ -291,6 +292,16 @@ READ: Mapping[str, Sequence[Row]] = {
             },
         ),
     ),
+    f"{PIPE}transformer_config.json; bytes of the single file of Pony V7": (
+        (("AuraFlow* / transformer", "Pony V7 / transformer"), {"pos_embed_max_size": 9216}),
+    ),
+    f"{PIPE}text_encoder/config.json": (
+        (
+            ("AuraFlow* / text_encoder", "Pony V7 / text_encoder"),
+            _t5(2048, 5120, 32, 24, vocab_size=32128),
+        ),
+    ),
+    f"{PIPE}vae_config.json": ((("AuraFlow* / vae", "Pony V7 / vae"), _KL | {"scaling_factor": 0.13025}),),
     f"{LUMINA}scheduler/scheduler_config.json": (("Lumina-Image 2.0 / scheduler", {"shift": 6.0}),),
     f"{LUMINA}transformer/config.json": (
         (("Lumina-Image 2.0 / transformer", "NetaYume Lumina* / transformer"), {"cap_feat_dim": 2304}),
@@ -463,6 +474,8 @@ UNCONFIRMED: Mapping[str, Sequence[Row]] = {
         ),
     ),
     "as in copies that are not at hand at a commit": (
+        (("AuraFlow* / scheduler", "Pony V7 / scheduler"), {"shift": 1.73}),
+        ("Pony V7 / size", size(1280, 1536)),
         (
             ("Chroma1* / scheduler", "LongCat-Image* / scheduler"),
             {"shift": 3.0, "use_dynamic_shifting": True},

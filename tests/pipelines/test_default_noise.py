@@ -134,6 +134,10 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
         of("uniform", 3, "bell"),  # DiffSynth-Studio
         of("uniform", 4),  # the sampler's own
     ),
+    "aura_flow": (
+        of("logit_normal", 1),  # diffusion-pipe, by default
+        of("logit_normal", 1.73),  # SimpleTuner's example
+    ),
     "flux2": (
         of("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
         of("logit_normal", flux_line),  # musubi-tuner, flux2_shift

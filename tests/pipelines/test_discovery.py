@@ -29,8 +29,8 @@ def test_the_built_in_families_are_the_files_and_folders_next_to_their_base() ->
 
 
 def test_a_family_kept_elsewhere_is_found_by_its_dotted_path() -> None:
-    family = load_family("my_families.aura_flow")
-    assert (family.__name__, family.__module__) == ("AuraFlow", "my_families.aura_flow")
+    family = load_family("my_families.stable_diffusion")
+    assert (family.__name__, family.__module__) == ("StableDiffusion", "my_families.stable_diffusion")
 
 
 CODE = """

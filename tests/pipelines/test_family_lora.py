@@ -20,8 +20,8 @@ from family_sample import (
     pairs_on,
     velocity_and_gradients,
 )
-from my_families.aura_flow import AuraFlow
-from my_families.aura_flow import tiny as tiny_aura_flow
+from my_families.stable_diffusion import StableDiffusion
+from my_families.stable_diffusion import tiny as tiny_stable_diffusion
 from original_layouts import original_layout
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
@@ -373,15 +373,15 @@ def predict(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:
 
 
 def test_a_lora_that_its_pipeline_reads_is_taken_for_what_its_settings_make_it(tmp_path: Path) -> None:
-    tiny_aura_flow().save_pretrained(tmp_path)
-    family, lora = AuraFlow(PipelineFolder(path=tmp_path)), tmp_path / "lora"
-    layers = [f"joint_transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k")]
+    tiny_stable_diffusion().save_pretrained(tmp_path)
+    family, lora = StableDiffusion(PipelineFolder(path=tmp_path)), tmp_path / "lora"
+    layers = [f"mid_block.attentions.0.transformer_blocks.0.attn1.{name}" for name in ("to_q", "to_k")]
     tensors = {f"{layer}.lora_{part}.weight": torch.ones(4, 4) for layer in layers for part in "AB"}
     (file,) = family.lora_files.save(lora, tensors, {"r": 4, "lora_alpha": 4, "target_modules": layers})
     stored = load_file(file)
 
     def read(**settings: object) -> dict[str, LoraPair]:
-        stated = {f"transformer.{name}": value for name, value in settings.items()}
+        stated = {f"unet.{name}": value for name, value in settings.items()}
         save_file(stored, file, {"format": "pt", "lora_adapter_metadata": json.dumps(stated)})
         return pairs_of(*family.lora_files.read(lora))
 
@@ -391,5 +391,5 @@ def test_a_lora_that_its_pipeline_reads_is_taken_for_what_its_settings_make_it(t
     with pytest.raises(UserError, match="is a DoRA by its settings"):
         read(r=4, lora_alpha=8, use_dora=True)
     save_file(stored, file, {"format": "pt", "lora_adapter_metadata": "[" * 100_000})
-    with pytest.raises(UserError, match="holds no LoRA that AuraFlowPipeline can read"):
+    with pytest.raises(UserError, match="holds no LoRA that StableDiffusionPipeline can read"):
         family.lora_files.read(lora)

@@ -41,9 +41,10 @@ ROUNDED_DOWN = {
 """Parameters of those whose names give less than is there."""
 OTHER_LIMITS = {
     "FLUX.1 schnell": 256,
+    "Pony V7": 768,
     **dict.fromkeys(("Qwen-Image-Edit", "Qwen-Image-Edit-2509", "Qwen-Image-Edit-2511"), 1024),
 }
-"""Tokens of prompts: what schnell was made with, and what is the most that pipelines take which cut none."""
+"""Tokens of prompts: what two were made with, and what is the most that pipelines take which cut none."""
 GATES = "to_gate_logits"
 """Of LTX-2.3: layers of the attention with one output for each head."""
 # krea2_edit has those of krea2.
@@ -195,7 +196,7 @@ def test_a_family_that_names_no_releases_has_none_not_those_of_the_family_it_is_
         """Made from FLUX.1."""
 
     assert Flux.releases
-    assert Other.releases == releases_of("my_families.aura_flow") == ()
+    assert Other.releases == releases_of("my_families.stable_diffusion") == ()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from diffsynth_lite.pipelines.wan import tiny_wan_transformer
 
 KEY = "model.transformer_file"
 KINDS = {
-    "AuraFlowTransformer2DModel": ("no model that is known here", "auraflow"),
+    "AuraFlowTransformer2DModel": ("an AuraFlow in diffusers' layout", "auraflow"),
     "ChromaTransformer2DModel": ("a Chroma", "chroma"),
     "CogVideoXTransformer3DModel": ("a CogVideoX", ""),
     "CosmosTransformer3DModel": ("an Anima in diffusers' layout", "an Anima"),
@@ -55,7 +55,7 @@ KINDS = {
     "QwenImage21Transformer2DModel": ("qwen-image-2.1", "qwen-image-2.1"),
     "SanaTransformer2DModel": ("a Sana", "sana"),
     "SD3Transformer2DModel": ("a Stable Diffusion 3", "a Stable Diffusion 3"),
-    "UNet2DConditionModel": ("a UNet", "a UNet of SDXL"),
+    "UNet2DConditionModel": ("a UNet", "a UNet of S"),
     "WanVACETransformer3DModel": ("a Wan VACE", "a Wan VACE"),
     "WanTransformer3DModel": ("a Wan", "wan-"),
     "ZImageTransformer2DModel": ("z-image", "z-image"),

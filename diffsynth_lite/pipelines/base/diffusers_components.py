@@ -56,11 +56,13 @@ class DiffusersComponents(ModelFamily):
         transformer_class: of ``trainable`` components that ``encoder_classes`` does not name.
         lora_prefixes: what the names of a component's layers begin with in a pipeline, where that is not the
             component's.
+        float16_vae: whether the autoencoder works in float16 though ``force_upcast`` is in its settings.
     """
 
     pipelines: ClassVar[tuple[Any, ...]]
     transformer_class: ClassVar[Any]
     lora_prefixes: ClassVar[Mapping[str, str]] = {}
+    float16_vae: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -188,6 +190,15 @@ class DiffusersComponents(ModelFamily):
     def known_vae_tiles(self) -> VaeTiles | None:
         vae_class = self.encoder_classes.get("vae")
         return vae_class and tiles_of(vae_class, self.folder.component_config("vae"))
+
+    def check_vae_dtype(self, dtype: torch.dtype) -> None:
+        if self.float16_vae or dtype != torch.float16:
+            return
+        if self.folder.component_config("vae").get("force_upcast", True):
+            raise UserError(
+                f"model.vae_dtype: float16 is too narrow for the VAE in {self.folder.path / 'vae'} "
+                "(force_upcast in its config): images turn black; use float32"
+            )
 
     def load_preview_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The autoencoder for previews: what it cannot decode as a whole on a full device goes in tiles.

@@ -213,6 +213,11 @@ class ModelFamily(ABC):
         """Width and height must be multiples of it, in pixels; most families give it as a plain attribute."""
 
     @property
+    def max_side(self) -> int | None:
+        """Pixels on a side of an image at most: the model knows no places for more; None is no limit."""
+        return None
+
+    @property
     def default_num_frames(self) -> int:
         """Frames of a clip by default."""
         return 1
@@ -281,13 +286,18 @@ class ModelFamily(ABC):
         return  # most can
 
     def check_size(self, width: int, height: int, *, keys: str) -> None:
-        """Check that both sides of an image are multiples of ``size_divisor``."""
+        """Check that both sides of an image are multiples of ``size_divisor``, and at most ``max_side``."""
         divisor = self.size_divisor
         if width % divisor or height % divisor:
             fit = [max(divisor, round(side / divisor) * divisor) for side in (width, height)]
             raise UserError(
                 f"{keys}: {width}x{height} is not divisible by {divisor}; "
                 f"the nearest size is {fit[0]}x{fit[1]}"
+            )
+        if self.max_side is not None and max(width, height) > self.max_side:
+            raise UserError(
+                f"{keys}: {width}x{height}; this model knows the places of images of at most "
+                f"{self.max_side} pixels on each side"
             )
 
     def check_prompt(self, text: str, where: str) -> None:

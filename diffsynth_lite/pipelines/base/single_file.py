@@ -39,6 +39,8 @@ _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.")
 _PREFIXES_OF_OTHERS = MappingProxyType(
     {
         "AnimaTextConditioner": tuple(f"{start}llm_adapter." for start in ("net.", *_PREFIXES, "")),
+        # After a prefix that begins with it.
+        "AuraFlowTransformer2DModel": (*_PREFIXES, "model."),
         "AutoencoderKL": ("first_stage_model.",),
         "CLIPTextModel": ("conditioner.embedders.0.transformer.",),
         "CLIPTextModelWithProjection": ("conditioner.embedders.1.model.",),
@@ -60,6 +62,7 @@ _KINDS = MappingProxyType(
         r"^time_text_embed\.text_embedder\.": "a Stable Diffusion 3 in diffusers' layout",
         r"^double_stream_modulation_img\.linear\.": "a FLUX.2 in diffusers' layout",
         r"^early_stream_modulations\.image\.linear\.": "a FLUX.3 in diffusers' layout",
+        r"^time_step_proj\.linear_1\.": "an AuraFlow in diffusers' layout",
         r"^layers\.0\.adaLN_sa_ln\.": "an ERNIE-Image",
         r"^llm_cond_proj\.": "an Ideogram 4",
         r"^visual_transformer_blocks\.": "a Kandinsky 5",
@@ -79,6 +82,7 @@ _KINDS = MappingProxyType(
         r"^proj_in\.": "an LTX-Video in diffusers' layout",
         r"^down_blocks\.1\.attentions\.0\.proj_in\.": "a UNet in diffusers' layout",
         r"^label_emb\.": "a UNet of SDXL, or of its refiner",
+        r"^input_blocks\.": "a UNet of Stable Diffusion 1 or 2",
         r"^(text_model|model\.layers|model\.language_model|encoder\.block|shared)\.": "a text encoder",
         r"^(decoder|first_stage_model|vae)\.": "an autoencoder",
     }

@@ -149,6 +149,7 @@ class SDXL(DiffusionFamily):
     tokenizers = ("tokenizer", "tokenizer_2")
     max_prompt_tokens = 77
     latents_id = "sdxl/latents/2"
+    float16_vae = False
     unused_matmuls = ("conv2",)
     trainable = ("unet", *_TEXT_ENCODERS)
 
@@ -264,17 +265,6 @@ class SDXL(DiffusionFamily):
         encoders = [] if self._trains_text else list(self.load_text_encoders(dtype, device).values())
         tokenizers = [self.load_tokenizer(name) for name in self.tokenizers]
         return clip_prompt_encoder(tokenizers, encoders, device, zeros_for_empty=self._zeros_for_empty)
-
-    @cached_property
-    def _vae_config(self) -> dict[str, Any]:
-        return self.folder.component_config("vae")
-
-    def check_vae_dtype(self, dtype: torch.dtype) -> None:
-        if dtype == torch.float16 and self._vae_config.get("force_upcast", True):
-            raise UserError(
-                f"model.vae_dtype: float16 is too narrow for the VAE in {self.folder.path / 'vae'} "
-                "(force_upcast in its config): images turn black; use float32"
-            )
 
     def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
         """Sizes and crop of the image, (6,), as ``model_fn_sdxl`` takes them.
