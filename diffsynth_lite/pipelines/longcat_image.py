@@ -166,7 +166,10 @@ _KOHYA = {
     "final_layer.adaLN_modulation.1": shared.LAST_NORM,
 }
 _LORA_LAYERS = LayerNames(
-    layers=tuple(layer for place in _KOHYA.values() for layer in place.layers), kohya=_KOHYA
+    layers=tuple(layer for place in _KOHYA.values() for layer in place.layers),
+    kohya=_KOHYA,
+    # FLUX.1 has the same names, and 19 and 38 blocks.
+    num_blocks={"transformer_blocks": 10, "single_transformer_blocks": 20},
 )
 
 
