@@ -11,7 +11,8 @@ from diffsynth_lite.pipelines import ModelFamily, load_family
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 OF_BASE_CLASSES = {
-    *("check_size", "check_frames", "check_prompt", "empty_component", "noise_path", "noise_ranges"),
+    *("check_size", "check_frames", "check_prompt", "check_vae_dtype", "empty_component"),
+    *("noise_path", "noise_ranges"),
     *("denoisers", "edits", "parts_of", "take_files", "text_encoders"),
     *("known_vae_tiles", "tile_vae", "min_inference_steps", "learn_as"),
 }
