@@ -64,8 +64,7 @@ _KL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sampl
 _KL_16 = _KL | {"latent_channels": 16, "use_post_quant_conv": False, "use_quant_conv": False}
 _FLUX_VAE_OF = ("FLUX.1 ", "Chroma1", "Kandinsky 5.0 ", "LongCat-Image", "Lumina", "NetaYume", "Z-Image")
 _WITH_FLUX_VAE = tuple(f"{name}* / vae" for name in _FLUX_VAE_OF)
-_PARTS = ("transformer", "text_encoder", "vae", "scheduler")
-_AURA_FLOW = {part: (f"AuraFlow* / {part}", f"Pony V7 / {part}") for part in _PARTS}
+_AURA = {at: (f"AuraFlow* / {at}", f"Pony V7 / {at}") for at in ("transformer", "text_encoder", "vae")}
 _CONNECTOR = {"caption_channels": 3840, "text_proj_in_factor": 49}
 _SD3 = {"joint_attention_dim": 4096, "pooled_projection_dim": 2048}
 _SD3_MEDIUM = {"caption_projection_dim": 1536, "num_attention_heads": 24, "num_layers": 24}
@@ -87,7 +86,6 @@ _WAN22_DEVIATIONS = (
 DIFFUSERS = "huggingface/diffusers, 58eb52c0803e, "
 MUSUBI = "kohya-ss/musubi-tuner, 30c658c4f4b0, src/musubi_tuner/"
 FORGE = "lllyasviel/stable-diffusion-webui-forge, dfdcbab685e5, backend/huggingface/"
-PIPE = "tdrussell/diffusion-pipe, 8f83dbf25d03, configs/auraflow/"
 LUMINA = "Alpha-VLLM/Lumina-Image-2.0 on the hub, 26d0f62a411a, "
 
 READ: Mapping[str, Sequence[Row]] = {
@@ -294,10 +292,10 @@ READ: Mapping[str, Sequence[Row]] = {
             },
         ),
     ),
-    f"{PIPE}transformer_config.json, text_encoder/config.json and vae_config.json": (
-        (_AURA_FLOW["transformer"], {"pos_embed_max_size": 9216}),
-        (_AURA_FLOW["text_encoder"], _t5(2048, 5120, 32, 24, vocab_size=32128)),
-        (_AURA_FLOW["vae"], _KL | {"scaling_factor": 0.13025}),
+    "tdrussell/diffusion-pipe, 8f83dbf25d03, configs/auraflow, which has three such files": (
+        (_AURA["transformer"], {"pos_embed_max_size": 9216}),
+        (_AURA["text_encoder"], _t5(2048, 5120, 32, 24, vocab_size=32128)),
+        (_AURA["vae"], _KL | {"scaling_factor": 0.13025}),
     ),
     f"{LUMINA}scheduler/scheduler_config.json": (("Lumina-Image 2.0 / scheduler", {"shift": 6.0}),),
     f"{LUMINA}transformer/config.json": (
@@ -471,7 +469,7 @@ UNCONFIRMED: Mapping[str, Sequence[Row]] = {
         ),
     ),
     "as in copies that are not at hand at a commit": (
-        (_AURA_FLOW["scheduler"], {"shift": 1.73}),
+        (("AuraFlow* / scheduler", "Pony V7 / scheduler"), {"shift": 1.73}),
         ("Pony V7 / size", size(1280, 1536)),
         (
             ("Chroma1* / scheduler", "LongCat-Image* / scheduler"),
