@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from class_defaults import Row, size
+from wan22_statistics import WAN22_DEVIATIONS, WAN22_MEANS
 
 
 def _language(*values: int | None, prefix: str = "") -> dict[str, Any]:
@@ -70,18 +71,6 @@ _SD3 = {"joint_attention_dim": 4096, "pooled_projection_dim": 2048}
 _SD3_MEDIUM = {"caption_projection_dim": 1536, "num_attention_heads": 24, "num_layers": 24}
 _BETAS = {"beta_end": 0.012, "beta_start": 0.00085, "steps_offset": 1}
 _SEES = {"added_kv_proj_dim": 5120, "image_dim": 1280, "in_channels": 36}
-_WAN22_MEANS = (
-    *(-0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891),
-    *(0.157, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502),
-    *(-0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.123, -0.0313, -0.1649, 0.0117, 0.0723),
-    *(-0.2839, -0.2083, -0.052, 0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667),
-)
-_WAN22_DEVIATIONS = (
-    *(0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.499, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901),
-    *(0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659),
-    *(0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944),
-    *(0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.06, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744),
-)
 
 DIFFUSERS = "huggingface/diffusers, 58eb52c0803e, "
 MUSUBI = "kohya-ss/musubi-tuner, 30c658c4f4b0, src/musubi_tuner/"
@@ -287,8 +276,8 @@ READ: Mapping[str, Sequence[Row]] = {
                 "decoder_base_dim": 256,
                 "scale_factor_spatial": 16,
                 "patch_size": 2,
-                "latents_mean": _WAN22_MEANS,
-                "latents_std": _WAN22_DEVIATIONS,
+                "latents_mean": WAN22_MEANS,
+                "latents_std": WAN22_DEVIATIONS,
             },
         ),
     ),
