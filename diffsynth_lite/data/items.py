@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import ImageOps
 from PIL.Image import Image
 from torch import Tensor
 
@@ -149,6 +150,11 @@ class TrainingItem:
         times = evenly_spread(self.times(), count)
         return read_frames(self.record.target, times, each=self._cropped)
 
+    def start(self) -> Image:
+        """The image that a clip starts from, as :meth:`load` returns it: by default its own first frame."""
+        first_frame = self.record.first_frame
+        return self.few_frames(1)[0] if first_frame is None else self._frames_of(first_frame)[0]
+
     def complete(self, tensors: Mapping[str, Tensor], media: Media) -> dict[str, Tensor]:
         """The entry of the cache: the encoder's tensors, and the media's part in the loss.
 
@@ -228,6 +234,8 @@ class PromptItem:
     Attributes:
         is_negative: whether guidance steers away from it; see `Prompt`.
         content: sha256 of each of ``images``.
+        size: width and height that ``images`` are cut to; None leaves them as they are.
+        clip: whose start the text encoder sees in place of ``images``; None where there is no clip.
     """
 
     text: str
@@ -235,6 +243,8 @@ class PromptItem:
     images: tuple[Path, ...] = ()
     content: tuple[str, ...] = ()
     background: str = "white"
+    size: tuple[int, int] | None = None
+    clip: TrainingItem | None = None
 
     @property
     def where(self) -> str:
@@ -254,20 +264,27 @@ class PromptItem:
     def key(self, cache: TensorCache, encoder_id: str) -> str:
         """Key of the cache entry with its tensors; see `TrainingItem.key`."""
         kind = "negative" if self.is_negative else "caption"
+        if self.clip is not None:
+            start = self.clip.key(cache, encoder_id)
+            return cache.key(kind=f"{kind} with a start", text=self.text, content=start)
         if not self.images:
             return cache.key(kind=kind, text=self.text, encoder=encoder_id)
         return cache.key(
             kind=f"{kind} with images",
             text=self.text,
             content=" ".join(self.content),
-            transform=self.background,
+            transform=self.background if self.size is None else f"{self.background} {self.size}",
             decoder=IMAGE_DECODER_ID,
             encoder=encoder_id,
         )
 
     def load(self) -> Prompt:
         """Decode the images."""
+        if self.clip is not None:
+            return Prompt(text=self.text, images=(self.clip.start(),), is_negative=self.is_negative)
         images = tuple(load_image(path, background=self.background) for path in self.images)
+        if self.size is not None:
+            images = tuple(ImageOps.fit(image, self.size) for image in images)
         return Prompt(text=self.text, images=images, is_negative=self.is_negative)
 
     def complete(self, tensors: Mapping[str, Tensor], prompt: Prompt) -> dict[str, Tensor]:

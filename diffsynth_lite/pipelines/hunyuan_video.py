@@ -36,8 +36,6 @@ from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenize
 
 TEMPLATE: str = DEFAULT_PROMPT_TEMPLATE["template"]
 """The text around a prompt."""
-_NUM_CUT: int = DEFAULT_PROMPT_TEMPLATE["crop_start"]
-"""Tokens of it before the prompt, which are cut off."""
 _GUIDANCE_SCALE = 1000.0
 """What the model has a guidance scale multiplied by."""
 # In full: the blocks of the token refiner have layers of the same names.
@@ -96,7 +94,7 @@ def model_fn_hunyuan_video(
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_hunyuan_video_to_diffusers.py"
 
-_T2V = Release(
+T2V = Release(
     name="HunyuanVideo",
     hub_id="hunyuanvideo-community/HunyuanVideo",
     pipeline_class="HunyuanVideoPipeline",
@@ -244,7 +242,7 @@ class HunyuanVideo(DiffusersFamily):
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (HunyuanVideoPipeline,)
-    releases = (_T2V,)
+    releases: ClassVar[tuple[Release, ...]] = (T2V,)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"video": "hunyuan_video_lora.yaml"}
     transformer_class = HunyuanVideoTransformer3DModel
     lora_spelling = JOINED_IN_COMFYUI
@@ -268,6 +266,8 @@ class HunyuanVideo(DiffusersFamily):
     num_timesteps = 1000
     prompt_id = "hunyuan_video/prompt/1"
     prompt_template = TEMPLATE
+    # Tokens of it before a prompt, which are cut off.
+    num_cut: ClassVar[int] = DEFAULT_PROMPT_TEMPLATE["crop_start"]
     latents_id = "hunyuan_video/latents/1"
     prompt_outputs = ("prompt_embeds", "pooled_prompt_embeds", "mask")
     prompt_width, pooled_width = "text_embed_dim", "pooled_projection_dim"
@@ -281,8 +281,8 @@ class HunyuanVideo(DiffusersFamily):
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         """With the token that the template puts after a text."""
         tokenizer = self.load_tokenizer()
-        rows = tokenizer([TEMPLATE.format(text) for text in texts])["input_ids"]
-        return [len(row) - _NUM_CUT for row in rows]
+        rows = tokenizer([self.prompt_template.format(text) for text in texts])["input_ids"]
+        return [len(row) - self.num_cut for row in rows]
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         config = self.folder.component_config("transformer")
@@ -301,15 +301,19 @@ class HunyuanVideo(DiffusersFamily):
         }
 
     def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
+        prompt = {name: prompt[name] for name in self.prompt_outputs if name in prompt}
         given = super().prompt_argument(prompt, like)
         embeds_bld = given["prompt_embeds"]
         return {**given, "prompt_attention_mask": embeds_bld.new_ones(embeds_bld.shape[:2])}
 
 
-def tiny() -> HunyuanVideoPipeline:
+def tiny(**layout: Any) -> HunyuanVideoPipeline:
     """A random, complete and small pipeline of the real classes, built offline in a second.
 
     Two blocks of each kind, of 32 channels; the real compression and scale of the latents, of 4 channels.
+
+    Args:
+        layout: further settings of the transformer.
     """
     tokenizer, tokenizer_2 = tokenizers.llama3_tokenizer([TEMPLATE]), tokenizers.clip_tokenizer()
     text_encoder, text_encoder_2 = (
@@ -325,6 +329,7 @@ def tiny() -> HunyuanVideoPipeline:
             out_channels=vae.config.latent_channels,
             text_embed_dim=text_encoder.config.hidden_size,
             pooled_projection_dim=text_encoder_2.config.hidden_size,
+            **layout,
         ),
         vae=vae,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),

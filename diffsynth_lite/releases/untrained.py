@@ -38,11 +38,6 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
         "HunyuanVideoFramepack": Untrained(
             "FramePack", "hunyuan_video", "another transformer, which is shown the frames before"
         ),
-        "HunyuanVideoImageToVideo": Untrained(
-            "HunyuanVideo from images",
-            "hunyuan_video",
-            "the first frame in the model's input and the prompt",
-        ),
         "LTX2DFR": Untrained("LTX-2's refinement", "ltx2", "a second pass over a clip that is generated"),
         "LTX2HDR": Untrained("LTX-2 for HDR", "ltx2", "a clip to make brighter, next to the noisy one"),
         "LTX2LatentUpsample": Untrained(

@@ -19,6 +19,8 @@ from transformers import (
     GemmaTokenizer,
     LlamaConfig,
     LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Mistral3Model,
@@ -145,6 +147,29 @@ def tiny_llama(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> LlamaMod
     """
     with seeded(seed):
         return LlamaModel(LlamaConfig(**_decoder_layout(tokenizer, num_layers=3))).eval()
+
+
+def tiny_llava(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> LlavaForConditionalGeneration:
+    """A random LLaVA: the text encoder of HunyuanVideo's pipeline for images, as ``tiny_llama`` of the other.
+
+    Of an image of 48 x 48 pixels it makes 576 tokens, which the pipeline counts.
+    """
+    config = LlavaConfig(
+        text_config={"model_type": "llama", **_decoder_layout(tokenizer, num_layers=3)},
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 48,
+            "patch_size": 2,
+        },
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with seeded(seed):
+        return LlavaForConditionalGeneration(config).eval()
 
 
 def tiny_mistral3(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Mistral3ForConditionalGeneration:

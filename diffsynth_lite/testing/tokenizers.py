@@ -110,7 +110,7 @@ def qwen2_tokenizer(words: Sequence[str] = (), *, template_texts: Sequence[str] 
         ValueError: the pre-tokenizer splits a word (digits, spaces, punctuation inside it).
     """
     alphabet = sorted(ByteLevel.alphabet())
-    bare = Qwen2Tokenizer(vocab={character: index for index, character in enumerate(alphabet)}, merges=[])
+    bare = _bare_qwen2(alphabet)
 
     def split(text: str) -> list[str]:
         return [piece for piece, _ in bare.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
@@ -132,6 +132,10 @@ def qwen2_tokenizer(words: Sequence[str] = (), *, template_texts: Sequence[str] 
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in QWEN2_SPECIAL_TOKENS])
     tokenizer.chat_template = CHATML_TEMPLATE
     return tokenizer
+
+
+def _bare_qwen2(alphabet: Sequence[str]) -> Qwen2Tokenizer:
+    return Qwen2Tokenizer(vocab={character: index for index, character in enumerate(alphabet)}, merges=[])
 
 
 def qwen3_vl_processor(tokenizer: Qwen2Tokenizer, *, patch_size: int = 16) -> PaddleOCRVLProcessor:
@@ -224,16 +228,18 @@ def mistral_tokenizer() -> PreTrainedTokenizerFast:
 def llama3_tokenizer(template_texts: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """A tokenizer of some 400 entries, enough for the pipelines with a Llama 3 encoder.
 
-    Bytes are tokens, and so are the words of templates, whose tokens pipelines count. Short texts are filled
-    up on the right, as HunyuanVideo's does.
+    Bytes are tokens, and so are the words of templates, whose tokens pipelines count. Texts are split as by
+    Llama 3's, but for numbers of several digits. Short ones are filled up on the right, as by HunyuanVideo's.
 
     Args:
         template_texts: whose words become one token each.
     """
-    split = ByteLevel(add_prefix_space=False)
-    plain = [part for text in template_texts for part in re.split(r"<\|\w+\|>|\{\}", text) if part]
+    alphabet = sorted(ByteLevel.alphabet())
+    split = _bare_qwen2(alphabet).backend_tokenizer.pre_tokenizer
+    marked = r"<\|\w+\|>|<image>|\{\}"
+    plain = [part for text in template_texts for part in re.split(marked, text) if part]
     pieces = (piece for text in plain for piece, _ in split.pre_tokenize_str(text))
-    pairs = assemble_byte_pairs(pieces, sorted(ByteLevel.alphabet()))
+    pairs = assemble_byte_pairs(pieces, alphabet)
     backend = Tokenizer(BPE(vocab=pairs.vocab, merges=pairs.merges))
     backend.pre_tokenizer = split
     backend.decoder = ByteLevelDecoder()
@@ -245,7 +251,7 @@ def llama3_tokenizer(template_texts: Sequence[str] = ()) -> PreTrainedTokenizerF
         padding_side="right",
         model_max_length=8192,
     )
-    marks = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    marks = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>")
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", tokenizer.bos_token_id)]

@@ -20,7 +20,8 @@ def test_there_are_recipes():
         "anima_lora chroma_lora cogvideox15_lora cogvideox_lora ernie_image_lora flux2_klein_distilled_lora "
         "flux2_klein_edit_lora flux2_klein_lora flux2_lora flux3_klein_edit_lora flux3_klein_lora "
         "flux_fill_lora flux_kontext_lora flux_lora flux_schnell_lora hunyuan_video_15_lora "
-        "hunyuan_video_lora ideogram4_lora krea2_edit_lora krea2_lora longcat_image_edit_lora "
+        "hunyuan_video_i2v_lora hunyuan_video_lora ideogram4_lora krea2_edit_lora krea2_lora "
+        "longcat_image_edit_lora "
         "longcat_image_lora ltx25_lora ltx2_ic_lora ltx2_lora ltx_video_0_9_5_lora ltx_video_lora "
         "lumina2_lora qwen_image_21_lora qwen_image_edit_lora qwen_lora quickstart sana_lora "
         "sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora "
@@ -164,7 +165,11 @@ def test_each_preview_has_the_files_that_the_items_have(name):
     """An image to edit or to start from, and a mask where the model fills one."""
     config = load_config(name).config
     data, previews = config.data, config.validation
-    if data.input_columns or data.first_frame_dir or config.model.family in ("wan_i2v", "flux_fill"):
+    if (
+        data.input_columns
+        or data.first_frame_dir
+        or config.model.family in ("wan_i2v", "hunyuan_video_i2v", "flux_fill")
+    ):
         assert len(previews.inputs) == len(previews.prompts) > 0
     if data.random_masks:
         assert len(previews.inpaint_masks) == len(previews.prompts)

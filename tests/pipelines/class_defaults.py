@@ -102,6 +102,7 @@ IMPORTED: Sequence[Row] = (
     ("MiniMax-H3 / scheduler", {"shift": _default(diffusers.MiniMaxH3Scheduler, "shift")}),
     ("ERNIE-Image* / size", _called("ErnieImagePipeline")),
     ("HunyuanVideo / size", _called("HunyuanVideoPipeline")),
+    ("HunyuanVideo I2V* / size", _called("HunyuanVideoImageToVideoPipeline")),
     (
         "HunyuanVideo 1.5* / size",
         {"frames": _default(diffusers.HunyuanVideo15Pipeline.__call__, "num_frames")},

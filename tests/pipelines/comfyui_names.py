@@ -296,7 +296,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             *("cogvideox", "ideogram4", "lumina2", "minimax_h3"),
-            *("wan_vace", "hunyuan_video", "hunyuan_video_15"),
+            *("wan_vace", "hunyuan_video", "hunyuan_video_15", "hunyuan_video_i2v"),
         ),
         (),
     ),
@@ -305,7 +305,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
 """Names of layers in files for the model of each family, of the spelling that diffusers takes as well."""
 CONVERTED: Mapping[str, tuple[str, ...]] = {
     "cogvideox": COGVIDEOX,
-    "hunyuan_video": HUNYUAN_VIDEO,
+    **dict.fromkeys(("hunyuan_video", "hunyuan_video_i2v"), HUNYUAN_VIDEO),
     "hunyuan_video_15": HUNYUAN_VIDEO_15,
     "ideogram4": IDEOGRAM4,
     "lumina2": LUMINA2,

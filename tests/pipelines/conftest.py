@@ -25,6 +25,7 @@ FURTHER_LAYOUTS: Layouts = {
     "flux schnell": ("flux", releases.schnell),
     "flux2 klein distilled": ("flux2", partial(releases.klein, is_distilled=True)),
     "hunyuan_video unguided": ("hunyuan_video", releases.hunyuan_without_guidance),
+    "hunyuan_video_i2v 33ch": ("hunyuan_video_i2v", releases.hunyuan_of_33_channels),
     "hunyuan_video_15 of images": ("hunyuan_video_15", releases.hunyuan_of_images),
     "ltx2 2.5": ("ltx2", releases.ltx_2_5),
     "qwen_image_edit plus": ("qwen_image_edit", releases.edit_plus),

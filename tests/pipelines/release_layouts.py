@@ -33,6 +33,7 @@ from diffsynth_lite.pipelines import (
     flux2,
     hunyuan_video,
     hunyuan_video_15,
+    hunyuan_video_i2v,
     ltx2,
     ltx_video,
     qwen_image_edit,
@@ -95,6 +96,12 @@ def klein(*, is_distilled: bool = False) -> Flux2KleinPipeline:
 def hunyuan_without_guidance() -> Any:
     """A HunyuanVideo that knows no guidance scale."""
     return changed(hunyuan_video.tiny(), guidance_embeds=False)
+
+
+def hunyuan_of_33_channels() -> Any:
+    """HunyuanVideo from images, which come after the noisy latents in the channels; it knows no scale."""
+    settings = {"in_channels": 9, "guidance_embeds": False, "image_condition_type": "latent_concat"}
+    return changed(hunyuan_video_i2v.tiny(), **settings)
 
 
 def hunyuan_of_images() -> HunyuanVideo15ImageToVideoPipeline:

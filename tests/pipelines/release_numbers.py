@@ -139,7 +139,8 @@ READ: Mapping[str, Sequence[Row]] = {
         (("FLUX.2 klein 4B / settings", "FLUX.2 klein 9B / settings"), {"is_distilled": True}),
     ),
     f"{DIFFUSERS}scripts/convert_hunyuan_video_to_diffusers.py, its default": (
-        ("HunyuanVideo / scheduler", {"shift": 7.0}),
+        (("HunyuanVideo / scheduler", "HunyuanVideo I2V* / scheduler"), {"shift": 7.0}),
+        ("HunyuanVideo I2V 33ch / transformer", {"guidance_embeds": False, "in_channels": 33}),
     ),
     f"{DIFFUSERS}scripts/convert_hunyuan_video1_5_to_diffusers.py": (
         ("HunyuanVideo 1.5 480p* / transformer", {"target_size": 640}),
@@ -302,9 +303,16 @@ READ: Mapping[str, Sequence[Row]] = {
     f"{MUSUBI}frame_pack/framepack_utils.py": (
         ("HunyuanVideo 1.5*I2V* / image_encoder", _SIGLIP | {"image_size": 384}),
     ),
+    "asadfgglie/banban-vision-8b-v1-pretrain-zh/config.json": (
+        (
+            "HunyuanVideo I2V* / text_encoder",
+            _language(4096, 14336, 32, 32, 8, 128320, prefix="text_config."),
+        ),
+        ("HunyuanVideo I2V* / text_encoder", {"image_token_index": 128257, "pad_token_id": 128258}),
+    ),
     f"{MUSUBI}hunyuan_model/text_encoder.py": (
         ("HunyuanVideo / text_encoder", _language(4096, 14336, 32, 32, 8, 128320)),
-        ("HunyuanVideo / text_encoder_2", _CLIP_L),
+        (("HunyuanVideo / text_encoder_2", "HunyuanVideo I2V* / text_encoder_2"), _CLIP_L),
     ),
     f"{MUSUBI}hunyuan_video_1_5/hunyuan_video_1_5_text_encoder.py": (
         ("HunyuanVideo 1.5* / text_encoder_2", _t5(1472, 3584, 6, 12, vocab_size=384)),

@@ -147,6 +147,10 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
         of("logit_normal", 1),  # diffusion-pipe
         of("logit_normal", 7),  # musubi-tuner, docs/hunyuan_video.md
     ),
+    "hunyuan_video_i2v": (
+        of("logit_normal", 7),  # Tencent's trainer
+        of("uniform", 7),  # the sampler's own
+    ),
     "hunyuan_video_15": (
         of("logit_normal", 3),  # Tencent's trainer, train.py
         of("logit_normal", 2),  # musubi-tuner, docs/hunyuan_video_1_5.md

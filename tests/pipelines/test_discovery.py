@@ -130,7 +130,6 @@ REFUSED = {
     "CogVideoXImageToVideoPipeline": ("CogVideoX from images", "cogvideox"),
     "CogVideoXFunControlPipeline": ("CogVideoX-Fun", "cogvideox"),
     "HunyuanVideoFramepackPipeline": ("FramePack", "hunyuan_video"),
-    "HunyuanVideoImageToVideoPipeline": ("HunyuanVideo from images", "hunyuan_video"),
     "HunyuanSkyreelsImageToVideoPipeline": ("SkyReels V1 from images", "hunyuan_video"),
     "StableDiffusion3ControlNetPipeline": ("ControlNets of Stable Diffusion 3", "sd3"),
     "FluxControlPipeline": ("FLUX.1 Depth and Canny", "flux"),

@@ -37,6 +37,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         "transformer has use_meanflow: a step-distilled model",
     ),
     (
+        "hunyuan_video_i2v",
+        "transformer/config.json",
+        {"image_condition_type": None},
+        "transformer has image_condition_type None, and this family trains token_replace and latent_concat",
+    ),
+    (
         "ltx_video of conditions",
         SCHEDULER,
         {"use_dynamic_shifting": True},

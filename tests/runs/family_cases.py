@@ -101,6 +101,7 @@ CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
     ("qwen_image_21", "edit"): (("input_latents_0", 64), ("input_places", 1)),
     ("ltx2", "image_to_video"): OF_A_START,
     ("ltx2", "control"): (("control_latents", 16),),
+    ("hunyuan_video_i2v", "image_to_video"): (("first_frame_latents", 4), ("loss_mask", 1)),
     ("ltx_video", "image_to_video"): OF_A_DRAWN_START,
 }
 """What tiny pipelines cache of items of other kinds than their first, next to latents."""
@@ -108,6 +109,11 @@ CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
 LAYOUTS = {
     "flux2 klein from references": FamilyCase(
         family="flux2", build=release_layouts.klein, kind="edit", conditioning=OF_A_REFERENCE
+    ),
+    "hunyuan_video_i2v of 33 channels": FamilyCase(
+        family="hunyuan_video_i2v",
+        build=release_layouts.hunyuan_of_33_channels,
+        conditioning=(("first_frame_latents", 4),),
     ),
     "hunyuan_video_15 from images": FamilyCase(
         family="hunyuan_video_15",

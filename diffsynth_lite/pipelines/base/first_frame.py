@@ -1,4 +1,4 @@
-"""This file keeps a clip's first frame clean, for models that take a noise level for each token.
+"""This file gives the model a clip's first frame: in the place of the noisy one, or next to all of them.
 
 Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens.
 """
@@ -96,3 +96,11 @@ def with_first_frames(
             latents_bcfhw[place, :, :1] = first_cfhw
             timestep_bl[place, :frame_tokens] = 0
     return latents_bcfhw, timestep_bl
+
+
+def next_to_first_frame(latents_bcfhw: torch.Tensor, first_bcfhw: torch.Tensor | None) -> torch.Tensor:
+    """(B, 2 C + 1, F, H, W): after the latents those that are given, zeros between them, and which are."""
+    given_bcfhw, mask = torch.zeros_like(latents_bcfhw), torch.zeros_like(latents_bcfhw[:, :1])
+    if first_bcfhw is not None:
+        given_bcfhw[:, :, :1], mask[:, :, :1] = first_bcfhw, 1
+    return torch.cat([latents_bcfhw, given_bcfhw, mask], dim=1)

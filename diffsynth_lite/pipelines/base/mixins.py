@@ -14,7 +14,8 @@ class EditInputs:
     """A further base class of families that edit images; by itself one that does nothing special with them.
 
     Attributes:
-        prompt_sees_images: whether the text encoder also sees the images that an edit starts from.
+        prompt_sees_images: whether the text encoder also sees the images that an edit starts from; or, in a
+            family of clips, the one that a clip starts from.
     """
 
     prompt_sees_images: ClassVar[bool] = False

@@ -34,7 +34,12 @@ from diffsynth_lite.media import Generated, Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.first_frame import preview_start, require_later_frames, start_code
+from diffsynth_lite.pipelines.base.first_frame import (
+    next_to_first_frame,
+    preview_start,
+    require_later_frames,
+    start_code,
+)
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
 from diffsynth_lite.pipelines.hunyuan_video_15.names import HUNYUAN_VIDEO_15_LAYERS
 from diffsynth_lite.pipelines.hunyuan_video_15.prompts import (
@@ -96,7 +101,7 @@ def model_fn_hunyuan_video_15(
         image_embeds_bld = prompt_embeds_bld.new_zeros(len(prompt_embeds_bld), 0, config.image_embed_dim)
     with checkpointed(HunyuanVideo15, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bcfhw: torch.Tensor = transformer(
-            hidden_states=_with_first_frame(latents_bcfhw, first_frame_bcfhw),
+            hidden_states=next_to_first_frame(latents_bcfhw, first_frame_bcfhw),
             timestep=timestep,
             encoder_hidden_states=prompt_embeds_bld,
             encoder_attention_mask=mask_of(prompt_embeds_bld, prompt_embeds_mask),
@@ -106,14 +111,6 @@ def model_fn_hunyuan_video_15(
             return_dict=False,
         )[0]
     return velocity_bcfhw
-
-
-def _with_first_frame(latents_bcfhw: torch.Tensor, first_bcfhw: torch.Tensor | None) -> torch.Tensor:
-    """(B, 2 C + 1, F, H, W): after the latents those that are given, zeros between them, and which are."""
-    given_bcfhw, mask = torch.zeros_like(latents_bcfhw), torch.zeros_like(latents_bcfhw[:, :1])
-    if first_bcfhw is not None:
-        given_bcfhw[:, :, :1], mask[:, :, :1] = first_bcfhw, 1
-    return torch.cat([latents_bcfhw, given_bcfhw, mask], dim=1)
 
 
 class HunyuanVideo15(DiffusersFamily):

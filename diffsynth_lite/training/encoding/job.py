@@ -125,7 +125,7 @@ class EncodingJob:
         )
 
     def _add_caption(self, item: TrainingItem, text: str, *, is_negative: bool = False) -> str:
-        inputs = item.record.inputs
+        inputs = (item.record.target,) if item.is_clip else item.record.inputs
         if not inputs or not self._prompt_sees_images:
             return self._add_prompt(PromptItem(text=text, is_negative=is_negative))
         prompt = PromptItem(
@@ -134,6 +134,7 @@ class EncodingJob:
             images=inputs,
             content=item.content[1 : 1 + len(inputs)],
             background=item.background,
+            clip=item if item.is_clip else None,
         )
         return self._add_prompt(prompt)
 

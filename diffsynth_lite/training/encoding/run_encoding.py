@@ -54,7 +54,7 @@ from diffsynth_lite.training.encoding.dataset import (
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.seals import require_seal
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem, thumbnail_of
-from diffsynth_lite.training.preview_requests import build_preview, input_files
+from diffsynth_lite.training.preview_requests import build_preview, input_files, preview_size
 from diffsynth_lite.training.shortages import shortages_explained
 
 logger = logging.getLogger(__name__)
@@ -136,12 +136,14 @@ class RunEncoder:
     def _add_previews(self, family: ModelFamily, job: EncodingJob) -> None:
         validation, background = self.config.validation, self.config.data.background
         index = MediaIndex(self.memory)
+        # Edits start from images of any size, clips from one of theirs.
+        size = None if family.frame_step is None else preview_size(self.config, family)
         for place, text in enumerate(validation.prompts):
             if not self.part.owns(f"preview {place}"):
                 continue
             images = input_files(self.config, place) if family.edits.prompt_sees_images else ()
             content = tuple(index.content(path) for path in images)
-            prompt = PromptItem(text=text, images=images, content=content, background=background)
+            prompt = PromptItem(text=text, images=images, content=content, background=background, size=size)
             job.add_preview(prompt, negative=validation.negative_prompt)
 
     def encode(self, job: EncodingJob, unread: Mapping[str, str]) -> list[UsableData]:

@@ -35,8 +35,8 @@ _TOKENIZERS = MappingProxyType(
     }
 )
 """By the beginning of class names: small ones, which truncate and pad a prompt as those of releases do."""
-_IMAGE_TOKEN = "<|image_pad|>"
-"""Of Qwen's text encoders; no others see images here."""
+_IMAGE_TOKENS = ("<|image_pad|>", "<image>")
+"""Of the text encoders that see images here: Qwen's, and LLaVA."""
 
 
 def frozen_component(family: ModelFamily, name: str, dtype: torch.dtype) -> nn.Module:
@@ -105,7 +105,8 @@ class WithoutWeights(DiffusersFamily):
             # Not where the release has it, if the tokenizer is a small one.
             settings: Any = model.config
             tokenizer = self.load_tokenizer(self.prompt_tokenizer)
-            settings.image_token_id = tokenizer.convert_tokens_to_ids(_IMAGE_TOKEN)
+            known = tokenizer.get_vocab()
+            [settings.image_token_id] = [known[token] for token in _IMAGE_TOKENS if token in known]
         if name in self.text_encoder_memory.quantizations:
             self.text_encoder_memory.quantizations[name].apply_to(model)
         if name != "vae":
