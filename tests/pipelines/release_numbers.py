@@ -51,6 +51,8 @@ _QWEN3_VL_8B = _qwen3_vl(
 )
 _QWEN3_VL_32B = _QWEN3_VL_8B | _language(5120, 25600, 64, 64, prefix="text_config.")
 _QWEN25_VL_7B = (3584, 18944, 28, 28, 4, 152064)
+_LLAMA = (4096, 14336, 32, 32, 8, 128320)
+_LLAVA = _language(*_LLAMA, prefix="text_config.") | {"image_token_index": 128257, "pad_token_id": 128258}
 
 
 def _shift(tokens: tuple[int, int], mu: tuple[float, float], terminal: float) -> dict[str, Any]:
@@ -303,15 +305,9 @@ READ: Mapping[str, Sequence[Row]] = {
     f"{MUSUBI}frame_pack/framepack_utils.py": (
         ("HunyuanVideo 1.5*I2V* / image_encoder", _SIGLIP | {"image_size": 384}),
     ),
-    "asadfgglie/banban-vision-8b-v1-pretrain-zh/config.json": (
-        (
-            "HunyuanVideo I2V* / text_encoder",
-            _language(4096, 14336, 32, 32, 8, 128320, prefix="text_config."),
-        ),
-        ("HunyuanVideo I2V* / text_encoder", {"image_token_index": 128257, "pad_token_id": 128258}),
-    ),
+    "asadfgglie/banban-vision-8b-v1-pretrain-zh/config.json": (("HunyuanVideo I2V* / text_encoder", _LLAVA),),
     f"{MUSUBI}hunyuan_model/text_encoder.py": (
-        ("HunyuanVideo / text_encoder", _language(4096, 14336, 32, 32, 8, 128320)),
+        ("HunyuanVideo / text_encoder", _language(*_LLAMA)),
         (("HunyuanVideo / text_encoder_2", "HunyuanVideo I2V* / text_encoder_2"), _CLIP_L),
     ),
     f"{MUSUBI}hunyuan_video_1_5/hunyuan_video_1_5_text_encoder.py": (
