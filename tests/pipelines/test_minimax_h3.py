@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers import MiniMaxH3Scheduler
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.minimax_h3.before_denoise import patchify_video_latents
-from diffusers.modular_pipelines.minimax_h3.encoders import MiniMaxH3Ref2VAReferenceEncoderStep
+from diffusers.modular_pipelines.minimax_h3.encoders import (
+    MiniMaxH3KeyframeVaeEncoderStep,
+    MiniMaxH3Ref2VAReferenceEncoderStep,
+)
 from diffusers.modular_pipelines.minimax_h3.references import MiniMaxH3AudioReference
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from diffusers_pipelines import read_pipeline
@@ -134,6 +138,19 @@ def test_an_empty_prompt_is_a_space_which_the_pipeline_takes(learning: MiniMaxH3
     empty, space = encode_texts(learning, "", " ")
     assert torch.equal(empty["prompt_embeds"], space["prompt_embeds"])
     assert len(empty["prompt_embeds"]) == 1
+
+
+def test_images_are_encoded_as_the_pipeline_encodes_keyframes_but_for_noise(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = mandelbrot(128, 64, 10)
+    (ours,) = sample.family.load_media_encoder(torch.float32, CPU)([Media(frames=(image,))])
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator: self.mode())
+    state = PipelineState()
+    state.set("keyframes", [image])
+    _, state = MiniMaxH3KeyframeVaeEncoderStep()(read_pipeline(sample.family.folder.path), state)
+    # They are rounded to float16.
+    torch.testing.assert_close(ours["latents"][None], state.get("condition_latents")[0], rtol=1e-3, atol=1e-3)
 
 
 def test_files_with_another_layout_are_named_as_such(sample: Sample, tmp_path: Path) -> None:
