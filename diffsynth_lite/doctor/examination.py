@@ -44,6 +44,7 @@ from diffsynth_lite.training.checks import bind_family, check_held_out
 from diffsynth_lite.training.data_settings import (
     cache_folder,
     check_records,
+    check_sizes,
     find_held_out_records,
     find_training_records,
     held_out_rules,
@@ -289,6 +290,7 @@ def _training_findings(
     estimate = estimate_cache(data, cache) if config.data.cache and not lacking else None
     if data.family.with_audio:
         problems.attempt(lambda: require_audio(config, data.plan))
+    problems.attempt(check_sizes, [item.bucket for item in data.items], data.family)
     noise = problems.attempt(lambda: _noise(data)) or []
     facts = {"trained on": counted(len(data.items), "item"), **found.facts}
     return dataclasses.replace(

@@ -18,6 +18,7 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     GemmaTokenizer,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -170,6 +171,12 @@ def tiny_llava(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> LlavaFor
     )
     with seeded(seed):
         return LlavaForConditionalGeneration(config).eval()
+
+
+def tiny_llama_lm(tokenizer: PreTrainedTokenizerFast, *, num_layers: int, seed: int = 0) -> LlamaForCausalLM:
+    """A random Llama with its head: a text encoder of the HiDream-I1 pipelines."""
+    with seeded(seed):
+        return LlamaForCausalLM(LlamaConfig(**_decoder_layout(tokenizer, num_layers=num_layers))).eval()
 
 
 def tiny_mistral3(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Mistral3ForConditionalGeneration:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -139,6 +139,12 @@ def audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tuple[i
 def own_audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tuple[int, ...] | None:
     """As :func:`audio_shape`; None also where audio has the noise levels of its clip."""
     return audio_shape(config, family, num_frames) if config.objective.audio_noise == "own" else None
+
+
+def check_sizes(buckets: Iterable[Bucket], family: ModelFamily) -> None:
+    """Check the sizes that the data come to, of which a resolution is only the largest area."""
+    for bucket in buckets:
+        family.check_size(bucket.width, bucket.height, keys="data.resolutions")
 
 
 def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:

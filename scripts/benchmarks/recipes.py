@@ -43,6 +43,9 @@ RECIPES: Mapping[str, Sequence[str]] = {
     "Qwen-Image": ("qwen_8gb", "qwen_12gb", "qwen_16gb", "qwen_24gb", "qwen_48gb", "qwen_lora"),
     "FLUX.1 dev": ("flux_8gb", "flux_12gb", "flux_16gb", "flux_24gb", "flux_lora", "flux_80gb"),
     "FLUX.2 dev": ("-", "flux2_12gb", "flux2_16gb", "flux2_24gb", "flux2_48gb", "flux2_lora"),
+    "HiDream-I1": (
+        *("hidream_8gb", "hidream_8gb", "hidream_16gb", "hidream_24gb", "hidream_lora", "hidream_lora"),
+    ),
     "Z-Image": (
         "z_image_8gb",
         "z_image_12gb",

@@ -24,7 +24,7 @@ def test_there_are_recipes():
         "longcat_image_edit_lora "
         "longcat_image_lora ltx25_lora ltx2_ic_lora ltx2_lora ltx_video_0_9_5_lora ltx_video_lora "
         "lumina2_lora qwen_image_21_lora qwen_image_edit_lora qwen_lora quickstart sana_lora "
-        "sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora "
+        "hidream_lora sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora "
         "video_quickstart wan22_i2v_a14b_lora wan22_t2v_a14b_lora wan22_ti2v_5b_lora "
         "wan22_vace_fun_a14b_lora wan_i2v_14b_lora wan_t2v_14b_offload wan_t2v_lora "
         "minimax_h3_lora wan_vace_lora z_image_lora z_image_turbo_lora"
@@ -134,6 +134,7 @@ SETTINGS = {
     "flux_fill_lora": {"data.random_masks": 4, "validation.guidance_scale": 30},
     "flux_lora": SQUARES | BFLOAT16 | {"model.family": "flux"},
     "chroma_lora": SQUARES | BFLOAT16 | {"model.family": "chroma"},
+    "hidream_lora": SQUARES | MIXED | {"objective.timestep_density": "uniform", "objective.shift": "family"},
     "flux2_lora": FLUX2 | {"model.path": "black-forest-labs/FLUX.2-dev"},
     "flux2_klein_lora": FLUX2 | {"model.path": "black-forest-labs/FLUX.2-klein-base-4B"},
     "aura_flow_lora": SQUARES | MIXED | {"model.path": "fal/AuraFlow-v0.3"},

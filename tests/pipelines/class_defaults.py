@@ -101,6 +101,7 @@ IMPORTED: Sequence[Row] = (
     ),
     ("MiniMax-H3 / scheduler", {"shift": _default(diffusers.MiniMaxH3Scheduler, "shift")}),
     ("ERNIE-Image* / size", _called("ErnieImagePipeline")),
+    ("HiDream-I1* / size", _own_size("HiDreamImagePipeline")),
     ("HunyuanVideo / size", _called("HunyuanVideoPipeline")),
     ("HunyuanVideo I2V* / size", _called("HunyuanVideoImageToVideoPipeline")),
     (

@@ -15,6 +15,7 @@ had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their 
 those of ``comfy/ldm/cogvideo/model.py`` (955ce480e272), Lumina 2's those of ``comfy/ldm/lumina/model.py``,
 MiniMax-H3's those of ``comfy/ldm/minimax/model.py`` (003617c441f2), and Kandinsky 5's those of
 ``comfy/ldm/kandinsky5/model.py`` (0c84b7650fca).
+HiDream-I1 has diffusers' names in ``comfy/ldm/hidream/model.py`` (a125cd84b054), too.
 LongCat-Image is a FLUX.1 in ``comfy/model_base.py`` (094c74c1b7f9), but what embeds its noise level has
 another name in diffusers. AuraFlow's names are those of ``auraflow_to_diffusers`` in
 ``comfy/utils.py``.
@@ -106,6 +107,27 @@ _KREA2 = (
     *_in("time_embed", "linear_1", "linear_2"),
     *_in("txt_in", "linear_1", "linear_2"),
     *("img_in", "time_mod_proj", "text_fusion.projector", "final_layer.linear"),
+)
+_HIDREAM = (
+    *(
+        f"{blocks}_stream_blocks.*.block.{name}"
+        for blocks in ("double", "single")
+        for name in (
+            *_in("attn1", *(f"to_{part}{side}" for part in ("q", "k", "v", "out") for side in ("", "_t"))),
+            *_in("ff_i.shared_experts", "w1", "w2", "w3"),
+            *_in("ff_i.experts.*", "w1", "w2", "w3"),
+            *_in("ff_t", "w1", "w2", "w3"),
+            "adaLN_modulation.1",
+        )
+    ),
+    *_in("t_embedder.timestep_embedder", "linear_1", "linear_2"),
+    *_in("p_embedder.pooled_embedder", "linear_1", "linear_2"),
+    *(
+        "x_embedder.proj",
+        "caption_projection.*.linear",
+        "final_layer.linear",
+        "final_layer.adaLN_modulation.1",
+    ),
 )
 _Z_IMAGE = (
     *(
@@ -284,6 +306,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("longcat_image", "longcat_image_edit"), _LONGCAT_IMAGE),
     "anima": _in("diffusion_model", *_ANIMA),
     "ernie_image": _in("diffusion_model", *_ERNIE_IMAGE),
+    "hidream": _in("transformer", *_HIDREAM),
     "qwen_image_21": _in("transformer", *_QWEN_IMAGE_21),
     **dict.fromkeys(("krea2", "krea2_edit"), _in("transformer", *_KREA2)),
     "kandinsky5": _in("transformer", *_KANDINSKY5),

@@ -55,6 +55,8 @@ OTHER_NAMES = {
     "sample": "hidden_states",
     "x": "hidden_states",
     "t": "timestep",
+    "timesteps": "timestep",
+    "encoder_hidden_states_t5": "encoder_hidden_states",
     "cap_feats": "encoder_hidden_states",
     "text_bth": "encoder_hidden_states",
 }

@@ -222,6 +222,7 @@ norm_k                                        k_norm
 norm_q                                        q_norm
 norm_k                                        k_norm
 """,
+    "HiDreamImageTransformer2DModel": "",
     "Lumina2Transformer2DModel": r"""
 ^time_caption_embed\.caption_embedder         cap_embedder
 ^time_caption_embed\.timestep_embedder\.linear_1  t_embedder.mlp.0

@@ -370,13 +370,8 @@ READ: Mapping[str, Sequence[Row]] = {
         (("FLUX.1 *dev / transformer",), {"guidance_embeds": True}),
         (("FLUX.1 * / text_encoder", "Kandinsky 5.0 * / text_encoder_2"), _CLIP_L),
         (_WITH_FLUX_VAE, _KL_16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
-        (
-            (
-                "FLUX.1 *dev / scheduler",
-                "FLUX.2 * / scheduler",
-            ),  # convert_flux2_to_diffusers.py loads this one
-            {"shift": 3.0, "use_dynamic_shifting": True},
-        ),
+        # convert_flux2_to_diffusers.py loads this one, too.
+        (("FLUX.1 *dev / scheduler", "FLUX.2 * / scheduler"), {"shift": 3.0, "use_dynamic_shifting": True}),
     ),
     f"{FORGE}stabilityai/stable-diffusion-3-medium-diffusers": (
         ("Stable Diffusion 3 medium / transformer", _SD3 | _SD3_MEDIUM | {"pos_embed_max_size": 192}),
@@ -397,16 +392,9 @@ READ: Mapping[str, Sequence[Row]] = {
         ("SDXL base 1.0 / size", size(1024, 1024)),
         (
             "SDXL * / unet",
-            {
-                "addition_time_embed_dim": 256,
-                "attention_head_dim": (5, 10, 20),
-                "block_out_channels": (320, 640, 1280),
-                "cross_attention_dim": 2048,
-                "projection_class_embeddings_input_dim": 2816,
-                "sample_size": 128,
-                "transformer_layers_per_block": (1, 2, 10),
-                "use_linear_projection": True,
-            },
+            {"addition_time_embed_dim": 256, "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048}
+            | {"block_out_channels": (320, 640, 1280), "projection_class_embeddings_input_dim": 2816}
+            | {"sample_size": 128, "transformer_layers_per_block": (1, 2, 10), "use_linear_projection": True},
         ),
         ("SDXL * / text_encoder", _CLIP_L),
         ("SDXL * / text_encoder_2", _clip(1280, 5120, 20, 32)),
@@ -424,6 +412,19 @@ READ: Mapping[str, Sequence[Row]] = {
         (("Qwen-Image / size", "Qwen-Image-2512 / size"), size(1328, 1328)),
     ),
     "QwenLM/Qwen-Image-2.1, 0f0715e801e8, README.md": (("Qwen-Image 2.1 / size", size(2048, 2048)),),
+    "deAPI-ai/hidreami1dev on the hub; HiDream-ai/HiDream-I1, f418a4b13bc5, inference.py; shared parts": (
+        ("HiDream-I1* / transformer", {"axes_dims_rope": (64, 32, 32), "caption_channels": (4096, 4096)}),
+        ("HiDream-I1* / transformer", {"in_channels": 16, "out_channels": 16, "patch_size": 2}),
+        ("HiDream-I1* / transformer", {"llama_layers": (*range(32), *(31,) * 16)}),
+        ("HiDream-I1 Full / scheduler", {"flow_shift": 3.0, "use_flow_sigmas": True}),
+        ("HiDream-I1 Dev / scheduler", {"shift": 6.0}),
+        ("HiDream-I1 Fast / scheduler", {"shift": 3.0}),
+        ("HiDream-I1* / text_encoder", _CLIP_L | {"max_position_embeddings": 248}),
+        ("HiDream-I1* / text_encoder_2", _clip(1280, 5120, 20, 32) | {"max_position_embeddings": 248}),
+        ("HiDream-I1* / text_encoder_3", _T5_XXL),
+        ("HiDream-I1* / text_encoder_4", _language(4096, 14336, 32, 32, 8, 128256)),
+        ("HiDream-I1* / vae", _KL_16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
+    ),
     "Wan-Video/Wan2.2, 84b91a8719b2, wan/configs/__init__.py": (
         ("Wan 2.2 * A14B / size", {"width": 1280, "height": 720}),
         ("Wan 2.2 TI2V 5B / size", {"width": 1280, "height": 704}),
@@ -481,7 +482,7 @@ UNCONFIRMED: Mapping[str, Sequence[Row]] = {
         ("Z-Image-Turbo / scheduler", {"shift": 3.0}),
     ),
     "from memory": (
-        ("FLUX.2 dev / text_encoder", {"tie_word_embeddings": False}),
+        (("FLUX.2 dev / text_encoder", "HiDream-I1* / text_encoder_4"), {"tie_word_embeddings": False}),
         (
             ("LTX-2 19B / text_encoder", "LTX-2.3 22B / text_encoder"),
             _language(3840, 15360, 16, 48, 8, None, 256, prefix="text_config.")

@@ -143,6 +143,11 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
         of("logit_normal", flux_line),  # musubi-tuner, flux2_shift
     ),
     "flux3": (of("uniform", 6.93),),  # the sampler's own; what other trainers take was not found
+    "hidream": (
+        of("uniform", 3),  # ai-toolkit, diffusers' training script, and the sampler's own
+        of("logit_normal", 1),  # diffusion-pipe, by default, and OneTrainer, of its preset
+        of("uniform", 6),  # the sampler of Dev
+    ),
     "hunyuan_video": (
         of("logit_normal", 1),  # diffusion-pipe
         of("logit_normal", 7),  # musubi-tuner, docs/hunyuan_video.md

@@ -79,6 +79,9 @@ def read_pipeline(sample: Sample) -> Any:
     # Its own processor of texts and images needs torchvision.
     if sample.family.edits.prompt_sees_images and {"tokenizer", "processor"} <= pipeline.components.keys():
         pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)
+    if sample.name == "hidream":  # which brings each size to that of 1024 x 1024 otherwise
+        request = sample.request(num_inference_steps=1, guidance_scale=1.0, seed=0)
+        sample.family.call_arguments(pipeline, request)
     if sample.name == "chroma":
         # diffusers issue 12116: a mask of numbers, which torch adds to the attention's scores, hides nothing.
         pipeline.transformer.register_forward_pre_hook(

@@ -49,8 +49,9 @@ TABLES = (
     "cond_type_embedding.weight",
     "embed_image_indicator.weight",
     "time_text_embed.addition_t_embedding.weight",
+    ".ff_i.gate.weight",
 )
-"""Of HunyuanVideo 1.5 and Ideogram 4: no layers, though their weights have two axes."""
+"""Of HunyuanVideo 1.5, Ideogram 4 and HiDream-I1: no layers, though their weights have two axes."""
 
 
 def whole_weights(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -89,7 +90,7 @@ def test_a_lora_on_all_layers_comes_to_them_by_the_original_names(sample: Sample
     original = {
         name: weight
         for name, weight in (original_layout(model) or {}).items()
-        if name.endswith("weight") and weight.ndim > 1 and name not in TABLES
+        if name.endswith("weight") and weight.ndim > 1 and not name.endswith(TABLES)
     }
     assert_comes_to_layers(sample, whole_weights(original, "diffusion_model."), weights)
 
@@ -301,7 +302,12 @@ def differing(expected: dict[str, LoraPair], found: dict[str, LoraPair]) -> list
 
 BEYOND_BLOCKS = {"sdxl": ("proj_in", "proj_out")}
 """Endings of what ``all`` holds next to the layers of the blocks."""
-NOT_TRAINED = {"sdxl": "time_emb_proj", "flux3": "mode_blocks.image_cond.", "minimax_h3": "adaln_proj."}
+NOT_TRAINED = {
+    "sdxl": "time_emb_proj",
+    "flux3": "mode_blocks.image_cond.",
+    "hidream": "ff_i.experts.",
+    "minimax_h3": "adaln_proj.",
+}
 """In the names of linear layers of the blocks that ``all`` leaves out."""
 
 

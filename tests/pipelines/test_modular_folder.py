@@ -212,7 +212,7 @@ def test_settings_without_weights_are_a_component_where_its_weights_are_in_a_fil
     folder = write()
     with pytest.raises(
         UserError,
-        match="for transformer the index names owner/name on the hub: the hub cannot be reached",
+        match="transformer is read from owner/name on the hub: the hub cannot be reached",
     ):
         folder.place("transformer")
     file = ComponentFile(path=local / "a.safetensors", key="model.transformer_file")
@@ -277,7 +277,7 @@ def test_a_repository_that_is_not_there_names_the_component_and_what_would_do(
 ) -> None:
     folder = write(vae={"pretrained_model_name_or_path": "others/gone"})
     with pytest.raises(
-        UserError, match="for vae the index names others/gone on the hub: the hub has no repository"
+        UserError, match="vae is read from others/gone on the hub: the hub has no repository"
     ) as caught:
         Flux(folder).check_folder()
     assert str(caught.value).endswith(f"login`); or put its files into {local / 'vae'}")

@@ -41,6 +41,7 @@ KINDS = {
     "FluxTransformer2DModel": ("a FLUX.1", "flux-"),
     "Flux2Transformer2DModel": ("a FLUX.2", "flux-2-dev"),
     "Flux3Transformer2DModel": ("a FLUX.3", "flux-3-image"),
+    "HiDreamImageTransformer2DModel": ("a HiDream-I1", "a HiDream-I1"),
     "Ideogram4Transformer2DModel": ("an Ideogram 4", ""),
     "Kandinsky5Transformer3DModel": ("a Kandinsky 5", "a Kandinsky 5"),
     "Krea2Transformer2DModel": ("a Krea 2", "krea2"),

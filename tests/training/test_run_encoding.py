@@ -21,6 +21,7 @@ from diffsynth_lite.data.sources import FoundRecords
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
+from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.distributed.agreement import FolderGroup
 from diffsynth_lite.training.encoding.dataset import read_records
@@ -170,6 +171,22 @@ def test_captions_of_a_quantised_text_encoder_are_other_entries_and_those_of_a_s
     assert captions == family.prompt_encoder_id(torch.float32)  # as ever: the key of entries that are there
     assert identities(**{"memory.stream_text_encoder": "true"}) == [media, captions]
     assert identities(**{"model.text_encoder_quantize": "int8"}) == [media, f"{captions} int8"]
+
+
+def test_sizes_that_the_data_come_to_are_refused_before_anything_is_encoded(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = QwenImage.check_size
+
+    def check_that_it_is_not_wide(family: QwenImage, width: int, height: int, *, keys: str) -> None:
+        check(family, width, height, keys=keys)
+        if keys == "data.resolutions" and width > height:
+            raise UserError(f"{keys}: {width}x{height} is too wide")
+
+    monkeypatch.setattr(QwenImage, "check_size", check_that_it_is_not_wide)
+    monkeypatch.setattr(QwenImage, "load_component", None)
+    with pytest.raises(UserError, match=r"data\.resolutions: \d+x\d+ is too wide"):
+        encode(prepared)
 
 
 def test_masks_become_loss_masks_at_the_size_of_the_latents(prepared: Prepared) -> None:

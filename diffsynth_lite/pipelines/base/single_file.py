@@ -64,6 +64,7 @@ _KINDS = MappingProxyType(
         r"^early_stream_modulations\.image\.linear\.": "a FLUX.3 in diffusers' layout",
         r"^time_step_proj\.linear_1\.": "an AuraFlow in diffusers' layout",
         r"^layers\.0\.adaLN_sa_ln\.": "an ERNIE-Image",
+        r"^double_stream_blocks\.": "a HiDream-I1",
         r"^llm_cond_proj\.": "an Ideogram 4",
         r"^visual_transformer_blocks\.": "a Kandinsky 5",
         r"^text_fusion\.projector\.": "a Krea 2 in diffusers' layout",

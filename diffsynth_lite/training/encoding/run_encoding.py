@@ -31,6 +31,7 @@ from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.data_settings import (
+    check_sizes,
     held_out_rules,
     learned_sources,
     open_memory,
@@ -117,7 +118,9 @@ class RunEncoder:
         held_out_plan = plan_dataset(measured, held_out_rules(rules), *shared)
         job.add_dataset(held_out_plan, has_unconditional=config.objective.guidance_target is not None)
         require_same_items(accelerator, *(table for _, table in job.datasets))
-        check_tokens(config, family, [size for _, table in job.datasets for size in table.buckets])
+        sizes = [size for _, table in job.datasets for size in table.buckets]
+        check_sizes(sizes, family)
+        check_tokens(config, family, sizes)
         if family.vae_tiles is not None and self.part.is_whole:
             check_vae_tiling(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
         if family.with_audio and self.part.is_whole:

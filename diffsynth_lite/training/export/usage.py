@@ -18,7 +18,7 @@ _IMPORTED = {
     "diffusers.pipelines.ltx2": ("LTX2ReferenceCondition", "LTX2VideoCondition"),
     "diffusers.utils": ("encode_video", "export_to_video", "load_image", "load_video"),
     "PIL": ("Image", "ImageOps"),
-    "transformers": ("PreTrainedTokenizerFast",),
+    "transformers": ("LlamaForCausalLM", "PreTrainedTokenizerFast"),
 }
 """Names that the code imports where it has them, by their module."""
 _SAVE_LAYERS = """\
@@ -115,7 +115,14 @@ def _opening(family: DiffusersFamily, pipeline_class: Any, base: str, dtype: str
     name = pipeline_class.__name__
     yield '# In place of "cuda": "mps" on a Mac, "cpu" where there is no GPU.'
     if not issubclass(pipeline_class, ModularPipeline):
-        yield f'pipeline = {name}.from_pretrained({base!r}, dtype=torch.{dtype}).to("cuda")'
+        given = f"dtype=torch.{dtype}"
+        is_release = base in [release.hub_id for release in family.releases]
+        others = family.folder.elsewhere if is_release else family.folder.lacking()
+        for part, entry in others.items():
+            weights = f", dtype=torch.{dtype}" if part in family.components else ""
+            yield f"{part} = {entry.class_name}.from_pretrained({entry.location!r}{weights})"
+            given += f", {part}={part}"
+        yield f'pipeline = {name}.from_pretrained({base!r}, {given}).to("cuda")'
         return
     yield f"pipeline = {name}.from_pretrained({base!r})"
     parts = [*family.components, *family.components_without_weights]

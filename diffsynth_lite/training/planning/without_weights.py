@@ -28,6 +28,7 @@ _TOKENIZERS = MappingProxyType(
         "Gemma": tokenizers.gemma_tokenizer,
         "Llama": tokenizers.llama3_tokenizer,
         "Pixtral": tokenizers.mistral_tokenizer,
+        "PreTrainedTokenizerFast": tokenizers.llama3_tokenizer,  # of HiDream-I1
         "Qwen2": tokenizers.qwen2_tokenizer,
         "Qwen3VL": tokenizers.qwen2_tokenizer,
         "T5": tokenizers.t5_tokenizer,

@@ -75,7 +75,7 @@ class HubCommit:
         revision: str | None,
         subfolder: str,
         *,
-        why: str = ", which the index of the pipeline names",
+        why: str = ", for a component of the pipeline",
         besides: str = "",
     ) -> "HubCommit":
         """As ``find``, of a repository that need not be a pipeline; fetches the settings in a folder of it.

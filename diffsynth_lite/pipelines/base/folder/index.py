@@ -158,7 +158,8 @@ class OtherRepositories:
         All that is read of one revision is of the commit that it was first.
 
         Args:
-            instead: a folder of the user's that could hold the component's files, for messages.
+            instead: a folder of the user's that could hold the component's files, for messages; None where
+                the pipeline is on the hub.
         """
         repository, key = str(entry.repository), (str(entry.repository).lower(), entry.revision)
         try:
@@ -172,8 +173,9 @@ class OtherRepositories:
                 self._with_settings.add((hub, entry.subfolder))
         except UserError as error:
             _, _, reason = str(error).partition(": ")
-            hint = "" if instead is None else f"; or put its files into {instead}"
+            folder = instead or f"{component} of a local copy of the pipeline"
             raise UserError(
-                f"model.path: for {component} the index names {repository} on the hub: {reason}{hint}"
+                f"model.path: {component} is read from {repository} on the hub: {reason}; or put its files "
+                f"into {folder}"
             ) from error
         return hub

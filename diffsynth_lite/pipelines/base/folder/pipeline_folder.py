@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -66,6 +66,7 @@ class PipelineFolder:
         hub: where to get weights that are not in the folder; None for one of the user's.
         files: by component: its weights come from there, and those in the folder are of no use.
         num_blocks: by component: numbers of blocks that a file of it has, in place of these settings.
+        elsewhere: by component: where its files are if they are not in the folder, whatever the index names.
     """
 
     path: Path
@@ -73,6 +74,7 @@ class PipelineFolder:
     hub: HubCommit | None = None
     files: Mapping[str, ComponentFile] = field(default_factory=dict)
     num_blocks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    elsewhere: Mapping[str, IndexEntry] = field(default_factory=dict)
     _others: OtherRepositories = field(default_factory=OtherRepositories, repr=False, compare=False)
 
     def pipeline_class_name(self) -> str:
@@ -92,7 +94,16 @@ class PipelineFolder:
         return {name: (entry.library, entry.class_name) for name, entry in self._entries().items()}
 
     def _entries(self) -> dict[str, IndexEntry]:
-        return read_entries(self.pipeline_config())
+        own = {name: replace(entry, location=None, subfolder=name) for name, entry in self.elsewhere.items()}
+        return own | read_entries(self.pipeline_config()) | self.lacking()
+
+    def lacking(self) -> dict[str, IndexEntry]:
+        """The components that are read from ``elsewhere``, as the folder has none of their files."""
+        return {
+            name: entry
+            for name, entry in self.elsewhere.items()
+            if not holds_component(self.path / name, with_weights=False)
+        }
 
     def own_subfolders(self) -> list[str]:
         """Folders of the components that are in the pipeline's own repository."""
