@@ -77,7 +77,8 @@ def unwatched(sample: Sample) -> Any:
     pipeline = sample.fresh_pipeline()
     if sample.name == "krea2_edit":
         pipeline = referenced(pipeline)
-    if sample.family.edits.prompt_sees_images and {"tokenizer", "processor"} <= pipeline.components.keys():
+    has_both = hasattr(pipeline, "tokenizer") and hasattr(pipeline, "processor")
+    if sample.family.edits.prompt_sees_images and has_both:
         pipeline.processor = CheckedProcessor(
             tokenizer=pipeline.tokenizer, image_processor=pipeline.processor
         )

@@ -77,7 +77,8 @@ def read_pipeline(sample: Sample) -> Any:
     if sample.name == "krea2_edit":
         pipeline = referenced(pipeline)
     # Its own processor of texts and images needs torchvision.
-    if sample.family.edits.prompt_sees_images and {"tokenizer", "processor"} <= pipeline.components.keys():
+    has_both = hasattr(pipeline, "tokenizer") and hasattr(pipeline, "processor")
+    if sample.family.edits.prompt_sees_images and has_both:
         pipeline.processor = TextAndImages(tokenizer=pipeline.tokenizer, image_processor=pipeline.processor)
     if sample.name == "hidream":  # which brings each size to that of 1024 x 1024 otherwise
         request = sample.request(num_inference_steps=1, guidance_scale=1.0, seed=0)
