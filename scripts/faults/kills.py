@@ -37,7 +37,7 @@ DISK_CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "unlink", 
 @fault("K1", "0 saved steps lost; equal to the uninterrupted run")
 def kill_real_runs(bench: Bench) -> str:
     """Kill -9 at random moments of real runs, until done."""
-    wanted = bench.pick(4, 60, 300)
+    wanted = bench.pick(2, 60, 300)
     steps = bench.pick(8, 24, 24)
     runs = [bench.images()] if bench.scale == "ci" else [bench.images(), bench.clips()]
     dice = bench.new_dice()

@@ -1,8 +1,8 @@
 """Every family through the training command: offload, previews, an exact resume, a LoRA that loads.
 
 The layouts of its releases too. The first of each kind of data is also sampled from, with streamed weights:
-what a family adds to that, its previews, is tested in tests/pipelines. What is more about a family or a kind
-of data has a file of its own.
+what a family adds to that, its previews, is tested in tests/pipelines, and a layout adds nothing to a resume.
+What is more about a family or a kind of data has a file of its own.
 """
 
 import shutil
@@ -88,7 +88,8 @@ def test_a_family_trains_goes_on_as_if_it_had_not_ended_and_leaves_a_lora_that_d
     trained = checkpoint_tensors(whole, STEPS)
     if len(family.noise_ranges) == 1:  # a step trains one of several experts
         check_all_learn(checkpoint_tensors(whole, 1), trained)
-    check_goes_on(run, whole)
+    if case.is_plain or case.is_first:
+        check_goes_on(run, whole)
     if case.is_first:
         check_samples(whole, run.root / "samples")
 
