@@ -5,7 +5,7 @@ Sources: diffusers ``transformer_kandinsky.py`` and ``pipeline_kandinsky_t2i.py`
 layers, ``comfy/ldm/kandinsky5/model.py``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -35,8 +35,8 @@ from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTo
 from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
-_PLACES = 128
-"""Rows and columns of tokens that the transformer has positions for."""
+NUM_PLACES = 128
+"""Frames, rows and columns of tokens that the transformer has positions for."""
 _PROJECTIONS = ("to_query", "to_key", "to_value", "out_layer")
 _ATTENTION = tuple(f"{kind}_attention.{layer}" for kind in ("self", "cross") for layer in _PROJECTIONS)
 _FEED_FORWARD = ("feed_forward.in_layer", "feed_forward.out_layer")
@@ -64,28 +64,35 @@ def model_fn_kandinsky5(
     Returns:
         (B, 16, H, W), the predicted velocity ``noise - latents``.
     """
-    positions = [
-        torch.arange(count, device=latents_bchw.device)
-        for count in (1, *(side // _PATCH for side in latents_bchw.shape[-2:]))
-    ]
     with checkpointed(Kandinsky5, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bfhwc: torch.Tensor = transformer(
-            hidden_states=latents_bchw.movedim(1, -1)[:, None],
-            encoder_hidden_states=prompt_embeds_bld,
+            **with_places(latents_bchw.movedim(1, -1)[:, None], prompt_embeds_bld),
             timestep=timestep,
             pooled_projections=pooled_prompt_embeds_bd,
-            visual_rope_pos=positions,
-            text_rope_pos=torch.arange(prompt_embeds_bld.shape[1], device=latents_bchw.device),
             scale_factor=(1.0, 1.0, 1.0),
             return_dict=True,
         ).sample
     return velocity_bfhwc[:, 0].movedim(-1, 1)
 
 
-_AUTHORS = "kandinskylab/kandinsky-5, configs/config_t2i.yaml"
+def with_places(latents_bfhwc: torch.Tensor, prompt_embeds_bld: torch.Tensor) -> dict[str, Any]:
+    """Latents and prompts with the places of their tokens, as arguments of the transformer."""
+    device = latents_bfhwc.device
+    _, num_frames, height, width, _ = latents_bfhwc.shape
+    return {
+        "hidden_states": latents_bfhwc,
+        "encoder_hidden_states": prompt_embeds_bld,
+        "visual_rope_pos": [
+            torch.arange(count, device=device) for count in (num_frames, height // _PATCH, width // _PATCH)
+        ],
+        "text_rope_pos": torch.arange(prompt_embeds_bld.shape[1], device=device),
+    }
+
+
+_AUTHORS = "kandinskylab/kandinsky-5, configs/k5_lite_t2i_sft_hd.yaml"
 _PLAKAT = "plakat, a public program, its RFC KANDINSKY-1, which quotes the repository's files"
 
-_SFT = Release(
+KANDINSKY5_IMAGE = Release(
     name="Kandinsky 5.0 T2I Lite",
     hub_id="kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
     pipeline_class="Kandinsky5T2IPipeline",
@@ -124,10 +131,10 @@ _SFT = Release(
     },
     unconfirmed=("files of the tokenizers", "dtype of CLIP and of the autoencoder"),
 )
-_PRETRAIN = _SFT.but(
+_PRETRAIN = KANDINSKY5_IMAGE.but(
     "Kandinsky 5.0 T2I Lite pretrain",
     "kandinskylab/Kandinsky-5.0-T2I-Lite-pretrain-Diffusers",
-    unconfirmed=(*_SFT.unconfirmed, "that its settings are those of the other"),
+    unconfirmed=(*KANDINSKY5_IMAGE.unconfirmed, "that its settings are those of the other"),
 )
 
 _EMBEDDER = ("in_layer", "out_layer")
@@ -163,12 +170,11 @@ class Kandinsky5(DiffusersFamily):
     The sampler's shift is 5 at any size. musubi-tuner trains Kandinsky 5 with the same
     (`docs/kandinsky5.md`), and a density around the middle; its authors' own program generates images with 3.
 
-    ComfyUI takes its LoRA files as they are. Video models of Kandinsky 5, and those that edit images, are not
-    trained here.
+    ComfyUI takes its LoRA files as they are. Models of Kandinsky 5 that edit images are not trained here.
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (Kandinsky5T2IPipeline,)
-    releases = (_SFT, _PRETRAIN)
+    releases: ClassVar[tuple[Release, ...]] = (KANDINSKY5_IMAGE, _PRETRAIN)
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "kandinsky5_image_lora.yaml"}
     transformer_class = Kandinsky5Transformer3DModel
     lora_spelling = taken_by_comfyui()
@@ -185,7 +191,7 @@ class Kandinsky5(DiffusersFamily):
     # Of Qwen2.5-VL. CLIP, which gives one vector for the whole text, reads 77 tokens of its own.
     max_prompt_tokens = 512
     patch = _PATCH
-    model_fn = model_fn_kandinsky5
+    model_fn: ClassVar[Callable[..., Any]] = model_fn_kandinsky5
     num_timesteps = 1000
     prompt_id = "kandinsky5/prompt/1"
     latents_id = "kandinsky5/latents/1"
@@ -194,6 +200,8 @@ class Kandinsky5(DiffusersFamily):
     images_output = "image"
     refused_in_prompts = PLACEHOLDERS
     splits_batches = True
+    visual_cond = False
+    """Whether the transformer is also given clean latents, and which they are."""
     default_target_modules = (*_ATTENTION, *_FEED_FORWARD)
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
@@ -208,19 +216,18 @@ class Kandinsky5(DiffusersFamily):
     def check_folder(self, *, with_weights: bool = True) -> None:
         super().check_folder(with_weights=with_weights)
         config = self.folder.component_config("transformer")
-        if config.get("visual_cond"):
+        if bool(config.get("visual_cond")) != self.visual_cond:
             raise UserError(
-                f"model.path: {config.file}: this transformer is also given an image (visual_cond), as those "
-                "for edits and videos are; of Kandinsky 5 only text to image is trained, such as "
-                f"{_SFT.hub_id}"
+                f"model.path: {config.file}: visual_cond must be {str(self.visual_cond).lower()} in folders "
+                f"of {self.pipeline.__name__}: this transformer is another one"
             )
 
     def check_size(self, width: int, height: int, *, keys: str) -> None:
         super().check_size(width, height, keys=keys)
-        if max(width, height) > _PLACES * self.size_divisor:
+        if max(width, height) > NUM_PLACES * self.size_divisor:
             raise UserError(
                 f"{keys}: {width}x{height}; this model knows the places of images of at most "
-                f"{_PLACES * self.size_divisor} pixels on each side"
+                f"{NUM_PLACES * self.size_divisor} pixels on each side"
             )
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
@@ -277,10 +284,19 @@ class Kandinsky5(DiffusersFamily):
 def tiny() -> Kandinsky5T2IPipeline:
     """A random, complete and small pipeline of the real classes, built offline in a second.
 
-    Two blocks of each kind, of 48 channels; 16 latent channels at 1/8 size with the real model's statistics.
+    16 latent channels at 1/8 size with the real model's statistics.
+    """
+    return tiny_pipeline(Kandinsky5T2IPipeline, autoencoders.tiny_flux_vae())
+
+
+def tiny_pipeline(pipeline_class: Any, vae: Any, **layout: Any) -> Any:
+    """A small pipeline of Kandinsky 5: a transformer of two blocks of each kind, of 48 channels.
+
     Its processor does the same with texts as that of the released model, whose class needs torchvision.
     """
-    template = assemble(Kandinsky5T2IPipeline).prompt_template
+    template = assemble(pipeline_class).prompt_template
+    for two_tokens in (("dynam", "ism"), ("post", "processing"), ("sc", "ren")):  # as in the real vocabulary
+        template = template.replace("".join(two_tokens), "\n".join(two_tokens))
     tokenizer = tokenizers.qwen2_tokenizer(template_texts=[template])
     tokenizer_2 = tokenizers.clip_tokenizer()
     text_encoder = text_encoders.tiny_qwen2_5_vl(tokenizer)
@@ -289,26 +305,27 @@ def tiny() -> Kandinsky5T2IPipeline:
     # copy of them give a single row other last digits.
     with seeded(0):
         transformer = Kandinsky5Transformer3DModel(
-            in_visual_dim=16,
+            in_visual_dim=vae.config.latent_channels,
             in_text_dim=text_encoder.config.text_config.hidden_size,
             in_text_dim2=text_encoder_2.config.hidden_size,
             time_dim=24,
-            out_visual_dim=16,
+            out_visual_dim=vae.config.latent_channels,
             model_dim=48,
             ff_dim=96,
             num_text_blocks=2,
             num_visual_blocks=2,
             axes_dims=(4, 6, 6),
+            **layout,
         )
         for name, parameter in transformer.named_parameters():
             if "modulation" in name:  # zeros, with which no block would do anything
                 torch.nn.init.normal_(parameter, std=0.3)
-    return Kandinsky5T2IPipeline(
+    return pipeline_class(
         transformer=transformer,
-        vae=autoencoders.tiny_flux_vae(),
+        vae=vae,
         text_encoder=text_encoder,
         tokenizer=tokenizers.qwen3_vl_processor(tokenizer),
         text_encoder_2=text_encoder_2,
         tokenizer_2=tokenizer_2,
-        scheduler=FlowMatchEulerDiscreteScheduler(**_SFT.scheduler.config),
+        scheduler=FlowMatchEulerDiscreteScheduler(**KANDINSKY5_IMAGE.scheduler.config),
     )

@@ -337,7 +337,7 @@ def test_images_of_which_parts_are_painted_again_get_masks(
         (["my images", "--layers", "x", "--inputs", "y"], "--layers: are of images without --inputs"),
         (
             ["my images", "--preset", "motion"],
-            "--preset motion: is for cogvideox, hunyuan_video, hunyuan_video_15, hunyuan_video_i2v, ltx2, ",
+            "--preset motion: is for cogvideox, hunyuan_video, hunyuan_video_15, hunyuan_video_i2v, ",
         ),
         (["my images", "--preset", "x"], "--preset x: There are few_pictures, "),
         (["my images", "--out", "none/mine.yaml"], "--out none/mine.yaml: cannot be written: No such file"),

@@ -20,8 +20,8 @@ def test_there_are_recipes():
         "anima_lora chroma_lora cogvideox15_lora cogvideox_lora ernie_image_lora flux2_klein_distilled_lora "
         "flux2_klein_edit_lora flux2_klein_lora flux2_lora flux3_klein_edit_lora flux3_klein_lora "
         "flux_fill_lora flux_kontext_lora flux_lora flux_schnell_lora hunyuan_video_15_lora "
-        "hunyuan_video_i2v_lora hunyuan_video_lora ideogram4_lora krea2_edit_lora krea2_lora "
-        "longcat_image_edit_lora "
+        "hunyuan_video_i2v_lora hunyuan_video_lora ideogram4_lora kandinsky5_image_lora "
+        "kandinsky5_video_lora krea2_edit_lora krea2_lora longcat_image_edit_lora "
         "longcat_image_lora ltx25_lora ltx2_ic_lora ltx2_lora ltx_video_0_9_5_lora ltx_video_lora "
         "lumina2_lora qwen_image_21_lora qwen_image_edit_lora qwen_lora quickstart sana_lora "
         "hidream_lora sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora "
@@ -130,6 +130,8 @@ SETTINGS = {
     "flux2_klein_edit_lora": EDITS | {"model.family": "flux2"},
     "flux3_klein_lora": SQUARES | MIXED | {"model.family": "flux3", "train.micro_batch_size": 1},
     "kandinsky5_image_lora": SQUARES | MIXED | {"model.family": "kandinsky5", "train.micro_batch_size": 1},
+    "kandinsky5_video_lora": WAN
+    | {"data.frame_counts": [61], "data.fps": 24, "model.family": "kandinsky5_video"},
     "flux3_klein_edit_lora": EDITS | {"model.family": "flux3"},
     "flux_fill_lora": {"data.random_masks": 4, "validation.guidance_scale": 30},
     "flux_lora": SQUARES | BFLOAT16 | {"model.family": "flux"},

@@ -109,7 +109,8 @@ IMPORTED: Sequence[Row] = (
         {"frames": _default(diffusers.HunyuanVideo15Pipeline.__call__, "num_frames")},
     ),
     ("Ideogram 4* / size", _called("Ideogram4Pipeline")),
-    ("Kandinsky 5.0 * / size", _called("Kandinsky5T2IPipeline")),
+    ("Kandinsky 5.0 T2I * / size", _called("Kandinsky5T2IPipeline")),
+    ("Kandinsky 5.0 ?2V * / size", _called("Kandinsky5T2VPipeline")),
     ("Krea 2* / size", _called("Krea2Pipeline")),
     (
         "LTX-2* / size",

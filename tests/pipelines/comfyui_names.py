@@ -309,7 +309,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "hidream": _in("transformer", *_HIDREAM),
     "qwen_image_21": _in("transformer", *_QWEN_IMAGE_21),
     **dict.fromkeys(("krea2", "krea2_edit"), _in("transformer", *_KREA2)),
-    "kandinsky5": _in("transformer", *_KANDINSKY5),
+    **dict.fromkeys(("kandinsky5", "kandinsky5_video"), _in("transformer", *_KANDINSKY5)),
     "z_image": _in("transformer", *_Z_IMAGE),
     **dict.fromkeys(("wan", "wan_i2v"), _in("diffusion_model", *_WAN)),
     "ltx2": _in("diffusion_model", *_LTX2),

@@ -39,6 +39,7 @@ FURTHER_LAYOUTS: Layouts = {
 ALL_LAYOUTS: Layouts = {
     **LAYOUTS,
     **FURTHER_LAYOUTS,
+    "kandinsky5_video of images": ("kandinsky5_video", releases.kandinsky_of_images),
     "wan experts": ("wan", releases.two_experts),
     "wan_i2v a14b": ("wan_i2v", partial(releases.wan_of_images, "a14b")),
     "wan_i2v flf2v": ("wan_i2v", partial(releases.wan_of_images, "flf2v")),

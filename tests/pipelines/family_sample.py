@@ -2,8 +2,9 @@
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from PIL import Image
 
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.core.noise.paths import DiffusionPath
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
 from diffsynth_lite.lora.kinds import LORA, AdapterKind
 from diffsynth_lite.lora.updates import LoraPair, pairs_of
@@ -173,6 +175,17 @@ def mandelbrot(width: int, height: int, quality: int) -> Image.Image:
     return Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), quality).convert("RGB")
 
 
+def shortest_clip(family: ModelFamily, num_steps: int) -> int:
+    """Frames of the shortest clip that a family takes, of so many steps of them at least."""
+    step = family.frame_step
+    assert step is not None
+    for num_frames in itertools.count(num_steps * step + family.frame_rest, step):
+        with suppress(UserError):
+            family.check_frames(num_frames, key="")
+            return num_frames
+    raise AssertionError
+
+
 def clip(width: int, height: int, num_frames: int, quality: int) -> tuple[Image.Image, ...]:
     return tuple(mandelbrot(width, height, quality + frame) for frame in range(num_frames))
 
@@ -195,7 +208,7 @@ def build_media(family: ModelFamily) -> list[Media]:
     """Three items of the first kind that the family trains on."""
     width, height = 4 * family.size_divisor, 2 * family.size_divisor
     kind = family.record_kinds[0]
-    num_frames = 1 if family.frame_step is None else 2 * family.frame_step + family.frame_rest
+    num_frames = 1 if family.frame_step is None else shortest_clip(family, 2)
     return [
         Media(
             frames=clip(width, height, num_frames, 10 + place),

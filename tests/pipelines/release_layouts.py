@@ -12,6 +12,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     HunyuanVideo15ImageToVideoPipeline,
+    Kandinsky5I2VPipeline,
     LTX2Pipeline,
     LTXConditionPipeline,
     QwenImageEditPlusPipeline,
@@ -34,6 +35,7 @@ from diffsynth_lite.pipelines import (
     hunyuan_video,
     hunyuan_video_15,
     hunyuan_video_i2v,
+    kandinsky5_video,
     ltx2,
     ltx_video,
     qwen_image_edit,
@@ -121,6 +123,11 @@ def hunyuan_of_images() -> HunyuanVideo15ImageToVideoPipeline:
         parts["image_encoder"] = SiglipVisionModel(config).eval()
     parts["feature_extractor"] = SiglipImageProcessorPil(size={"height": side, "width": side})
     return HunyuanVideo15ImageToVideoPipeline(**parts)
+
+
+def kandinsky_of_images() -> Kandinsky5I2VPipeline:
+    """Kandinsky 5.0 Video from images."""
+    return Kandinsky5I2VPipeline(**kandinsky5_video.tiny().components)
 
 
 def ltx_vae_of_0_9_5(*, denoises: bool = True) -> AutoencoderKLLTXVideo:

@@ -41,6 +41,7 @@ def _t5(width: int, inner: int, heads: int, layers: int, **others: Any) -> dict[
     return {"d_model": width, "d_ff": inner, "num_heads": heads, "num_layers": layers, "d_kv": 64} | others
 
 
+_K5 = ("model_dim", "ff_dim", "num_visual_blocks", "axes_dims")
 _T5_XXL = _t5(4096, 10240, 64, 24, vocab_size=32128, tie_word_embeddings=False)
 _CLIP_L = _clip(768, 3072, 12, 12)
 _TOWER = {"num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "head_dim": 64}
@@ -65,7 +66,7 @@ _QWEN_SHIFT = _shift((256, 8192), (0.5, 0.9), 0.02)
 _LTX_SHIFT = _shift((1024, 4096), (0.95, 2.05), 0.1)
 _KL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 1024}
 _KL_16 = _KL | {"latent_channels": 16, "use_post_quant_conv": False, "use_quant_conv": False}
-_FLUX_VAE_OF = ("FLUX.1 ", "Chroma1", "Kandinsky 5.0 ", "LongCat-Image", "Lumina", "NetaYume", "Z-Image")
+_FLUX_VAE_OF = ("FLUX.1 ", "Chroma1", "Kandinsky 5.0 T2I", "LongCat", "Lumina", "NetaYume", "Z-Image")
 _WITH_FLUX_VAE = tuple(f"{name}* / vae" for name in _FLUX_VAE_OF)
 _AURA = {at: (f"AuraFlow* / {at}", f"Pony V7 / {at}") for at in ("transformer", "text_encoder", "vae")}
 _CONNECTOR = {"caption_channels": 3840, "text_proj_in_factor": 49}
@@ -337,9 +338,8 @@ READ: Mapping[str, Sequence[Row]] = {
     f"{MUSUBI}qwen_image/qwen_image_utils.py": (
         ("HunyuanVideo 1.5* / text_encoder", _language(*_QWEN25_VL_7B)),
         (
-            (
-                *("Qwen-Image / text_encoder", "Qwen-Image-* / text_encoder"),
-                *("LongCat-Image* / text_encoder", "Kandinsky 5.0 * / text_encoder"),
+            tuple(
+                f"{one} / text_encoder" for one in ("Qwen-Image", "Qwen-Image-*", "LongCat*", "Kandinsky*")
             ),
             _language(*_QWEN25_VL_7B, prefix="text_config.")
             | _vision(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
@@ -401,12 +401,13 @@ READ: Mapping[str, Sequence[Row]] = {
         ("SDXL * / vae", _KL | {"scaling_factor": 0.13025}),
         ("SDXL base 1.0 / scheduler", _BETAS),
     ),
-    "kandinskylab/kandinsky-5, 57bcb40a6dec, configs/config_t2i.yaml": (
-        (
-            "Kandinsky 5.0 * / transformer",
-            {"in_visual_dim": 16, "out_visual_dim": 16, "model_dim": 2560, "ff_dim": 10240}
-            | {"num_visual_blocks": 50, "axes_dims": (32, 48, 48)},
-        ),
+    "kandinskylab/kandinsky-5, 6e2a80517cdf, configs/k5_lite_t2i_sft_hd.yaml and k5_*_t2v_5s_sft_sd.yaml": (
+        ("Kandinsky 5.0 * / transformer", {"in_visual_dim": 16, "out_visual_dim": 16}),
+        ("Kandinsky 5.0 T2I * / transformer", dict(zip(_K5, (2560, 10240, 50, (32, 48, 48)), strict=True))),
+        ("Kandinsky 5.0 ?2V * / transformer", {"visual_cond": True}),
+        ("Kandinsky*2V Lite * / transformer", dict(zip(_K5, (1792, 7168, 32, (16, 24, 24)), strict=True))),
+        ("Kandinsky*2V Pro * / transformer", dict(zip(_K5, (4096, 16384, 60, (32, 48, 48)), strict=True))),
+        ("Kandinsky 5.0 ?2V Pro * / transformer", {"num_text_blocks": 4, "time_dim": 1024}),
     ),
     "QwenLM/Qwen-Image, 0a83598a8929, README.md": (
         (("Qwen-Image / size", "Qwen-Image-2512 / size"), size(1328, 1328)),

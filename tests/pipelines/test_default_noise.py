@@ -169,6 +169,11 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
         of("uniform", 3),  # what its authors' own program samples with
         of("uniform", 5),  # the sampler's own
     ),
+    "kandinsky5_video": (
+        of("logit_normal", 5),  # musubi-tuner, docs/kandinsky5.md
+        of("uniform", 10),  # what its authors' own program samples with
+        of("uniform", 5),  # the sampler's own
+    ),
     "ltx2": (
         stretched_mean,  # Lightricks' trainer
         mean_of_ltx2,

@@ -10,6 +10,7 @@ from typing import Any
 
 import release_layouts
 import torch
+from family_sample import shortest_clip
 from PIL import Image
 from tiny_run import TinyRun, tiny_image, write_config
 
@@ -121,6 +122,12 @@ LAYOUTS = {
         kind="image_to_video",
         conditioning=(("first_frame_latents", 4), ("image_embeds", 4)),
     ),
+    "kandinsky5_video from images": FamilyCase(
+        family="kandinsky5_video",
+        build=release_layouts.kandinsky_of_images,
+        kind="image_to_video",
+        conditioning=(("first_frame_latents", 4), ("loss_mask", 1)),
+    ),
     "ltx2 as 2.3 with audio": FamilyCase(
         family="ltx2", build=release_layouts.ltx_2_3, has_sound=True, conditioning=(("audio_latents", 4),)
     ),
@@ -197,7 +204,7 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
         add_images(root / "data", detail=10)
     else:
         add_clips(root / "data", family, has_sound=case.has_sound)
-        settings.append(f"data.frame_counts=[{shortest_clip(family)}]")
+        settings.append(f"data.frame_counts=[{shortest_clip(family, 1)}]")
     settings += add_others(kind, root, family)
     if case.has_last_frames:
         settings.append(f"data.last_frame_dir={add_images(root / 'lasts', detail=30)}")
@@ -231,12 +238,6 @@ def add_others(kind: RecordKind, root: Path, family: ModelFamily) -> list[str]:
     return []
 
 
-def shortest_clip(family: ModelFamily) -> int:
-    """The frames of the shortest clip that moves."""
-    assert family.frame_step is not None
-    return family.frame_step + family.frame_rest
-
-
 def add_images(folder: Path, *, detail: int) -> Path:
     """One image for each item."""
     folder.mkdir()
@@ -268,7 +269,7 @@ def add_clips(folder: Path, family: ModelFamily, *, detail: int = 10, has_sound:
     """One clip for each item, at the speed that the model was trained on; the first with a tone."""
     assert family.default_fps is not None
     for place, size in enumerate(SIZES):
-        frames = [tiny_image(*size, detail + place + frame) for frame in range(shortest_clip(family) + 2)]
+        frames = [tiny_image(*size, detail + place + frame) for frame in range(shortest_clip(family, 1) + 2)]
         samples = torch.arange(round(len(frames) / family.default_fps * 48000))
         tone = Audio(waveform=torch.sin(samples * 0.06)[None] / 2, sample_rate=48000)
         sound = tone if has_sound and place == 0 else None

@@ -310,7 +310,7 @@ class DiffusersFamily(DiffusersComponents):
     ) -> Sequence[Generated]:
         """By one ``preview_pipeline``, or by the others that ``pipeline_for`` names, of the same parts."""
         if self.encodes_as_model and any(request.inputs for request in requests):
-            vae_dtype = device_and_dtype(transformer)["dtype"]
+            vae_dtype = self.input_like(transformer)["dtype"]
         pipeline = self.preview_pipeline(transformer, vae_dtype)
         return [self.generate(self.made_for(request, pipeline), request) for request in in_turn(requests)]
 
