@@ -266,9 +266,9 @@ class ObjectiveSettings(Settings):
     and learns from the frames only."""
 
     audio_noise: Literal["shared", "own"] = "shared"
-    """With `data.audio`, the noise level of a clip's audio: that of the clip (`shared`), or one that is drawn
-    for it, with a shift by its own number of tokens where the shift depends on that (`own`).
-    [models.md](models.md#ltx2) lists which trainers do which."""
+    """With `data.audio`, the noise level of a clip's audio: that of the clip, or the one that the sampler of
+    MiniMax-H3 has for audio then (`shared`); or one that is drawn for it, with the shift for its own number
+    of tokens, where there is another (`own`). [models.md](models.md#ltx2) lists which trainers do which."""
 
     guidance_target: float | None = Field(default=None, gt=1, le=100)
     """For models that are distilled to be used without classifier-free guidance: learn the prediction under

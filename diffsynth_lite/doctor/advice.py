@@ -57,7 +57,7 @@ def advise(
         )
     return [
         *_about_bad_items(data),
-        *filter(None, [warning_of_distilled(data.config, data.family)]),
+        *filter(None, [data.family.notice, warning_of_distilled(data.config, data.family)]),
         *about_disk,
         *_about_number(data, goal),
         *_about_phrases(data, found.captions, goal),

@@ -153,8 +153,10 @@ def test_records_that_the_family_cannot_learn_are_a_problem(workplace: Workplace
 def test_a_distilled_model_is_advised_against(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     path = add_images(workplace, "data", 4)
     monkeypatch.setattr(QwenImage, "distilled", "its files say so; better train the base")
-    (advice,) = findings(workplace.config(f"data.path={path}")).advice
+    monkeypatch.setattr(QwenImage, "notice", "its licence excludes somebody")
+    notice, advice = findings(workplace.config(f"data.path={path}")).advice
     assert "is distilled to few steps: its files say so; better train the base. Training knows" in advice
+    assert notice == "its licence excludes somebody"
 
 
 def test_captions_too_long_shared_or_without_trigger_are_named(workplace: Workplace) -> None:
