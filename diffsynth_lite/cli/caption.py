@@ -22,7 +22,7 @@ from diffsynth_lite.captioning.captioner import Captioner
 from diffsynth_lite.captioning.cleaning import RULES
 from diffsynth_lite.captioning.instructions import CaptionRequest, Goal, fill
 from diffsynth_lite.cli.arguments import command, positive_count
-from diffsynth_lite.cli.console import hide_progress_bars, print_lines
+from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries, print_lines
 from diffsynth_lite.config.files import did_you_mean
 from diffsynth_lite.data.captions import EXAMPLE_MODEL
 from diffsynth_lite.data.folder import is_unicode
@@ -203,8 +203,9 @@ def _captioner(parsed: argparse.Namespace, environment: Mapping[str, str]) -> Ca
         server = ChatServer(parsed.endpoint, model=parsed.model, key=key, key_variable=variable)
         server.batch_size = parsed.batch or server.batch_size
         return server
-    hide_progress_bars()
-    from diffsynth_lite.captioning.model import open_captioner
+    with importing_libraries():
+        hide_progress_bars()
+        from diffsynth_lite.captioning.model import open_captioner
 
     return open_captioner(
         parsed.model,

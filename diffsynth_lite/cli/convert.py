@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from diffsynth_lite.cli.arguments import positive_number
-from diffsynth_lite.cli.console import print_lines
+from diffsynth_lite.cli.console import importing_libraries, print_lines
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.run_folder.loras import (
     SUFFIX,
@@ -91,10 +91,11 @@ def run(parsed: argparse.Namespace) -> None:
     if target.exists() and not (parsed.replace and target.is_file()):
         raise UserError(f"{target}: is there already; name another file, or remove it")
     source = find_lora_place(chosen_or(parsed.source))
-    import torch
+    with importing_libraries():
+        import torch
 
-    from diffsynth_lite.lora.conversion import convert, write_conversion
-    from diffsynth_lite.lora.reading import read_contents
+        from diffsynth_lite.lora.conversion import convert, write_conversion
+        from diffsynth_lite.lora.reading import read_contents
 
     contents = read_contents(source)
     if parsed.without_text_encoders:
@@ -139,8 +140,9 @@ def _copy(parsed: argparse.Namespace, folder: Path) -> None:
         is_ours = contract_of(file) is not None and contract_of(target) == contract_of(file)
         if target.exists() and not (is_ours or parsed.replace):
             raise UserError(f"{target}: is there already, and not of this run; move it, or give --replace")
-    from diffsynth_lite.lora.reading import read_contents
-    from diffsynth_lite.training.checkpoint.comfyui_copies import write_copy
+    with importing_libraries():
+        from diffsynth_lite.lora.reading import read_contents
+        from diffsynth_lite.training.checkpoint.comfyui_copies import write_copy
 
     for file, target in targets.items():
         contents = read_contents(file)

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from diffsynth_lite.cli.arguments import add_config_arguments, command, config_words
-from diffsynth_lite.cli.console import print_lines
+from diffsynth_lite.cli.console import importing_libraries, print_lines
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
@@ -60,9 +60,10 @@ def run(parsed: argparse.Namespace) -> None:
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     require_family_name(loaded.config.model.family)
     # The libraries take seconds to import: a wrong config is refused before that.
-    from diffsynth_lite.doctor.examination import examine
-    from diffsynth_lite.doctor.findings import counted
-    from diffsynth_lite.doctor.page import write_page
+    with importing_libraries():
+        from diffsynth_lite.doctor.examination import examine
+        from diffsynth_lite.doctor.findings import counted
+        from diffsynth_lite.doctor.page import write_page
 
     for warning in loaded.warnings:
         logger.warning("%s", warning)

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from diffsynth_lite.cli.arguments import add_config_arguments, add_serve_argument, positive_count
-from diffsynth_lite.cli.console import hide_progress_bars
+from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries
 from diffsynth_lite.cli.plan import kept_counts_folder
 from diffsynth_lite.cli.processes import join_processes
 from diffsynth_lite.cli.train import make_cublas_repeatable
@@ -119,8 +119,9 @@ def run(parsed: argparse.Namespace) -> None:
     parsed.prompt = [text for given in parsed.prompt or [] for text in _texts(given)]
     request = _request(parsed)
     # The libraries take seconds to import: wrong arguments are refused before that.
-    join_processes(os.environ, sys.argv)
-    from diffsynth_lite.sampling.session import SampleSession
+    with importing_libraries():
+        join_processes(os.environ, sys.argv)
+        from diffsynth_lite.sampling.session import SampleSession
 
     if request.config.train.deterministic:
         make_cublas_repeatable()

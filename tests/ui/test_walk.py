@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import chat_server
 import pytest
 from browser import LIMIT_S, PHONE_PX, Browser, Page
 from screens import Server, server_process
@@ -16,7 +17,6 @@ from screens import Server, server_process
 from diffsynth_lite.queue.folder import Queue
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import lora_copies
-from diffsynth_lite.testing.captioners import save_tiny_qwen3_vl
 from diffsynth_lite.workspace import Workspace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -36,6 +36,7 @@ train:
 validation:
   prompts: [a teal circle]
   every_steps: 1000
+  num_inference_steps: 2
 
 output:
   dir: runs/shapes
@@ -75,7 +76,8 @@ def test_a_person_goes_from_images_to_a_lora_in_the_browser(browser: Browser, tm
     images = sorted((tmp_path / "images").glob("teal*.png"))
     with server_process(workspace) as server:
         make_data_set(browser, server, workspace, images)
-        write_captions(browser, server, workspace, images[1:4], save_tiny_qwen3_vl(tmp_path / "captioner"))
+        with chat_server.running() as chat:
+            write_captions(browser, server, workspace, images[1:4], chat.endpoint)
         make_config(browser, server, workspace)
         port = int(server.root.rpartition(":")[2])
         queue_two_more(browser, server, workspace)
@@ -138,17 +140,19 @@ def make_data_set(browser: Browser, server: Server, workspace: Path, images: lis
 
 
 def write_captions(
-    browser: Browser, server: Server, workspace: Path, images: list[Path], model: Path
+    browser: Browser, server: Server, workspace: Path, images: list[Path], endpoint: str
 ) -> None:
-    """A model writes those that are missing; one is edited, and written again, which asks first."""
+    """A server writes those that are missing; one is edited, and written again, which asks first."""
     folder = workspace / "data" / "shapes"
     file, name = folder / images[0].with_suffix(".txt").name, images[0].name
     with opened(browser, server, "/data/shapes/", width=PHONE_PX) as page:
         page.press("button", "Write captions")
-        page.fill("combobox", "Model", str(model))
+        page.press("radio", "A server")
+        page.fill("textbox", "Endpoint", endpoint)
+        page.fill("combobox", "Model", "eyes")
         page.fill("combobox", "Goal", "Style")
         page.fill("textbox", "Trigger", "shp")
-        page.wait_for(f"document.getElementById('c-command').textContent.includes({json.dumps(str(model))})")
+        page.wait_for(f"document.getElementById('c-command').textContent.includes({json.dumps(endpoint)})")
         assert page.text("#c-command").endswith("--goal style --trigger shp")
         assert page.overflow_px() == 0
         page.press("button", "Write 3 captions")
@@ -156,6 +160,7 @@ def write_captions(
     with opened(browser, server, "/data/shapes/") as page:
         page.await_control("radio", "Written by a model 3")
         page.await_control("radio", "No caption 0")
+        page.wait_for("document.getElementById('job-head').innerText === 'Finished'")
         written = file.read_text()
         assert "shp" in written
         assert "écrit à la main" in "".join(each.read_text() for each in folder.glob("*.txt"))
