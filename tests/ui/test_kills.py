@@ -150,6 +150,8 @@ def strike_at(number: int) -> None:
 def strike_all(root: str, program: str, trainer: int) -> None:
     """Do each action again and again, killed at one moment after the other, until one is not."""
     sys.executable = program
+    screen = signed_in(make_workspace(Path(root) / "read"))  # What this imports no child has to import.
+    assert {screen.get(page).status_code for page in PAGES} == {200}
     for name, action in ACTIONS.items():
         status, number = KILLED, 0
         while status == KILLED:
