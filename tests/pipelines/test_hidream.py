@@ -61,9 +61,10 @@ def test_both_modes_predict_what_diffusers_infers_with_the_gradients_of_its_trai
         assert torch.equal(predicted, inferred)
         found = gradients(ours, predicted)
         assert found.keys() == expected.keys()
+        # Of some experts the few tokens of a tiny batch choose none.
+        assert any(found[name].any() for name in found if ".experts." in name)
         for name, gradient in found.items():
-            assert gradient is not None
-            assert gradient.any(), name
+            assert gradient is not None, name
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
 
 
