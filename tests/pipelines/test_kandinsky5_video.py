@@ -65,9 +65,9 @@ def test_a_given_frame_is_clean_and_does_not_count(started: Sample, sample: Samp
     assert torch.equal(named["first_frame_latents"], own["first_frame_latents"])
     example = family.example_conditioning(own["latents"].shape) or {}
     assert example["first_frame_latents"].shape == own["first_frame_latents"].shape
-    seen_cfhw = call_with(started, started.latents[:1])["hidden_states"][0].movedim(-1, 0)
+    seen_cfhw = call_with(started, started.latents[:1] + 1)["hidden_states"][0].movedim(-1, 0)
     assert torch.equal(seen_cfhw[:4, :1], started.conditioning[0]["first_frame_latents"])
-    assert torch.equal(seen_cfhw[:4, 1:], started.latents[0, :, 1:])
+    assert torch.equal(seen_cfhw[:4, 1:], started.latents[0, :, 1:] + 1)
     assert (own["loss_mask"][:, 0].any(), own["loss_mask"][:, 1:].all()) == (False, True)
     assert family.media_encoder_id(torch.float32) != sample.family.media_encoder_id(torch.float32)
 
