@@ -41,6 +41,7 @@ SCREENS = {
     "run_finished": "/runs/colours/",
 }
 IN_DOCS = ("empty", "home", "dataset", "config", "run")
+OF_FIRST_RUN = ("try", "share")
 CONFIG = """extends: quickstart.yaml
 
 data:
@@ -85,7 +86,7 @@ def main() -> None:
         if parsed.all:
             write_index(shots, parsed.mockups)
         else:
-            write_images_of_docs(shots, ("try",) if parsed.first_run else (*IN_DOCS, "try"))
+            write_images_of_docs(shots, OF_FIRST_RUN if parsed.first_run else (*IN_DOCS, *OF_FIRST_RUN))
 
 
 def take_first_run(browser: Browser, workspace: Path, shots: Path) -> None:
@@ -117,6 +118,23 @@ def take_first_run(browser: Browser, workspace: Path, shots: Path) -> None:
         page.wait_for("[...document.images].every(image => image.complete || image.loading === 'lazy')")
         page.wait_for("document.getElementById('t-state').hidden")
         page.screenshot(shots / "try_light.png", whole=False)
+        page.press("link", "example")
+        copy_to_comfyui(page, workspace / "ComfyUI" / "models" / "loras")
+        page.screenshot(shots / "share_light.png", whole=False)
+
+
+def copy_to_comfyui(page: Page, folder: Path) -> None:
+    """Share's way from the page of a run into ComfyUI's folder."""
+    folder.mkdir(parents=True)
+    page.wait_for("document.querySelector('#share summary') && document.readyState === 'complete'")
+    page.click("#share summary")
+    page.fill("textbox", "ComfyUI's folder of LoRAs", str(folder))
+    page.press("button", "Use this folder")
+    page.wait_for("document.querySelector('[aria-label=\"Copy to ComfyUI\"]:enabled')")
+    page.press("button", "Copy to ComfyUI")
+    page.wait_for("document.body.innerText.includes('of this run is there.')")
+    page.wait_for("!document.querySelector('[aria-label=\"Stop the conversion\"]')")
+    page.evaluate("document.getElementById('share').scrollIntoView()")
 
 
 def write_images_of_docs(shots: Path, names: Sequence[str]) -> None:
