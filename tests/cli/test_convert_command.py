@@ -66,7 +66,11 @@ def test_there_and_back_is_the_file_again(
 def test_a_file_of_all_blocks_of_hunyuan_video_is_not_of_flux(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, double, single in (("hunyuan_video", 20, 40), ("flux or flux_fill or flux_kontext", 19, 38)):
+    cases = (
+        ("hunyuan_video or hunyuan_video_i2v", 20, 40),
+        ("flux or flux_fill or flux_kontext", 19, 38),
+    )
+    for name, double, single in cases:
         layers = {f"lora_unet_double_blocks_{place}_img_mod_lin": 36 for place in range(double)}
         layers |= {f"lora_unet_single_blocks_{place}_modulation_lin": 18 for place in range(single)}
         file = written(tmp_path / f"{double}.safetensors", torch.bfloat16, **layers)
