@@ -4,7 +4,7 @@
     python scripts/screen_images.py --first-run                      # counts clicks and seconds, too
     python scripts/screen_images.py --all FOLDER [--mockups FOLDER]  # FOLDER/index.html; mockups are NAME.png
 
-They differ each time in times and speeds, and in nothing else.
+They differ each time in times, speeds and the name of a temporary folder, and in nothing else.
 """
 
 import argparse
