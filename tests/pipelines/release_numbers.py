@@ -1,13 +1,12 @@
 """Where each number that a release states was read, as a repository, a commit and a path; or why it was not.
 
-Those that are defaults of classes are in ``class_defaults.py``.
+Those that diffusers has are in ``class_defaults.py`` and ``diffusers_numbers.py``.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from class_defaults import Row, size
-from wan22_statistics import WAN22_DEVIATIONS, WAN22_MEANS
 
 
 def _language(*values: int | None, prefix: str = "") -> dict[str, Any]:
@@ -54,237 +53,22 @@ _QWEN3_VL_32B = _QWEN3_VL_8B | _language(5120, 25600, 64, 64, prefix="text_confi
 _QWEN25_VL_7B = (3584, 18944, 28, 28, 4, 152064)
 _LLAMA = (4096, 14336, 32, 32, 8, 128320)
 _LLAVA = _language(*_LLAMA, prefix="text_config.") | {"image_token_index": 128257, "pad_token_id": 128258}
-
-
-def _shift(tokens: tuple[int, int], mu: tuple[float, float], terminal: float) -> dict[str, Any]:
-    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    values = dict(zip(names, (*tokens, *mu), strict=True))
-    return values | {"use_dynamic_shifting": True, "shift_terminal": terminal}
-
-
-_QWEN_SHIFT = _shift((256, 8192), (0.5, 0.9), 0.02)
-_LTX_SHIFT = _shift((1024, 4096), (0.95, 2.05), 0.1)
+_QWEN_LINE = {"base_image_seq_len": 256, "max_image_seq_len": 8192, "base_shift": 0.5, "max_shift": 0.9}
+_QWEN_SHIFT = _QWEN_LINE | {"use_dynamic_shifting": True, "shift_terminal": 0.02}
 _KL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 1024}
 _KL_16 = _KL | {"latent_channels": 16, "use_post_quant_conv": False, "use_quant_conv": False}
 _FLUX_VAE_OF = ("FLUX.1 ", "Chroma1", "Kandinsky 5.0 T2I", "LongCat", "Lumina", "NetaYume", "Z-Image")
 _WITH_FLUX_VAE = tuple(f"{name}* / vae" for name in _FLUX_VAE_OF)
 _AURA = {at: (f"AuraFlow* / {at}", f"Pony V7 / {at}") for at in ("transformer", "text_encoder", "vae")}
-_CONNECTOR = {"caption_channels": 3840, "text_proj_in_factor": 49}
 _SD3 = {"joint_attention_dim": 4096, "pooled_projection_dim": 2048}
 _SD3_MEDIUM = {"caption_projection_dim": 1536, "num_attention_heads": 24, "num_layers": 24}
 _BETAS = {"beta_end": 0.012, "beta_start": 0.00085, "steps_offset": 1}
-_SEES = {"added_kv_proj_dim": 5120, "image_dim": 1280, "in_channels": 36}
 
-DIFFUSERS = "huggingface/diffusers, 58eb52c0803e, "
 MUSUBI = "kohya-ss/musubi-tuner, 30c658c4f4b0, src/musubi_tuner/"
 FORGE = "lllyasviel/stable-diffusion-webui-forge, dfdcbab685e5, backend/huggingface/"
 LUMINA = "Alpha-VLLM/Lumina-Image-2.0 on the hub, 26d0f62a411a, "
 
 READ: Mapping[str, Sequence[Row]] = {
-    f"{DIFFUSERS}scripts/convert_anima_to_diffusers.py": (
-        ("Anima* / scheduler", {"shift": 3.0}),
-        ("Anima* / text_encoder", {"tie_word_embeddings": False}),
-    ),
-    f"{DIFFUSERS}scripts/convert_cosmos_to_diffusers.py": (
-        ("Anima* / transformer", {"num_attention_heads": 16, "rope_scale": (1.0, 4.0, 4.0)}),
-    ),
-    f"{DIFFUSERS}scripts/convert_cogvideox_to_diffusers.py, its arguments and what it says of them": (
-        ("CogVideoX* / scheduler", {"clip_sample": False, "rescale_betas_zero_snr": True}),
-        ("CogVideoX 2B / scheduler", {"snr_shift_scale": 3.0}),
-        ("CogVideoX* 5B / scheduler", {"snr_shift_scale": 1.0}),
-        ("CogVideoX 2B / vae", {"scaling_factor": 1.15258426}),
-        ("CogVideoX* 5B / vae", {"scaling_factor": 0.7}),
-        ("CogVideoX 1.5 5B / vae", {"invert_scale_latents": True}),
-        (
-            "CogVideoX* 5B / transformer",
-            {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
-        ),
-        ("CogVideoX 1.5 5B / transformer", {"patch_bias": False, "patch_size_t": 2}),
-        (
-            "CogVideoX 1.5 5B / transformer",
-            {"sample_frames": 81, "sample_height": 300, "sample_width": 300},
-        ),
-    ),
-    f"{DIFFUSERS}docs/source/en/api/pipelines/cogvideox.md": (
-        ("CogVideoX 1.5 5B / size", size(1360, 768, 81)),
-    ),
-    f"{DIFFUSERS}scripts/convert_dcae_to_diffusers.py": (
-        (
-            "Sana* / vae",
-            {
-                "encoder_layers_per_block": (2, 2, 2, 3, 3, 3),
-                "encoder_qkv_multiscales": (*((),) * 3, *((5,),) * 3),
-                "decoder_qkv_multiscales": (*((),) * 3, *((5,),) * 3),
-                "scaling_factor": 0.41407,
-            },
-        ),
-    ),
-    f"{DIFFUSERS}scripts/convert_flux2_to_diffusers.py": (
-        ("FLUX.2 klein* / transformer", {"guidance_embeds": False}),
-        (
-            "FLUX.2 klein*4B / transformer",
-            {
-                "joint_attention_dim": 7680,
-                "num_attention_heads": 24,
-                "num_layers": 5,
-                "num_single_layers": 20,
-            },
-        ),
-        (
-            "FLUX.2 klein*9B / transformer",
-            {
-                "joint_attention_dim": 12288,
-                "num_attention_heads": 32,
-                "num_layers": 8,
-                "num_single_layers": 24,
-            },
-        ),
-        (("FLUX.2 klein 4B / settings", "FLUX.2 klein 9B / settings"), {"is_distilled": True}),
-    ),
-    f"{DIFFUSERS}scripts/convert_hunyuan_video_to_diffusers.py, its default": (
-        (("HunyuanVideo / scheduler", "HunyuanVideo I2V* / scheduler"), {"shift": 7.0}),
-        ("HunyuanVideo I2V 33ch / transformer", {"guidance_embeds": False, "in_channels": 33}),
-    ),
-    f"{DIFFUSERS}scripts/convert_hunyuan_video1_5_to_diffusers.py": (
-        ("HunyuanVideo 1.5 480p* / transformer", {"target_size": 640}),
-        ("HunyuanVideo 1.5 720p* / transformer", {"target_size": 960}),
-        ("HunyuanVideo 1.5 480p* / scheduler", {"shift": 5.0}),
-        ("HunyuanVideo 1.5 720p T2V / scheduler", {"shift": 9.0}),
-        ("HunyuanVideo 1.5 720p I2V* / scheduler", {"shift": 7.0}),
-    ),
-    f"{DIFFUSERS}docs/source/en/api/pipelines/krea2.md": (
-        ("Krea 2 Turbo / settings", {"is_distilled": True}),
-    ),
-    f"{DIFFUSERS}scripts/convert_ltx_to_diffusers.py": (
-        (("LTX-Video 0.9 / scheduler", "LTX-Video 0.9.1 / scheduler"), _LTX_SHIFT),
-        (
-            "LTX-Video 0.9.[1-9]* / vae",
-            {
-                "decoder_block_out_channels": (256, 512, 1024),
-                "decoder_spatio_temporal_scaling": (True,) * 3,
-                "timestep_conditioning": True,
-                "upsample_factor": (2, 2, 2),
-                "upsample_residual": (True,) * 3,
-            },
-        ),
-        (
-            "LTX-Video 0.9.1 / vae",
-            {
-                "decoder_inject_noise": (True, True, True, False),
-                "decoder_layers_per_block": (5, 6, 7, 8),
-            },
-        ),
-        (
-            "LTX-Video 0.9.[5-9]* / vae",
-            {
-                "block_out_channels": (128, 256, 512, 1024, 2048),
-                "decoder_inject_noise": (False,) * 4,
-                "decoder_layers_per_block": (5, 5, 5, 5),
-                "layers_per_block": (4, 6, 6, 2, 2),
-                "spatial_compression_ratio": 32,
-                "spatio_temporal_scaling": (True,) * 4,
-                "temporal_compression_ratio": 8,
-            },
-        ),
-        (
-            "LTX-Video 0.9.[7-9]* / transformer",
-            {"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48},
-        ),
-    ),
-    f"{DIFFUSERS}scripts/convert_ltx2_to_diffusers.py": (
-        (("LTX-2 19B / scheduler", "LTX-2.3 22B / scheduler"), _LTX_SHIFT),
-        ("LTX-2.5 22B / transformer", {"ff_bias": False, "use_keyframes_abs_pos_embedding": True}),
-        ("LTX-2* / connectors", _CONNECTOR),
-        (
-            "LTX-2.[35] 22B / connectors",
-            {"per_modality_projections": True, "proj_bias": True}
-            | {
-                f"{stream}_{name}": value
-                for stream, width in (("video", 128), ("audio", 64))
-                for name, value in (
-                    *(("connector_attention_head_dim", width), ("connector_num_attention_heads", 32)),
-                    *(("connector_num_layers", 8), ("gated_attn", True)),
-                )
-            },
-        ),
-        (
-            "LTX-2.[35] 22B / transformer",
-            dict.fromkeys(("audio_cross_attn_mod", "audio_gated_attn", "cross_attn_mod"), True)
-            | {"gated_attn": True, "perturbed_attn": True, "use_prompt_embeddings": False},
-        ),
-        (
-            "LTX-2* / vae",
-            {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8},
-        ),
-        (
-            "LTX-2.[35] 22B / vae",
-            {
-                "block_out_channels": (256, 512, 1024, 1024),
-                "decoder_block_out_channels": (256, 512, 512, 1024),
-                "decoder_inject_noise": (False,) * 5,
-                "decoder_layers_per_block": (4, 6, 4, 2, 2),
-                "decoder_spatio_temporal_scaling": (True,) * 4,
-                "layers_per_block": (4, 6, 4, 2, 2),
-                "upsample_factor": (2, 2, 1, 2),
-                "upsample_residual": (False,) * 4,
-            },
-        ),
-    ),
-    f"{DIFFUSERS}docs/source/en/api/pipelines/ltx2.md": (
-        (
-            "LTX-2.5 22B / scheduler",
-            {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05},
-        ),
-    ),
-    f"{DIFFUSERS}scripts/convert_sana_to_diffusers.py": (
-        (
-            "Sana 1.0 0.6B / transformer",
-            {"cross_attention_dim": 1152, "cross_attention_head_dim": 72, "num_attention_heads": 36}
-            | {"num_cross_attention_heads": 16, "num_layers": 28},
-        ),
-        ("Sana 1.5 4.8B / transformer", {"num_layers": 60}),
-        ("Sana* / scheduler", {"flow_shift": 3.0, "use_flow_sigmas": True}),
-    ),
-    f"{DIFFUSERS}docs/source/en/api/pipelines/stable_diffusion/sdxl_turbo.md": (
-        ("SDXL Turbo / size", size(512, 512)),
-    ),
-    f"{DIFFUSERS}scripts/convert_wan_to_diffusers.py": (
-        ("Wan * / scheduler", {"use_flow_sigmas": True}),
-        ("Wan * FLF2V * / scheduler", {"flow_shift": 16.0}),
-        ("Wan * TI2V * / scheduler", {"flow_shift": 5.0}),
-        (
-            ("Wan * T2V * / scheduler", "Wan * I2V * / scheduler", "Wan * VACE* / scheduler"),
-            {"flow_shift": 3.0},
-        ),
-        (("Wan 2.2 T2V A14B / settings", "Wan 2.2 VACE-Fun A14B / settings"), {"boundary_ratio": 0.875}),
-        ("Wan 2.2 I2V A14B / settings", {"boundary_ratio": 0.9}),
-        ("Wan 2.2 TI2V 5B / settings", {"expand_timesteps": True}),
-        ("Wan 2.1 * 1.3B / transformer", {"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30}),
-        ("Wan 2.1 VACE 1.3B / transformer", {"vace_layers": tuple(range(0, 30, 2))}),
-        (
-            "Wan 2.2 TI2V 5B / transformer",
-            {"ffn_dim": 14336, "in_channels": 48, "num_attention_heads": 24, "num_layers": 30}
-            | {"out_channels": 48},
-        ),
-        ("Wan 2.1 *[0-9]P / transformer", _SEES),
-        ("Wan 2.1 FLF2V * / transformer", {"pos_embed_seq_len": 514}),
-        ("Wan 2.2 I2V A14B / transformer*", {"in_channels": 36}),
-        (
-            "Wan 2.2 TI2V 5B / vae",
-            {
-                "base_dim": 160,
-                "z_dim": 48,
-                "is_residual": True,
-                "in_channels": 12,
-                "out_channels": 12,
-                "decoder_base_dim": 256,
-                "scale_factor_spatial": 16,
-                "patch_size": 2,
-                "latents_mean": WAN22_MEANS,
-                "latents_std": WAN22_DEVIATIONS,
-            },
-        ),
-    ),
     "tdrussell/diffusion-pipe, 8f83dbf25d03, configs/auraflow, which has three such files": (
         (_AURA["transformer"], {"pos_embed_max_size": 9216}),
         (_AURA["text_encoder"], _t5(2048, 5120, 32, 24, vocab_size=32128)),

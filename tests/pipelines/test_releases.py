@@ -13,6 +13,7 @@ import diffusers
 import pytest
 import torch
 from class_defaults import IMPORTED, Row
+from diffusers_numbers import READ_IN_DIFFUSERS
 from release_numbers import READ, UNCONFIRMED
 from torch import nn
 
@@ -49,7 +50,10 @@ GATES = "to_gate_logits"
 """Of LTX-2.3: layers of the attention with one output for each head."""
 # krea2_edit has those of krea2.
 ALL_RELEASES = [release for name in family_names() if name != "krea2_edit" for release in releases_of(name)]
-ALL_ROWS: Sequence[Row] = (*IMPORTED, *(row for rows in (READ, UNCONFIRMED) for row in chain(*rows.values())))
+ALL_ROWS: Sequence[Row] = (
+    *IMPORTED,
+    *(row for rows in (READ_IN_DIFFUSERS, READ, UNCONFIRMED) for row in chain(*rows.values())),
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
