@@ -60,8 +60,8 @@ component whose files are there is read from there, whatever the index says, as 
 is not a hub id, such as the folder of the machine where the index was written, is never read. Identities of
 models and keys of the cache are made of the files, wherever they lie.
 
-By such an index Anima and FLUX.3 are trained. Others are opened, and refused by the name of their pipeline:
-of what diffusers 0.42.1 has as modular pipelines only (MiniMax-H3, Wan Animate 2) no family trains the
+By such an index Anima, FLUX.3 and MiniMax-H3 are trained. Others are opened, and refused by the name of
+their pipeline: of Wan Animate 2, which diffusers 0.42.1 has as a modular pipeline only, no family trains the
 model; of a model that a family trains, Qwen-Image 2.1 Turbo and LTX-2.5 among them, the repository or folder
 with a `model_index.json` is the one to name.
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from diffsynth_lite.pipelines import ModelFamily, load_family
+from diffsynth_lite.releases.families import family_names
 
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
@@ -77,3 +78,9 @@ def test_the_page_about_families_names_all_that_has_a_default_with_families_that
 def gives(family: type[ModelFamily], member: str) -> bool:
     """Whether it says this itself, and no base class that families share."""
     return any(member in vars(cls) for cls in family.__mro__ if "pipelines.base." not in cls.__module__)
+
+
+def test_the_page_about_lora_files_has_the_names_of_each_family() -> None:
+    text = (REPOSITORY / "docs" / "lora-file.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", text.partition("| family |")[2].partition("\n\n")[0], re.M)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == family_names()

@@ -326,6 +326,9 @@ class HiDream(DiffusersFamily):
             "pooled_prompt_embeds": torch.ones(config["text_emb_dim"]),
         }
 
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"{super().prompt_encoder_id(dtype)} {self._llama_layers}"
+
     def encode_prompts(
         self, pipeline: Any, prompts: Sequence[Prompt], device: torch.device
     ) -> list[Conditioning]:

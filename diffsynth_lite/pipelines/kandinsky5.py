@@ -188,6 +188,7 @@ class Kandinsky5(DiffusersFamily):
     block_lists = ("text_transformer_blocks", "visual_transformer_blocks")
     unused_matmuls = ("self_attention.out_layer", "cross_attention.out_layer", "feed_forward.out_layer")
     size_divisor = 16
+    max_side = NUM_PLACES * size_divisor
     # Of Qwen2.5-VL. CLIP, which gives one vector for the whole text, reads 77 tokens of its own.
     max_prompt_tokens = 512
     patch = _PATCH
@@ -220,14 +221,6 @@ class Kandinsky5(DiffusersFamily):
             raise UserError(
                 f"model.path: {config.file}: visual_cond must be {str(self.visual_cond).lower()} in folders "
                 f"of {self.pipeline.__name__}: this transformer is another one"
-            )
-
-    def check_size(self, width: int, height: int, *, keys: str) -> None:
-        super().check_size(width, height, keys=keys)
-        if max(width, height) > NUM_PLACES * self.size_divisor:
-            raise UserError(
-                f"{keys}: {width}x{height}; this model knows the places of images of at most "
-                f"{NUM_PLACES * self.size_divisor} pixels on each side"
             )
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:

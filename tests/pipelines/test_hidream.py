@@ -1,5 +1,6 @@
 """HiDream-I1 against diffusers' own model: experts, sizes and the text encoder that the folder lacks."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -89,12 +90,17 @@ def test_an_expert_that_no_token_chose_gets_a_gradient_of_zeros(
     assert found[EXPERT.replace("experts.3", "experts.1")].any()
 
 
-def test_only_the_layers_of_llama_that_the_model_reads_are_kept(sample: Sample) -> None:
+def test_only_the_layers_of_llama_that_the_model_reads_are_kept(sample: Sample, tmp_path: Path) -> None:
     kept = sample.first["llama_embeds"]
     assert len(kept) == 3 == len({*sample.family.folder.component_config("transformer")["llama_layers"]})
     given = sample.family.model_inputs([sample.first], {})["llama_embeds_kbld"]
     assert torch.equal(given[[0, 2, 3], 0], kept)
     assert not given[1].any()
+    folder = shutil.copytree(sample.family.folder.path, tmp_path / "model")
+    file = folder / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"llama_layers": [0, 1, 3, 3]}))
+    other = HiDream(PipelineFolder(path=folder))
+    assert other.prompt_encoder_id(torch.float32) != sample.family.prompt_encoder_id(torch.float32)
 
 
 def test_images_that_are_not_square_are_filled_up_and_have_at_most_as_many_tokens(family: HiDream) -> None:

@@ -73,7 +73,7 @@ class MiniMaxH3(WithAudio, DiffusersFamily):
     ai-toolkit has noise. With `data.audio: true` it is learned as 40 latents a second of each of two
     channels, at 32 kHz. At each step the sampler has other noise levels for audio (shift 3) than for the clip
     (shift 12), and so has training, as in diffusion-pipe, ai-toolkit, SimpleTuner and DiffSynth-Studio; with
-    `objective.audio_noise: own` they are drawn apart. Previews are generated with audio, as the model is
+    `objective.audio_noise: own` they are drawn separately. Previews are generated with audio, as the model is
     used.
 
     Clips have 17 k + 5 frames, at 24 a second. The model was trained on 5 to 15 seconds, and its pipeline
