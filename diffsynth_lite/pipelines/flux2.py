@@ -265,7 +265,7 @@ class Flux2(EditInputs, DiffusersFamily):
     tokens, padding too, which the model sees without a mask.
 
     dev takes a guidance scale: 1 in training, which asks for none, and that of the preview in previews. klein
-    takes none: the base models run twice a step above a scale of 1, the distilled ones ignore it.
+    takes none: the base models run twice a step above a scale of 1, which is refused of the distilled ones.
 
     A distilled klein (4 steps) is best trained through its base model, whose LoRA it takes. The klein models
     with a cache of their inputs (KV) see these in another way and are refused.

@@ -305,16 +305,16 @@ class Flux3(EditInputs, DiffusersFamily):
         return ModelSettings(config, self.folder.path / "modular_model_index.json")
 
     @property
-    def _is_distilled(self) -> bool:
+    def is_distilled(self) -> bool:
         return bool(self.folder.component_config("transformer").get("flow_map"))
 
     @property
     def distilled(self) -> str | None:
         """flow_map in the settings of its transformer: refused, as only base is trained."""
-        return "flow_map in the settings of its transformer; train its base" if self._is_distilled else None
+        return "flow_map in the settings of its transformer; train its base" if self.is_distilled else None
 
     def check_trained(self) -> None:
-        if self._is_distilled:
+        if self.is_distilled:
             raise UserError(
                 f"model.path: {self.folder.path} is a distilled FLUX.3 (flow_map), not to be trained: "
                 "train its base, such as black-forest-labs/flux-3-image-klein-base, and name this one in "
@@ -393,7 +393,7 @@ class Flux3(EditInputs, DiffusersFamily):
     def generate(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         prompts = {"prompt_embeds": request.conditioning}
-        if not self._is_distilled:
+        if not self.is_distilled:
             scale, is_guided = request.guidance_scale, request.is_guided
             pipeline.guider = pipeline.guider.new(guidance_scale=scale, enabled=is_guided)
             prompts |= {"negative_prompt_embeds": request.negative} if is_guided else {}

@@ -68,11 +68,8 @@ def check_previews(config: Config, family: ModelFamily) -> None:
     family.check_size(*preview_size(config, family), keys="validation.width, validation.height")
     if validation.num_frames is not None:
         family.check_frames(validation.num_frames, key="validation.num_frames")
-    if validation.prompts and validation.num_inference_steps < family.min_inference_steps:
-        raise UserError(
-            f"validation.num_inference_steps: {validation.num_inference_steps}, and this model's sampler "
-            f"takes at least {family.min_inference_steps}; set it to that or more"
-        )
+    if validation.prompts:
+        _check_sampling(config, family)
     _check_prompts(config, family)
     _check_images_have_effect(config, family)
     _check_guides_have_effect(config, family)
@@ -93,6 +90,20 @@ def check_previews(config: Config, family: ModelFamily) -> None:
                 _frames(config, family, [path], is_mask=key == "inpaint_masks")
             except UserError as error:
                 raise UserError(f"validation.{key}: {error}") from None
+
+
+def _check_sampling(config: Config, family: ModelFamily) -> None:
+    validation = config.validation
+    if validation.num_inference_steps < family.min_inference_steps:
+        raise UserError(
+            f"validation.num_inference_steps: {validation.num_inference_steps}, and this model's sampler "
+            f"takes at least {family.min_inference_steps}; set it to that or more"
+        )
+    if validation.guidance_scale > 1 and not family.has_guidance:
+        raise UserError(
+            f"validation.guidance_scale: {validation.guidance_scale:g} has no effect, as this model is "
+            "distilled to generate without guidance; set it to 1"
+        )
 
 
 def _check_prompts(config: Config, family: ModelFamily) -> None:

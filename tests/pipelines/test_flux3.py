@@ -113,6 +113,7 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_distilled_model_generates_as_its_own_pipeline(sample: Sample, distilled: Path) -> None:
     family = Flux3(PipelineFolder(path=distilled))
     family.check_folder()
+    assert not family.has_guidance
     request = sample.request(num_inference_steps=3, guidance_scale=4.0, seed=3)
     model = family.load_transformer(torch.float32)
     with torch.no_grad():

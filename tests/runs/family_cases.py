@@ -198,6 +198,7 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
     settings = [f"model.family={case.family}", f"data.width={width}", f"data.height={height}", *SETTINGS]
     settings.append(f"data.audio={str(case.has_sound).lower()}")
     settings.append(f"data.control_downscale={case.control_downscale}")
+    settings.append(f"validation.guidance_scale={2 if family.has_guidance else 1}")
     if case.trained:
         settings.append(f"lora.components=[{', '.join(case.trained)}]")
     if kind in ("image", "edit", "layers", "inpaint"):

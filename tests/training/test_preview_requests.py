@@ -9,16 +9,16 @@ from PIL import Image
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.pipelines.base.release_folder import PipelineFolder
+from diffsynth_lite.pipelines import ModelFamily, load_family
+from diffsynth_lite.pipelines.base.release_folder import PipelineFolder, write_release
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.pipelines.ltx_video import LTXVideo
 from diffsynth_lite.training.preview_requests import build_preview, check_previews
 
 
 def own(base: type[ModelFamily], **facts: object) -> type[ModelFamily]:
-    """A family that differs from another one in what it takes, and whose sampler needs one step only."""
-    return type("Own", (base,), {"min_inference_steps": 1, **facts})
+    """A family that differs from another one in what it takes; its empty folder has no sampler."""
+    return type("Own", (base,), {"min_inference_steps": 1, "has_guidance": True, **facts})
 
 
 Guided = own(LTXVideo, record_kinds=("control",))
@@ -165,3 +165,16 @@ def test_prompts_that_the_pipeline_refuses_are_named(config, tmp_path, setting, 
     check_previews(given, Painted(PipelineFolder(path=tmp_path)))
     with pytest.raises(UserError, match=rf"{where} holds <\|image_pad\|>, .*; remove it"):
         check_previews(given, Reading(PipelineFolder(path=tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "release"),
+    [("flux2", "FLUX.2 klein 4B"), ("krea2", "Krea 2 Turbo"), ("minimax_h3", "MiniMax-H3")],
+)
+def test_a_scale_of_guidance_is_refused_of_a_model_that_has_none(config, tmp_path, name, release):
+    known = {one.name: one for one in load_family(name).releases}
+    family = load_family(name)(write_release(known[release], tmp_path / "model"))
+    check_previews(config("validation.prompts=[a]", "validation.guidance_scale=1"), family)
+    with pytest.raises(UserError, match=r"validation\.guidance_scale: 4 has no effect, .*; set it to 1"):
+        check_previews(config("validation.prompts=[a]"), family)
+    check_previews(config(), family)

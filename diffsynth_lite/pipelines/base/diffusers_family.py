@@ -139,6 +139,10 @@ class DiffusersFamily(DiffusersComponents):
         return {"prompt_embeds": torch.ones(self.max_prompt_tokens, config[self.prompt_width]), **pooled}
 
     @property
+    def has_guidance(self) -> bool:
+        return not self.is_distilled
+
+    @property
     def min_inference_steps(self) -> int:
         # diffusers stretches the levels so that they end at this one, and divides by their span.
         return 2 if self.scheduler_config.get("shift_terminal") else 1

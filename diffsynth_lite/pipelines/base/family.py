@@ -238,6 +238,11 @@ class ModelFamily(ABC):
         return False
 
     @property
+    def has_guidance(self) -> bool:
+        """Whether a scale of guidance has an effect on previews."""
+        return True
+
+    @property
     def min_inference_steps(self) -> int:
         """Fewest denoising steps of a preview."""
         return 1

@@ -67,7 +67,7 @@ class MiniMaxH3(WithAudio, DiffusersFamily):
     `objective.guidance_target: 4`, as diffusion-pipe (``cfg``) and musubi-tuner
     (``--h3_guidance_loss_scale``) do. ai-toolkit has a training adapter in its place
     (`model.training_adapter`: ostris/minimax_h3_training_adapter), SimpleTuner holds a LoRA close to the
-    model's own estimates. Scales of guidance and negative prompts have no effect.
+    model's own estimates. Scales of guidance above 1 are refused.
 
     By default clips are trained without audio: none is in the sequence, as in diffusion-pipe, where
     ai-toolkit has noise. With `data.audio: true` it is learned as 40 latents a second of each of two
@@ -122,6 +122,7 @@ class MiniMaxH3(WithAudio, DiffusersFamily):
     min_inference_steps = 2
     patch = 2
     takes_guidance = False
+    has_guidance = False
     prompt_id = "minimax_h3/prompt/1"
     latents_id = "minimax_h3/latents/1"
     prompt_width = "text_dim"
