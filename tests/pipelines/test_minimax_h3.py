@@ -1,5 +1,6 @@
 """MiniMax-H3: its one sequence of prompt, audio and clip, and the noise levels of the two."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.reading import contents_of
 from diffsynth_lite.media import Audio, Media
-from diffsynth_lite.pipelines.base.folder import ComponentFile
+from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
 from diffsynth_lite.pipelines.base.single_file import read_single_file
 from diffsynth_lite.pipelines.minimax_h3 import MiniMaxH3
 
@@ -82,13 +83,22 @@ def test_from_the_raw_prompt_on_the_model_gets_and_gives_at_each_step_what_it_do
             torch.testing.assert_close(-own, unpacked(output, shape), rtol=1e-6, atol=1e-6)
 
 
-def test_audio_is_at_the_noise_level_of_the_same_step_of_its_own_sampler(learning: MiniMaxH3) -> None:
-    clips, audio = learning.load_scheduler(), MiniMaxH3Scheduler(shift=3.0)
+@pytest.mark.parametrize("shift", [3.0, 5.0])
+def test_audio_is_at_the_noise_level_of_the_same_step_of_the_sampler_that_its_folder_has_for_it(
+    learning: MiniMaxH3, tmp_path: Path, shift: float
+) -> None:
+    shutil.copytree(learning.folder.path, tmp_path, dirs_exist_ok=True)
+    audio = MiniMaxH3Scheduler(shift=shift)
+    audio.save_pretrained(tmp_path / "audio_scheduler")
+    family = MiniMaxH3(PipelineFolder(path=tmp_path))
+    clips = family.load_scheduler()
     for scheduler in (clips, audio):
         scheduler.set_timesteps(20)
-    torch.testing.assert_close(learning.audio_sigma(clips.sigmas), audio.sigmas)
-    assert learning.family_shift((2, 32, 65)) == 3
-    assert learning.family_shift((4, 12, 4, 8)) == 12
+    torch.testing.assert_close(family.audio_sigma(clips.sigmas), audio.sigmas)
+    assert family.family_shift((2, 32, 65)) == shift
+    assert family.family_shift((4, 12, 4, 8)) == 12
+    previews = family.preview_pipeline(learning.empty_transformer(), torch.float32)
+    assert previews.audio_scheduler.shift == shift
 
 
 def test_audio_is_learned_as_the_pipeline_encodes_that_of_references(

@@ -48,7 +48,8 @@ def write_release(release: Release, path: Path) -> PipelineFolder:
         library = _class_named(tokenizer.class_name).__module__.partition(".")[0]
         index[name] = [library, tokenizer.class_name]
         if library == "diffusers":
-            _write_json(path / name / f"{name}_config.json", {"_class_name": tokenizer.class_name})
+            file = f"{name.rpartition('_')[-1]}_config.json"
+            _write_json(path / name / file, {"_class_name": tokenizer.class_name})
             continue
         _write_json(path / name / "tokenizer_config.json", {"tokenizer_class": tokenizer.class_name})
         if tokenizer.class_name.endswith("Processor"):

@@ -5,6 +5,7 @@ Sources: diffusers ``modular_pipelines/minimax_h3``.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -149,11 +150,15 @@ class MiniMaxH3(WithAudio, DiffusersFamily):
 
     def audio_sigma(self, sigma: torch.Tensor) -> torch.Tensor:
         """That of the same step of its sampler, whose shift is 12 for clips and 3 for audio."""
-        return shift_sigma(sigma, AUDIO_SHIFT / self.family_shift(()))
+        return shift_sigma(sigma, self._audio_shift / self.family_shift(()))
+
+    @cached_property
+    def _audio_shift(self) -> float:
+        return float(self.folder.component_config("audio_scheduler").get("shift", AUDIO_SHIFT))
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, 12; of audio 3."""
-        return AUDIO_SHIFT if len(latents_shape) == 3 else float(self.scheduler_config["shift"])
+        return self._audio_shift if len(latents_shape) == 3 else float(self.scheduler_config["shift"])
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         if len(latents_shape) == 3:  # (2, C, L) of audio, where a clip has (C, F, H, W)
@@ -284,8 +289,8 @@ class MiniMaxH3(WithAudio, DiffusersFamily):
         else:
             del blocks["audio"]
         pipeline = _OfAnyLength(blocks=SequentialPipelineBlocks.from_blocks_dict(blocks))
-        schedulers = {"scheduler": self.load_scheduler(), "audio_scheduler": MiniMaxH3Scheduler(AUDIO_SHIFT)}
-        pipeline.update_components(**parts, **schedulers)
+        of_audio = MiniMaxH3Scheduler(self._audio_shift)
+        pipeline.update_components(**parts, scheduler=self.load_scheduler(), audio_scheduler=of_audio)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 

@@ -150,7 +150,8 @@ class PipelineFolder:
 
     def component_config(self, component: str) -> ModelSettings:
         """The configuration of one component."""
-        name = f"{component}_config.json" if component in ("scheduler", "guider") else "config.json"
+        kind = component.rpartition("_")[-1]
+        name = f"{kind}_config.json" if kind in ("scheduler", "guider") else "config.json"
         settings = self._read_json(self.place(component).path / name, component)
         settings.update(self.num_blocks.get(component, {}))
         require_sizes(settings)
