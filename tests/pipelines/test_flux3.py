@@ -10,11 +10,14 @@ import torch
 from diffusers import Flux3DistilledModularPipeline, Flux3Transformer2DModel
 from diffusers.modular_pipelines.flux3.before_denoise import Flux3PrepareImageCondLatentsStep
 from diffusers_pipelines import bytes_of
-from family_sample import CPU, PROMPTS, Sample, mandelbrot, transformer_calls
+from family_sample import CPU, PROMPTS, Sample, adapted_transformer, mandelbrot, transformer_calls
+from held_step import assert_same_cost, step_on_cpu
 from PIL import Image
 
 from diffsynth_lite.config import Config
+from diffsynth_lite.core.gradient import BlockPolicy
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import PipelineFolder, flux3
 from diffsynth_lite.pipelines.base.model_function import INPUT
@@ -22,6 +25,8 @@ from diffsynth_lite.pipelines.flux3 import Flux3
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.modular import handled_as_others
 from diffsynth_lite.training.data_settings import plan_rules
+from diffsynth_lite.training.planning.memory_count import MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
 
 FAMILY = "flux3"
 
@@ -81,6 +86,20 @@ def test_several_references_are_the_tokens_and_places_that_the_pipeline_makes_of
     assert ours["image_cond_ids"][:, 3].unique().tolist() == [-2, -1]
     step = Flux3PrepareImageCondLatentsStep()
     assert step.image_rope_scale == ours["image_cond_ids"][1, 2].item() == 0.5
+
+
+def test_the_blocks_of_a_reference_are_counted_in_the_order_in_which_they_are_called(sample: Sample) -> None:
+    family, model = sample.family, adapted_transformer(sample.family)
+    conditioning = sample.first | encoded(family, [mandelbrot(48, 64, 30)])
+    inputs = {"latents_shape": sample.latents.shape[1:], "conditioning": conditioning}
+    policy = BlockPolicy(select="every_n", n=2)
+    settings = StepSettings(mixed_precision="no", policy=policy, dtype=torch.float32, device_type="cpu")
+    plain = family.empty_transformer()
+    layers = find_target_layers(
+        plain, family.default_target_modules, unused_modules=family.unused_modules(plain)
+    )
+    counted = MemoryCounter(family, layers, rank=4, **inputs).count(settings)
+    assert_same_cost(counted.step, step_on_cpu(family, model, settings, **inputs))
 
 
 def test_items_of_two_windows_count_as_they_do_one_by_one(sample: Sample) -> None:

@@ -320,11 +320,14 @@ class BlockLists:
             kinds += [treated[index] for index in kept]
             all_kept.append(tuple(kept))
             place += len(of_list)
-        selected = tuple(compress(range(len(kinds)), (chosen for _, chosen in kinds)))
+        # Where all blocks are kept, others that are in no list may be called between them.
+        if len(kinds) < self.num_blocks:
+            selected = tuple(compress(range(len(kinds)), (chosen for _, chosen in kinds)))
+            policy = replace(policy, select="only", n=None, blocks=selected)
         return FewBlocks(
             kept=tuple(all_kept),
             kinds=tuple(kind for kind, _ in kinds),
-            policy=replace(policy, select="only", n=None, blocks=selected),
+            policy=policy,
             repeats=tuple(repeats),
         )
 
