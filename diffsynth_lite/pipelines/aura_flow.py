@@ -163,7 +163,7 @@ class AuraFlow(DiffusersFamily):
     The model sees the first 256 tokens of a prompt, filled up with zeros; Pony V7, as its authors use it,
     768. It is recognised by the name in its ``model_index.json``, which a copy saved by diffusers has lost.
 
-    The places of an image come from a table: at most 1536 pixels on each side, and 1024 with AuraFlow 0.1 and
+    Its position embeddings are a table, for at most 1536 pixels on each side, and 1024 with AuraFlow 0.1 and
     0.2. Larger images are refused.
 
     The sampler's shift is 1.73 at any size, as in SimpleTuner's example; diffusion-pipe shifts nothing by

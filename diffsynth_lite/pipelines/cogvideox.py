@@ -276,7 +276,7 @@ class CogVideoX(DiffusionFamily):
         widest, highest = (config[f"sample_{side}"] * _SPATIAL for side in ("width", "height"))
         if width > widest or height > highest:
             raise UserError(
-                f"{keys}: {width}x{height}; this model knows the places of clips of at most "
+                f"{keys}: {width}x{height}; this model has position embeddings for clips of at most "
                 f"{widest} x {highest} pixels"
             )
 

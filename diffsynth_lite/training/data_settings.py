@@ -50,7 +50,7 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
     _require_colour(data.background)
     for size in data.given_sizes:
         family.check_size(*size, keys="data.sizes" if data.sizes else "data.width, data.height")
-    _require_places(config, family)
+    _require_positions(config, family)
     frame_counts = frame_counts_of(config, family)
     for count in frame_counts:
         family.check_frames(count, key="data.frame_counts")
@@ -262,7 +262,7 @@ def open_memory(config: Config, part: Part = WHOLE) -> FileMemory:
     return FileMemory(index) if part.is_whole else PartMemory(index, part)
 
 
-def _require_places(config: Config, family: ModelFamily) -> None:
+def _require_positions(config: Config, family: ModelFamily) -> None:
     """Check that no size of a resolution has a side of more than ``max_side`` pixels."""
     edge, ratio = max(config.data.resolutions, default=0), config.data.max_aspect_ratio
     if family.max_side is None or config.data.given_sizes or edge * math.sqrt(ratio) <= family.max_side:
@@ -271,8 +271,8 @@ def _require_places(config: Config, family: ModelFamily) -> None:
     do = f"data.max_aspect_ratio: {fit}" if fit >= 1 else f"data.resolutions: [{family.max_side}]"
     raise UserError(
         f"data.max_aspect_ratio: {ratio:g}, with data.resolutions: [{edge}], makes sides of "
-        f"{edge * math.sqrt(ratio):.0f} pixels, and this model knows places for at most {family.max_side}; "
-        f"set {do}"
+        f"{edge * math.sqrt(ratio):.0f} pixels, and this model has position embeddings for at most "
+        f"{family.max_side}; set {do}"
     )
 
 

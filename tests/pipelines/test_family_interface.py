@@ -129,9 +129,9 @@ def test_a_noise_level_is_given_to_the_model_as_by_the_sampler(
     for call, sigma in zip(sampled, sigmas, strict=True):
         ours = given_at(sigma)
         # Some schedulers round to whole timesteps, of 1000.
-        levels = (
-            call["timestep"][:1] if sample.name == "minimax_h3" else call["timestep"]
-        )  # not that of audio
+        levels = call["timestep"]
+        if sample.name == "minimax_h3":
+            levels = levels[:1]  # the other one is of audio
         difference = (levels - ours["timestep"]).abs().max()  # there may be one for each token
         assert difference <= abs(last - first) / 1000
         # Row by row: some models take a list of samples in place of a batch.
@@ -199,12 +199,10 @@ def test_the_velocity_is_what_the_pipeline_hands_to_its_sampler(
 
 def test_one_step_of_the_sampler_along_the_target_returns_the_clean_latents(sample: Sample) -> None:
     scheduler = sample.family.load_scheduler()
-    is_of_h3 = isinstance(
-        scheduler, MiniMaxH3Scheduler
-    )  # counts levels in place of steps, and goes the other way
-    scheduler.set_timesteps(
-        2 + is_of_h3, **({"mu": 0.0} if scheduler.config.get("use_dynamic_shifting") else {})
-    )
+    # It counts noise levels in place of steps, and goes the other way.
+    is_of_h3 = isinstance(scheduler, MiniMaxH3Scheduler)
+    shift = {"mu": 0.0} if scheduler.config.get("use_dynamic_shifting") else {}
+    scheduler.set_timesteps(2 + is_of_h3, **shift)
     timestep = scheduler.timesteps[1]  # the last step ends without noise
     sigma = noise_levels(sample, scheduler)[1].float().expand(len(sample.latents))
     noise = torch.randn(sample.latents.shape, generator=torch.Generator().manual_seed(0))

@@ -214,7 +214,7 @@ class ModelFamily(ABC):
 
     @property
     def max_side(self) -> int | None:
-        """Pixels on a side of an image at most: the model knows no places for more; None is no limit."""
+        """Largest side of an image, in pixels, that the model has position embeddings for; None: no limit."""
         return None
 
     @property
@@ -301,7 +301,7 @@ class ModelFamily(ABC):
             )
         if self.max_side is not None and max(width, height) > self.max_side:
             raise UserError(
-                f"{keys}: {width}x{height}; this model knows the places of images of at most "
+                f"{keys}: {width}x{height}; this model has position embeddings for images of at most "
                 f"{self.max_side} pixels on each side"
             )
 

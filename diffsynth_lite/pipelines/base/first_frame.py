@@ -99,7 +99,7 @@ def with_first_frames(
 
 
 def next_to_first_frame(latents_bcfhw: torch.Tensor, first_bcfhw: torch.Tensor | None) -> torch.Tensor:
-    """(B, 2 C + 1, F, H, W): after the latents those that are given, zeros between them, and which are."""
+    """Latents, the given ones with zeros elsewhere, and a mask of where they are: (B, 2 C + 1, F, H, W)."""
     given_bcfhw, mask = torch.zeros_like(latents_bcfhw), torch.zeros_like(latents_bcfhw[:, :1])
     if first_bcfhw is not None:
         given_bcfhw[:, :, :1], mask[:, :, :1] = first_bcfhw, 1
