@@ -124,6 +124,7 @@ class HunyuanVideoI2V(EditInputs, hunyuan_video.HunyuanVideo):
     record_kinds: ClassVar[tuple[RecordKind, ...]] = ("video", "image_to_video")
     needs_inputs = True
     prompt_sees_images = True
+    negative_sees_images = False
     prompt_id = "hunyuan_video_i2v/prompt/1"
     prompt_template = TEMPLATE
     num_cut = DEFAULT_PROMPT_TEMPLATE["crop_start"]

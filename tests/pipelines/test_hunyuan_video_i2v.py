@@ -71,7 +71,9 @@ def test_a_negative_prompt_is_read_with_a_black_image(sample: Sample) -> None:
     assert all((first - other).abs().max() > 1e-4 for other in (second, others[0]))
 
 
-def test_a_caption_is_read_with_what_its_clip_starts_from(sample: Sample, tmp_path: Path) -> None:
+def test_a_caption_is_read_with_what_its_clip_starts_from_and_an_empty_one_once_for_all_clips(
+    sample: Sample, tmp_path: Path
+) -> None:
     rules = PlanRules(buckets=BucketRule(divisor=16, step=16, sizes=((32, 16),), frame_counts=(5,)))
     clip = [mandelbrot(64, 48, quality) for quality in range(10, 16)]
     write_video(tmp_path / "a.mp4", clip, fps=24)
@@ -83,10 +85,11 @@ def test_a_caption_is_read_with_what_its_clip_starts_from(sample: Sample, tmp_pa
     assert len(plan.items) == 2
     job = EncodingJob(load_config(f"{FAMILY}_lora.yaml").config, sample.family, CPU, FolderGroup())
     job.add_dataset(plan, has_unconditional=True)
-    prompts = [item.load() for item in job.prompts.values()]
+    first, empty, second = (item.load() for item in job.prompts.values())
+    assert empty == Prompt(text="", is_negative=True)
     starts = [media.first_frame or media.frames[0] for media in (item.load() for item in plan.items)]
-    shown = [(prompt.text, prompt.images[0].tobytes()) for prompt in prompts]
-    assert shown == [(text, start.tobytes()) for start in starts for text in ("a ring", "")]
+    shown = [(prompt.text, prompt.images[0].tobytes()) for prompt in (first, second)]
+    assert shown == [("a ring", start.tobytes()) for start in starts]
     assert len({pixels for _, pixels in shown}) == 2
 
 

@@ -16,9 +16,11 @@ class EditInputs:
     Attributes:
         prompt_sees_images: whether the text encoder also sees the images that an edit starts from; or, in a
             family of clips, the one that a clip starts from.
+        negative_sees_images: whether it then sees them with negative prompts and dropped captions, too.
     """
 
     prompt_sees_images: ClassVar[bool] = False
+    negative_sees_images: ClassVar[bool] = True
 
     @property
     def max_inputs(self) -> int | None:

@@ -45,7 +45,7 @@ class EncodingJob:
         self.datasets: list[tuple[DatasetPlan, ItemTable]] = []
         self.preview_keys: list[tuple[str, str]] = []
         self._tag_separator = config.data.tag_separator
-        self._prompt_sees_images = family.edits.prompt_sees_images
+        self._edits = family.edits
         self._media_encoder = Encoder(
             what="items",
             identity=f"{family.media_encoder_id(vae_dtype)}{tiles}",
@@ -126,7 +126,8 @@ class EncodingJob:
 
     def _add_caption(self, item: TrainingItem, text: str, *, is_negative: bool = False) -> str:
         inputs = (item.record.target,) if item.is_clip else item.record.inputs
-        if not inputs or not self._prompt_sees_images:
+        sees_images = self._edits.negative_sees_images or not is_negative
+        if not inputs or not (self._edits.prompt_sees_images and sees_images):
             return self._add_prompt(PromptItem(text=text, is_negative=is_negative))
         prompt = PromptItem(
             text=text,
