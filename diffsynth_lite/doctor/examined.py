@@ -269,7 +269,9 @@ def _token_width(family: ModelFamily) -> int:
     with torch.device("meta"):
         example = family.example_conditioning(family.latents_shape(side, side, family.default_num_frames))
     if example is not None and "prompt_embeds" in example:
-        return math.prod(example["prompt_embeds"].shape[1:])
+        num_tokens = len(example["prompt_embeds"])
+        of_tokens = [value for value in example.values() if num_tokens in value.shape[:-1]]
+        return sum(value.numel() for value in of_tokens) // num_tokens
     settings = family.folder.component_config("text_encoder")
     nested = settings.get("text_config", {})
     names = ("d_model", "hidden_size")

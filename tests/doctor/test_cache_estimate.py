@@ -10,7 +10,7 @@ from diffsynth_lite.data.video import write_video
 from diffsynth_lite.training.caching import caching_accelerator, fill_cache
 
 
-@pytest.mark.parametrize("family", ["krea2", "qwen_image", "qwen_image_edit"])
+@pytest.mark.parametrize("family", ["hidream", "krea2", "qwen_image", "qwen_image_edit"])
 def test_the_estimate_of_the_cache_is_what_a_run_then_writes(workplace: Workplace, family: str) -> None:
     count = 1 if family == "qwen_image_edit" else 4  # its inputs are of a million pixels, which takes time
     path = add_images(workplace, "data", count, (96, 80))
