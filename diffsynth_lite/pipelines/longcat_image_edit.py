@@ -51,8 +51,8 @@ class LongCatImageEdit(OneInput, longcat_image.LongCatImage):
     hold what the text encoder sees of it at half that size. Prompts, guidance without ``enable_cfg_renorm``,
     the shift of the noise levels and LoRA files are as in ``longcat_image``.
 
-    The pipeline generates in the size of the image to edit, and so do previews, whatever size they are asked
-    for: train on pairs of one shape, at 1024 x 1024 pixels.
+    The pipeline generates a megapixel in the shape of the image to edit, and so do previews, which take no
+    size: train on pairs of one shape, at 1024 x 1024 pixels.
 
     Turbo is distilled to 8 steps without guidance. No setting is known to show it; it is recognised by its
     name.
@@ -68,6 +68,7 @@ class LongCatImageEdit(OneInput, longcat_image.LongCatImage):
     refused_in_prompts = (IMAGE_TOKEN,)
     prompt_tokens_of_an_input = _AREA // 4 // _TOKEN_AREA
     takes_size = False
+    keeps_input_size = True
     encodes_as_model = True
 
     @property

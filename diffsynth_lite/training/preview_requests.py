@@ -1,5 +1,6 @@
 """This file lists the previews that a config asks for, and reads and checks the files that they need."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, PreviewRequest
 from diffsynth_lite.training.data_settings import fps_of, num_preview_frames, num_preview_layers
+
+logger = logging.getLogger(__name__)
 
 _STARTING_FROM_IMAGES: tuple[RecordKind, ...] = ("edit", "image_to_video", "layers")
 """Kinds of data whose previews start from only an image."""
@@ -48,15 +51,17 @@ def build_preview(
     config: Config, family: ModelFamily, place: int, conditioning: Conditioning, negative: Conditioning
 ) -> PreviewRequest:
     """The preview at ``place`` that the section ``validation`` asks for, with its files decoded."""
-    validation = config.validation
+    validation, request = config.validation, any_preview(config, family)
+    inputs = tuple(load_image(path, background=config.data.background) for path in input_files(config, place))
+    if family.edits.keeps_input_size:
+        width, height = family.edits.input_size(*inputs[0].size)
+        request = replace(request, width=width, height=height)
     return replace(
-        any_preview(config, family),
+        request,
         prompt=validation.prompts[place],
         conditioning=conditioning,
         negative=negative,
-        inputs=tuple(
-            load_image(path, background=config.data.background) for path in input_files(config, place)
-        ),
+        inputs=inputs,
         control=_frames(config, family, validation.control[place : place + 1], is_mask=False),
         inpaint_mask=_frames(config, family, validation.inpaint_masks[place : place + 1], is_mask=True),
     )
@@ -103,6 +108,11 @@ def _check_sampling(config: Config, family: ModelFamily) -> None:
         raise UserError(
             f"validation.guidance_scale: {validation.guidance_scale:g} has no effect, as this model is "
             "distilled to generate without guidance; set it to 1"
+        )
+    if family.edits.keeps_input_size and (validation.width or validation.height):
+        logger.warning(
+            "validation.width, validation.height: have no effect, as previews of this family have the shape "
+            "of validation.inputs, in a size of their own; remove them"
         )
 
 
@@ -191,7 +201,12 @@ def _frames(config: Config, family: ModelFamily, files: list[str], *, is_mask: b
 
 
 def preview_size(config: Config, family: ModelFamily) -> tuple[int, int]:
-    """Width and height of the previews in pixels: unless given, the data's, rounded down to what fits."""
+    """Width and height of the previews in pixels: unless given, the data's, rounded down to what fits.
+
+    Where previews keep the size of their own image, that is what one of the data's size comes to.
+    """
     divisor = family.size_divisor
     width, height = (max(divisor, side // divisor * divisor) for side in config.data.first_size)
+    if family.edits.keeps_input_size:
+        return family.edits.input_size(width, height)
     return config.validation.width or width, config.validation.height or height

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from diffusers.pipelines.longcat_image.pipeline_longcat_image_edit import calculate_dimensions
 from PIL import Image
 
 from diffsynth_lite.config import Config, load_config
@@ -12,8 +13,9 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily, load_family
 from diffsynth_lite.pipelines.base.release_folder import PipelineFolder, write_release
 from diffsynth_lite.pipelines.flux import Flux
+from diffsynth_lite.pipelines.longcat_image_edit import LongCatImageEdit
 from diffsynth_lite.pipelines.ltx_video import LTXVideo
-from diffsynth_lite.training.preview_requests import build_preview, check_previews
+from diffsynth_lite.training.preview_requests import any_preview, build_preview, check_previews
 
 
 def own(base: type[ModelFamily], **facts: object) -> type[ModelFamily]:
@@ -142,6 +144,20 @@ def test_images_need_a_mask_that_is_one(config, filled, tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=rf"validation\.inpaint_masks: .*{message}"):
             check_previews(config(*settings, f"validation.inpaint_masks={given}"), filled)
+
+
+def test_a_preview_that_keeps_the_size_of_its_image_is_counted_and_recorded_in_that_size(
+    config, tmp_path, caplog
+):
+    Image.new("RGB", (40, 80)).save(tmp_path / "a.png")
+    family = LongCatImageEdit(write_release(LongCatImageEdit.releases[0], tmp_path / "model"))
+    images = ("data.frame_counts=null", "data.fps=null", f"validation.inputs=[{tmp_path}/a.png]")
+    given = config("validation.prompts=[a]", "data.width=128", "data.height=64", *images)
+    check_previews(given, family)
+    assert "validation.width, validation.height: have no effect" in caplog.text
+    asked, recorded = any_preview(given, family), build_preview(given, family, 0, {}, {})
+    assert (recorded.width, recorded.height) == calculate_dimensions(1024**2, 40 / 80)
+    assert (asked.width, asked.height) == calculate_dimensions(1024**2, 128 / 64)
 
 
 def test_guides_that_a_family_does_not_look_at_are_refused(config, guided, filled, tmp_path):

@@ -16,11 +16,13 @@ class EditInputs:
     Attributes:
         prompt_sees_images: whether the text encoder also sees the images that an edit starts from; or, in a
             family of clips, the one that a clip starts from.
+        keeps_input_size: whether previews have the size that their image is encoded at, and no other.
         negative_sees_images: whether it then sees them with negative prompts and dropped captions, too.
     """
 
     prompt_sees_images: ClassVar[bool] = False
     negative_sees_images: ClassVar[bool] = True
+    keeps_input_size: ClassVar[bool] = False
 
     @property
     def max_inputs(self) -> int | None:
