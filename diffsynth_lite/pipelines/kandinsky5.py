@@ -35,7 +35,7 @@ from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTo
 from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
 
 _PATCH = 2
-NUM_PLACES = 128
+NUM_POSITIONS = 128
 """Frames, rows and columns of tokens that the transformer has positions for."""
 _PROJECTIONS = ("to_query", "to_key", "to_value", "out_layer")
 _ATTENTION = tuple(f"{kind}_attention.{layer}" for kind in ("self", "cross") for layer in _PROJECTIONS)
@@ -66,7 +66,7 @@ def model_fn_kandinsky5(
     """
     with checkpointed(Kandinsky5, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bfhwc: torch.Tensor = transformer(
-            **with_places(latents_bchw.movedim(1, -1)[:, None], prompt_embeds_bld),
+            **with_positions(latents_bchw.movedim(1, -1)[:, None], prompt_embeds_bld),
             timestep=timestep,
             pooled_projections=pooled_prompt_embeds_bd,
             scale_factor=(1.0, 1.0, 1.0),
@@ -75,8 +75,8 @@ def model_fn_kandinsky5(
     return velocity_bfhwc[:, 0].movedim(-1, 1)
 
 
-def with_places(latents_bfhwc: torch.Tensor, prompt_embeds_bld: torch.Tensor) -> dict[str, Any]:
-    """Latents and prompts with the places of their tokens, as arguments of the transformer."""
+def with_positions(latents_bfhwc: torch.Tensor, prompt_embeds_bld: torch.Tensor) -> dict[str, Any]:
+    """Latents and prompts with the positions of their tokens, as arguments of the transformer."""
     device = latents_bfhwc.device
     _, num_frames, height, width, _ = latents_bfhwc.shape
     return {
@@ -188,7 +188,7 @@ class Kandinsky5(DiffusersFamily):
     block_lists = ("text_transformer_blocks", "visual_transformer_blocks")
     unused_matmuls = ("self_attention.out_layer", "cross_attention.out_layer", "feed_forward.out_layer")
     size_divisor = 16
-    max_side = NUM_PLACES * size_divisor
+    max_side = NUM_POSITIONS * size_divisor
     # Of Qwen2.5-VL. CLIP, which gives one vector for the whole text, reads 77 tokens of its own.
     max_prompt_tokens = 512
     patch = _PATCH

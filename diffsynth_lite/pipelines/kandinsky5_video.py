@@ -21,10 +21,10 @@ from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpoi
 from diffsynth_lite.pipelines.hunyuan_video import HunyuanVideo
 from diffsynth_lite.pipelines.kandinsky5 import (
     KANDINSKY5_IMAGE,
-    NUM_PLACES,
+    NUM_POSITIONS,
     Kandinsky5,
     tiny_pipeline,
-    with_places,
+    with_positions,
 )
 from diffsynth_lite.testing import autoencoders
 
@@ -60,7 +60,7 @@ def model_fn_kandinsky5_video(
     scale = 2 if is_small else 3.16
     with checkpointed(Kandinsky5Video, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bfhwc: torch.Tensor = transformer(
-            **with_places(seen_bcfhw.movedim(1, -1), prompt_embeds_bld),
+            **with_positions(seen_bcfhw.movedim(1, -1), prompt_embeds_bld),
             timestep=timestep,
             pooled_projections=pooled_prompt_embeds_bd,
             scale_factor=(1, scale, scale),
@@ -150,7 +150,7 @@ class Kandinsky5Video(Kandinsky5):
     def check_frames(self, num_frames: int, *, key: str) -> None:
         super().check_frames(num_frames, key=key)
         fewest = 17 if self.needs_inputs else 1
-        most = (NUM_PLACES - 1) * self.frame_step + 1
+        most = (NUM_POSITIONS - 1) * self.frame_step + 1
         if not fewest <= num_frames <= most:
             raise UserError(f"{key}: {num_frames} frames; {self.pipeline.__name__} makes {fewest} to {most}")
 

@@ -168,7 +168,7 @@ class MiniMaxH3(WithAudio, DiffusersFamily):
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         config = self.folder.component_config("vae")
         scale = math.prod(config["spatial_downsample_factors"])
-        frames = 1 if num_frames == 1 else num_frames // self.frame_step * self.frame_rest + 2
+        frames = 1 if num_frames == 1 else num_frames // self.frame_step * 5 + 2
         return config["latent_channels"], frames, height // scale, width // scale
 
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
