@@ -24,10 +24,19 @@ _IDLE_ADVICE = {
     "transformers.utils.import_utils": "requires torchvision",
     # That products in 4 bits have no kernel on the CPU, which nobody asks it for: weights are made first.
     "bitsandbytes.backends.cpu.ops": "pip install kernels",
+    # That attention weights are not returned: diffusers' HiDream asks for them and reads none.
+    "transformers.integrations.sdpa_attention": "does not support `output_attentions=True`",
 }
 """Warnings of other libraries that nobody should act on: words of them, by their logger."""
-_IDLE_WARNING = "`FluxPosEmbed` is deprecated"
-"""diffusers 0.42 uses in its own Chroma what it asks others not to use."""
+_IDLE_WARNINGS = {
+    # diffusers 0.42 uses in its own Chroma what it asks others not to use.
+    "`FluxPosEmbed` is deprecated": FutureWarning,
+    # As the audio autoencoder of diffusers' MiniMax-H3 does with torch.
+    "`torch.nn.utils.weight_norm` is deprecated": FutureWarning,
+    # Kandinsky 5 norms float32 by weights of bfloat16, as in diffusers.
+    "Mismatch dtype between input and weight": UserWarning,
+}
+"""Warnings that nobody should act on: their first words, and their class."""
 _SILENT = logging.CRITICAL + 1
 
 
@@ -154,7 +163,8 @@ def run_command(work: Callable[[], None], console: Console, *, level: int = logg
     logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
     for name in _IDLE_ADVICE:
         logging.getLogger(name).addFilter(lambda record: _IDLE_ADVICE[record.name] not in record.getMessage())
-    warnings.filterwarnings("ignore", _IDLE_WARNING, FutureWarning)
+    for words, category in _IDLE_WARNINGS.items():
+        warnings.filterwarnings("ignore", words, category)
     with in_force(redactor), lossy_log():
         code = EXIT_BUG
         try:

@@ -213,8 +213,9 @@ def _settings(parsed: argparse.Namespace) -> dict[str, object]:
         settings["validation.prompts"] = _as_list(prompts)
     for name, setting in FILES.items():
         given = getattr(parsed, name)
-        # The config's images are for the config's prompts.
-        if given or prompts:
+        # The config's images are for the config's prompts; those of a setting next to them are not.
+        is_set = any(override.startswith(f"validation.{setting}=") for override in parsed.overrides)
+        if given or (prompts and not is_set):
             files = given or []
             is_for_all = len(files) == 1 and prompts
             settings[f"validation.{setting}"] = _as_list(files * len(prompts) if is_for_all else files)

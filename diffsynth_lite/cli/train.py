@@ -18,10 +18,11 @@ from diffsynth_lite import __version__
 from diffsynth_lite.cli.arguments import add_config_arguments, command, config_words, same_command
 from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries
 from diffsynth_lite.cli.processes import grace_can_be_set, grace_period, join_processes, parent_command
-from diffsynth_lite.config import LoadedConfig, load_config
+from diffsynth_lite.config import Config, LoadedConfig, load_config
 from diffsynth_lite.errors import EXIT_BUG, RunInterrupted, UserError, exit_code
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.releases.families import require_family_name
+from diffsynth_lite.sampling.request import FILES
 
 logger = logging.getLogger(__name__)
 
@@ -150,18 +151,21 @@ def _train(parsed: argparse.Namespace, started_at: float) -> None:
     grace = grace_period(os.environ, parent_command(), can_be_set=grace_can_be_set())
     given = {"console": parsed.console, "clock": clock, "grace": grace, "command": again}
     run_training(open_run(loaded, **given, arguments=parsed.words[1:]))
-    _log_next(loaded.config.output.dir)
+    _log_next(loaded.config)
 
 
-def _log_next(folder: str) -> None:
+def _log_next(config: Config) -> None:
     """Log the commands that try the LoRA of a finished run; the console of other processes is silent."""
     from diffsynth_lite.run_folder.folder import RunFolder
     from diffsynth_lite.run_folder.loras import lora_copies
 
+    folder = config.output.dir
     sample = command("sample", "--lora", folder)
-    logger.info('Next: %s --prompt "..."', sample)
+    given = [name for name, setting in FILES.items() if getattr(config.validation, setting)]
+    files = "".join(f" --{name.replace('_', '-')} FILE" for name in given)
+    logger.info('Next: %s --prompt "..."%s', sample, files)
     if len(lora_copies(RunFolder(Path(folder)).checkpoints_folder)) > 1:
-        logger.info('Which step was best: %s --every-checkpoint --prompt "..."', sample)
+        logger.info('Which step was best: %s --every-checkpoint --prompt "..."%s', sample, files)
 
 
 def _launcher_warnings(mixed_precision: str) -> list[str]:

@@ -53,7 +53,7 @@ from diffsynth_lite.training.data_settings import (
     plan_rules,
     set_learned,
 )
-from diffsynth_lite.training.encoding.dataset import require_audio
+from diffsynth_lite.training.encoding.dataset import check_vae_tiling, require_audio
 
 _Value = TypeVar("_Value")
 _Groups = Sequence[Sequence[str]]
@@ -290,6 +290,8 @@ def _training_findings(
     estimate = estimate_cache(data, cache) if config.data.cache and not lacking else None
     if data.family.with_audio:
         problems.attempt(lambda: require_audio(config, data.plan))
+    if data.family.vae_tiles is not None:
+        problems.attempt(check_vae_tiling, data.family.vae_tiles, data.plan.items)
     problems.attempt(check_sizes, [item.bucket for item in data.items], data.family)
     noise = problems.attempt(lambda: _noise(data)) or []
     facts = {"trained on": counted(len(data.items), "item"), **found.facts}

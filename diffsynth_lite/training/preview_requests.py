@@ -127,7 +127,7 @@ def _check_images_have_effect(config: Config, family: ModelFamily) -> None:
     if validation.prompts and family.needs_inputs and not validation.inputs:
         raise UserError(
             "validation.inputs: is empty; previews of this family start from images: name a file for each "
-            "of validation.prompts, or give no prompts"
+            "of validation.prompts (`sample` takes --input FILE), or give no prompts"
         )
     if validation.inputs and not {*_STARTING_FROM_IMAGES, "inpaint"} & set(family.record_kinds):
         raise UserError(
@@ -155,7 +155,7 @@ def _check_guides_have_effect(config: Config, family: ModelFamily) -> None:
         if validation.prompts and family.record_kinds == (kind,) and not files:
             raise UserError(
                 f"validation.{key}: is empty, and this family makes nothing without it: name a file for each "
-                "of validation.prompts, or give no prompts"
+                "of validation.prompts (`sample` takes --input FILE), or give no prompts"
             )
     if validation.inpaint_masks and not (validation.inputs or validation.control):
         raise UserError(

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -202,6 +203,10 @@ def test_a_command_forbids_code_from_a_hub_and_masks_what_it_writes(console: Con
             "bitsandbytes.backends.cpu.ops",
             "Failed to load CPU gemm_4bit_forward. Please make sure you already `pip install kernels`",
         ),
+        (
+            "transformers.integrations.sdpa_attention",
+            "`sdpa` attention does not support `output_attentions=True`.",
+        ),
     ],
 )
 def test_advice_that_nobody_should_follow_is_not_printed(
@@ -218,6 +223,27 @@ def test_advice_that_nobody_should_follow_is_not_printed(
 
     assert run(work, console) == 0
     assert [record.getMessage() for record in handler.buffer] == ["another warning"]
+
+
+@pytest.mark.parametrize(
+    ("words", "category"),
+    [
+        ("`FluxPosEmbed` is deprecated and", FutureWarning),
+        ("`torch.nn.utils.weight_norm` is deprecated in favor of", FutureWarning),
+        ("Mismatch dtype between input and weight: input dtype = float", UserWarning),
+    ],
+)
+def test_warnings_of_libraries_that_nobody_should_act_on_are_not_shown(
+    words: str, category: type[Warning], console: Console
+) -> None:
+    def work() -> None:
+        warnings.warn(words, category, stacklevel=1)
+        warnings.warn(f"not {words}", category, stacklevel=1)
+
+    warnings.simplefilter("always")
+    with pytest.warns(category) as shown:
+        assert run(work, console) == 0
+    assert [str(warning.message) for warning in shown] == [f"not {words}"]
 
 
 @pytest.mark.usefixtures("console")

@@ -89,6 +89,7 @@ REFUSED_OF_A_RUN = {
     "--frames 5": "5 frames; this family makes images",
     "--steps 0": "got '0'; must be a whole number, at least 1",
     "--input {root}/data/0.png": "validation.inputs: has no effect",
+    "validation.inputs=[{root}/data/0.png]": "validation.inputs: has no effect",
     "--seed 1,2 --num 2": "--seed lists 2 seeds; give the first only",
     "--out {root}/tiny.yaml": "tiny.yaml: exists",
     "--out {root}/data": "data: exists, and nothing is overwritten",
