@@ -99,6 +99,7 @@ class Media:
         control: RGB of the frames' size, as many: what guides each of them; empty where nothing does.
         inpaint_mask: mode "L" of the frames' size, as many: 255 where each is regenerated, 0 where it stays;
             empty where there is none.
+        face: RGB, as many as the frames, of a size of their own: the face in each; empty where there is none.
         fps: frames per second of a clip; None for an image.
         crop: of an image; None for a clip, and where it was neither resized nor cropped.
         audio: audio of a clip while its frames are shown, in the family's form, as long as they are; None
@@ -113,6 +114,7 @@ class Media:
     mask: Image | None = None
     control: tuple[Image, ...] = ()
     inpaint_mask: tuple[Image, ...] = ()
+    face: tuple[Image, ...] = ()
     fps: float | None = None
     crop: Crop | None = None
     audio: Audio | None = None

@@ -1,0 +1,173 @@
+"""This file trains Wan 2.2 Animate: a character who moves as the poses and the face of another clip.
+
+Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_wan_animate.py`` and ``pipeline_wan_animate.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Unpack
+
+import torch
+from diffusers import WanAnimatePipeline, WanAnimateTransformer3DModel
+
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
+from diffsynth_lite.media import Media, RecordKind
+from diffsynth_lite.pipelines import wan_i2v
+from diffsynth_lite.pipelines.base.diffusers_components import assemble
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
+from diffsynth_lite.testing import seeded
+
+_MASKS = 4
+"""Channels of a mask of the frames that are given, before their latents."""
+
+
+@model_function
+def model_fn_wan_animate(
+    transformer: torch.nn.Module,
+    latents_bcfhw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    image_embeds_bld: torch.Tensor,
+    pose_bcfhw: torch.Tensor,
+    face_bcfhw: torch.Tensor,
+    **checkpointing: Unpack[Checkpointing],
+) -> torch.Tensor:
+    """One forward of Wan Animate, each transformer block run by the gradient engine.
+
+    The adapters of the face, after every fifth block, and its encoder are not.
+
+    Args:
+        transformer: a ``WanAnimateTransformer3DModel``, plain or wrapped by DDP.
+        latents_bcfhw: (B, 36, 1 + F, H, W): noisy normalised latents (16), a mask of what is given (4), and
+            its latents (16); the character's image is before the frames.
+        timestep: (B,), in [0, 1000].
+        prompt_embeds_bld: (B, 512, D) prompt embeddings, filled up with zeros; there is no mask.
+        image_embeds_bld: (B, L, D_image), of the character's image.
+        pose_bcfhw: (B, 16, F, H, W), normalised latents of the poses.
+        face_bcfhw: (B, 3, 4 F - 3, 512, 512), pixels of the face, in [-1, 1].
+
+    Returns:
+        (B, 16, 1 + F, H, W), the predicted velocity ``noise - latents``.
+    """
+    with checkpointed(WanAnimate, transformer, gradient_checkpoint_forward, **checkpointing):
+        velocity_bcfhw: torch.Tensor = transformer(
+            hidden_states=latents_bcfhw,
+            timestep=timestep,
+            encoder_hidden_states=prompt_embeds_bld,
+            encoder_hidden_states_image=image_embeds_bld,
+            pose_hidden_states=pose_bcfhw,
+            face_pixel_values=face_bcfhw,
+            return_dict=False,
+        )[0]
+    return velocity_bcfhw
+
+
+class WanAnimate(wan_i2v.WanI2V):
+    """Wan 2.2 Animate: a character who moves as the poses and the face of another clip."""
+
+    pipelines = (WanAnimatePipeline,)
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {}
+    transformer_class = WanAnimateTransformer3DModel
+    model_fn = model_fn_wan_animate
+    sequence_split = None
+    latents_id = "wan_animate/latents/1"
+    default_num_frames = 77
+    default_fps = 30.0
+
+    @property
+    def record_kinds(self) -> tuple[RecordKind, ...]:
+        """Clips with poses and faces, and with a character's image or their own first frame."""
+        return ("control", "image_to_video", "inpaint")
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = self.folder.fingerprints("vae", "image_encoder", "image_processor")
+        return f"{self.latents_id} {parts} {dtype} {self._transformer_config.get('motion_encoder_size')}"
+
+    def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        vae = self.load_component("vae", dtype).to(device)
+        transformer = self.empty_component("transformer")
+        return assemble(self.pipeline, vae=vae, transformer=transformer, **self._image_parts(dtype, device))
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        encode_clips = super().load_media_encoder(dtype, device)
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            rows = encode_clips(media)
+            for row in rows:  # the character's image is a frame before those of the clip
+                row["latents"] = torch.cat([row["condition_latents"][_MASKS:, :1], row["latents"]], dim=1)
+            return rows
+
+        return encode
+
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        """(4 + C, 1 + F, H, W), (C, F, H, W) of the poses, (L, D), and (3, 4 F - 3, 512, 512) in bytes."""
+        device, (width, height) = pipeline.vae.device, item.frames[0].size
+        character = item.first_frame or item.frames[0]
+        size = {"height": height, "width": width}
+        background, mask = None, None
+        if item.inpaint_mask:
+            background = pipeline.video_processor.preprocess_video(list(item.frames), **size).to(device)
+            mask = pipeline.video_processor_for_mask.preprocess_video(list(item.inpaint_mask), **size)
+        given_bcfhw = pipeline.prepare_prev_segment_cond_latents(
+            background_video=background,
+            mask_video=None if mask is None else mask.to(device),
+            segment_frame_length=len(item.frames),
+            task="replace" if item.inpaint_mask else "animate",
+            device=device,
+            **size,
+        )
+        pixels_bchw = pipeline.vae_image_processor.preprocess(character, resize_mode="fill", **size)
+        reference_bcfhw = pipeline.prepare_reference_image_latents(pixels_bchw, device=device)
+        poses = pipeline.video_processor.preprocess_video(list(item.control), **size)
+        face_bcfhw = pipeline.video_processor.preprocess_video(
+            list(item.face), *[self._transformer_config["motion_encoder_size"]] * 2
+        )
+        return {
+            "condition_latents": torch.cat([reference_bcfhw, given_bcfhw], dim=2)[0].float().cpu(),
+            "pose_latents": pipeline.prepare_pose_latents(poses, device=device)[0].float().cpu(),
+            "image_embeds": pipeline.encode_image([character], device).cpu(),
+            "face_pixels": ((face_bcfhw[0] + 1) * 127.5).round().to(torch.uint8).cpu(),
+        }
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        channels, frames, *sides = super().latents_shape(width, height, num_frames)
+        return (channels, 1 + frames, *sides)
+
+    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
+        # In fp32, as the pipeline has pixels before it casts them.
+        faces = stacked(conditioning, "face_pixels", {"device": like["device"]}).float()
+        given = {
+            "pose_bcfhw": stacked(conditioning, "pose_latents", like),
+            "face_bcfhw": (faces / 255 * 2 - 1).to(**like),
+        }
+        return super().model_inputs(conditioning, like) | given
+
+
+def tiny() -> WanAnimatePipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second."""
+    parts = wan_i2v.tiny().components
+    layout = parts["transformer"].config
+    with seeded(0):
+        parts["transformer"] = WanAnimateTransformer3DModel(
+            num_layers=4,
+            inject_face_latents_blocks=2,
+            num_attention_heads=2,
+            attention_head_dim=12,
+            ffn_dim=32,
+            text_dim=layout.text_dim,
+            rope_max_seq_len=32,
+            image_dim=layout.image_dim,
+            added_kv_proj_dim=layout.added_kv_proj_dim,
+            motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8},
+            motion_encoder_size=16,
+            motion_style_dim=8,
+            motion_dim=4,
+            motion_encoder_dim=16,
+            face_encoder_hidden_dim=16,
+            face_encoder_num_heads=2,
+        ).eval()
+    del parts["transformer_2"]
+    return WanAnimatePipeline(**parts)
