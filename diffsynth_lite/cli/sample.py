@@ -51,6 +51,7 @@ _FILES = {
     "last-frame": "image that a clip ends with, for each prompt",
     "control": "control image or video, for each prompt",
     "mask": "inpainting mask, white is regenerated, for each prompt",
+    "face": "clip of a face, for each prompt",
 }
 """Files that a preview may need, by the name of their argument."""
 

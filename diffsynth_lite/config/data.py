@@ -94,6 +94,10 @@ class SourceSettings(Settings):
     """Column with inpainting masks, white is regenerated, for families that fill masked parts; the mask of a
     clip may be a clip."""
 
+    face_column: NonEmptyStr | None = None
+    """Column with a clip of the face in a clip, which is cut out of it and timed like it, for families that
+    animate a character."""
+
     layer_columns: Distinct[NonEmptyStr] = Field(default=[])
     """Columns with the layers of an image, each an image with transparency or a list of them, from the
     bottom up, for families that decompose images."""
@@ -117,6 +121,9 @@ class SourceSettings(Settings):
 
     inpaint_mask_dir: FilePath | None = None
     """Instead of `inpaint_mask_column`: a folder in which these masks have the names of their targets."""
+
+    face_dir: FilePath | None = None
+    """Instead of `face_column`: a folder in which these clips have the names of their targets."""
 
     random_masks: int = Field(default=0, ge=0, le=MOST_COPIES)
     """Instead of files with masks: how many random inpainting masks are drawn for each crop of an item,

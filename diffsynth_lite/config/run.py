@@ -69,6 +69,10 @@ class ValidationSettings(Settings):
     """Files of masks, one for each prompt: white marks what is regenerated in `inputs`. For clips they may be
     clips."""
 
+    faces: list[FilePath] = Field(default=[])
+    """Files of clips of a face, one for each prompt, with `control`: for families that animate a
+    character."""
+
     negative_prompt: str = " "
     """What previews are steered away from when `guidance_scale` is above 1."""
 
@@ -118,7 +122,7 @@ class ValidationSettings(Settings):
     (`train.ema_decay`), rather than with the trained ones."""
 
     def conflicts(self) -> Iterator[Problem]:
-        for key in ("inputs", "last_frames", "control", "inpaint_masks"):
+        for key in ("inputs", "last_frames", "control", "inpaint_masks", "faces"):
             files = getattr(self, key)
             if self.prompts and files and len(self.prompts) != len(files):
                 message = f"{len(files)} for {len(self.prompts)} validation.prompts; give one for each prompt"

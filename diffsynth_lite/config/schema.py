@@ -90,7 +90,7 @@ class Config(Settings):
             (
                 previews,
                 "validation",
-                "inputs last_frames control inpaint_masks",
+                "inputs last_frames control inpaint_masks faces",
                 "without validation.prompts",
             ),
             (previews, "validation", of_previews, "without validation.prompts"),

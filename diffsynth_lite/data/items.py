@@ -137,6 +137,7 @@ class TrainingItem:
             mask=self._mask(),
             control=tuple(self._frames_of(record.control)) if record.control else (),
             inpaint_mask=self._inpaint_mask(len(frames)),
+            face=tuple(read_frames(record.face, self.times(), each=small_face)) if record.face else (),
             layers=tuple(self._cropped(load_layer(path)) for path in record.layers),
             fps=self.fps,
             crop=crop,
@@ -225,6 +226,12 @@ class TrainingItem:
 
     def _cropped(self, image: Image) -> Image:
         return cover(image, self.bucket.width, self.bucket.height, x=self.crop_x, y=self.crop_y)
+
+
+def small_face(frame: Image) -> Image:
+    """A frame of a face, of at most 1024 pixels on a side: a model sees fewer, whatever the file has."""
+    frame.thumbnail((1024, 1024))
+    return frame
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -149,6 +149,15 @@ ROLES = (
     Role(name="control", setting="control", mark="control", kind="control", of_clips="clip"),
     Role(name="inpaint_mask", setting="inpaint_mask", mark="inpaint", kind="inpaint", of_clips="either"),
     Role(
+        name="face",
+        setting="face",
+        mark="face",
+        follows_crop=False,
+        of_clips="clip",
+        only=is_video,
+        misfit="is an image, and only clips have faces; put clips and images into two sources",
+    ),
+    Role(
         name="layers",
         setting="layer",
         mark="layer",
@@ -172,6 +181,7 @@ class Companions:
         mask: image whose white part counts in the loss.
         control: control image of an image, or control clip of a clip.
         inpaint_mask: inpainting mask, of a clip also a clip; white is regenerated.
+        face: clip of the face in a clip.
         layers: images that the target is split into, the bottom layer first.
     """
 
@@ -181,6 +191,7 @@ class Companions:
     mask: Path | None = None
     control: Path | None = None
     inpaint_mask: Path | None = None
+    face: Path | None = None
     layers: tuple[Path, ...] = ()
 
     @classmethod

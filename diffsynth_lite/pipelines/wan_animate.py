@@ -4,6 +4,7 @@ Layouts: b batch, c latent channels, f latent frames, h and w latent height and 
 Sources: diffusers ``transformer_wan_animate.py`` and ``pipeline_wan_animate.py``.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
@@ -14,8 +15,10 @@ from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan_i2v
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
+from diffsynth_lite.pipelines.base.preview_request import LANCZOS, Code
+from diffsynth_lite.pipelines.wan.releases import WAN_ANIMATE
 from diffsynth_lite.testing import seeded
 
 _MASKS = 4
@@ -64,10 +67,29 @@ def model_fn_wan_animate(
 
 
 class WanAnimate(wan_i2v.WanI2V):
-    """Wan 2.2 Animate: a character who moves as the poses and the face of another clip."""
+    """Wan 2.2 Animate: a character who moves as the poses and the face of another clip.
+
+    Each clip has a clip of its poses (``data.control_dir``) and one of its face, cut out (``data.face_dir``),
+    both as long as it. The character's image is the clip's own first frame, or that of
+    ``data.first_frame_dir``. It is also a frame before those of the clip, which the model predicts too, and
+    which counts in the loss, as the given frames of family ``wan_i2v`` do. Poses and faces are made by the
+    preprocessing of the authors.
+
+    A preview is given ``validation.inputs``, ``validation.control`` and ``validation.faces``. Above a
+    guidance scale of 1 its pipeline also steers away from a face that is black; the authors use no guidance.
+
+    Only the mode that animates an image is trained, and not the one that replaces a character in a clip; nor
+    are clips that continue others, of which a preview is the first 77 frames. The LoRA is on the blocks. The
+    adapters of the face and its encoder stay as they are: ComfyUI has the keys and values of these in one layer.
+    """
 
     pipelines = (WanAnimatePipeline,)
-    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {}
+    releases = WAN_ANIMATE
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"control": "wan22_animate_14b_lora.yaml"}
+    takes_faces = True
+    frames_argument = "segment_frame_length"
+    # The adapters of the face are after every fifth block.
+    is_counted_by_few_blocks = False
     transformer_class = WanAnimateTransformer3DModel
     model_fn = model_fn_wan_animate
     sequence_split = None
@@ -77,8 +99,21 @@ class WanAnimate(wan_i2v.WanI2V):
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
-        """Clips with poses and faces, and with a character's image or their own first frame."""
-        return ("control", "image_to_video", "inpaint")
+        """Clips with their poses and faces, and with a character's image or their own first frame."""
+        return ("control", "image_to_video")
+
+    @property
+    def target_sets(self) -> TargetSets:
+        """As in family ``wan_i2v``, of the blocks only."""
+        return {
+            name: tuple(
+                f"blocks.*.{layer}"
+                for target in targets
+                for layer in ((target,) if target.startswith("ffn") else (f"attn1.{target}", f"attn2.{target}"))
+                if not layer.startswith("attn1.add")
+            )
+            for name, targets in super().target_sets.items()
+        }
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("vae", "image_encoder", "image_processor")
@@ -107,17 +142,8 @@ class WanAnimate(wan_i2v.WanI2V):
         device, (width, height) = pipeline.vae.device, item.frames[0].size
         character = item.first_frame or item.frames[0]
         size = {"height": height, "width": width}
-        background, mask = None, None
-        if item.inpaint_mask:
-            background = pipeline.video_processor.preprocess_video(list(item.frames), **size).to(device)
-            mask = pipeline.video_processor_for_mask.preprocess_video(list(item.inpaint_mask), **size)
         given_bcfhw = pipeline.prepare_prev_segment_cond_latents(
-            background_video=background,
-            mask_video=None if mask is None else mask.to(device),
-            segment_frame_length=len(item.frames),
-            task="replace" if item.inpaint_mask else "animate",
-            device=device,
-            **size,
+            segment_frame_length=len(item.frames), device=device, **size
         )
         pixels_bchw = pipeline.vae_image_processor.preprocess(character, resize_mode="fill", **size)
         reference_bcfhw = pipeline.prepare_reference_image_latents(pixels_bchw, device=device)
@@ -136,6 +162,18 @@ class WanAnimate(wan_i2v.WanI2V):
         channels, frames, *sides = super().latents_shape(width, height, num_frames)
         return (channels, 1 + frames, *sides)
 
+    def num_condition_values(self, latents_shape: Sequence[int]) -> int:
+        """With the pixels of the face, which are bytes."""
+        face = math.prod(self._condition_shapes(latents_shape)["face_pixels"])
+        return super().num_condition_values(latents_shape) - face + face // 4
+
+    def _condition_shapes(self, latents_shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        channels, frames, *sides = latents_shape
+        num_pixels = (frames - 2) * self._vae_config["scale_factor_temporal"] + 1
+        face = (3, num_pixels, *[self._transformer_config["motion_encoder_size"]] * 2)
+        given = {"pose_latents": (channels, frames - 1, *sides), "face_pixels": face}
+        return super()._condition_shapes(latents_shape) | given
+
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
         # In fp32, as the pipeline has pixels before it casts them.
         faces = stacked(conditioning, "face_pixels", {"device": like["device"]}).float()
@@ -144,6 +182,25 @@ class WanAnimate(wan_i2v.WanI2V):
             "face_bcfhw": (faces / 255 * 2 - 1).to(**like),
         }
         return super().model_inputs(conditioning, like) | given
+
+    @property
+    def pipeline_settings(self) -> dict[str, Any]:
+        return {}
+
+    def pipeline_for(self, request: PreviewRequest) -> Any:
+        return self.pipeline
+
+    def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        guides = {"pose_video": list(request.control), "face_video": list(request.face)}
+        return super().call_arguments(pipeline, request) | guides
+
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        count = request.num_frames
+        poses = f'[{request.fitted("frame", LANCZOS)} for frame in load_video("control.mp4")[:{count}]]'
+        return super().usage_arguments(request) | {
+            "pose_video": Code(poses),
+            "face_video": Code(f'load_video("face.mp4")[:{count}]'),
+        }
 
 
 def tiny() -> WanAnimatePipeline:

@@ -67,7 +67,6 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
         "StableDiffusionXLInpaint": Untrained(
             "SDXL for inpainting", "sdxl", "a mask and a masked image in the model's input"
         ),
-        "WanAnimate": Untrained("Wan 2.2 Animate", "wan_i2v", "poses and faces that the model is shown"),
         "ZImageControlNet": Untrained(
             "ControlNets of Z-Image", "z_image", "a second model next to the transformer"
         ),

@@ -14,7 +14,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import LoraCopy, find_lora_place, lora_copies, run_of
 
-FILES = {"input": "inputs", "last_frame": "last_frames", "control": "control", "mask": "inpaint_masks"}
+FILES = {"input": "inputs", "last_frame": "last_frames", "control": "control", "mask": "inpaint_masks", "face": "faces"}
 """Settings of ``validation`` with files that a preview may need, by the names of the arguments for them."""
 
 
@@ -81,6 +81,7 @@ class SampleArguments(BaseModel):
     last_frame: list[str] | None = None
     control: list[str] | None = None
     mask: list[str] | None = None
+    face: list[str] | None = None
     out: str | None = None
 
 

@@ -117,11 +117,28 @@ def num_preview_layers(config: Config, family: ModelFamily) -> int:
 def check_records(records: Sequence[Record], family: ModelFamily) -> None:
     """Check, by the files that the records name, that the family can train on them."""
     refuse_other_kinds(records, family.record_kinds)
+    _check_faces(records, family)
     if not family.takes_last_frames and (ending := [record for record in records if record.last_frame]):
         raise UserError(
             f"data: {len(ending)} clips, such as {ending[0].name}, end with an image, and this model only "
             "starts them from one; leave last_frame_dir and last_frame_column out, or choose a model that "
             "is led to a last frame (docs/models.md)"
+        )
+
+
+def _check_faces(records: Sequence[Record], family: ModelFamily) -> None:
+    """Check that each record has a face and a control where the family takes them, and no face elsewhere."""
+    others = [record for record in records if bool(record.face) != family.takes_faces]
+    if others and not family.takes_faces:
+        raise UserError(
+            f"data: {len(others)} clips, such as {others[0].name}, have a face, and this family takes none; "
+            "leave face_dir and face_column out, or choose another model.family"
+        )
+    others += [record for record in records if family.takes_faces and record.control is None]
+    if others:
+        raise UserError(
+            f"data: {len(others)} items, such as {others[0].name}, have no face or no control, and this family "
+            "needs both: name them (control_dir or control_column, and face_dir or face_column)"
         )
 
 

@@ -2,12 +2,14 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from PIL.Image import Image
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data.images import black_or_white, cover, load_image, load_mask
+from diffsynth_lite.data.items import small_face
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import clip_times, read_frames
 from diffsynth_lite.errors import UserError
@@ -64,6 +66,7 @@ def build_preview(
         inputs=inputs,
         control=_frames(config, family, validation.control[place : place + 1], is_mask=False),
         inpaint_mask=_frames(config, family, validation.inpaint_masks[place : place + 1], is_mask=True),
+        face=_faces(config, family, validation.faces[place : place + 1]),
     )
 
 
@@ -89,10 +92,15 @@ def check_previews(config: Config, family: ModelFamily) -> None:
                 family.edits.input_size(*image.size)
             except UserError as error:
                 raise UserError(f"validation.{key}: {path}: {error}") from None
-    for key, files in (("control", validation.control), ("inpaint_masks", validation.inpaint_masks)):
-        for path in files:
+    guides = {
+        "control": partial(_frames, is_mask=False),
+        "inpaint_masks": partial(_frames, is_mask=True),
+        "faces": _faces,
+    }
+    for key, read in guides.items():
+        for path in getattr(validation, key):
             try:
-                _frames(config, family, [path], is_mask=key == "inpaint_masks")
+                read(config, family, [path])
             except UserError as error:
                 raise UserError(f"validation.{key}: {error}") from None
 
@@ -152,11 +160,19 @@ def _check_guides_have_effect(config: Config, family: ModelFamily) -> None:
     ):
         if files and kind not in family.record_kinds:
             raise UserError(f"validation.{key}: has no effect, as this family takes none; remove it")
-        if validation.prompts and family.record_kinds == (kind,) and not files:
+        is_needed = family.record_kinds == (kind,) or (family.takes_faces and kind == "control")
+        if validation.prompts and is_needed and not files:
             raise UserError(
                 f"validation.{key}: is empty, and this family makes nothing without it: name a file for each "
                 "of validation.prompts (`sample` takes --input FILE), or give no prompts"
             )
+    if validation.faces and not family.takes_faces:
+        raise UserError("validation.faces: has no effect, as this family takes none; remove it")
+    if validation.prompts and family.takes_faces and not validation.faces:
+        raise UserError(
+            "validation.faces: is empty, and this family makes nothing without it: name a clip for each of "
+            "validation.prompts, or give no prompts"
+        )
     if validation.inpaint_masks and not (validation.inputs or validation.control):
         raise UserError(
             "validation.inpaint_masks: have no effect without validation.inputs, of which they mark the part "
@@ -198,6 +214,18 @@ def _frames(config: Config, family: ModelFamily, files: list[str], *, is_mask: b
         else load_image(path, background=config.data.background)
     )
     return (fitted(image),) * num_frames
+
+
+def _faces(config: Config, family: ModelFamily, files: list[str]) -> tuple[Image, ...]:
+    """The frames of a clip of a face, whole, in the number and times of a preview; none without a file."""
+    if not files:
+        return ()
+    path, fps = Path(files[0]).expanduser(), fps_of(config, family)
+    if not (path.is_file() and is_video(path.name)):
+        raise UserError(f"there is no clip {files[0]}; each entry is a clip of a face")
+    assert fps is not None, "a family that takes faces makes clips"
+    times = clip_times(0.0, num_frames=num_preview_frames(config, family), fps=fps)
+    return tuple(read_frames(path, times, each=small_face))
 
 
 def preview_size(config: Config, family: ModelFamily) -> tuple[int, int]:

@@ -285,7 +285,7 @@ def _mark(request: PreviewRequest, generated_by: str | None) -> str:
     generated_as += () if generated_by is None else (generated_by,)
     generated_as += (f"{request.num_layers} layers",) if request.num_layers else ()
     digest = hashlib.blake2b(repr(generated_as).encode(), digest_size=3)
-    for image in (*request.inputs, *request.control, *request.inpaint_mask):
+    for image in (*request.inputs, *request.control, *request.inpaint_mask, *request.face):
         digest.update(repr(image.size).encode() + image.tobytes())
     return digest.hexdigest()
 

@@ -311,7 +311,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("krea2", "krea2_edit"), _in("transformer", *_KREA2)),
     **dict.fromkeys(("kandinsky5", "kandinsky5_video"), _in("transformer", *_KANDINSKY5)),
     "z_image": _in("transformer", *_Z_IMAGE),
-    **dict.fromkeys(("wan", "wan_i2v"), _in("diffusion_model", *_WAN)),
+    **dict.fromkeys(("wan", "wan_i2v", "wan_animate"), _in("diffusion_model", *_WAN)),
     "ltx2": _in("diffusion_model", *_LTX2),
     "ltx_video": _in("diffusion_model", *_LTX_VIDEO),
     "sd3": _in("transformer", *_SD3),

@@ -133,6 +133,7 @@ class Sample:
             "inputs": media.inputs or start,
             "control": media.control,
             "inpaint_mask": media.inpaint_mask,
+            "face": media.face,
             "width": 4 * family.size_divisor,
             "height": 2 * family.size_divisor,
             "num_frames": len(media.frames),
@@ -216,6 +217,7 @@ def build_media(family: ModelFamily) -> list[Media]:
             layers=layers_of(width, height, 20 + place) if kind == "layers" else (),
             control=clip(width, height, num_frames, 40 + place) if kind == "control" else (),
             inpaint_mask=(hole(width, height, place),) * num_frames if kind == "inpaint" else (),
+            face=clip(40, 48, num_frames, 60 + place) if family.takes_faces else (),
             fps=family.default_fps,
         )
         for place in range(3)

@@ -122,7 +122,7 @@ REFERENCES: dict[str, Sequence[Callable[[int], float]]] = {
     **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_layered"), QWEN_IMAGE),
     **dict.fromkeys(("krea2", "krea2_edit"), KREA2),
     **dict.fromkeys(("longcat_image", "longcat_image_edit"), LONGCAT_IMAGE),
-    **dict.fromkeys(("wan", "wan_i2v", "wan_vace"), WAN),
+    **dict.fromkeys(("wan", "wan_i2v", "wan_vace", "wan_animate"), WAN),
     "anima": (
         of("logit_normal", 1),  # kohya's sd-scripts, by default, and OneTrainer, of its preset
         of("uniform", 3, "bell"),  # DiffSynth-Studio

@@ -123,7 +123,6 @@ def test_a_missing_import_inside_a_familys_file_keeps_its_traceback(
 REFUSED = {
     "LTXLatentUpsamplePipeline": ("Upscalers of LTX-Video", "ltx_video"),
     "LTX2LatentUpsamplePipeline": ("Upscalers of LTX-2", "ltx2"),
-    "WanAnimatePipeline": ("Wan 2.2 Animate", "wan_i2v"),
     "SkyReelsV2Pipeline": ("SkyReels-V2", "wan"),
     "SkyReelsV2ImageToVideoPipeline": ("SkyReels-V2 from images", "wan_i2v"),
     "SkyReelsV2DiffusionForcingPipeline": ("SkyReels-V2 DF", "wan"),

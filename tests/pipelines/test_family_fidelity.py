@@ -119,7 +119,9 @@ def call_of(sample: Sample, pipeline: Any, request: PreviewRequest) -> dict[str,
         "output_type": "pil",
         **({"image": given_images(request)} if request.inputs else {}),
         **({"mask_image": request.inpaint_mask[0]} if request.inpaint_mask else {}),
-        **({"video": list(request.control)} if request.control else {}),
+        **({"video": list(request.control), "pose_video": list(request.control)} if request.control else {}),
+        **({"face_video": list(request.face)} if request.face else {}),
+        "segment_frame_length": request.num_frames,
     }
     if hasattr(pipeline, "resolutions"):  # of which it takes the nearest
         pipeline.resolutions = [(request.width, request.height)]

@@ -210,6 +210,11 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
     if case.has_last_frames:
         settings.append(f"data.last_frame_dir={add_images(root / 'lasts', detail=30)}")
         settings.append(f"validation.last_frames=[{root / 'lasts' / '0.png'}]")
+    if family.takes_faces:
+        settings += [] if kind == "control" else add_others("control", root, family)
+        (root / "faces").mkdir()
+        add_clips(root / "faces", family, detail=50)
+        settings += [f"data.face_dir={root / 'faces'}", f"validation.faces=[{root / 'faces' / '0.mp4'}]"]
     if kind in ("edit", "image_to_video") or family.needs_inputs:
         settings.append(f"validation.inputs=[{add_images(root / 'starts', detail=40) / '0.png'}]")
     for place in range(len(SIZES)):

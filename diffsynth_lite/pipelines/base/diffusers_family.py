@@ -52,6 +52,7 @@ class DiffusersFamily(DiffusersComponents):
         pooled_width: the same of one vector for a whole prompt, ``pooled_prompt_embeds``.
         patch: latents on each side of what becomes one token.
         images_output: what the pipeline's output calls its images.
+        frames_argument: what the pipeline's call calls the number of frames.
     """
 
     model_fn: ClassVar[Callable[..., Any]]
@@ -64,6 +65,7 @@ class DiffusersFamily(DiffusersComponents):
     pooled_width: ClassVar[str | None] = None
     patch: ClassVar[int] = 1
     images_output: ClassVar[str] = "images"
+    frames_argument: ClassVar[str] = "num_frames"
 
     def pipeline_for(self, request: PreviewRequest) -> Any:
         """The class of diffusers that generates a preview; another than ``pipeline`` in some families."""
@@ -339,7 +341,7 @@ class DiffusersFamily(DiffusersComponents):
         if not self.takes_size:
             del arguments["width"], arguments["height"]
         if self.frame_step is not None:
-            arguments |= {"num_frames": request.num_frames, "output_type": "pil"}
+            arguments |= {self.frames_argument: request.num_frames, "output_type": "pil"}
         own = self.prompt_arguments(prompts, like) | self.call_arguments(pipeline, request)
         return self.generated(pipeline(**arguments | own), pipeline)
 

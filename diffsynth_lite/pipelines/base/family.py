@@ -76,6 +76,7 @@ class ModelFamily(ABC):
         control_downscale: pixels of an item to one of its control, on each axis; other than 1 only where
             ``takes_small_controls``. A run sets it.
         takes_small_controls: whether controls may have fewer pixels than what they guide.
+        takes_faces: whether each clip has a control, and a clip of the face in it.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
@@ -96,6 +97,7 @@ class ModelFamily(ABC):
     default_num_layers: ClassVar[int] = 0
     is_counted_by_few_blocks: ClassVar[bool] = True
     takes_small_controls: ClassVar[bool] = False
+    takes_faces: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -36,6 +36,7 @@ class PreviewRequest:
         control: RGB of the preview's size, one a frame: what guides each; empty in most families.
         inpaint_mask: mode "L" of the preview's size, one a frame, too: 255 where it is regenerated, 0
             where the input stays.
+        face: RGB, one a frame, of a size of its own: the face in each; empty in most families.
         width: pixels, a multiple of the family's ``size_divisor``, as is ``height``.
         num_frames: of a clip, as ``check_frames`` wants it; 1 is an image.
         fps: frames per second at which a clip is shown; None of families that make images.
@@ -51,6 +52,7 @@ class PreviewRequest:
     inputs: tuple[Image, ...] = ()
     control: tuple[Image, ...] = ()
     inpaint_mask: tuple[Image, ...] = ()
+    face: tuple[Image, ...] = ()
     width: int
     height: int
     num_frames: int = 1

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: text to video, TI2V, image to video, first and last frame to video, and VACE."""
+"""Wan 2.1 and 2.2: text to video, TI2V, image to video, first and last frame to video, VACE, and Animate."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -249,3 +249,19 @@ _VACE_FUN_A14B = _VACE_14B.but(
     ),
 )
 WAN_VACE: tuple[Release, ...] = (_VACE_1B, _VACE_14B, _VACE_FUN_A14B)
+
+_ANIMATE_14B = _I2V_480P.but(
+    "Wan 2.2 Animate 14B",
+    "Wan-AI/Wan2.2-Animate-14B-Diffusers",
+    pipeline_class="WanAnimatePipeline",
+    transformer=ReleaseComponent(
+        "WanAnimateTransformer3DModel",
+        {"added_kv_proj_dim": 5120},
+        source=f"`Wan2.2-Animate-14B` in {_SCRIPT}; dtype from memory",
+    ),
+    size=(1280, 720, 77),
+    architecture=None,
+    sources={"size": f"the defaults of its pipeline in {known.DIFFUSERS}", "architecture": "none is listed"},
+    unconfirmed=(_SHIFT, "dtype of the transformer and of the image encoder"),
+)
+WAN_ANIMATE: tuple[Release, ...] = (_ANIMATE_14B,)

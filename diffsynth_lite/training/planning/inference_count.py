@@ -169,7 +169,7 @@ def preview_request(config: Config, family: ModelFamily) -> PreviewRequest:
     conditioning = family.example_conditioning(family.latents_shape(*size, num_frames + request.num_layers))
     assert conditioning is not None, "training steps were counted before"
     num_inputs = bool(validation.inputs or family.needs_inputs) + bool(validation.last_frames)
-    has_control = bool(validation.control) or family.record_kinds == ("control",)
+    has_control = bool(validation.control) or family.takes_faces or family.record_kinds == ("control",)
     has_mask = bool(validation.inpaint_masks) or family.record_kinds == ("inpaint",)
     return replace(
         request,
@@ -178,5 +178,6 @@ def preview_request(config: Config, family: ModelFamily) -> PreviewRequest:
         inputs=(Image.new("RGB", size),) * num_inputs,
         control=(Image.new("RGB", size),) * num_frames * has_control,
         inpaint_mask=(Image.new("L", size, 255),) * num_frames * has_mask,
+        face=(Image.new("RGB", size),) * num_frames * family.takes_faces,
         num_inference_steps=_NUM_STEPS,
     )

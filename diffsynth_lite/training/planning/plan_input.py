@@ -32,7 +32,7 @@ _READ: Mapping[str, str] = {
 }
 _READ_WHETHER: Mapping[str, str] = {
     "data": _SOURCE_WHETHER,
-    "validation": "prompts model_path inputs last_frames control inpaint_masks",
+    "validation": "prompts model_path inputs last_frames control inpaint_masks faces",
 }
 """Of these only whether there is any."""
 _ANY = "any"

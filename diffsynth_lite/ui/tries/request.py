@@ -19,7 +19,13 @@ from diffsynth_lite.run_folder.reading import require_run_file
 from diffsynth_lite.sampling.request import FILES
 from diffsynth_lite.workspace import Workspace
 
-FILE_WORDS = {"input": "Input image", "last_frame": "Last frame", "control": "Control", "mask": "Mask"}
+FILE_WORDS = {
+    "input": "Input image",
+    "last_frame": "Last frame",
+    "control": "Control",
+    "mask": "Mask",
+    "face": "Face",
+}
 """What files that a family may need are called, by their arguments."""
 _WORDS = {"last": "Latest", "best": "Best", "ema": "Averaged"}
 _SIZE = re.compile(r"(\d{1,5})\s*x\s*(\d{1,5})")
