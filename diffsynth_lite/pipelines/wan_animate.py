@@ -6,23 +6,45 @@ Sources: diffusers ``transformer_wan_animate.py`` and ``pipeline_wan_animate.py`
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import WanAnimatePipeline, WanAnimateTransformer3DModel
 
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
+from diffsynth_lite.lora.layer_names import LoraLayers, Original, renamed, under
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan_i2v
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
 from diffsynth_lite.pipelines.base.preview_request import LANCZOS, Code
+from diffsynth_lite.pipelines.wan.names import WAN_LAYERS
 from diffsynth_lite.pipelines.wan.releases import WAN_ANIMATE
 from diffsynth_lite.testing import seeded
 
 _MASKS = 4
 """Channels of a mask of the frames that are given, before their latents."""
+
+_GUIDED_BY = ("pose_patch_embedding", "motion_encoder", "face_encoder", "face_adapter")
+"""Parts of the transformer that see poses and faces."""
+_ADAPTER, _ORIGINAL = "face_adapter.*", "face_adapter.fuser_blocks.*"
+_OF_WAN = WAN_LAYERS["transformer"]
+_LORA_LAYERS = replace(
+    _OF_WAN,
+    layers=(
+        *_OF_WAN.layers,
+        *("pose_patch_embedding", "face_encoder.out_proj"),
+        *under(_ADAPTER, ("to_q", "to_k", "to_v", "to_out")),
+    ),
+    kohya={
+        **_OF_WAN.kohya,
+        f"{_ORIGINAL}.linear1_q": renamed(f"{_ADAPTER}.to_q"),
+        f"{_ORIGINAL}.linear1_kv": Original(under(_ADAPTER, ("to_k", "to_v")), rows=(1, 1)),
+        f"{_ORIGINAL}.linear2": renamed(f"{_ADAPTER}.to_out"),
+    },
+)
 
 
 @model_function
@@ -80,12 +102,13 @@ class WanAnimate(wan_i2v.WanI2V):
 
     Only the mode that animates an image is trained, and not the one that replaces a character in a clip; nor
     are clips that continue others, of which a preview is the first 77 frames. The LoRA is on the blocks. The
-    adapters of the face and its encoder stay as they are: ComfyUI has the keys and values of these in one layer.
+    adapters of the face and its encoder stay as they are.
     """
 
     pipelines = (WanAnimatePipeline,)
     releases = WAN_ANIMATE
-    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"control": "wan22_animate_14b_lora.yaml"}
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {}
+    lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     takes_faces = True
     frames_argument = "segment_frame_length"
     # The adapters of the face are after every fifth block.
@@ -102,18 +125,9 @@ class WanAnimate(wan_i2v.WanI2V):
         """Clips with their poses and faces, and with a character's image or their own first frame."""
         return ("control", "image_to_video")
 
-    @property
-    def target_sets(self) -> TargetSets:
-        """As in family ``wan_i2v``, of the blocks only."""
-        return {
-            name: tuple(
-                f"blocks.*.{layer}"
-                for target in targets
-                for layer in ((target,) if target.startswith("ffn") else (f"attn1.{target}", f"attn2.{target}"))
-                if not layer.startswith("attn1.add")
-            )
-            for name, targets in super().target_sets.items()
-        }
+    def unused_modules(self, model: torch.nn.Module) -> list[str]:
+        """What sees poses and faces, which stays as it is."""
+        return list(_GUIDED_BY)
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("vae", "image_encoder", "image_processor")
@@ -173,6 +187,10 @@ class WanAnimate(wan_i2v.WanI2V):
         face = (3, num_pixels, *[self._transformer_config["motion_encoder_size"]] * 2)
         given = {"pose_latents": (channels, frames - 1, *sides), "face_pixels": face}
         return super()._condition_shapes(latents_shape) | given
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        example = super().example_conditioning(latents_shape)
+        return example | {"face_pixels": example["face_pixels"].to(torch.uint8)}
 
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
         # In fp32, as the pipeline has pixels before it casts them.

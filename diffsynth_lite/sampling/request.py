@@ -14,7 +14,13 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import LoraCopy, find_lora_place, lora_copies, run_of
 
-FILES = {"input": "inputs", "last_frame": "last_frames", "control": "control", "mask": "inpaint_masks", "face": "faces"}
+FILES = {
+    "input": "inputs",
+    "last_frame": "last_frames",
+    "control": "control",
+    "mask": "inpaint_masks",
+    "face": "faces",
+}
 """Settings of ``validation`` with files that a preview may need, by the names of the arguments for them."""
 
 

@@ -137,8 +137,8 @@ def _check_faces(records: Sequence[Record], family: ModelFamily) -> None:
     others += [record for record in records if family.takes_faces and record.control is None]
     if others:
         raise UserError(
-            f"data: {len(others)} items, such as {others[0].name}, have no face or no control, and this family "
-            "needs both: name them (control_dir or control_column, and face_dir or face_column)"
+            f"data: {len(others)} items, such as {others[0].name}, have no face or no control, and this "
+            "family needs both: name them (control_dir or control_column, and face_dir or face_column)"
         )
 
 

@@ -26,7 +26,7 @@ def test_there_are_recipes():
         "lumina2_lora qwen_image_21_lora qwen_image_edit_lora qwen_lora quickstart sana_lora "
         "hidream_lora sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora "
         "video_quickstart wan22_i2v_a14b_lora wan22_t2v_a14b_lora wan22_ti2v_5b_lora "
-        "wan22_vace_fun_a14b_lora wan_i2v_14b_lora wan_t2v_14b_offload wan_t2v_lora "
+        "wan22_animate_14b_lora wan22_vace_fun_a14b_lora wan_i2v_14b_lora wan_t2v_14b_offload wan_t2v_lora "
         "minimax_h3_lora wan_vace_lora z_image_lora z_image_turbo_lora"
     )
     assert {path.stem for path in RECIPES} >= set(names.split())
@@ -104,6 +104,8 @@ SETTINGS = {
     "wan22_i2v_a14b_lora": WAN
     | EXPERTS
     | {"model.family": "wan_i2v", "data.frame_counts": [81], "data.fps": 16, "objective.shift_value": 5},
+    "wan22_animate_14b_lora": WAN
+    | {"data.frame_counts": [77], "data.fps": 30, "validation.guidance_scale": 1},
     "wan22_vace_fun_a14b_lora": WAN
     | EXPERTS
     | {"model.family": "wan_vace", "model.quantize": "int8", "objective.shift_value": 5},

@@ -121,6 +121,11 @@ IMPORTED: Sequence[Row] = (
     (("Lumina-Image 2.0 / size", "NetaYume Lumina* / size"), _own_size("Lumina2Pipeline")),
     ("Sana* / size", _called("SanaPipeline")),
     ("Z-Image* / size", _fallbacks("ZImagePipeline")),
+    (
+        "Wan 2.2 Animate * / size",
+        _called("WanAnimatePipeline")
+        | {"frames": _default(diffusers.WanAnimatePipeline.__call__, "segment_frame_length")},
+    ),
     (("Wan 2.1 T2V* / size", "Wan 2.1 I2V * 480P / size", "Wan 2.1 VACE 1.3B / size"), _WAN),
     (
         ("Wan 2.1 * 720P / size", "Wan 2.1 VACE 14B / size", "Wan 2.2 * A14B / size"),

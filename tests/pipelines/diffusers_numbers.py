@@ -181,7 +181,8 @@ READ_IN_DIFFUSERS: Mapping[str, Sequence[Row]] = {
     f"{_AT}scripts/convert_wan_to_diffusers.py": (
         ("Wan * / scheduler", {"use_flow_sigmas": True}),
         ("Wan * FLF2V * / scheduler", {"flow_shift": 16.0}),
-        ("Wan * TI2V * / scheduler", {"flow_shift": 5.0}),
+        (("Wan * TI2V * / scheduler", "Wan * Animate * / scheduler"), {"flow_shift": 5.0}),
+        ("Wan * Animate * / transformer", {"added_kv_proj_dim": 5120}),
         (
             ("Wan * T2V * / scheduler", "Wan * I2V * / scheduler", "Wan * VACE* / scheduler"),
             {"flow_shift": 3.0},

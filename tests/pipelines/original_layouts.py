@@ -292,6 +292,27 @@ ff\.net\.2                                    x_block.mlp.fc2
 ff_context\.net\.0\.proj                      context_block.mlp.fc1
 ff_context\.net\.2                            context_block.mlp.fc2
 """,
+    "WanAnimateTransformer3DModel": rf"""
+^motion_encoder\.motion_synthesis_weight      motion_encoder.dec.direction.weight
+^motion_encoder\.conv_in\.act_fn\.bias        motion_encoder.enc.net_app.convs.0.1.bias
+^motion_encoder\.conv_in                      motion_encoder.enc.net_app.convs.0.0
+^motion_encoder\.conv_out                     motion_encoder.enc.net_app.convs.8
+^motion_encoder\.motion_network               motion_encoder.enc.fc
+^motion_encoder\.res_blocks\.0                motion_encoder.enc.net_app.convs.1
+^motion_encoder\.res_blocks\.1                motion_encoder.enc.net_app.convs.2
+(convs\.\d\.conv1)\.act_fn                    \1.1
+(convs\.\d\.conv2)\.act_fn                    \1.2
+(convs\.\d\.conv1)\.weight                    \1.0.weight
+(convs\.\d)\.conv_skip                        \1.skip.1
+(convs\.\d\.conv2)\.weight                    \1.1.weight
+^(face_encoder\.conv.*)\.(weight|bias)        \1.conv.\2
+^face_adapter                                 face_adapter.fuser_blocks
+fuser_blocks\.(\d+)\.norm_([qk])              fuser_blocks.\1.\2_norm
+fuser_blocks\.(\d+)\.to_q                     fuser_blocks.\1.linear1_q
+fuser_blocks\.(\d+)\.to_k                     fuser_blocks.\1.linear1_kv
+fuser_blocks\.(\d+)\.to_v                     fuser_blocks.\1.linear1_kv
+fuser_blocks\.(\d+)\.to_out                   fuser_blocks.\1.linear2
+{_OF_WAN}""",
     "WanTransformer3DModel": _OF_WAN,
     "WanVACETransformer3DModel": rf"""
 ^(vace_blocks.*)proj_in                       \1before_proj
@@ -433,6 +454,8 @@ def original_layout(model: nn.Module) -> dict[str, Tensor] | None:
             tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
         if re.search(_FLAT.get(class_name, "(?!)"), name):
             tensors[name] = tensors[name].flatten()
+        if re.search(r"\.net_app\.convs\..*\.bias$", name):
+            tensors[name] = tensors[name][None, :, None, None]
     return tensors | {name: torch.ones(1, 2) for name in _MORE.get(class_name, ())}
 
 

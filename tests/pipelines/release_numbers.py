@@ -137,8 +137,10 @@ READ: Mapping[str, Sequence[Row]] = {
     ),
     f"{MUSUBI}wan/modules/t5.py": (("Wan * / text_encoder", _t5(4096, 10240, 64, 24, vocab_size=256384)),),
     f"{MUSUBI}wan/modules/clip.py": (
-        ("Wan 2.1 *[0-9]P / image_encoder", _clip(1280, 5120, 16, 32) | {"projection_dim": 1024}),
-        ("Wan 2.1 *[0-9]P / image_encoder", {"patch_size": 14}),
+        (
+            ("Wan 2.1 *[0-9]P / image_encoder", "Wan 2.2 Animate * / image_encoder"),
+            _clip(1280, 5120, 16, 32) | {"projection_dim": 1024, "patch_size": 14},
+        ),
     ),
     f"{MUSUBI}zimage/zimage_utils.py": (
         (

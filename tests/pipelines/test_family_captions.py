@@ -58,6 +58,8 @@ def encode_in_a_call(sample: Sample, pipeline: Any, caption: str) -> None:
         given["image"] = list(request.inputs) if len(request.inputs) > 1 else request.inputs[0]
     if request.inpaint_mask:
         given["mask_image"] = request.inpaint_mask[0]
+    if request.face:
+        given |= {"pose_video": list(request.control), "face_video": list(request.face)}
     pipeline(prompt=caption, **{name: value for name, value in given.items() if name in known})
 
 

@@ -12,6 +12,7 @@ from diffusers import (
     CogVideoXTransformer3DModel,
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
+    WanAnimateTransformer3DModel,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
@@ -57,6 +58,7 @@ KINDS = {
     "SanaTransformer2DModel": ("a Sana", "sana"),
     "SD3Transformer2DModel": ("a Stable Diffusion 3", "a Stable Diffusion 3"),
     "UNet2DConditionModel": ("a UNet", "a UNet of S"),
+    "WanAnimateTransformer3DModel": ("a Wan", "wan-"),
     "WanVACETransformer3DModel": ("a Wan VACE", "a Wan VACE"),
     "WanTransformer3DModel": ("a Wan", "wan-"),
     "ZImageTransformer2DModel": ("z-image", "z-image"),
@@ -162,7 +164,11 @@ def test_weights_with_scales_are_the_exact_products(
 @pytest.mark.of_the_model
 def test_a_file_of_another_model_is_named_for_what_it_is(sample: Sample, tmp_path: Path) -> None:
     model = sample.model
-    of_wan = WanTransformer3DModel, WanVACETransformer3DModel  # one has the layers of the other
+    of_wan = (
+        WanTransformer3DModel,
+        WanVACETransformer3DModel,
+        WanAnimateTransformer3DModel,
+    )  # one has the layers of the other
     other = QwenImageTransformer2DModel if isinstance(model, of_wan) else WanTransformer3DModel
     with torch.device("meta"):
         wanted = other(num_layers=1)

@@ -30,13 +30,15 @@ from diffsynth_lite.training.export.usage import usage_code
 
 STREAMED = ("memory.stream_blocks=all", "memory.stream_slots=1")
 NO_PREVIEWS = tuple(
-    f"validation.{key}=[]" for key in ("prompts", "inputs", "last_frames", "control", "inpaint_masks")
+    f"validation.{key}=[]"
+    for key in ("prompts", "inputs", "last_frames", "control", "inpaint_masks", "faces")
 )
 INPUTS = {
     "starts/0.png": "input.png",
     "lasts/0.png": "last.png",
     "holes/0.png": "mask.png",
     "controls/0.mp4": "control.mp4",
+    "faces/0.mp4": "face.mp4",
 }
 """What the code of a card calls the files that a case has for its preview."""
 

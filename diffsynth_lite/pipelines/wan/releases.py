@@ -257,11 +257,16 @@ _ANIMATE_14B = _I2V_480P.but(
     transformer=ReleaseComponent(
         "WanAnimateTransformer3DModel",
         {"added_kv_proj_dim": 5120},
+        dtype="bfloat16",
         source=f"`Wan2.2-Animate-14B` in {_SCRIPT}; dtype from memory",
     ),
+    scheduler=_scheduler(5.0),
     size=(1280, 720, 77),
     architecture=None,
-    sources={"size": f"the defaults of its pipeline in {known.DIFFUSERS}", "architecture": "none is listed"},
-    unconfirmed=(_SHIFT, "dtype of the transformer and of the image encoder"),
+    sources={
+        "size": f"the defaults of its pipeline in {known.DIFFUSERS}",
+        "architecture": "no program is known to name it",
+    },
+    unconfirmed=("dtype of the transformer and of the image encoder",),
 )
 WAN_ANIMATE: tuple[Release, ...] = (_ANIMATE_14B,)

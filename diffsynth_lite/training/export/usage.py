@@ -163,8 +163,8 @@ def _shape(family: DiffusersFamily, request: PreviewRequest, takes: Collection[s
     shape: dict[str, Any] = {}
     if "width" in takes:
         shape |= {"width": request.width, "height": request.height}
-    if "num_frames" in takes:
-        shape |= {"num_frames": request.num_frames, "output_type": "pil"}
+    if family.frames_argument in takes:
+        shape |= {family.frames_argument: request.num_frames, "output_type": "pil"}
     if "frame_rate" in takes:
         shape |= {"frame_rate": request.fps or family.default_fps}
     return shape
@@ -182,7 +182,7 @@ def _saving(
     """The lines that save the result."""
     if "layers" in takes:
         return _SAVE_LAYERS
-    if "num_frames" not in takes:
+    if family.frames_argument not in takes:
         return f'result.{family.images_output}[0].save("image.png")'
     if request.num_frames == 1:
         return 'result.frames[0][0].save("image.png")'

@@ -202,7 +202,12 @@ class PhaseCounter:
             "blocks": self._counter.few_blocks(settings).kinds,
             "formats": (settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision),
             "size": (request.width, request.height, request.num_frames, request.num_layers, request.fps),
-            "media": (len(request.inputs), len(request.control), len(request.inpaint_mask), len(request.face)),
+            "media": (
+                len(request.inputs),
+                len(request.control),
+                len(request.inpaint_mask),
+                len(request.face),
+            ),
         }
         preview = self._once("preview", LoadedBytes, lambda: count_preview(*subject), others)
         held, host = held + preview.device, host + preview.passing
