@@ -7,7 +7,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Literal
 
 from diffsynth_lite.core.randomness import uniform
@@ -142,10 +141,12 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
 def _check_companions(record: Record, target: MediaFacts, index: MediaIndex) -> None:
     """Refuse files of another shape, which are cropped like the target and would show another part, and clips
     that end before it, which would show something else at most times, or nothing."""
-    for path in chain(*(paths for role, paths in record.by_role.items() if role.follows_crop)):
+    for role, path in ((role, path) for role, paths in record.by_role.items() for path in paths):
+        if not role.follows_crop and role.of_clips == "image":
+            continue
         facts = index.facts(path)
         difference = (facts.width * target.height) / (facts.height * target.width) - 1
-        if abs(difference) > _MAX_ASPECT_DIFFERENCE:
+        if role.follows_crop and abs(difference) > _MAX_ASPECT_DIFFERENCE:
             raise UserError(
                 f"{path}: {facts.width}x{facts.height} has another aspect ratio than its target of "
                 f"{target.width}x{target.height}"

@@ -107,7 +107,7 @@ class WanAnimate(wan_i2v.WanI2V):
 
     pipelines = (WanAnimatePipeline,)
     releases = WAN_ANIMATE
-    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {}
+    starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image_to_video": "wan22_animate_14b_lora.yaml"}
     lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     takes_faces = True
     frames_argument = "segment_frame_length"

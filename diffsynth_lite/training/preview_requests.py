@@ -1,6 +1,7 @@
 """This file lists the previews that a config asks for, and reads and checks the files that they need."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,7 +93,7 @@ def check_previews(config: Config, family: ModelFamily) -> None:
                 family.edits.input_size(*image.size)
             except UserError as error:
                 raise UserError(f"validation.{key}: {path}: {error}") from None
-    guides = {
+    guides: dict[str, Callable[..., tuple[Image, ...]]] = {
         "control": partial(_frames, is_mask=False),
         "inpaint_masks": partial(_frames, is_mask=True),
         "faces": _faces,

@@ -249,7 +249,7 @@ def _lines(path):
 
 
 def _family(path):
-    return next(line.split()[1] for line in _lines(path) if line.startswith("  family: "))
+    return load_config(path).config.model.family
 
 
 def test_presets_for_clips_are_refused_for_models_of_images(refusal):

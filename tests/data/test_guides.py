@@ -165,3 +165,21 @@ def test_drawn_masks_have_holes_of_all_kinds_and_are_never_empty():
     assert 0.25 < np.median(covered) < 0.5
     bands = [mask for mask in masks if np.ptp(np.asarray(mask), axis=0).max() == 0 and mask.getbbox()]
     assert len(bands) > (covered == 1).sum()  # of full height; those of full width are as many
+
+
+def test_a_face_is_shown_whole_at_the_times_of_its_target(tmp_path):
+    target = shades(tmp_path / "a.mp4", 8, fps=4)
+    face = shades(tmp_path / "f.mp4", 16, fps=8, size=(1280, 32))
+    rules = dataclasses.replace(RULES, clip="center", crop="random", fps=2.0)
+    [item] = items(tmp_path, target, rules, face=face)
+    media = item.load()
+    assert {frame.size for frame in media.face} == {(1024, 26)}
+    assert [round((frame.getpixel((0, 0))[0] - 8) / 15) for frame in media.face] == [2, 6, 10]
+    [other] = items(tmp_path, target, rules, face=shades(tmp_path / "g.mp4", 16, fps=8))
+    assert other.identity() != item.identity()
+
+
+def test_a_face_that_is_shorter_than_its_target_is_a_bad_item(tmp_path):
+    target, face = shades(tmp_path / "a.mp4", 8, fps=4), shades(tmp_path / "f.mp4", 2, fps=4)
+    plan = planned(tmp_path, target, face=face)
+    assert "f.mp4" in plan.bad["a.mp4"]

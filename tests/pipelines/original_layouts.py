@@ -448,7 +448,10 @@ def original_layout(model: nn.Module) -> dict[str, Tensor] | None:
             name, count = re.subn(pattern, replacement, name)
             place = index if count else place
         parts[name].append((place, tensor))
-    tensors = {name: torch.cat([part for _, part in _in_order(those)]) for name, those in parts.items()}
+    tensors = {
+        name: torch.cat([part for _, part in sorted(those, key=lambda part: part[0])])
+        for name, those in parts.items()
+    }
     for name in tensors:
         if re.fullmatch(_SWAPPED.get(class_name, "(?!)"), name.rpartition(".")[0]):
             tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
@@ -457,10 +460,6 @@ def original_layout(model: nn.Module) -> dict[str, Tensor] | None:
         if re.search(r"\.net_app\.convs\..*\.bias$", name):
             tensors[name] = tensors[name][None, :, None, None]
     return tensors | {name: torch.ones(1, 2) for name in _MORE.get(class_name, ())}
-
-
-def _in_order(parts: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    return sorted(parts, key=lambda part: part[0])
 
 
 def functions_for(model: nn.Module) -> dict[str, Any]:

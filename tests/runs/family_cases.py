@@ -16,7 +16,7 @@ from tiny_run import TinyRun, tiny_image, write_config
 
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.media import Audio, RecordKind
-from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, load_family, minimax_h3, sdxl
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, load_family, minimax_h3, sdxl, wan_animate
 
 STEPS = 2
 PROMPT = "a red circle"
@@ -172,6 +172,17 @@ LAYOUTS = {
         kind="image_to_video",
         has_last_frames=True,
         conditioning=(("condition_latents", 20), ("image_embeds", 2)),
+    ),
+    "wan_animate of another character": FamilyCase(
+        family="wan_animate",
+        build=wan_animate.tiny,
+        kind="image_to_video",
+        conditioning=(
+            ("condition_latents", 20),
+            ("face_pixels", 3),
+            ("image_embeds", 1),
+            ("pose_latents", 16),
+        ),
     ),
     "wan_i2v of two experts": FamilyCase(
         family="wan_i2v",

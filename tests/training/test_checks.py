@@ -13,7 +13,7 @@ from release_layouts import two_experts
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.doctor.model import model_table
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_i2v
+from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_animate, wan_i2v
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.builder import build_transformer
 from diffsynth_lite.training.checks import bind_family, check_run
@@ -232,6 +232,36 @@ def test_clips_that_end_with_an_image_are_refused_where_the_model_leads_to_none(
     assert [record.kind for record in checked.training.records] == ["image_to_video"] * 2
     message = "data: 2 clips, such as a.mp4, end with an image, and this model only starts them from one"
     assert message in refusal(root, **changes, **{"data.last_frame_dir": f"{root}/starts"})
+
+
+def test_faces_and_controls_belong_to_the_families_that_take_them(root: Path) -> None:
+    wan_animate.tiny().save_pretrained(root / "model")
+    (root / "clips").mkdir()
+    frames = [Image.new("RGB", (64, 64), (place * 20, 0, 0)) for place in range(9)]
+    write_video(root / "clips" / "a.mp4", frames, fps=30)
+    (root / "clips" / "a.txt").write_text("a red square")
+    clip = f"[{root}/clips/a.mp4]"
+    for name in ("poses", "faces"):
+        shutil.copytree(root / "clips", root / name)
+    data = {"data.path": f"{root}/clips", "data.frame_counts": "[9]", "model.family": "wan_animate"}
+    faces = {"data.face_dir": f"{root}/faces"}
+    changes = data | faces | {"data.control_dir": f"{root}/poses", "validation.prompts": "[]"}
+    checked = check_run(load_config_of(root, changes), PROCESS)
+    assert [record.kinds for record in checked.training.records] == [("control",)]
+    for missing in ("data.face_dir", "data.control_dir"):
+        kept = {key: value for key, value in changes.items() if key != missing}
+        assert "data: 1 items, such as a.mp4, have no face or no control" in refusal(root, **kept) or (
+            missing == "data.control_dir" and "of kind video" in refusal(root, **kept)
+        )
+    previews = {"validation.prompts": "[a circle]", "validation.inputs": f"[{root}/data/a.png]"}
+    given = changes | previews | {"validation.control": clip}
+    assert "validation.faces: is empty" in refusal(root, **given)
+    assert "validation.control: is empty" in refusal(root, **(changes | previews))
+    image = {"validation.faces": f"[{root}/data/a.png]"}
+    assert "validation.faces: there is no clip" in refusal(root, **(given | image))
+    wan_i2v.tiny().save_pretrained(root / "model")
+    other = data | faces | {"model.family": "wan_i2v", "validation.prompts": "[]"}
+    assert "data: 1 clips, such as a.mp4, have a face" in refusal(root, **other)
 
 
 def test_last_frames_of_previews_are_refused_where_the_model_leads_to_none(root: Path) -> None:

@@ -98,6 +98,7 @@ FREE = {
         *("first_frame_column", "last_frame_column", "mask_column"),
         *("control_column", "inpaint_mask_column", "random_masks", "layer_columns", "layer_dirs"),
         *("input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir", "control_dir", "inpaint_mask_dir"),
+        *("face_column", "face_dir"),
         *("cache", "cache_dir", "sealed", "on_bad_item", "max_bad_ratio", "num_workers"),
     },
     "lora": {"init_from"},

@@ -58,7 +58,7 @@ READ_FOR_SHAPES = {
     *("data.input_columns", "data.input_dirs", "data.layer_columns", "data.layer_dirs"),
     *("train.context_parallel", "train.context_parallel_kind", "objective.audio_noise"),
     *("validation.prompts", "validation.inputs", "validation.last_frames", "validation.control"),
-    *("validation.inpaint_masks", "validation.width", "validation.height"),
+    *("validation.inpaint_masks", "validation.faces", "validation.width", "validation.height"),
     *("validation.num_frames", "validation.num_layers", "validation.model_path"),
 }
 
