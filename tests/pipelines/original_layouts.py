@@ -309,8 +309,7 @@ ff_context\.net\.2                            context_block.mlp.fc2
 ^face_adapter                                 face_adapter.fuser_blocks
 fuser_blocks\.(\d+)\.norm_([qk])              fuser_blocks.\1.\2_norm
 fuser_blocks\.(\d+)\.to_q                     fuser_blocks.\1.linear1_q
-fuser_blocks\.(\d+)\.to_k                     fuser_blocks.\1.linear1_kv
-fuser_blocks\.(\d+)\.to_v                     fuser_blocks.\1.linear1_kv
+fuser_blocks\.(\d+)\.to_[kv]                  fuser_blocks.\1.linear1_kv
 fuser_blocks\.(\d+)\.to_out                   fuser_blocks.\1.linear2
 {_OF_WAN}""",
     "WanTransformer3DModel": _OF_WAN,
@@ -448,10 +447,8 @@ def original_layout(model: nn.Module) -> dict[str, Tensor] | None:
             name, count = re.subn(pattern, replacement, name)
             place = index if count else place
         parts[name].append((place, tensor))
-    tensors = {
-        name: torch.cat([part for _, part in sorted(those, key=lambda part: part[0])])
-        for name, those in parts.items()
-    }
+    in_order = {name: sorted(those, key=lambda part: part[0]) for name, those in parts.items()}
+    tensors = {name: torch.cat([part for _, part in those]) for name, those in in_order.items()}
     for name in tensors:
         if re.fullmatch(_SWAPPED.get(class_name, "(?!)"), name.rpartition(".")[0]):
             tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
