@@ -248,11 +248,12 @@ def test_faces_and_controls_belong_to_the_families_that_take_them(root: Path) ->
     changes = data | faces | {"data.control_dir": f"{root}/poses", "validation.prompts": "[]"}
     checked = check_run(load_config_of(root, changes), PROCESS)
     assert [record.kinds for record in checked.training.records] == [("control",)]
+    (root / "starts").mkdir()
+    shutil.copy(root / "data" / "a.png", root / "starts" / "a.png")
+    started = changes | {"data.first_frame_dir": f"{root}/starts"}
     for missing in ("data.face_dir", "data.control_dir"):
-        kept = {key: value for key, value in changes.items() if key != missing}
-        assert "data: 1 items, such as a.mp4, have no face or no control" in refusal(root, **kept) or (
-            missing == "data.control_dir" and "of kind video" in refusal(root, **kept)
-        )
+        kept = {key: value for key, value in started.items() if key != missing}
+        assert "data: 1 items, such as a.mp4, have no face or no control" in refusal(root, **kept)
     previews = {"validation.prompts": "[a circle]", "validation.inputs": f"[{root}/data/a.png]"}
     given = changes | previews | {"validation.control": clip}
     assert "validation.faces: is empty" in refusal(root, **given)
