@@ -172,7 +172,8 @@ def read_lora(family: ModelFamily, location: str, *, key: str) -> LoraFile:
     try:
         return family.lora_files.read(place)
     except UnknownLayersError as error:
-        found = families_of(error.contents)
+        is_named = "diffsynth_lite.family" in error.contents.metadata
+        found = () if is_named else families_of(error.contents)
         likely = f"; it looks like a LoRA of {' or '.join(found)}: name one of this model" if found else ""
         raise UserError(f"{key}: {error}{likely}") from error
     except UserError as error:

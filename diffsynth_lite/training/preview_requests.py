@@ -118,6 +118,10 @@ def _check_sampling(config: Config, family: ModelFamily) -> None:
             f"validation.guidance_scale: {validation.guidance_scale:g} has no effect, as this model is "
             "distilled to generate without guidance; set it to 1"
         )
+    if validation.negative_prompt.strip() and family.takes_guidance:
+        logger.warning(
+            "validation.negative_prompt: has no effect, as this model takes the guidance scale; remove it"
+        )
     if family.edits.keeps_input_size and (validation.width or validation.height):
         logger.warning(
             "validation.width, validation.height: have no effect, as previews of this family have the shape "

@@ -303,6 +303,13 @@ OF_WAN = {"blocks.0.self_attn.q.lora_down.weight": (4, 8), "blocks.0.self_attn.q
             save({name: torch.ones(shape) for name, shape in OF_WAN.items()}),
             "it looks like a LoRA of wan or ",
         ),
+        (
+            save(
+                {name: torch.ones(shape) for name, shape in OF_WAN.items()},
+                {"diffsynth_lite.family": "wan_i2v"},
+            ),
+            "not known here, as the file is of wan_i2v: ",
+        ),
     ],
 )
 def test_what_is_no_lora_of_the_model_is_refused_in_one_line(
@@ -314,4 +321,6 @@ def test_what_is_no_lora_of_the_model_is_refused_in_one_line(
     assert tiny_run.train(f"lora.init_from={file}") == 2
     assert "lora.init_from: " in caplog.text
     assert words in caplog.text
+    assert ("looks like" in caplog.text) == ("looks like" in words)
+    assert ("looks like" in caplog.text) == ("looks like" in words)
     assert "Traceback" not in caplog.text

@@ -20,7 +20,8 @@ from diffsynth_lite.training.preview_requests import any_preview, build_preview,
 
 def own(base: type[ModelFamily], **facts: object) -> type[ModelFamily]:
     """A family that differs from another one in what it takes; its empty folder has no sampler."""
-    return type("Own", (base,), {"min_inference_steps": 1, "has_guidance": True, **facts})
+    guidance = {"has_guidance": True, "takes_guidance": False}
+    return type("Own", (base,), {"min_inference_steps": 1, **guidance, **facts})
 
 
 Guided = own(LTXVideo, record_kinds=("control",))
@@ -181,6 +182,16 @@ def test_prompts_that_the_pipeline_refuses_are_named(config, tmp_path, setting, 
     check_previews(given, Painted(PipelineFolder(path=tmp_path)))
     with pytest.raises(UserError, match=rf"{where} holds <\|image_pad\|>, .*; remove it"):
         check_previews(given, Reading(PipelineFolder(path=tmp_path)))
+
+
+def test_a_negative_prompt_is_warned_of_where_the_model_takes_the_guidance_scale_itself(
+    config, tmp_path, caplog
+):
+    given = config("validation.prompts=[a]", "validation.negative_prompt=blurry")
+    check_previews(given, own(Flux)(PipelineFolder(path=tmp_path)))
+    assert "negative_prompt" not in caplog.text
+    check_previews(given, own(Flux, takes_guidance=True)(PipelineFolder(path=tmp_path)))
+    assert "validation.negative_prompt: has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,6 @@ class DiffusersFamily(DiffusersComponents):
 
     @cached_property
     def takes_guidance(self) -> bool:
-        """Whether the model takes a guidance scale; others are guided by the negative prompt."""
         return bool(self.folder.component_config(self.trainable[0]).get("guidance_embeds"))
 
     @property

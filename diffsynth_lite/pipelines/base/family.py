@@ -245,6 +245,11 @@ class ModelFamily(ABC):
         return True
 
     @property
+    def takes_guidance(self) -> bool:
+        """Whether the model takes a guidance scale; others are guided by the negative prompt."""
+        return False
+
+    @property
     def min_inference_steps(self) -> int:
         """Fewest denoising steps of a preview."""
         return 1
