@@ -15,7 +15,7 @@ OF_BASE_CLASSES = {
     *("check_size", "check_frames", "check_prompt", "check_vae_dtype", "empty_component"),
     *("noise_path", "noise_ranges"),
     *("denoisers", "edits", "parts_of", "take_files", "text_encoders"),
-    *("known_vae_tiles", "tile_vae", "min_inference_steps", "has_guidance", "learn_as"),
+    *("known_vae_tiles", "tile_vae", "min_inference_steps", "has_guidance", "takes_guidance", "learn_as"),
 }
 """Members of families that have a default, which a family itself need not know."""
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
