@@ -116,6 +116,16 @@ def test_items_of_two_windows_count_as_they_do_one_by_one(sample: Sample) -> Non
             torch.testing.assert_close(together[one], alone)
 
 
+def test_prompts_are_counted_with_the_chat_around_them_by_which_they_get_their_window(sample: Sample) -> None:
+    texts = ["a ring" + " a" * number for number in range(20, 80)]
+    encoded = sample.family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
+    lengths = sample.family.prompt_lengths(texts)
+    assert {80, 81} <= set(lengths)
+    assert [len(one["prompt_embeds"]) for one in encoded] == [
+        80 if length <= 80 else 160 for length in lengths
+    ]
+
+
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a distilled model: of other weights, and with a level that each step ends at."""
