@@ -1,0 +1,186 @@
+"""This file finds the step to recommend, what cannot be distinguished from it, and what speaks against each.
+
+The prompts are a sample of all that a LoRA may be asked for, so intervals are those of Student's t over
+prompts, at 95 % for all columns together (Bonferroni). Steps share prompts and seeds, so their differences
+are taken by prompt. ``docs/methods.md`` has what was measured of it.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from diffsynth_lite.scores.record import BASE_STEP, ScoredColumn, ScoreRecord
+
+FEWEST_PROMPTS = 8
+"""Of each kind, for a recommendation: with 8, intervals cover what they promise, and distinguish little."""
+CONFIDENCE = 0.95
+
+_ROUNDING = 1e-6
+"""Differences of features in float32 that mean nothing."""
+
+Mark = Literal["from memory", "drifted", "not shown to be better than the base"]
+Reason = Literal[
+    "too few prompts", "untrained features", "no saved step", "not shown to be better than the base"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A mean over prompts, and where the mean over all such prompts is; without ends for a single prompt."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    @property
+    def is_above_zero(self) -> bool:
+        """Whether 0 is shown to be too low."""
+        return self.low is not None and self.low > _ROUNDING
+
+    @property
+    def is_below_zero(self) -> bool:
+        """Whether 0 is shown to be too high."""
+        return self.high is not None and self.high < -_ROUNDING
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedColumn:
+    """What the scores of a LoRA mean.
+
+    Attributes:
+        column: its name in the record.
+        step: None of a LoRA that is not of the run.
+        new: what it has learned, N: 0 is the base, 1 the held-out images.
+        kept: what it left as it was, K: 1 is the base, 0 as far from it as another prompt.
+        prompt: similarity of images to new prompts, less that of the base.
+        total: Z, the mean of N and K.
+        marks: what a person should know before taking it.
+    """
+
+    column: str
+    step: int | None
+    new: Interval
+    kept: Interval
+    prompt: Interval
+    total: Interval
+    marks: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The best of the saved columns.
+
+    Attributes:
+        best: None where nothing is recommended.
+        same: the other columns that are not shown to be worse than it.
+        reason: why nothing is recommended.
+        columns: all but the base, saved or not, in the order of the record.
+    """
+
+    best: JudgedColumn | None
+    same: tuple[JudgedColumn, ...]
+    reason: Reason | None
+    columns: tuple[JudgedColumn, ...]
+
+
+def recommend(record: ScoreRecord, saved: Collection[int] | None = None) -> Recommendation:
+    """The recommendation of a record.
+
+    Args:
+        saved: the steps that can be taken; None for all. LoRAs that are not of the run always can.
+    """
+    parts = [_Parts(column, record) for column in record.columns if column.step != BASE_STEP]
+    judged = tuple(_judge(part, parts) for part in parts)
+    candidates = [
+        (one, part)
+        for one, part in zip(judged, parts, strict=True)
+        if saved is None or one.step is None or one.step in saved
+    ]
+    if not record.are_trained:
+        return Recommendation(best=None, same=(), reason="untrained features", columns=judged)
+    if min(len(record.new_prompts), len(record.plain_prompts)) < FEWEST_PROMPTS:
+        return Recommendation(best=None, same=(), reason="too few prompts", columns=judged)
+    if not candidates:
+        return Recommendation(best=None, same=(), reason="no saved step", columns=judged)
+    best, best_part = max(candidates, key=lambda pair: pair[0].total.value)
+    others = len(candidates) - 1
+    same = tuple(
+        one
+        for one, part in candidates
+        if one is not best and not _difference(part, best_part, others).is_below_zero
+    )
+    if not best.new.is_above_zero:
+        reason: Reason = "not shown to be better than the base"
+        return Recommendation(best=None, same=(), reason=reason, columns=judged)
+    return Recommendation(best=best, same=same, reason=None, columns=judged)
+
+
+def sum_of_means(samples: Sequence[np.ndarray], *, comparisons: int = 1) -> Interval:
+    """The interval of a sum of means over prompts, each of prompts of its own.
+
+    The degrees of freedom are those of Welch and Satterthwaite.
+
+    Args:
+        samples: arrays (P,) of values by prompt, independent of each other.
+        comparisons: how many intervals are read together.
+    """
+    value = float(sum(sample.mean() for sample in samples))
+    if min(map(len, samples)) < 2:
+        return Interval(value=value, low=None, high=None)
+    squares = [sample.var(ddof=1) / len(sample) for sample in samples]
+    total = sum(squares)
+    if total == 0.0:
+        return Interval(value=value, low=value, high=value)
+    degrees = total**2 / sum(s**2 / (len(a) - 1) for s, a in zip(squares, samples, strict=True))
+    half = _t_limit(degrees, comparisons) * math.sqrt(total)
+    return Interval(value=value, low=value - half, high=value + half)
+
+
+def _t_limit(degrees: float, comparisons: int) -> float:
+    from scipy.special import stdtrit  # only here: a page without scores does not wait for it
+
+    return float(stdtrit(degrees, 1 - (1 - CONFIDENCE) / 2 / comparisons))
+
+
+class _Parts:
+    """The values by prompt that a column is judged by."""
+
+    def __init__(self, column: ScoredColumn, record: ScoreRecord) -> None:
+        base = record.base
+        room = record.held_out_contrast - float(np.mean(base.contrast))
+        self.column = column
+        self.new = (np.array(column.contrast) - np.array(base.contrast)) / max(room, _ROUNDING)
+        self.kept = np.array(column.kept)
+        self.prompt = np.array(column.prompt) - np.array(base.prompt)
+        self.memory, self.likeness = np.array(column.memory), np.array(column.likeness)
+
+
+def _judge(part: _Parts, parts: Sequence[_Parts]) -> JudgedColumn:
+    """What one of the columns, which are read together, means."""
+    count = len(parts)
+    new = sum_of_means([part.new], comparisons=count)
+    marks: list[Mark] = []
+    if len(part.memory) and sum_of_means([part.memory, -part.likeness]).is_above_zero:
+        marks.append("from memory")
+    most_kept = max(parts, key=lambda one: one.kept.mean())
+    if sum_of_means([part.kept - most_kept.kept], comparisons=max(count - 1, 1)).is_below_zero:
+        marks.append("drifted")
+    if not new.is_above_zero:
+        marks.append("not shown to be better than the base")
+    return JudgedColumn(
+        column=part.column.column,
+        step=part.column.step,
+        new=new,
+        kept=sum_of_means([part.kept], comparisons=count),
+        prompt=sum_of_means([part.prompt], comparisons=count),
+        total=sum_of_means([part.new / 2, part.kept / 2], comparisons=count),
+        marks=tuple(marks),
+    )
+
+
+def _difference(part: _Parts, best: _Parts, comparisons: int) -> Interval:
+    """How much more Z a column has than another, for so many comparisons."""
+    return sum_of_means([(part.new - best.new) / 2, (part.kept - best.kept) / 2], comparisons=comparisons)
