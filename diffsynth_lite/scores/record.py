@@ -14,9 +14,7 @@ BASE_STEP = 0
 _MOST_BYTES = 16 << 20
 """1,000 columns of 100 prompts are 12 MiB."""
 
-_Score = Annotated[float, Field(ge=-10.0, le=10.0)]
-"""Cosines, and differences and ratios of them."""
-_Scores = tuple[_Score, ...]
+_Scores = tuple[float, ...]
 _Name = Annotated[str, Field(min_length=1, max_length=500)]
 _Prompts = Annotated[tuple[str, ...], Field(max_length=10_000)]
 
@@ -74,7 +72,7 @@ class ScoreRecord(_Stored):
     measure: _Name
     models: tuple[_Name, ...]
     are_trained: bool = True
-    held_out_contrast: _Score
+    held_out_contrast: float
     new_prompts: _Prompts
     plain_prompts: _Prompts
     taught_prompts: _Prompts = ()

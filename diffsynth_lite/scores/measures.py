@@ -1,0 +1,101 @@
+"""This file makes the scores of a LoRA out of features of images: by prompt, as the record keeps them.
+
+Letters of shapes: P prompts, S seeds, N images of a caption, D size of the features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from diffsynth_lite.scores.record import ScoredColumn
+
+_SMALLEST = 1e-6
+"""Distance of images that are the same to features in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedFeatures:
+    """What is known of the images of one LoRA, or of the base, which have the same prompts and seeds.
+
+    Attributes:
+        new: of images of captions of held-out images, (P, S, D), unit vectors, as all features.
+        plain: of images of prompts that do not name what was taught, (P, S, D).
+        taught: of images of training captions, (P, S, D); P may be 0.
+        new_prompt: similarity of the image to its prompt, (P, S).
+        plain_prompt: the same of plain prompts, (P, S).
+    """
+
+    new: np.ndarray
+    plain: np.ndarray
+    taught: np.ndarray
+    new_prompt: np.ndarray
+    plain_prompt: np.ndarray
+
+
+class References:
+    """What the images of a LoRA are compared with.
+
+    Args:
+        held_out: features of the held-out images of each new prompt, (N, D), N of each prompt its own.
+        training: features of the training images of each taught prompt, (N, D).
+        base_plain: features of the base's images of plain prompts, (P, S, D).
+
+    Attributes:
+        held_out_contrast: likeness of held-out images to others of the same caption, less that to those of
+            other captions: an image that is the only one of its caption is compared with itself.
+    """
+
+    def __init__(
+        self, *, held_out: Sequence[np.ndarray], training: Sequence[np.ndarray], base_plain: np.ndarray
+    ) -> None:
+        self._held_out, self._training, self._base_plain = held_out, training, base_plain
+        self._between_plain = _between_prompts(base_plain)
+        own, others = self._own_and_others(held_out)
+        among = [_without_itself(*pair) for pair in zip(own, held_out, strict=True)]
+        self.held_out_contrast = float(np.mean(among) - np.mean(others))
+
+    def scores(self, column: str, step: int | None, images: GeneratedFeatures) -> ScoredColumn:
+        """The scores of the images of a LoRA, or of the base."""
+        own, others = self._own_and_others(images.new)
+        drift = 1 - np.sum(images.plain * self._base_plain, axis=-1).mean(axis=1)
+        memory = [
+            np.mean(seeds @ training.T) for seeds, training in zip(images.taught, self._training, strict=True)
+        ]
+        return ScoredColumn(
+            column=column,
+            step=step,
+            likeness=_floats(own),
+            contrast=_floats(own - others),
+            prompt=_floats(images.new_prompt.mean(axis=1)),
+            kept=_floats(1 - drift / self._between_plain),
+            plain_prompt=_floats(images.plain_prompt.mean(axis=1)),
+            memory=_floats(memory),
+        )
+
+    def _own_and_others(self, by_prompt: Sequence[np.ndarray] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean likeness of the images of each new prompt, (N, D), to the held-out images of that caption, and
+        to those of the others, both (P,)."""
+        to_all = np.array([[np.mean(images @ held.T) for held in self._held_out] for images in by_prompt])
+        own = to_all.diagonal().copy()
+        return own, (to_all.sum(axis=1) - own) / max(len(own) - 1, 1)
+
+
+def _without_itself(likeness: float, images: np.ndarray) -> float:
+    """Mean likeness of images (N, D) to each other, of that to all of them, themselves included."""
+    count = len(images)
+    return (count * likeness - 1) / (count - 1) if count > 1 else likeness
+
+
+def _between_prompts(images: np.ndarray) -> float:
+    """Mean distance between images (P, S, D) of different prompts; 1 where there is one prompt."""
+    count = len(images)
+    if count < 2:
+        return 1.0
+    means = images.mean(axis=1)
+    alike = means @ means.T
+    return max(1 - float(alike.sum() - alike.trace()) / (count * (count - 1)), _SMALLEST)
+
+
+def _floats(values: np.ndarray | Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(float, values))
