@@ -6,6 +6,7 @@ a micro-batch; latents have whatever further shape the encoder gave them.
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -133,9 +134,24 @@ class Batch:
     step_samples: int
     step_uniform: float = 0.0
 
+    def num_parts(self, num_data_ranks: int) -> float:
+        """The divisor of the mean loss of this micro-batch, so that all samples of the step weigh the same.
+
+        The mean over data ranks divides by their number once more. Equal micro-batches give their number.
+        """
+        return self.step_samples / (len(self.positions) * num_data_ranks)
+
     def pin_memory(self) -> "Batch":
         """Copy in page-locked memory; `DataLoader` calls this."""
         return dataclasses.replace(self, **_pinned(vars(self)))
+
+
+def describe_sizes(micro_batches: Sequence[Batch]) -> str:
+    """How many samples of which buckets a step has: steps for which it is the same take about as long."""
+    counts: Counter[str] = Counter()
+    for batch in micro_batches:
+        counts[batch.bucket.name] += len(batch.positions)
+    return ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
 
 
 def _pinned(value: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from diffsynth_lite.run_folder.metrics import RATE_OF_GROUP
+from diffsynth_lite.run_folder.metrics import RATE_OF_GROUP, STEP_PARTS, STEP_SECONDS
 
 _MAX_POINTS = 1200
 """Points of a line; a screen shows no more."""
@@ -287,6 +287,15 @@ CHARTS = (
         from_zero=True,
     ),
     Chart(
+        name="step_seconds",
+        title="Time of a step",
+        meaning="How the time of a step divides. Time between steps is that of previews, evaluations and "
+        "checkpoints, and is shared out over the steps since the point before. Data should take almost none.",
+        lines=tuple(Line(metric=f"{STEP_SECONDS}{part}", label=label) for part, label in STEP_PARTS.items()),
+        unit="s",
+        from_zero=True,
+    ),
+    Chart(
         name="peak_memory_gib",
         title="Memory",
         meaning="The most memory used so far: of the GPU, or of the whole program where there is none.",
@@ -336,6 +345,19 @@ def read_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
         raw = Series.of(rows, line.metric.removesuffix(_SMOOTHED))
         series[line.metric] = raw.smoothed() if line.metric.endswith(_SMOOTHED) else raw
     return {name: each.thinned() for name, each in series.items() if each.points}
+
+
+def time_shares(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How all the time since the first logged step divides, as a sentence; empty where it was not logged."""
+    totals, before = dict.fromkeys(STEP_PARTS, 0.0), 0
+    for row in (row for row in rows if f"{STEP_SECONDS}forward" in row and _has_step(row)):
+        num_steps, before = row["step"] - before, row["step"]
+        if row["step"] > 1:  # the first step prepares what the others use
+            for part in totals:
+                totals[part] += num_steps * (as_number(row.get(f"{STEP_SECONDS}{part}")) or 0.0)
+    whole = sum(totals.values())
+    longest = sorted(totals, key=lambda part: -totals[part]) if whole else []
+    return ", ".join(f"{STEP_PARTS[part]} {100 * totals[part] / whole:.0f} %" for part in longest)
 
 
 def layer_updates(row: Mapping[str, Any]) -> dict[str, float]:

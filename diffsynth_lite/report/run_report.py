@@ -10,7 +10,15 @@ import yaml
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
-from diffsynth_lite.report.charts import NO_TABLE, Series, Table, as_number, read_series, update_series
+from diffsynth_lite.report.charts import (
+    NO_TABLE,
+    Series,
+    Table,
+    as_number,
+    read_series,
+    time_shares,
+    update_series,
+)
 from diffsynth_lite.report.judgement import Judgement, judge, judge_items
 from diffsynth_lite.report.layers import Layers, read_layers
 from diffsynth_lite.report.losses import hard_items, item_courses, item_progress, noise_levels, noise_tenths
@@ -51,6 +59,7 @@ class RunReport:
     base: str
     state: RunState
     series: Mapping[str, Series] = field(default_factory=dict)
+    time_shares: str = ""
     judgements: Sequence[Judgement] = ()
     prompts: Sequence[PromptPreviews] = ()
     has_audio: bool = False
@@ -102,6 +111,7 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
         base=base,
         state=state,
         series=series,
+        time_shares=time_shares(rows),
         judgements=[each for each in judged if each is not None],
         prompts=find_previews(
             path,

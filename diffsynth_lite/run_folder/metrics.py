@@ -27,6 +27,16 @@ LOSS_BY_NOISE = "loss_by_noise/"
 SAMPLES_BY_NOISE = "samples_by_noise/"
 """Prefixes of a tenth: mean loss and number of its samples since the last row with any."""
 
+STEP_SECONDS = "step_seconds/"
+"""Prefix of a part of a step: its mean seconds a step since the row before."""
+STEP_PARTS = {
+    "data": "waiting for data",
+    "forward": "forward pass and loss",
+    "backward": "backward pass",
+    "update": "clipping and optimizer",
+    "between": "between steps",
+}
+
 RATE_OF_GROUP = "learning_rate/"
 """Prefix of the name of a group of layers."""
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from threading import Lock
 
 import torch
@@ -17,7 +18,8 @@ from rich.progress import Progress, TaskID, TextColumn
 from diffsynth_lite.errors import RunDivergedError
 from diffsynth_lite.progress_log import Phase
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.metrics import RATE_OF_GROUP, MetricsLog, metrics_by_noise
+from diffsynth_lite.run_folder.metrics import RATE_OF_GROUP, STEP_SECONDS, MetricsLog, metrics_by_noise
+from diffsynth_lite.run_folder.speed import MachineState, SpeedWatch
 
 if sys.platform != "win32":
     import resource
@@ -45,7 +47,9 @@ class StepResult:
         learned_rate: learning rate that the optimizer found itself, times the configured one, after the step;
             None for other optimizers.
         num_samples: on all devices.
+        sizes: of the micro-batches of this process, in words.
         seconds: from asking for the data to the changed weights.
+        parts: seconds of ``STEP_PARTS``, as far as the device has come since the last step.
         num_skipped: steps of the run that were skipped up to now, this one included.
         totals_by_noise: for each tenth of the noise levels the sum of its samples' losses, then for each
             their number, on all devices since the last logged step; empty for a step that is not logged.
@@ -57,6 +61,8 @@ class StepResult:
     learning_rate: float
     num_samples: int
     seconds: float
+    sizes: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
     preservation_loss: float | None = None
     video_loss: float | None = None
     audio_loss: float | None = None
@@ -194,6 +200,9 @@ class StepReport:
 
     def __post_init__(self) -> None:
         self._throughput = Throughput(total_steps=self.total_steps)
+        self._watch = SpeedWatch(partial(MachineState.read, self.device))
+        self._seconds: dict[str, float] = {}
+        self._num_steps = 0
         self._without_row: deque[tuple[int, dict[str, float]]] = deque(maxlen=_MAX_LAST_STEPS)
 
     @contextmanager
@@ -216,9 +225,14 @@ class StepReport:
                     self.metrics.log(step, values)
                 raise
 
-    def after_step(self, result: StepResult) -> None:
+    def after_step(self, result: StepResult, *, has_compiled: bool = False) -> None:
         """Show one more step; the caller checks that the folder is still the run's."""
         self._throughput.update(result)
+        for part, seconds in result.parts.items():
+            self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+        self._num_steps += 1
+        if not has_compiled:
+            self._watch.after_step(result.sizes, result.seconds, result.parts)
         self._show_line(result)
         if self.status is not None:
             self.status.show_step(result.step, self._facts(result))
@@ -241,7 +255,12 @@ class StepReport:
         if result.num_skipped:
             values["skipped_steps"] = result.num_skipped
         if is_logged(result.step, self.every_steps):
-            self.metrics.log(result.step, values | metrics_by_noise(result.totals_by_noise))
+            parts = {
+                f"{STEP_SECONDS}{part}": total / self._num_steps for part, total in self._seconds.items()
+            }
+            self.metrics.log(result.step, values | parts | metrics_by_noise(result.totals_by_noise))
+            self._seconds.clear()
+            self._num_steps = 0
             self._without_row.clear()
         else:
             self._without_row.append((result.step, values))

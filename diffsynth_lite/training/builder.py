@@ -26,6 +26,7 @@ from diffsynth_lite.lora.updates import LoraFile
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
+from diffsynth_lite.run_folder.speed import StepTimer
 from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.checks import CheckedRun, block_policy
 from diffsynth_lite.training.data_settings import data_sources, num_tokens_of
@@ -92,6 +93,7 @@ class TrainingObjects:
     group_rates: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     context_parallel: int = 1
     divergence: Divergence = field(default_factory=Divergence)
+    timer: StepTimer = field(default_factory=StepTimer)
 
     @property
     def trained_parameters(self) -> list[torch.nn.Parameter]:
@@ -235,6 +237,7 @@ def build_run(
         compiler=compiler,
         runs_together=checked.family.shards is not None or checked.family.context is not None,
         context_parallel=config.train.context_parallel,
+        timer=StepTimer(accelerator.device),
     )
 
 

@@ -56,10 +56,10 @@ def report_memory(
     metrics.log(step, {name: value for part in parts for name, value in part.metrics().items()})
 
 
-def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> None:
-    """Log the compiled graphs, after each step that compiled one."""
+def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> bool:
+    """Log the compiled graphs, after each step that compiled one; returns whether this one did."""
     if not compiler.new_graphs():
-        return
+        return False
     report = compiler.report()
     for line in report.lines():
         logger.info("%s", line)
@@ -70,6 +70,7 @@ def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> No
             "runs uncompiled from now on.",
             report.graphs_compiled,
         )
+    return True
 
 
 class StepComparison:

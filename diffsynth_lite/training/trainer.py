@@ -18,7 +18,7 @@ import torch
 from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.core.noise.losses import mean_losses
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
-from diffsynth_lite.data.batches import Batch
+from diffsynth_lite.data.batches import Batch, describe_sizes
 from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
@@ -83,8 +83,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
             asked = requests.gather()  # Before rows are written: the run folder may have been lost.
             if step == start_step + 1:
                 report_memory(run, built, engine, metrics, step)
-            report_graphs(built.compiler, metrics, step)
-            report.after_step(result)
+            report.after_step(result, has_compiled=report_graphs(built.compiler, metrics, step))
             built.sample_losses.after_step(step)
             _require_few_skips(built, step)
             shutdown.after_step(result.seconds)
@@ -115,9 +114,11 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         step: counted from 1.
     """
     started_at = time.perf_counter()
-    accelerator, optimizer = built.accelerator, built.optimizer
+    accelerator, optimizer, timer = built.accelerator, built.optimizer, built.timer
     num_data_ranks = accelerator.num_processes // built.context_parallel
+    timer.mark("between")
     micro_batches = next(built.batches)
+    timer.mark("data")
     learning_rate = built.learning_rate(step - 1)
     group_rates = {name: rate(step - 1) for name, rate in built.group_rates.items()}
     rates = list(group_rates.values()) or [learning_rate] * len(optimizer.param_groups)
@@ -129,8 +130,10 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         # Dropout has no generator argument: its random numbers follow a seed set for this micro-batch.
         dropout_seed = torch_seed(built.seed, "dropout", batch.positions[0])
         with random_state_scope(accelerator.device, dropout_seed):
-            loss = built.loss(built.transformer, batch) / _num_parts(batch, num_data_ranks)
+            loss = built.loss(built.transformer, batch) / batch.num_parts(num_data_ranks)
+        timer.mark("forward")
         accelerator.backward(loss)
+        timer.mark("backward")
         local_loss += loss.detach()
     mean_gradients(built.trained_parameters, accelerator, context_parallel=built.context_parallel)
     mean_loss = accelerator.reduce(local_loss, reduction="mean")
@@ -149,6 +152,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     else:
         _skip(built, step, loss_value, norm_value, micro_batches)
     optimizer.zero_grad()
+    timer.mark("update")
     return StepResult(
         step=step,
         loss=losses.learned,
@@ -160,7 +164,9 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         group_rates=group_rates,
         learned_rate=learned_rate(optimizer),
         num_samples=micro_batches[0].step_samples,
+        sizes=describe_sizes(micro_batches),
         seconds=time.perf_counter() - started_at,
+        parts=timer.seconds(),
         num_skipped=built.divergence.num_skipped,
         totals_by_noise=rest[len(by_kind) :],
     )
@@ -220,14 +226,6 @@ def _between_steps(built: TrainingObjects, work: Callable[[], _Result]) -> _Resu
     if built.runs_together:
         return on_all_processes(built.accelerator, work)[0]
     return on_main_process(built.accelerator, work)
-
-
-def _num_parts(batch: Batch, num_data_ranks: int) -> float:
-    """The divisor of the mean loss of a micro-batch, so that all samples of the step weigh the same.
-
-    The mean over data ranks divides by their number once more. Equal micro-batches give their number.
-    """
-    return batch.step_samples / (len(batch.positions) * num_data_ranks)
 
 
 def _is_due(step: int, every_steps: int | None, total_steps: int) -> bool:

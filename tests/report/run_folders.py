@@ -87,5 +87,6 @@ def _write_metrics(folder: RunFolder) -> None:
         high = {"samples_by_noise/0.9-1.0": 6, "loss_by_noise/0.9-1.0": 0.5}
         logged = {"loss": 1 / step, "grad_norm": 0.5, "learning_rate": 1e-4, "samples_per_s": 3.0}
         rows.append({"step": step, "time": 100.0 + step, **logged, "peak_memory_gib": 1.5, **low, **high})
+        rows[-1] |= {"step_seconds/forward": 1.0, "step_seconds/backward": 2.0, "step_seconds/between": 1.0}
     rows.append({"step": 200, "time": 400.0, "train_fixed_noise_loss": 0.3})
     write_rows(folder.metrics_file, rows)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from diffsynth_lite.report.charts import Series, as_number, charts_of, read_series, update_series
+from diffsynth_lite.report.charts import Series, as_number, charts_of, read_series, time_shares, update_series
 from diffsynth_lite.report.layers import read_layers
 from diffsynth_lite.report.losses import hard_items, item_progress, noise_levels
 from diffsynth_lite.run_folder.metrics import MeasuredItem
@@ -41,6 +41,17 @@ def test_learning_rates_of_groups_replace_the_one_that_they_have_or_hide() -> No
     assert list(found) == list(groups)
     shown = next(chart for chart in charts_of(found) if chart.name == "learning_rate")
     assert shown.summary(found).startswith("others: 0.0001 at step 1, ")
+
+
+def test_shares_of_time_count_all_steps_of_a_row_and_leave_out_the_first() -> None:
+    times = [(1, 99.0, 0.0), (10, 1.0, 2.0), (12, 3.0, 1.0)]
+    rows = [
+        {"step": step, "step_seconds/forward": forward, "step_seconds/data": data}
+        for step, forward, data in times
+    ]
+    shares = "waiting for data 57 %, forward pass and loss 43 %, backward pass 0 %"  # 20 s and 15 s
+    assert time_shares([{"step": 5, "loss": 1.0}, *rows]).startswith(shares)
+    assert time_shares(rows[:1]) == ""
 
 
 def test_a_series_has_one_point_a_step_in_order_and_none_where_there_is_no_number() -> None:

@@ -35,6 +35,7 @@ def test_a_run_is_shown_with_all_that_it_left(tmp_path: Path) -> None:
     for words in (
         *("Failed", "LoRA: one #1.safetensors 2.0 KiB", "Step 200 of 300", "no memory for a circle"),
         "on training data: 0.9 at step 0, 0.3 at step 200",
+        "backward pass 50 %, forward pass and loss 25 %, between steps 25 %",
         *("above 0.6 now. 2 of 3 got better, the median by -40.0 %", "2 a circle 8x8", "+20.0 %"),
         *("2 items with four samples and more; 80 samples.", "samples a circle 1.75 0.10 40"),
         *("0.0-0.1 25.0 % 0.4 0.3 0.2 -50.0 % -33.3 %", "0.5 1.167 1.033 -11.4 %"),
@@ -44,7 +45,7 @@ def test_a_run_is_shown_with_all_that_it_left(tmp_path: Path) -> None:
         *("a circle: a circle to 2", "no image: a circle", "Skipped items", "1 item ", "layers.jsonl"),
     ):
         assert words in shown, words
-    assert page.tags.count("figure") == 7
+    assert page.tags.count("figure") == 8
     assert page.places.count("lora/one%20%231.safetensors") == 2
     assert "previews/" not in page.places
     sections = re.findall(r'<(?:header|section)[^>]* id="(\w+)"', text)
@@ -223,7 +224,7 @@ def test_a_browser_draws_it_and_keeps_in_its_address_what_was_chosen(
         assert page.overflow_px() <= 0
         assert page.evaluate("document.title") == "mine"
         assert page.nameless() == []
-        assert page.evaluate("document.querySelectorAll('.plot canvas').length") == 7
+        assert page.evaluate("document.querySelectorAll('.plot canvas').length") == 8
         assert page.text(".viewer .label-after") == "step 100"
         assert page.text(".items tbody b").startswith("0 ")
         page.click(".items th[data-sort=change] button")

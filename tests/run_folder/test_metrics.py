@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +203,32 @@ def test_of_a_run_that_diverges_the_last_steps_have_rows_whatever_the_interval(t
     with pytest.raises(RunDivergedError, match="step 7"):
         diverge()
     assert shown.metrics.steps == [1, 4, 5, 6, 7]
+
+
+def test_a_row_has_the_mean_seconds_of_the_steps_since_the_row_before(tmp_path: Path) -> None:
+    rows: list[dict[str, float]] = []
+    metrics = SimpleNamespace(log=lambda _step, values: rows.append(values))
+    shown = StepReport(
+        RunningStatus(RunFolder(tmp_path)), metrics, device=CPU, start_step=0, total_steps=9, every_steps=2
+    )
+    for step in (1, 2, 3, 4):
+        shown.after_step(replace(result(step), parts={"data": float(step), "forward": 0.5}))
+    assert [row["step_seconds/data"] for row in rows] == [1.0, 2.0, 3.5]
+    assert [row["step_seconds/forward"] for row in rows] == [0.5, 0.5, 0.5]
+
+
+def test_a_step_that_compiled_is_not_compared_with_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = report(tmp_path, total_steps=200, every_steps=1000)
+    for step in range(2, 58):
+        shown.after_step(result(step, seconds=0.1))
+    for step in range(58, 98):
+        shown.after_step(result(step, seconds=9.0), has_compiled=True)
+    assert "slower" not in caplog.text
+    for step in range(98, 118):
+        shown.after_step(result(step, seconds=9.0))
+    assert "Steps have become slower" in caplog.text
 
 
 def test_the_loss_by_noise_is_a_mean_and_a_tenth_without_samples_has_none(tmp_path: Path) -> None:

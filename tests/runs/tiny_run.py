@@ -122,8 +122,11 @@ class TinyRun:
     def metrics(self, folder: Path | None = None, *, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """The logged rows without what measures time and memory."""
         rows = [json.loads(line) for line in ((folder or self.folder) / name).read_text().splitlines()]
-        measured = ("time", "samples_per_s", "peak_memory_gib")
-        return [{name: value for name, value in row.items() if name not in measured} for row in rows]
+        measured = ("time", "samples_per_s", "peak_memory_gib", "step_seconds")
+        return [
+            {name: value for name, value in row.items() if name.partition("/")[0] not in measured}
+            for row in rows
+        ]
 
 
 def forked(

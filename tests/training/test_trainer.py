@@ -132,6 +132,14 @@ def test_micro_batches_make_the_update_of_one_large_batch(sizes: tuple[int, ...]
     assert result.grad_norm == pytest.approx(expected.norm().item(), rel=1e-6)
 
 
+def test_each_part_of_a_step_is_timed() -> None:
+    marks: list[str] = []
+    timer = SimpleNamespace(mark=marks.append, seconds=lambda: {"data": 2.0})
+    result = take(linear(), batches(1, 2), timer=timer)
+    assert marks == ["between", "data", *["forward", "backward"] * 2, "update"]
+    assert (result.parts, result.sizes) == ({"data": 2.0}, "3 of 16x16")
+
+
 def test_equal_micro_batches_are_divided_by_their_number_bit_for_bit() -> None:
     taken, plain = linear(), linear()
     take(taken, batches(4, 4, 4))
