@@ -214,6 +214,13 @@ class DataSettings(SourceSettings):
     `[{path: photos}, {path: drawings, repeats: 2}]`. With it, none of these may be set directly under
     `data`."""
 
+    hold_out: float = Field(default=0.0, ge=0, le=0.5)
+    """Share of the images or clips of each source that is kept out of training, with all their crops and
+    captions, for the fixed-noise loss: about so many, but at least one, and never all. `validation.seed` and
+    the content of the files decide which, so that most stay the same where items are added; files of equal
+    content stay together. Sources with `preserve` give none. Use it instead of `validation.data`; the run's
+    `held_out.jsonl` lists them. 0 trains on all."""
+
     width: Pixels | None = None
     """Width in pixels where all items get one size, given with `height`. Each is resized until it covers
     width x height, then cropped; a smaller one counts as bad, unless `upscale` is on. Families want multiples

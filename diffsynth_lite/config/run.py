@@ -88,7 +88,7 @@ class ValidationSettings(Settings):
 
     seed: Seed = 0
     """Decides the noise that previews and the validation loss start from, the same each time, so that only
-    the training makes a difference."""
+    the training makes a difference; and which items `data.hold_out` takes."""
 
     width: Pixels | None = None
     """Width of previews in pixels; null is `data.width`, or the first of `data.sizes` or
@@ -107,7 +107,8 @@ class ValidationSettings(Settings):
     data: FilePath | None = None
     """Folder of items with captions, kept out of training, for the fixed-noise loss; it is read like the
     first training source: folders of inputs or masks inside that one have the same place in this one. Null
-    measures on training items, and names the metric `train_fixed_noise_loss`."""
+    measures on those of `data.hold_out`, or without it on training items, and names the metric
+    `train_fixed_noise_loss`."""
 
     loss_items: CountOrNone = 16
     """Items in the fixed-noise loss; 0 turns it off."""
@@ -177,8 +178,8 @@ class OutputSettings(Settings):
     of `lora/`, about a sixth of a checkpoint. A run cannot be resumed from them."""
 
     keep_best: bool = True
-    """Also keep the checkpoint with the lowest loss on `validation.data`, and write its LoRA to
-    `lora_best/`."""
+    """Also keep the checkpoint with the lowest loss on held-out items (`validation.data`, `data.hold_out`),
+    and write its LoRA to `lora_best/`."""
 
     copy_to: FilePath | None = None
     """A folder that is there, such as ComfyUI's `models/loras`, into which the LoRA of each save is copied,

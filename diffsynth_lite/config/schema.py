@@ -39,6 +39,11 @@ class Config(Settings):
         return self.data.caption_dropout > 0 or self.objective.guidance_target is not None
 
     @property
+    def holds_out(self) -> bool:
+        """Whether the fixed-noise loss is measured on items that are not trained on."""
+        return self.validation.data is not None or self.data.hold_out > 0
+
+    @property
     def keeps_distillation(self) -> bool:
         """Whether what trains on a distilled model is kept from undoing its distillation."""
         return self.objective.guidance_target is not None or self.model.training_adapter is not None
@@ -97,7 +102,7 @@ class Config(Settings):
             (is_guided, "validation", "negative_prompt", "while validation.guidance_scale is at most 1"),
             (loss, "validation", "data", "while validation.loss_items is 0"),
             (watched, "validation", "every_steps", "without prompts, loss_items and item_losses"),
-            (loss and bool(validation.data), "output", "keep_best", "without a loss on validation.data"),
+            (loss and self.holds_out, "output", "keep_best", "without a loss on held-out items"),
             (train.ema_decay is not None, "validation", "use_ema", "without train.ema_decay"),
             (bool(trackers), "logging", "project", "without logging.trackers"),
             ("wandb" in trackers, "logging", "wandb_mode", "without wandb in logging.trackers"),
@@ -136,6 +141,7 @@ class Config(Settings):
             )
         if self.train.context_parallel > 1:
             yield from self._context_conflicts()
+        yield from self._held_out_conflicts()
         yield from self._preview_model_conflicts()
         yield from self._audio_conflicts()
         if self.train.compile != "off" and self.memory.shard_base != "no":
@@ -151,6 +157,11 @@ class Config(Settings):
             yield Problem(("data.cache_dir", "output.dir"), message)
         for key, source in self.data.sources_by_key.items():
             yield from self._folder_conflicts(f"{key}.path", source.path)
+
+    def _held_out_conflicts(self) -> Iterator[Problem]:
+        if self.data.hold_out > 0 and self.validation.data is not None:
+            message = f"validation.data {self.validation.data} has the held-out items; keep one of the two"
+            yield Problem(("data.hold_out", "validation.data"), message)
 
     def _preview_model_conflicts(self) -> Iterator[Problem]:
         """Of a run whose previews are another model's."""

@@ -17,7 +17,7 @@ from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.media_index import FileMemory, MediaIndex, adopt_parts
 from diffsynth_lite.data.plan import DatasetPlan, PlanRules, plan_items
-from diffsynth_lite.data.records import Record, is_image
+from diffsynth_lite.data.records import is_image
 from diffsynth_lite.data.sources import FoundRecords
 from diffsynth_lite.data.video import VideoFacts
 from diffsynth_lite.doctor.advice import advise, advise_on_held_out
@@ -45,6 +45,7 @@ from diffsynth_lite.training.data_settings import (
     cache_folder,
     check_records,
     check_sizes,
+    divided_records,
     find_held_out_records,
     find_training_records,
     held_out_rules,
@@ -104,16 +105,16 @@ def examine(config: Config, *, sheet_size: int, goal: Goal | None = None) -> Exa
         found = find_training_records(config)
         problems = Problems([*filter(None, [lacking]), *found.problems])
         model = _WITHOUT_MODEL if lacking else problems.attempt(lambda: model_table(config, family)) or {}
-        held_out = _find_held_out(config, found.records, problems)
         adopt_parts(index_file(cache.folder))
         with FileMemory(index_file(cache.folder)) as memory:
+            found, held_out = _divided(config, found, memory, problems)
             examiner = _Examiner(
                 config, family, cache, memory, sheet_size, problems, counts_tokens=not lacking
             )
             data, decoded = examiner.examine(found, rules)
             examined = examiner.examine(held_out, held_out_rules(rules)) if held_out else None
         findings = dataclasses.replace(
-            _training_findings(data, decoded, problems, cache, lacking, goal),
+            _training_findings(data, decoded, problems, cache, lacking, goal, examined and examined[0]),
             model=model,
             held_out=_held_out_findings(*examined, data, decoded) if examined else None,
         )
@@ -146,15 +147,20 @@ def _bound_family(config: Config) -> Iterator[tuple[ModelFamily, str]]:
         yield family, lacking
 
 
-def _find_held_out(config: Config, training: Sequence[Record], problems: Problems) -> FoundRecords | None:
+def _divided(
+    config: Config, found: FoundRecords, memory: FileMemory, problems: Problems
+) -> tuple[FoundRecords, FoundRecords | None]:
+    """The records that are trained on, and those that are held out, if any are."""
     try:
-        if found := find_held_out_records(config):
-            problems += found.problems
-            check_held_out(training, found.records)
+        if config.data.hold_out:
+            return divided_records(config, found, memory)
+        if held_out := find_held_out_records(config):
+            problems += held_out.problems
+            check_held_out(found.records, held_out.records)
     except UserError as error:
         problems.append(str(error))
-        return None
-    return found
+        return found, None
+    return found, held_out
 
 
 @dataclass(frozen=True)
@@ -284,10 +290,11 @@ def _training_findings(
     cache: TensorCache,
     lacking: str,
     goal: Goal | None,
+    held_out: ExaminedData | None,
 ) -> Findings:
     """Of the data that are trained on; ``lacking`` is why the model is not at hand, or empty."""
     config, found = data.config, _findings(data, decoded, goal=goal)
-    estimate = estimate_cache(data, cache) if config.data.cache and not lacking else None
+    estimate = estimate_cache(data, cache, held_out) if config.data.cache and not lacking else None
     if data.family.with_audio:
         problems.attempt(lambda: require_audio(config, data.plan))
     if data.family.vae_tiles is not None:

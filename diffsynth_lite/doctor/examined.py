@@ -218,21 +218,33 @@ class CacheEstimate:
     missing_bytes: float
 
 
-def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
+def estimate_cache(
+    data: ExaminedData, cache: TensorCache, held_out: ExaminedData | None = None
+) -> CacheEstimate:
     """Bytes that the items of a run and their captions take in the cache; no entry is read.
 
     Previews, which are few, are not counted.
+
+    Args:
+        held_out: of which the loss is measured on the first ones.
     """
     config, family = data.config, data.family
     text_dtype: torch.dtype = getattr(torch, config.model.text_encoder_dtype)
     job = EncodingJob(config, family, torch.device("cpu"), FolderGroup())
     plan = dataclasses.replace(data.plan, items=data.items)
     job.add_dataset(plan, has_unconditional=config.needs_empty_captions)
+    caption_tokens = data.caption_tokens
+    if held_out is not None:
+        measured = {record.name for record in held_out.records[: config.validation.loss_items]}
+        items = [item for item in held_out.items if item.record.name in measured]
+        plan = dataclasses.replace(held_out.plan, items=items)
+        job.add_dataset(plan, has_unconditional=config.objective.guidance_target is not None)
+        caption_tokens = {**held_out.caption_tokens, **caption_tokens}
     token_bytes = _token_width(family) * text_dtype.itemsize
-    items: dict[str, TrainingItem | PromptItem] = {**job.media, **job.prompts}
+    entries: dict[str, TrainingItem | PromptItem] = {**job.media, **job.prompts}
     num_present = present_bytes = 0
     missing_bytes = 0.0
-    for key, item in items.items():
+    for key, item in entries.items():
         path = cache.path(key)
         if path.exists():
             num_present += 1
@@ -240,13 +252,13 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
         elif isinstance(item, TrainingItem):
             missing_bytes += _FILE_BYTES + _LATENT_BYTES * _num_latents(item, config, family)
         else:
-            of_text = min(data.caption_tokens.get(item.text, 0), family.max_prompt_tokens)
+            of_text = min(caption_tokens.get(item.text, 0), family.max_prompt_tokens)
             num_tokens = of_text + len(item.images) * family.edits.prompt_tokens_of_an_input
             missing_bytes += _FILE_BYTES + token_bytes * num_tokens
     return CacheEstimate(
         num_present=num_present,
         present_bytes=present_bytes,
-        num_missing=len(items) - num_present,
+        num_missing=len(entries) - num_present,
         missing_bytes=missing_bytes,
     )
 

@@ -47,6 +47,7 @@ _FILES = {
     "lineage.json": "each start of the run",
     "status.json": "the state of the run, for programs",
     "quarantine.jsonl": "items that cannot be used, and why",
+    "held_out.jsonl": "items that are held out of training",
     "trackers": "files of wandb and tensorboard",
 }
 _MAX_LISTED = 500

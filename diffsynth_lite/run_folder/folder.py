@@ -84,6 +84,8 @@ class RunFolder:
     """The page of the run."""
     quarantine_file = _Place(_QUARANTINE_NAME)
     """Items that cannot be used, and why."""
+    held_out_file = _Place("held_out.jsonl")
+    """Items that are held out of training."""
     checkpoints_folder = _Place("checkpoints")
     """Where the run can be continued from."""
     previews_folder = _Place("previews")
@@ -292,7 +294,7 @@ class RunFolder:
         files = (
             *(self.config_file, self.resolved_file, self.command_file),
             *(self.fingerprint_file, self.lineage_file, self.chosen_file),
-            *(self.status_file, self.items_file, self.quarantine_file, *self.row_files),
+            *(self.status_file, self.items_file, self.quarantine_file, self.held_out_file, *self.row_files),
         )
         wrong = [f"{path} is not a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
         wrong += [f"{path} is not a file" for path in files if os.path.lexists(path) and not path.is_file()]

@@ -179,7 +179,7 @@ def _lora_of(run: RunFolder, which: str, name: str) -> Path:
     folders = exports_of(run)
     written = {
         "last": "a run writes it with its first checkpoint",
-        "best": "a run writes it with validation.data, for the lowest loss there (output.keep_best)",
+        "best": "a run writes it with validation.data or data.hold_out, for the lowest loss there",
         "ema": "a run writes it with train.ema_decay",
     }
     if which in folders:

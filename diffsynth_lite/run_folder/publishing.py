@@ -70,7 +70,7 @@ class Publication:
         if not files:
             raise UserError(
                 f"{lora_folder}: holds no LoRA; a run writes it with its first checkpoint "
-                "(lora_ema with train.ema_decay, lora_best with validation.data)"
+                "(lora_ema with train.ema_decay, lora_best with held-out items)"
             )
         card = _read_card(lora_folder / CARD)
         header = _header_of(card, lora_folder / CARD)

@@ -208,7 +208,7 @@ def build_run(
         totals_by_kind=partial(objective.totals_by_kind, accelerator),
         totals_by_noise=partial(objective.totals_by_noise, accelerator, config.logging.every_steps),
         validation_loss=FixedNoiseLoss(
-            name="validation_loss" if config.validation.data else "train_fixed_noise_loss",
+            name="validation_loss" if config.holds_out else "train_fixed_noise_loss",
             items=encoded.validation_items,
             errors=errors,
         ),

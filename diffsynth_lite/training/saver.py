@@ -52,7 +52,7 @@ from diffsynth_lite.training.session import Run, Start
 logger = logging.getLogger(__name__)
 
 _MEASURED_BY = {
-    "items": "validation.data and validation.loss_items",
+    "items": "held-out items and validation.loss_items",
     "seed": "validation.seed",
     "is_average": "validation.use_ema and train.ema_decay",
 }
@@ -102,7 +102,7 @@ class Saver:
         )
         self.lora_dtype: torch.dtype = getattr(torch, config.output.lora_dtype)
         self._copies = ComfyuiCopies.of(config, run.family)
-        self._keeps_best = config.output.keep_best and config.validation.data is not None
+        self._keeps_best = config.output.keep_best and config.holds_out
         state = start.checkpoint.documents["state"] if start.checkpoint else {}
         self.best: dict[str, Any] | None = self._comparable(state.get("best"))
         run.store.pinned = self.best["step"] if self.best else None
@@ -219,7 +219,7 @@ class Saver:
         self._run.store.pinned = step
         self._write(step)
         self._export(self._run.folder.best_lora_folder, step, average=self.measures_average)
-        logger.info("Step %d is the best so far: loss %.4f on validation.data.", step, loss)
+        logger.info("Step %d is the best so far: loss %.4f on held-out items.", step, loss)
 
     def _write(self, step: int) -> None:
         if step == self._saved_step:
@@ -392,7 +392,7 @@ def num_checkpoints_to_come(config: Config, *, num_there: int, start_step: int) 
     last = regular[len(regular) + is_odd - num_rotating :]
     for_good = output.keep_every_steps or steps + 1
     num_for_good = (last[0] - 1 if last else steps) // for_good - start_step // for_good
-    has_best = output.keep_best and config.validation.data is not None and not num_there
+    has_best = output.keep_best and config.holds_out and not num_there
     return num_rotating + num_for_good + has_best
 
 
@@ -415,9 +415,9 @@ def num_loras_to_come(config: Config, *, num_there: int, num_checkpoints: int, s
 
 def num_best_copies_to_come(config: Config, *, start_step: int) -> int:
     """Most copies of the LoRA that steps without a regular save leave, each as the best so far."""
-    output, validation, steps = config.output, config.validation, config.train.steps
-    every = validation.every_steps or steps
-    if not output.keep_best or validation.data is None:
+    output, steps = config.output, config.train.steps
+    every = config.validation.every_steps or steps
+    if not output.keep_best or not config.holds_out:
         return 0
     evaluated = range(every * (start_step // every + 1), steps, every)
     num_more = sum(step % output.checkpoint_every_steps > 0 for step in evaluated)

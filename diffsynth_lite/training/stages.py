@@ -39,6 +39,7 @@ from diffsynth_lite.training.distributed.agreement import (
 )
 from diffsynth_lite.training.distributed.context import split_model
 from diffsynth_lite.training.distributed.devices import describe_run
+from diffsynth_lite.training.encoding.dataset import write_held_out
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run, sealed_data
 from diffsynth_lite.training.frozen_weights import (
     place_weights,
@@ -129,6 +130,7 @@ def encode(run: Run, start: Start) -> TrainingData:
     on_main_process(accelerator, ComfyuiCopies.of(config, run.family).require_free, contract)
     with run.clock.stage("encoding"):
         encode = encode_run if config.data.sealed is None else sealed_data
+        on_main_process(accelerator, write_held_out, config, checked.held_out)
         data = encode(config, checked, accelerator)
         checked.drop_records()
         free_memory()

@@ -51,6 +51,7 @@ DATA = _changes(
     *("data.silent_clips=learn", "data.clip=center", "data.clips_per_video=2 & data.clip=uniform"),
     *("data.crop=random", "data.crops_per_item=2 & data.crop=random", "data.background=black"),
     *("data.caption_dropout=0.3", "data.tag_shuffles=2", "data.tag_separator=;", "data.keep_tags=1"),
+    "data.hold_out=0.3",
 ) | {
     "data.loss_weight": ("data.path=null", "data.sources=[{path: a, loss_weight: 2}, {path: b}]"),
     "data.preserve": ("data.path=null", "data.sources=[{path: a}, {path: b, preserve: true}]"),

@@ -127,3 +127,24 @@ def test_console_and_page_separate_them_from_the_training_data(
     assert "3 of 3 items" in page.split("<h1>Held out</h1>")[1]
     assert "1 item cannot be used. Repair or remove them" in page.split("<h1>Held out</h1>")[1]
     assert "trained on: 0.png" in page
+
+
+def test_a_share_of_the_data_is_shown_as_held_out_and_the_rest_as_trained_on(workplace: Workplace) -> None:
+    path = add_images(workplace, "photos", 6)
+    found = findings(workplace.config(f"data.path={path}", "data.hold_out=0.4", "data.repeats=3"))
+    measured = held_out(found)
+    assert (found.num_items, measured.num_items) == (4, 2)
+    assert (found.facts["trained on"], measured.facts["measured on"]) == ("4 items", "2 of 2 items")
+    assert measured.sources[0].passes == 1
+    assert measured.items.keys().isdisjoint(found.items)
+    # The first of them is in the cache that a run fills, and so is its caption.
+    whole = findings(workplace.config(f"data.path={path}"))
+    of_one = workplace.config(f"data.path={path}", "data.hold_out=0.4", "validation.loss_items=1")
+    entries = [one.facts["cache"].partition(" ")[0] for one in (whole, findings(of_one))]
+    assert entries == ["12", "10"]
+
+
+def test_one_item_cannot_be_held_out_of_one(workplace: Workplace) -> None:
+    path = add_images(workplace, "photos", 1)
+    examination = examine(workplace.config(f"data.path={path}", "data.hold_out=0.4"), sheet_size=0)
+    assert [line for line in examination.problems if "data.hold_out: 0.4 holds nothing out" in line]

@@ -300,8 +300,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Tiny
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("validation.loss_items=2", "(changed or unknown: validation.data and validation.loss_items)"),
-        ("validation.data={root}/fewer", "(changed or unknown: validation.data and validation.loss_items)"),
+        ("validation.loss_items=2", "(changed or unknown: held-out items and validation.loss_items)"),
+        ("validation.data={root}/fewer", "(changed or unknown: held-out items and validation.loss_items)"),
         ("validation.seed=7", "(changed or unknown: validation.seed)"),
         ("validation.use_ema=false", "(changed or unknown: validation.use_ema and train.ema_decay)"),
         ("validation.data={root}/moved", None),

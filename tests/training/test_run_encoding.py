@@ -17,6 +17,7 @@ from pretended_processes import PretendedProcesses
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.data.batches import Batch
 from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.records import Part
 from diffsynth_lite.data.sources import FoundRecords
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import Prompt
@@ -24,7 +25,7 @@ from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.distributed.agreement import FolderGroup
-from diffsynth_lite.training.encoding.dataset import read_records
+from diffsynth_lite.training.encoding.dataset import read_records, write_held_out
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.seals import _require_same_settings, seal_settings
@@ -416,3 +417,47 @@ def test_a_seal_from_before_there_was_a_setting_was_made_with_its_default() -> N
     for key, value in zip(added, (True, "mask"), strict=True):
         with pytest.raises(UserError, match="was sealed with other settings"):
             _require_same_settings(seal, settings | {key: value})
+
+
+def test_held_out_items_are_measured_and_in_no_batch_of_an_epoch_and_no_part_has_them(
+    prepared: Prepared, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    changes = {"data.hold_out": "0.25", "output.dir": str(prepared.root / "held out")}
+    config = load_config_of(prepared.root, CHANGES | changes)
+    checked = check_run(config, PROCESS)
+    held_out = checked.held_out.names
+    assert len(held_out) == 2
+    assert f"data.hold_out: 2 of 8 items: {'; '.join(held_out)}" in caplog.text
+    encoded = encode_run(config, checked, PROCESS)
+    whole = encode(prepared).items
+    trained = [row.name for row in encoded.items]
+    assert trained == [row.name for row in whole if row.name.partition("#")[0] not in held_out]
+    # Two resolutions of each, from the middle, with the written caption.
+    assert [item.bucket.num_frames for item in encoded.validation_items] == [1] * 4
+    assert len(encoded.items) == 6 * 2 * 2
+    steps = prepared.build(CHANGES | changes, encoded=encoded).batches
+    names = [
+        name for batches in itertools.islice(steps, 24 * 3 // 4) for batch in batches for name in batch.names
+    ]
+    assert sorted(set(names)) == sorted(trained)
+    parts = [check_run(config, PROCESS, Part(index, 3)) for index in range(3)]
+    assert sorted(name for part in parts for name in part.training.names) == sorted(checked.training.names)
+    assert all(part.held_out.names == held_out for part in parts)
+
+
+def test_the_list_of_held_out_items_goes_where_nothing_is_held_out_any_more(prepared: Prepared) -> None:
+    config = load_config_of(
+        prepared.root, {"data.hold_out": "0.2", "output.dir": str(prepared.root / "listed")}
+    )
+    file = prepared.root / "listed" / "held_out.jsonl"
+    file.parent.mkdir()
+    write_held_out(config, FoundRecords(records=check_run(config, PROCESS).held_out.records))
+    (row,) = file.read_text().splitlines()
+    assert json.loads(row)["item"].endswith(".png")
+    write_held_out(config, FoundRecords())  # of a sealed cache
+    assert file.exists()
+    write_held_out(
+        load_config_of(prepared.root, {"output.dir": str(prepared.root / "listed")}), FoundRecords()
+    )
+    assert not file.exists()

@@ -141,6 +141,9 @@ def settings_fingerprint(
     for key in _OF_SOURCES:
         fingerprint[key] = [getattr(source, key.removeprefix("data.")) for source in sources]
     fingerprint |= group_fingerprint(config)
+    # What draws the items counts only where some are drawn.
+    seed, ratio = config.validation.seed, config.data.hold_out
+    fingerprint["data.hold_out"] = f"{ratio:g} by validation.seed {seed}" if ratio else ratio
     fingerprint["train.warmup_steps"] = config.train.warmup_in_run
     # Each micro-batch has dropout masks of its own; with a token budget their number in a step depends on it.
     if config.lora.dropout > 0 or config.train.micro_batch_tokens is not None:

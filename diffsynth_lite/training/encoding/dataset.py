@@ -34,6 +34,7 @@ from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.data_settings import (
     cache_folder,
+    divided_records,
     find_held_out_records,
     find_training_records,
     index_file,
@@ -88,13 +89,21 @@ def read_records(
         return FoundRecords(), FoundRecords()
     quarantine = Quarantine(config, part)
 
+    has_hold_out = config.data.hold_out > 0
+
     def read_training() -> FoundRecords:
-        found = find_training_records(config, part)
-        return read_one(found, found.records)
+        # Which items are held out depends on all of them.
+        found = find_training_records(config, WHOLE if has_hold_out else part)
+        return read_one(found, records_of(part, found.records))
 
     def read_held_out() -> FoundRecords:
         found = find_held_out_records(config)
         return read_one(found, records_of(part, found.records)) if found else FoundRecords()
+
+    def divide(found: FoundRecords) -> list[FoundRecords]:
+        with open_memory(config, part) as memory:
+            training, held_out = divided_records(config, found, memory)
+        return [replace(training, records=records_of(part, training.records)), held_out]
 
     def read_one(found: FoundRecords, own: Sequence[Record]) -> FoundRecords:
         quarantine.add_rows(found.unread.items())
@@ -107,7 +116,8 @@ def read_records(
             adopt_parts(index_file(cache_folder(config)))
         # A UserError is caught here. Caught further out, this process would wait in the next exchange for a
         # process that has ended with another error.
-        return [problems.attempt(work) or FoundRecords() for work in (read_training, read_held_out)]
+        both = [problems.attempt(work) or FoundRecords() for work in (read_training, read_held_out)]
+        return (problems.attempt(divide, both[0]) or both) if has_hold_out else both
 
     group = find_cache_group(config, accelerator)
     group.log("data.cache_dir", cache_folder(config), own="missing entries are encoded for each")
@@ -128,7 +138,7 @@ def read_records(
 
 def records_of(part: Part, records: Sequence[Record]) -> list[Record]:
     """Those of the records that are in a part, by their names."""
-    return [record for record in records if part.owns(record.name)]
+    return [record for record in records if part.is_whole or part.owns(record.name)]
 
 
 def find_cache_group(config: Config, accelerator: Accelerator) -> FolderGroup:
@@ -230,6 +240,19 @@ def require_audio(config: Config, plan: DatasetPlan) -> None:
             "images, or data.silent_clips: learn to train silence"
         )
     logger.info("data.audio: %d of %d clips have an audio track.", len(heard), len(clips))
+
+
+def write_held_out(config: Config, held_out: FoundRecords) -> None:
+    """List the items of ``data.hold_out`` in the run's ``held_out.jsonl``; no file where it is off.
+
+    Of a sealed cache, which holds no records, an earlier list stays.
+    """
+    path = RunFolder(Path(config.output.dir).expanduser()).held_out_file
+    if not config.data.hold_out:
+        path.unlink(missing_ok=True)
+    elif held_out.records:
+        rows = (json.dumps({"item": name}) for name in redacted(held_out.names))
+        write_text(path, "".join(f"{row}\n" for row in rows))
 
 
 class Quarantine:

@@ -41,10 +41,13 @@ def seal_settings(config: Config) -> dict[str, Any]:
     if config.objective.guidance_target is not None:  # else as in older seals
         settings[_GUIDES_TARGETS] = True
     settings["validation.data"] = validation.data
-    if validation.data is not None:
+    if config.holds_out:
         settings["validation.loss_items"] = validation.loss_items
-        if data.held_out_key != next(iter(data.sources_by_key)):  # else as in older seals
-            settings["the source of validation.data"] = data.held_out_key
+    if data.hold_out > 0:
+        settings["validation.seed"] = validation.seed
+    first = next(iter(data.sources_by_key))
+    if validation.data is not None and data.held_out_key != first:  # else as in older seals
+        settings["the source of validation.data"] = data.held_out_key
     return redacted(settings)
 
 

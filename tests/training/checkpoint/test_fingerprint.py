@@ -58,6 +58,7 @@ def test_settings_that_do_not_decide_the_numbers_may_change(override: str) -> No
             "data.fps=8",
         ),
         *("data.clip=center", "data.crop=random", "data.background=black", "data.caption_dropout=0.1"),
+        "data.hold_out=0.2",
         *("data.tag_shuffles=2", "data.keep_tags=1", "train.micro_batch_tokens=4096"),
     ],
 )
@@ -288,3 +289,11 @@ def test_a_run_that_did_not_keep_its_shifts_had_those_that_the_family_gave_then(
     # A shift that the config gave is what it was.
     static = of_shift("static", small=3.0, large=3.0)
     assert require_same(static, of_shift("static"), where="runs/a", earlier_shifts=earlier) == []
+
+
+def test_the_seed_that_draws_held_out_items_counts_only_where_some_are_drawn() -> None:
+    assert fingerprint("validation.seed=1") == fingerprint()
+    held_out, other = fingerprint("data.hold_out=0.2"), fingerprint("data.hold_out=0.2", "validation.seed=1")
+    with pytest.raises(DifferentRunError, match=r"data\.hold_out was '0\.2 by validation\.seed 0', is .* 1'"):
+        require_same(other, held_out, where="runs")
+    assert require_same(other, held_out, where="runs", allow=["data"])
