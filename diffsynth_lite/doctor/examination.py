@@ -45,7 +45,6 @@ from diffsynth_lite.training.data_settings import (
     cache_folder,
     check_records,
     check_sizes,
-    divided_records,
     find_held_out_records,
     find_training_records,
     held_out_rules,
@@ -55,6 +54,7 @@ from diffsynth_lite.training.data_settings import (
     set_learned,
 )
 from diffsynth_lite.training.encoding.dataset import check_vae_tiling, require_audio
+from diffsynth_lite.training.encoding.hold_out import divided_records
 
 _Value = TypeVar("_Value")
 _Groups = Sequence[Sequence[str]]

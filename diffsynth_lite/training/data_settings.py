@@ -1,7 +1,6 @@
 """This file turns the settings of the data into values for the code that reads, plans and encodes it."""
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,15 +11,12 @@ from PIL import ImageColor
 from diffsynth_lite.config import Config
 from diffsynth_lite.data.buckets import Bucket, BucketRule
 from diffsynth_lite.data.captions import tag_variants
-from diffsynth_lite.data.hold_out import hold_out
-from diffsynth_lite.data.media_index import FileMemory, MediaIndex, PartMemory
+from diffsynth_lite.data.media_index import FileMemory, PartMemory
 from diffsynth_lite.data.plan import PlanRules, refuse_other_kinds
 from diffsynth_lite.data.records import ROLES, WHOLE, Part, Record, Source
 from diffsynth_lite.data.sources import FoundRecords, find_records
-from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily, WithAudio
-
-logger = logging.getLogger(__name__)
 
 _STEPS_OF_A_RESOLUTION = 16
 """Steps between buckets in an edge by default: 64 pixels at 1024."""
@@ -227,33 +223,6 @@ def find_training_records(config: Config, part: Part = WHOLE) -> FoundRecords:
     found = _find(key, data_sources(config), config, part)
     records = [dataclasses.replace(record, captions=_captions(record, config)) for record in found.records]
     return dataclasses.replace(found, records=records)
-
-
-def divided_records(
-    config: Config, found: FoundRecords, memory: FileMemory
-) -> tuple[FoundRecords, FoundRecords]:
-    """The training records and the held-out ones by ``data.hold_out``, of all records; logs which they are.
-
-    Raises:
-        UserError: there are too few items to hold one out.
-    """
-    index, data = MediaIndex(memory), config.data
-
-    def content(path: Path) -> str | None:
-        try:
-            return index.content(path)
-        except UserError:
-            return None  # reported with the other items that cannot be used
-
-    training, held_out = hold_out(found, ratio=data.hold_out, seed=config.validation.seed, content=content)
-    if found.records and not held_out.records:
-        raise UserError(
-            f"data.hold_out: {data.hold_out:g} holds nothing out, as no source that is learned has two "
-            "different files; add some, or set it to 0"
-        )
-    names = [record.name for record in held_out.records]
-    logger.info("data.hold_out: %d of %d items: %s", len(names), len(found.records), join_names(names))
-    return training, held_out
 
 
 def find_held_out_records(config: Config) -> FoundRecords | None:

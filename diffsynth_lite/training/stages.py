@@ -39,7 +39,7 @@ from diffsynth_lite.training.distributed.agreement import (
 )
 from diffsynth_lite.training.distributed.context import split_model
 from diffsynth_lite.training.distributed.devices import describe_run
-from diffsynth_lite.training.encoding.dataset import write_held_out
+from diffsynth_lite.training.encoding.hold_out import write_held_out
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run, sealed_data
 from diffsynth_lite.training.frozen_weights import (
     place_weights,

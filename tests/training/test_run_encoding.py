@@ -25,7 +25,8 @@ from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.distributed.agreement import FolderGroup
-from diffsynth_lite.training.encoding.dataset import read_records, write_held_out
+from diffsynth_lite.training.encoding.dataset import read_records
+from diffsynth_lite.training.encoding.hold_out import write_held_out
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.seals import _require_same_settings, seal_settings
@@ -436,7 +437,9 @@ def test_held_out_items_are_measured_and_in_no_batch_of_an_epoch_and_no_part_has
     # Two resolutions of each, from the middle, with the written caption.
     assert [item.bucket.num_frames for item in encoded.validation_items] == [1] * 4
     assert len(encoded.items) == 6 * 2 * 2
-    steps = prepared.build(CHANGES | changes, encoded=encoded).batches
+    built = prepared.build(CHANGES | changes, encoded=encoded)
+    assert built.validation_loss.name == "validation_loss"
+    steps = built.batches
     names = [
         name for batches in itertools.islice(steps, 24 * 3 // 4) for batch in batches for name in batch.names
     ]
@@ -453,8 +456,8 @@ def test_the_list_of_held_out_items_goes_where_nothing_is_held_out_any_more(prep
     file = prepared.root / "listed" / "held_out.jsonl"
     file.parent.mkdir()
     write_held_out(config, FoundRecords(records=check_run(config, PROCESS).held_out.records))
-    (row,) = file.read_text().splitlines()
-    assert json.loads(row)["item"].endswith(".png")
+    rows = [json.loads(row) for row in file.read_text().splitlines()]
+    assert [row["item"] for row in rows] == check_run(config, PROCESS).held_out.names
     write_held_out(config, FoundRecords())  # of a sealed cache
     assert file.exists()
     write_held_out(

@@ -34,7 +34,6 @@ from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.data_settings import (
     cache_folder,
-    divided_records,
     find_held_out_records,
     find_training_records,
     index_file,
@@ -47,6 +46,7 @@ from diffsynth_lite.training.distributed.agreement import (
     problems_of_all,
     some_processes_first,
 )
+from diffsynth_lite.training.encoding.hold_out import divided_records
 from diffsynth_lite.training.encoding.seals import require_seal
 
 logger = logging.getLogger(__name__)
@@ -87,9 +87,7 @@ def read_records(
     if config.data.sealed is not None:
         problems.attempt(require_seal, config)
         return FoundRecords(), FoundRecords()
-    quarantine = Quarantine(config, part)
-
-    has_hold_out = config.data.hold_out > 0
+    quarantine, has_hold_out = Quarantine(config, part), config.data.hold_out > 0
 
     def read_training() -> FoundRecords:
         # Which items are held out depends on all of them.
@@ -117,7 +115,7 @@ def read_records(
         # A UserError is caught here. Caught further out, this process would wait in the next exchange for a
         # process that has ended with another error.
         both = [problems.attempt(work) or FoundRecords() for work in (read_training, read_held_out)]
-        return (problems.attempt(divide, both[0]) or both) if has_hold_out else both
+        return (problems.attempt(divide, both[0]) or both) if has_hold_out and both[0].records else both
 
     group = find_cache_group(config, accelerator)
     group.log("data.cache_dir", cache_folder(config), own="missing entries are encoded for each")
@@ -240,19 +238,6 @@ def require_audio(config: Config, plan: DatasetPlan) -> None:
             "images, or data.silent_clips: learn to train silence"
         )
     logger.info("data.audio: %d of %d clips have an audio track.", len(heard), len(clips))
-
-
-def write_held_out(config: Config, held_out: FoundRecords) -> None:
-    """List the items of ``data.hold_out`` in the run's ``held_out.jsonl``; no file where it is off.
-
-    Of a sealed cache, which holds no records, an earlier list stays.
-    """
-    path = RunFolder(Path(config.output.dir).expanduser()).held_out_file
-    if not config.data.hold_out:
-        path.unlink(missing_ok=True)
-    elif held_out.records:
-        rows = (json.dumps({"item": name}) for name in redacted(held_out.names))
-        write_text(path, "".join(f"{row}\n" for row in rows))
 
 
 class Quarantine:

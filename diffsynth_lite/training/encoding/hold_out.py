@@ -1,11 +1,64 @@
 """This file holds some records of each source out of training, so that the loss can be measured on them."""
 
+import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from diffsynth_lite.config import Config
 from diffsynth_lite.core.randomness import uniform
+from diffsynth_lite.data.media_index import FileMemory, MediaIndex
 from diffsynth_lite.data.sources import FoundRecords
+from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.files import write_text
+from diffsynth_lite.progress_log import ProgressLog
+from diffsynth_lite.redaction import redacted
+from diffsynth_lite.run_folder.folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+def divided_records(
+    config: Config, found: FoundRecords, memory: FileMemory
+) -> tuple[FoundRecords, FoundRecords]:
+    """The training records and the held-out ones by ``data.hold_out``, of all records; logs which they are.
+
+    Raises:
+        UserError: there are too few items to hold one out.
+    """
+    index, data = MediaIndex(memory), config.data
+    progress = ProgressLog("data.hold_out: read %d of %d files", len(found.records), phase="reading")
+
+    def content(path: Path) -> str | None:
+        progress.advance()
+        try:
+            return index.content(path)
+        except UserError:
+            return None  # reported with the other items that cannot be used
+
+    training, held_out = hold_out(found, ratio=data.hold_out, seed=config.validation.seed, content=content)
+    if found.records and not held_out.records:
+        raise UserError(
+            f"data.hold_out: {data.hold_out:g} holds nothing out, as no source that is learned has two "
+            "different files; add some, or set it to 0"
+        )
+    names = [record.name for record in held_out.records]
+    logger.info("data.hold_out: %d of %d items: %s", len(names), len(found.records), join_names(names))
+    return training, held_out
+
+
+def write_held_out(config: Config, held_out: FoundRecords) -> None:
+    """List the items of ``data.hold_out`` in the run's ``held_out.jsonl``; no file where it is off.
+
+    Of a sealed cache, which holds no records, an earlier list stays.
+    """
+    path = RunFolder(Path(config.output.dir).expanduser()).held_out_file
+    if not config.data.hold_out:
+        path.unlink(missing_ok=True)
+    elif held_out.records:
+        rows = (json.dumps({"item": name}) for name in redacted(held_out.names))
+        write_text(path, "".join(f"{row}\n" for row in rows))
 
 
 def hold_out(

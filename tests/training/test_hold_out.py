@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from diffsynth_lite.data.hold_out import hold_out
 from diffsynth_lite.data.records import Record, Source
 from diffsynth_lite.data.sources import FoundRecords
 from diffsynth_lite.files import file_fingerprint
+from diffsynth_lite.training.encoding.hold_out import hold_out
 
 
 def records_of(folder: Path, contents: dict[str, str], **settings: object) -> FoundRecords:
@@ -65,6 +65,8 @@ def test_a_held_out_item_has_one_caption_and_one_mask_and_occurs_once(tmp_path: 
         # At least one of each source, and their items spread evenly over the list.
         (numbered(20) | numbered(3, source=1), 3, 20),
         (numbered(20) | numbered(20, source=2), 2, 38),
+        # Those that another source has given count.
+        ({f"{source}/{number}": str(number) for source in (0, 1) for number in range(20)}, 4, 36),
         # Never all of one, in whatever source the same file is.
         (numbered(1) | numbered(10, source=1), 1, 10),
         ({"0/a": "same", "0/b": "same", "0/c": "same"}, 0, 3),
