@@ -71,6 +71,7 @@ def test_a_held_out_item_has_one_caption_and_one_mask_and_occurs_once(tmp_path: 
         (numbered(1) | numbered(10, source=1), 1, 10),
         ({"0/a": "same", "0/b": "same", "0/c": "same"}, 0, 3),
         ({"0/a": "one", "0/b": "two", "1/a": "one"}, 1, 2),
+        ({"0/a": "one", "0/b": "two", "1/a": "two"}, 1, 2),
         ({"0/a": "one", "0/b": "two", "2/a": "one", "2/b": "two"}, 1, 2),
         # Equal files stay together: both are held out, or both are trained on.
         (
