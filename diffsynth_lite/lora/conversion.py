@@ -196,8 +196,5 @@ def _greatest_difference(before: Mapping[str, LoraPair], after: Mapping[str, Lor
 
 
 def _relative_difference(one: LoraPair, other: LoraPair) -> float:
-    one, other = (
-        LoraPair(down=pair.down.flatten(1), up=pair.up.flatten(1), alpha=pair.alpha) for pair in (one, other)
-    )
     distance, norm = one.distance(other), one.norm
     return distance / norm if norm else float(bool(distance))

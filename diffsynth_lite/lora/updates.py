@@ -82,8 +82,8 @@ class LoraPair:
         return LoraPair(down=self.down, up=self.up.float() * (self.alpha / alpha), alpha=alpha)
 
     def _scaled(self) -> tuple[Tensor, Tensor]:
-        """Two matrices in fp32 whose product is the update."""
-        return self.down.float(), self.up.float() * (self.alpha / self.rank)
+        """Two matrices in fp32 whose product is the update; of a convolution, its rows flattened."""
+        return self.down.float().flatten(1), self.up.float().flatten(1) * (self.alpha / self.rank)
 
     @property
     def norm(self) -> float:

@@ -2,6 +2,7 @@
 what ``RUN@WHICH`` names."""
 
 import logging
+import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,6 +103,8 @@ def find_lora_place(given: str, *, key: str = "") -> Path:
     before, _, which = given.rpartition("@")
     run = RunFolder(Path(before).expanduser())
     if not place.exists():
+        if before and _is_weight(which, of_run=run.holds_run()):
+            raise UserError(f"{name}: a weight comes after a colon, as an @ names a step: {before}:{which}")
         if before and run.holds_run():
             return _lora_of(run, which, name)
         raise UserError(
@@ -112,6 +115,37 @@ def find_lora_place(given: str, *, key: str = "") -> Path:
         place = RunFolder(place).lora_folder
     _require_lora(place, name)
     return place
+
+
+def split_weight(given: str, *, key: str = "") -> tuple[str, float]:
+    """Path and weight of ``PATH`` or ``PATH:WEIGHT``, without which it is 1; a colon may be part of the path.
+
+    Args:
+        key: the flag that names it, for messages.
+    """
+    path, colon, written = given.rpartition(":")
+    try:
+        weight = float(written)
+    except ValueError:
+        return given, 1.0
+    if not colon:
+        return given, 1.0
+    if not math.isfinite(weight):
+        raise UserError(
+            f"{f'{key} {given}'.strip()}: {written} is not a weight; give a finite number, such as {path}:0.7"
+        )
+    return path, weight
+
+
+def lora_name(place: Path) -> str:
+    """Name of a LoRA for people, such as ``mine@200``, without the folders that it is in."""
+    folder = place.parent if place.is_file() else place
+    if (run := run_of(place)) is None:
+        return place.stem if place.is_file() else folder.resolve().name
+    run_name = run.path.resolve().name
+    if copy := LoraCopy.of(folder):
+        return f"{run_name}@{copy.step}"
+    return run_name if folder.name == run.lora_folder.name else f"{run_name}-{folder.name}"
 
 
 def chosen_copy(run: RunFolder) -> LoraCopy | None:
@@ -173,6 +207,13 @@ def chosen_or(given: str) -> str:
 def exports_of(run: RunFolder) -> dict[str, Path]:
     """The folders of a run's exports, which may not be there, by the names that they have after an ``@``."""
     return {"last": run.lora_folder, "best": run.best_lora_folder, "ema": run.ema_lora_folder}
+
+
+def _is_weight(text: str, *, of_run: bool) -> bool:
+    """Whether what is after an ``@`` can be meant as a weight; of a run whole numbers are steps."""
+    with suppress(ValueError):
+        return math.isfinite(float(text)) and not (of_run and _STEP.fullmatch(text))
+    return False
 
 
 def _lora_of(run: RunFolder, which: str, name: str) -> Path:

@@ -1,6 +1,5 @@
 """This file describes what to sample: which LoRAs, how strong, and where the images go; without torch."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.loras import LoraCopy, find_lora_place, lora_copies, run_of
+from diffsynth_lite.run_folder.loras import find_lora_place, lora_copies, lora_name, split_weight
 
 FILES = {
     "input": "inputs",
@@ -93,9 +92,9 @@ class SampleArguments(BaseModel):
 
 def find_lora(given: str) -> GivenLora:
     """The LoRA that ``PATH`` or ``PATH:WEIGHT`` names; see :func:`find_lora_place`."""
-    path, weight = _without_weight(given)
+    path, weight = split_weight(given, key="--lora")
     place = find_lora_place(path, key="--lora")
-    return GivenLora(place=place, name=_name(place, run_of(place)), weight=weight)
+    return GivenLora(place=place, name=lora_name(place), weight=weight)
 
 
 def loras_by_step(run: RunFolder | None, loras: Sequence[GivenLora]) -> dict[int, GivenLora]:
@@ -111,7 +110,7 @@ def loras_by_step(run: RunFolder | None, loras: Sequence[GivenLora]) -> dict[int
             "(output.keep_adapters)"
         )
     return {
-        copy.step: GivenLora(place=copy.path, name=_name(copy.path, run), weight=given.weight)
+        copy.step: GivenLora(place=copy.path, name=lora_name(copy.path), weight=given.weight)
         for copy in copies
     }
 
@@ -150,29 +149,3 @@ def _next_folder(samples: Path) -> Path:
             number += 1
         else:
             return folder
-
-
-def _without_weight(given: str) -> tuple[str, float]:
-    """Path and weight; a colon may be part of the path."""
-    path, colon, written = given.rpartition(":")
-    try:
-        weight = float(written)
-    except ValueError:
-        return given, 1.0
-    if not colon:
-        return given, 1.0
-    if not math.isfinite(weight):
-        raise UserError(
-            f"--lora {given}: {written} is not a weight; give a finite number, such as {path}:0.7"
-        )
-    return path, weight
-
-
-def _name(place: Path, run: RunFolder | None) -> str:
-    folder = place.parent if place.is_file() else place
-    if run is None:
-        return place.stem if place.is_file() else folder.resolve().name
-    run_name = run.path.resolve().name
-    if copy := LoraCopy.of(folder):
-        return f"{run_name}@{copy.step}"
-    return run_name if folder.name == run.lora_folder.name else f"{run_name}-{folder.name}"

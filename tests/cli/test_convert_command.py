@@ -209,7 +209,7 @@ def test_a_folder_of_comfyui_gets_each_file_by_the_name_of_the_run_and_keeps_tho
         save_file(load_file(flux_file), file, METADATA | {"diffsynth_lite.contract": "a"})
     asked = ["convert", str(run), str(theirs), "--to", "comfyui"]
     assert main([*asked, "--dtype", "float16"]) == 2
-    assert "is a folder, which takes the LoRA with its alpha, dtype and layers" in caplog.messages[-1]
+    assert "is a folder, which takes the LoRA with its alpha, rank, dtype and layers" in caplog.messages[-1]
     assert main(asked) == 0
     copies = theirs / "mine-high_noise.safetensors", theirs / "mine-low_noise.safetensors"
     assert sorted(theirs.iterdir()) == list(copies)

@@ -56,8 +56,8 @@ for command in ("doctor", "train"):
             "without dashes: lora.rank=...",
         ),
         (
-            "convert a b --to kohya --rank 8",
-            "diffsynth-lite convert: error: unrecognized arguments: --rank 8;",
+            "convert a b --to kohya --ranks 8",
+            "diffsynth-lite convert: error: unrecognized arguments: --ranks 8; did",
         ),
         ("doctor --config a --pag x", "diffsynth-lite doctor: error: unrecognized arguments: --pag"),
         ("report a --serve train.steps=3", "diffsynth-lite report: error: unrecognized arguments: train.s"),

@@ -87,24 +87,35 @@ def load_frozen_component(
     # As diffusers makes it: what a model computes when it is made is in the dtype too.
     with _default_dtype(dtype), init_empty_weights():
         model: torch.nn.Module = model_class.from_config(folder.component_config(component))
-    given = folder.files.get(component)
-    where = ComponentFile(path=folder.place(component).path, key="model.path") if given is None else given
     placing = host_blocks or shards or quantization
     device = torch.device("cpu") if placing is None else placing.device
+    stored = stored_component(folder, component, model)
+    set_formats(model, dtype, quantization)
+    try:
+        load_frozen(model, stored, device=device, host_blocks=host_blocks, shards=shards)
+    except NotFiniteError as error:
+        raise UserError(f"{folder.place_of(component, error.tensor)}: {error}; get it again") from error
+    return model.eval()
+
+
+def stored_component(folder: PipelineFolder, component: str, model: torch.nn.Module) -> StoredTensors:
+    """The weights of a component as they are stored, by a model's names; see :func:`load_frozen_component`.
+
+    Args:
+        model: of the component's class and settings, on the meta device.
+    """
+    given = folder.files.get(component)
+    where = ComponentFile(path=folder.place(component).path, key="model.path") if given is None else given
     try:
         if given is not None:
             stored = read_single_file(given, model)
         else:
             stored = StoredTensors.in_files(folder.files_to_load(component))
-            require_fitting(folder, component, model_class, stored.lacking(model))
-        _warn_of_unused(where.path, model, stored)
-        set_formats(model, dtype, quantization)
-        load_frozen(model, stored, device=device, host_blocks=host_blocks, shards=shards)
+            require_fitting(folder, component, type(model), stored.lacking(model))
     except StoredFormatError as error:
         raise UserError(f"{where.key}: the weights in {where.path} are not read: {error}") from error
-    except NotFiniteError as error:
-        raise UserError(f"{folder.place_of(component, error.tensor)}: {error}; get it again") from error
-    return model.eval()
+    _warn_of_unused(where.path, model, stored)
+    return stored
 
 
 def load_plain_component(
