@@ -16,7 +16,7 @@ import diffsynth_lite
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 500
 MAX_FOLDER_FILES = 20
-CATALOGUES = ("diffsynth_lite/pipelines",)
+CATALOGUES = ("diffsynth_lite/cli", "diffsynth_lite/pipelines")
 """A file or a folder an entry, all of one shape, each found by its name: nobody reads all of them."""
 MAX_TRAINER_LINES = 250
 """All of a step, and all that follows it, is to be read in one go."""

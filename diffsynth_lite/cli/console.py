@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
@@ -196,6 +196,14 @@ def print_lines(*lines: str) -> None:
     console = Console(emoji=False)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
+    """Print the columns in which any row has a text, below their names."""
+    shown = [name for name in columns if any(row[name] for row in rows)]
+    lines = [{name: name for name in shown}, *rows]
+    widths = {name: max(len(line[name]) for line in lines) for name in shown}
+    print_lines(*("  ".join(line[name].ljust(widths[name]) for name in shown).rstrip() for line in lines))
 
 
 @contextmanager

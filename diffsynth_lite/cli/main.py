@@ -24,6 +24,7 @@ from diffsynth_lite.cli import (
     queue,
     report,
     sample,
+    sweep,
     train,
     ui,
 )
@@ -40,6 +41,7 @@ _EXAMPLES = {
     cache: "fill --config my.yaml",
     train: "--config my.yaml train.steps=1000",
     queue: "add --config my.yaml lora.rank=4,8,16 --go",
+    sweep: "my.yaml lora.rank=4,8,16 train.learning_rate=1e-4,2e-4 --steps 500",
     report: "runs/* --serve",
     sample: "--lora runs/mine --prompt 'a red star'",
     choose: "runs/mine@40",

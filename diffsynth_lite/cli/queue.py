@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from diffsynth_lite.cli.arguments import add_config_arguments, command, positive_count
-from diffsynth_lite.cli.console import print_lines
+from diffsynth_lite.cli.console import print_lines, print_table
 from diffsynth_lite.cli.processes import refuse_group
 from diffsynth_lite.config import find_config_file
 from diffsynth_lite.errors import UserError
@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         sub.add_argument("--json", action="store_true", help="print one JSON object")
         if task is _add:
-            _add_arguments_of_add(sub)
+            add_config_arguments(sub)
+            add_device_arguments(sub)
+            sub.add_argument("--go", action="store_true", help="have a worker start it, as queue go does")
         if task in (_move, _remove):
             several = "+" if task is _remove else 1
             sub.add_argument("names", nargs=several, metavar="NAME", help="of the run, as list shows it")
@@ -57,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("place", choices=get_args(Place), help="where to")
 
 
-def _add_arguments_of_add(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--device`` and ``--processes``, of each run."""
     parser.add_argument(
         "--device",
         default="",
@@ -72,13 +74,15 @@ def _add_arguments_of_add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="that train together, a device each (default: 1)",
     )
-    parser.add_argument("--go", action="store_true", help="have a worker start it, as queue go does")
 
 
 def run(parsed: argparse.Namespace) -> None:
     """Do one thing to the queue of a workspace."""
     parsed.here = Path.cwd()
-    workspace = _workspace(parsed)
+    if parsed.task is _add:
+        workspace, parsed.entries = open_with_entries(parsed, parsed.config, parsed.overrides)
+    else:
+        workspace = open_workspace(_place(parsed.workspace))
     os.chdir(workspace.path)  # Paths in its configs are relative to it.
     queue = Queue(workspace)
     parsed.task(parsed, queue)
@@ -86,37 +90,44 @@ def run(parsed: argparse.Namespace) -> None:
         _show(parsed, queue)
 
 
-def _workspace(parsed: argparse.Namespace) -> Workspace:
-    path: Path = Path.cwd() if parsed.workspace is None else parsed.workspace.expanduser()
-    if is_workspace(path) or (parsed.workspace is not None and parsed.task is _add):
-        if parsed.task is _add:  # No workspace is made for what would not start.
-            parsed.entries = _entries(parsed, Workspace(path.resolve()))
-        return open_workspace(path)
-    makes = command("queue", "add", "--workspace", "my_workspace", "--config", "FILE")
-    hint = "" if parsed.workspace else "go to one, or name one with --workspace; "
-    raise UserError(f"{path}: is not a workspace; {hint}this makes one: {makes}")
+def open_with_entries(
+    parsed: argparse.Namespace, config: str, settings: Sequence[str]
+) -> tuple[Workspace, list[Entry]]:
+    """The workspace, which is made if it was named, and the entries of a config in it, none of them added.
 
+    No workspace is made for what would not start.
 
-def _entries(parsed: argparse.Namespace, workspace: Workspace) -> list[Entry]:
-    """What is added; a bare name of a config is looked for in the workspace first."""
+    Args:
+        config: a bare name is looked for in the workspace first.
+        settings: that may list several values.
+    """
     from diffsynth_lite.queue.adding import entries_of, name_in
 
-    given = parsed.config
-    own = workspace.configs_folder / given
-    parsed.config = (
-        own if Path(given).name == given and own.is_file() else find_config_file(given)
-    ).resolve()
-    name_in(workspace, parsed.config)
+    workspace = Workspace(_place(parsed.workspace, makes_one=True))
+    own = workspace.configs_folder / config
+    file = (own if Path(config).name == config and own.is_file() else find_config_file(config)).resolve()
+    name_in(workspace, file)
     if workspace.path.is_dir():
         os.chdir(workspace.path)
-    return entries_of(
+    entries = entries_of(
         workspace,
-        parsed.config,
-        parsed.overrides,
+        file,
+        settings,
         presets=parsed.presets,
         device=parsed.device,
         num_processes=parsed.processes,
     )
+    return open_workspace(workspace.path), entries
+
+
+def _place(given: Path | None, *, makes_one: bool = False) -> Path:
+    """The whole path of the workspace that was named, or that is the working folder."""
+    path = Path.cwd() if given is None else given.expanduser()
+    if is_workspace(path) or (given is not None and makes_one):
+        return path.resolve()
+    makes = command("queue", "add", "--workspace", "my_workspace", "--config", "FILE")
+    hint = "" if given else "go to one, or name one with --workspace; "
+    raise UserError(f"{path}: is not a workspace; {hint}this makes one: {makes}")
 
 
 def _add(parsed: argparse.Namespace, queue: Queue) -> None:
@@ -125,7 +136,7 @@ def _add(parsed: argparse.Namespace, queue: Queue) -> None:
     added = queue.add(entries)
     folders = [entry.folder for entry in entries]
     seen_from = parsed.workspace or Path()
-    page = Path(folders[0]).with_name(f"{parsed.config.stem}.html")
+    page = Path(folders[0]).with_name(f"{Path(parsed.config).stem}.html")
     words = *(str(seen_from / folder) for folder in folders), "--out", str(seen_from / page)
     side_by_side = command("report", *words, here=parsed.here) if len(folders) > 1 else ""
     if parsed.go:
@@ -192,14 +203,8 @@ def _show(parsed: argparse.Namespace, queue: Queue) -> None:
         return
     rows = [_row(run) for run in snapshot.runs]
     if rows:
-        _print_table([dict(zip(_COLUMNS, _COLUMNS, strict=True)), *rows])
+        print_table(_COLUMNS, rows)
     print_lines(_worked(parsed, snapshot) if rows else "Nothing is in the queue.")
-
-
-def _print_table(rows: Sequence[dict[str, str]]) -> None:
-    shown = [name for name in _COLUMNS if any(row[name] for row in rows[1:])]
-    widths = {name: max(len(row[name]) for row in rows) for name in shown}
-    print_lines(*("  ".join(row[name].ljust(widths[name]) for name in shown).rstrip() for row in rows))
 
 
 def _print_json(snapshot: Snapshot, **more: Any) -> None:

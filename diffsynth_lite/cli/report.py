@@ -8,11 +8,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.run_folder.folder import find_runs
+
+if TYPE_CHECKING:
+    from diffsynth_lite.report.run_report import RunReport
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +80,15 @@ def _write(folders: Mapping[str, Path], out: Path | None) -> None:
 
 
 def _write_page(path: Path, folders: Mapping[str, Path]) -> None:
-    """A page of one run, which can be read, or of several, as many as can be."""
+    print_lines(f"Page: {write_page_of(path, folders)[0]}")
+
+
+def write_page_of(path: Path, folders: Mapping[str, Path]) -> "tuple[str, list[RunReport]]":
+    """Write the page of one run, which can be read, or of several, as many as can be.
+
+    Returns:
+        The path as it is printed, and what the page shows of each run.
+    """
     from diffsynth_lite.report.page import write_page
     from diffsynth_lite.report.run_report import read_any_run, read_run
 
@@ -94,8 +106,7 @@ def _write_page(path: Path, folders: Mapping[str, Path]) -> None:
         write_page(path, runs)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; --out names another file") from None
-    shown = str(path).encode(errors="replace").decode()
-    print_lines(f"Page: {shown}")
+    return str(path).encode(errors="replace").decode(), runs
 
 
 def _serve(places: list[Path], port: int) -> None:

@@ -85,6 +85,7 @@ class Worker:
     Args:
         command: makes the command of an entry.
         holders: names what else uses the device of this machine.
+        look: called at each look at the queue.
         poll_s: between two looks at the queue.
     """
 
@@ -94,11 +95,13 @@ class Worker:
         *,
         command: Callable[[Entry], list[str]] = Entry.command,
         holders: Callable[[], Sequence[str]] = tuple,
+        look: Callable[[], None] = lambda: None,
         poll_s: float = _POLL_S,
     ) -> None:
         self._queue = queue
         self._command = command
         self._holders = holders
+        self._look = look
         self._poll_s = poll_s
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._theirs: RunFolder | None = None
@@ -108,6 +111,7 @@ class Worker:
         """Work until there is nothing to do."""
         with self._queue.work_lock() as lock:
             while not self._has_ended(lock):
+                self._look()
                 time.sleep(self._poll_s)
 
     def _has_ended(self, lock: ExitStack) -> bool:

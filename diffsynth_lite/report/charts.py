@@ -203,6 +203,13 @@ class Chart:
         return "; ".join(ends)
 
 
+def _score(name: str, title: str, meaning: str) -> Chart:
+    """The chart of a score, with both ends of its interval."""
+    ends = [Line(metric=f"{name}_{end}", label=f"{end} end", is_faint=True) for end in ("low", "high")]
+    meaning += " The pale lines are the ends of its interval, at 95 % for all steps together."
+    return Chart(name=name, title=title, meaning=meaning, lines=(Line(metric=name, label="score"), *ends))
+
+
 def _raw_and_smoothed(metric: str) -> tuple[Line, Line]:
     return (
         Line(metric=metric, label="each logged step", is_faint=True),
@@ -254,6 +261,24 @@ CHARTS = (
             Line(metric="train_fixed_noise_loss/audio", label="on training data"),
             Line(metric="validation_loss/audio", label="on held-out data"),
         ),
+    ),
+    _score("score_total", "Score (Z)", "The mean of what was learned and what was kept; 0.5 is the base."),
+    _score(
+        "score_new",
+        "Learned (N)",
+        "How much more new images are like held-out images of their own caption than like those of others: 0 "
+        "as with the base, 1 as the held-out images are among themselves.",
+    ),
+    _score(
+        "score_kept",
+        "Kept (K)",
+        "How much images of prompts without the subject are still those of the base: 1 is the same image, 0 "
+        "is as far from it as an image of another prompt.",
+    ),
+    _score(
+        "score_prompt",
+        "Prompt",
+        "How much better images fit their prompt than those of the base do, by a model of images and texts.",
     ),
     Chart(
         name=_LEARNING_RATE,

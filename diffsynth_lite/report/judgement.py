@@ -18,7 +18,7 @@ RECENT_RATIO = 1 / 4
 
 Points = Sequence[tuple[int, float]]
 """Steps, ascending, and the loss at each."""
-Rule = Literal["rises", "unchanged", "rebounds", "stalled", "levels off", "falls", "items"]
+Rule = Literal["rises", "unchanged", "rebounds", "stalled", "levels off", "falls", "items", "scores"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from diffsynth_lite.report.charts import charts_of
 from diffsynth_lite.report.previews import Preview, embedded
 from diffsynth_lite.report.record import as_yaml
 from diffsynth_lite.report.run_report import RunReport, read_run
+from diffsynth_lite.report.scores import score_row
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import flat_settings
 
@@ -289,7 +290,7 @@ class SharedPrompt:
 
 
 def results(runs: Sequence[RunReport]) -> Rows:
-    """The last values of the runs' metrics, and the lowest validation loss."""
+    """The last values of the runs' metrics, the lowest validation loss, and the highest score."""
 
     def points(run: RunReport, metric: str) -> list[tuple[int, float]]:
         return run.series[metric].points if metric in run.series else []
@@ -302,6 +303,7 @@ def results(runs: Sequence[RunReport]) -> Rows:
     rows["lowest loss on held-out data"] = [
         "" if found is None else f"{found[0]:.4g} at step {found[1]}" for found in lowest
     ]
+    rows |= score_row([run.scores for run in runs])
     return {name: values for name, values in rows.items() if any(values)}
 
 

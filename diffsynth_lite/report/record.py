@@ -37,6 +37,7 @@ _FILES = {
     "metrics.jsonl": "the numbers of the charts, a row a logged step",
     "items.jsonl": "the items whose losses are measured one by one",
     "item_losses.jsonl": "their losses by step",
+    "scores.json": "the scores of generated images by step",
     "sample_losses.jsonl": "the losses of samples that were trained on, by item",
     "layers.jsonl": "the update of each layer by step",
     "checkpoints": "states that the run can be continued from",

@@ -61,6 +61,12 @@
     };
   }
 
+  // The area between the lines of both ends of an interval.
+  function intervals(lines) {
+    const [low, high] = ["_low", "_high"].map((end) => lines.findIndex((line) => line.metric?.endsWith(end)) + 1);
+    return low && high ? [{ series: [high, low], fill: colour(LINE_COLOURS[0], 15) }] : [];
+  }
+
   function valueScale(chart) {
     if (chart.is_log) return { distr: 3, range: (_, low, high) => uPlot.rangeLog(low, high, 10, true) };
     const from = (low) => (chart.from_zero ? Math.min(0, low) : low);
@@ -88,6 +94,7 @@
       // What a line has where nobody points is nothing, so that its place stays empty.
       hooks: { setCursor: [({ root, cursor }) => root.classList.toggle("pointed", cursor.idx != null)] },
       series: [{ label: "step", value: (_, step) => step ?? "" }, ...lines.map(series)],
+      bands: intervals(lines),
     };
     place.classList.toggle("single", lines.length === 1);
     const drawn = new uPlot(options, uPlot.join(lines.map((line) => line.points)), place);

@@ -32,6 +32,7 @@ from diffsynth_lite.report.record import (
     skipped_items,
     starts,
 )
+from diffsynth_lite.report.scores import RunScores, read_run_scores
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MeasuredItem, read_items
 from diffsynth_lite.run_folder.reading import TolerantReader
@@ -49,6 +50,7 @@ class RunReport:
     Attributes:
         base: put before the names of files in the folder to link them from the page.
         series: lines of charts, by metric.
+        scores: None where its images were not scored.
         judgements: sentences on how well it learns; none before there are enough evaluations.
         has_audio: whether clips are trained on and generated with audio.
         problems: a line for each file that could not be read.
@@ -60,6 +62,7 @@ class RunReport:
     state: RunState
     series: Mapping[str, Series] = field(default_factory=dict)
     time_shares: str = ""
+    scores: RunScores | None = None
     judgements: Sequence[Judgement] = ()
     prompts: Sequence[PromptPreviews] = ()
     has_audio: bool = False
@@ -94,11 +97,13 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
     )
     validation = _section(settings, "validation")
     prompts, model_path = validation.get("prompts"), validation.get("model_path")
-    series = read_series(rows) | update_series(layer_rows)
+    scores = read_run_scores(folder, reader.problems)
+    series = read_series(rows) | update_series(layer_rows) | (scores.series() if scores else {})
     # The size of a clip has a number of frames.
     dimensions = {str(item.size).count("x") for item in items}
     nouns = {frozenset({1}): "images", frozenset({2}): "clips"}
     judged = (
+        scores.judgement() if scores else None,
         judge(
             *(series[name].points if name in series else [] for name in _JUDGED),
             has_finished=state.name == "finished",
@@ -112,6 +117,7 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
         state=state,
         series=series,
         time_shares=time_shares(rows),
+        scores=scores,
         judgements=[each for each in judged if each is not None],
         prompts=find_previews(
             path,

@@ -123,6 +123,7 @@ def test_a_workspace_is_named_or_is_the_working_folder_and_add_makes_one(
     for place in (Path(), Path("new/configs")):
         (place / "mine.yaml").write_text(CONFIG)
     printed(capsys, "add", "--workspace", "new", "--config", "mine.yaml")
+    assert not Path("new").exists()  # in the workspace, which is the working folder now
     monkeypatch.chdir(tmp_path)
     assert main(["queue", "add", "--workspace", "other", "--config", "mine.yaml"]) == 2
     assert f"is outside of the workspace {tmp_path / 'other'}; copy it to configs/ there" in caplog.text

@@ -8,6 +8,7 @@ from PIL import Image
 
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MeasuredItem, write_items
+from diffsynth_lite.scores.record import FILE_NAME, ScoredColumn, ScoreRecord, write_scores
 
 ATTACK = "</script><script>document.title = 'attacked'</script><b> & \" ' {{ 7 * 7 }}"
 PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
@@ -21,7 +22,7 @@ def full_folder(path: Path, *, text: str = "a circle", steps: Iterable[int] = (0
     """A run of 300 steps that failed after step 200, with ``text`` wherever others than us write some.
 
     Two prompts are drawn at each of the steps, the second one as clips. The losses of three items changed by
-    -80, -40 and +20 %; of four layers one has not changed.
+    -80, -40 and +20 %; of four layers one has not changed. Two steps have scores, and no LoRA.
     """
     path.mkdir()
     folder = RunFolder(path)
@@ -60,6 +61,9 @@ def full_folder(path: Path, *, text: str = "a circle", steps: Iterable[int] = (0
     samples = [{"step": step, "samples": {text: [[0.5, 2.0]], "b": [[0.5, 1.0]]}} for step in range(40)]
     write_rows(folder.sample_losses_file, samples)
     write_rows(folder.layers_file, [{"step": 200, "updates": updates}])
+    write_run_scores(
+        path, {0: (0.0, 1.0), 100: (0.6, 0.9), 200: (0.2, 0.5), None: (0.1, 0.9)}, text=text, loras=False
+    )
     folder.previews_folder.mkdir()
     for step in steps:
         for place in range(2):
@@ -67,6 +71,43 @@ def full_folder(path: Path, *, text: str = "a circle", steps: Iterable[int] = (0
             Image.new("RGB", (32, 32), (step % 256, 90, 90)).save(folder.previews_folder / name)
         (folder.previews_folder / f"step-{step:08d}-prompt-01-aa1.mp4").write_bytes(b"\0" * 99)
     return path
+
+
+def write_run_scores(
+    path: Path,
+    scores: Mapping[int | None, tuple[float, float]],
+    *,
+    text: str = "a circle",
+    num_prompts: int = 8,
+    loras: bool = True,
+    **others: object,
+) -> None:
+    """Scores of a run folder.
+
+    Args:
+        scores: N and K by step, within 0.01 of which each prompt is; None is a LoRA of others.
+        text: in each place where somebody else may write one.
+        loras: whether the LoRA of each step was kept.
+    """
+    around = [0.02 * (place % 2 - 0.5) for place in range(num_prompts)]  # in another order each time
+    columns = [
+        ScoredColumn(
+            column=text[:500] if step is None else ScoredColumn.name(step),
+            step=step,
+            **{
+                name: tuple(new + each for each in around[:: (-1) ** order])
+                for name in ("likeness", "contrast", "prompt")
+            },
+            kept=tuple(kept + each for each in around),
+            plain_prompt=tuple(around),
+        )
+        for order, (step, (new, kept)) in enumerate(scores.items())
+    ]
+    record = {"measure": "m", "models": (text, text), "held_out_contrast": 1.0, "num_seeds": 1}
+    prompts = {name: (text,) * num_prompts for name in ("new_prompts", "plain_prompts")}
+    write_scores(path / FILE_NAME, ScoreRecord(**{**record, **prompts, "columns": tuple(columns), **others}))
+    for step in filter(None, scores if loras else ()):
+        (path / "checkpoints" / f"lora-{step:08d}").mkdir(parents=True, exist_ok=True)
 
 
 def of_chart(name: str, expression: str) -> str:

@@ -257,8 +257,8 @@ def test_an_open_page_takes_over_what_is_new_and_keeps_what_was_chosen(
         page.evaluate(come_back)
         page.wait_for("document.querySelector('.viewer label')")
         assert page.evaluate("[...document.querySelector('main').children].map(part => part.className)") == [
-            *("index", "", "previews", "charts", "items", "hard", "noise", "layers", "memory", "settings"),
-            *("starts", "skipped", ""),
+            *("index", "", "previews", "scores", "charts", "items", "hard", "noise", "layers", "memory"),
+            *("settings", "starts", "skipped", ""),
         ]
         page.click("#theme")
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
@@ -276,7 +276,7 @@ def test_an_open_page_takes_over_what_is_new_and_keeps_what_was_chosen(
         assert page.evaluate("window.viewer.isConnected")
         assert page.evaluate("document.querySelector('.starts details').open")
         assert page.text(".viewer .label-after") == "step 100"
-        assert page.evaluate("document.querySelectorAll('.plot canvas').length") == 7
+        assert page.evaluate("document.querySelectorAll('.plot canvas').length") == 12
         full_folder(tmp_path / "second", text="a square").rename(place / "second")
         page.wait_for("document.querySelector('.side-by-side')")
         assert page.evaluate("document.title") == "first, second"

@@ -21,7 +21,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 
 FILES = (
     *("status.json", "metrics.jsonl", "resolved.yaml", "lineage.json", "quarantine.jsonl", "items.jsonl"),
-    *("item_losses.jsonl", "layers.jsonl", ".lock"),
+    *("item_losses.jsonl", "layers.jsonl", "scores.json", ".lock"),
 )
 
 
@@ -45,12 +45,12 @@ def test_a_run_is_shown_with_all_that_it_left(tmp_path: Path) -> None:
         *("a circle: a circle to 2", "no image: a circle", "Skipped items", "1 item ", "layers.jsonl"),
     ):
         assert words in shown, words
-    assert page.tags.count("figure") == 8
+    assert page.tags.count("figure") == 12
     assert page.places.count("lora/one%20%231.safetensors") == 2
     assert "previews/" not in page.places
     sections = re.findall(r'<(?:header|section)[^>]* id="(\w+)"', text)
     assert re.findall(r'<li><a href="#(\w+)">', text) == sections
-    assert sections[:4] == ["top", "previews", "charts", "items"]
+    assert sections[:4] == ["top", "previews", "scores", "charts"]
 
 
 def test_what_others_wrote_is_text_and_no_script_but_ours_may_run(tmp_path: Path) -> None:
@@ -224,7 +224,12 @@ def test_a_browser_draws_it_and_keeps_in_its_address_what_was_chosen(
         assert page.overflow_px() <= 0
         assert page.evaluate("document.title") == "mine"
         assert page.nameless() == []
-        assert page.evaluate("document.querySelectorAll('.plot canvas').length") == 8
+        assert page.evaluate("document.querySelectorAll('.plot canvas').length") == 12
+        band = page.evaluate(
+            of_chart("score_total", "chart.bands[0].series.map(line => chart.data[line][1])")
+        )
+        assert band == sorted(band, reverse=True)
+        assert band[0] > band[1]
         assert page.text(".viewer .label-after") == "step 100"
         assert page.text(".items tbody b").startswith("0 ")
         page.click(".items th[data-sort=change] button")

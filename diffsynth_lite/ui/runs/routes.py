@@ -112,6 +112,7 @@ class _Run:
             "downloads": downloads(folder).values(),
             "steps": steps.RunSteps(self.workspace, self.name, path).values(),
             "losses": dict(held_out.points) if held_out is not None else {},
+            "scores": report.scores if report is not None else None,
             "share": self._share(),
             "can_be_tried": bool(loras_of(self.folder)),
             "command": command,
