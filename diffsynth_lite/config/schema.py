@@ -162,6 +162,15 @@ class Config(Settings):
         if self.data.hold_out > 0 and self.validation.data is not None:
             message = f"validation.data {self.validation.data} has the held-out items; keep one of the two"
             yield Problem(("data.hold_out", "validation.data"), message)
+        if self.train.stop_after is not None:
+            needed = {
+                "validation.every_steps": self.validation.every_steps is not None,
+                "data.hold_out": self.holds_out,
+                "validation.loss_items": self.validation.loss_items > 1,
+            }
+            if lacking := [key for key, is_there in needed.items() if not is_there]:
+                message = f"{self.train.stop_after} needs losses of single held-out items; set {lacking[0]}"
+                yield Problem(("train.stop_after", lacking[0]), message)
 
     def _preview_model_conflicts(self) -> Iterator[Problem]:
         """Of a run whose previews are another model's."""

@@ -142,6 +142,17 @@ class TrainSettings(Settings):
     standard error; then processes that wait for another one give up, and the run ends with an error instead
     of hanging. Caching, previews and checkpoints do not count."""
 
+    max_hours: float | None = Field(default=None, gt=0, le=87_600)
+    """Hours after which a run stops as on Ctrl+C: it finishes the step, saves, and exits with code 75. They
+    count from the start of the program, with caching and previews, and are looked at after each step. Each
+    start has its own, so the same command continues the run for as long again."""
+
+    stop_after: Count | None = None
+    """Stop a run, as `max_hours` does, after so many evaluations (`validation.every_steps`) whose loss on
+    held-out items is not shown to be lower than that of the last one where it was: by Student's t over the
+    differences of the single items, at 95 %. A larger number continues the run. Few items show little: hold
+    out eight or more."""
+
     cpu_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads that torch may use on the CPU; null leaves it to torch. Very small models are fastest with
     1."""

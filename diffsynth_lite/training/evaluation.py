@@ -141,6 +141,19 @@ class FixedNoiseErrors:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredLoss:
+    """The loss on fixed noise of one evaluation.
+
+    Attributes:
+        values: the mean by the metric's name, and those of its parts; empty without items.
+        by_item: the loss of each item, in their order.
+    """
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    by_item: Sequence[float] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class FixedNoiseLoss:
     """The model's error on fixed items, noise and noise levels: a loss without the variance of random draws.
 
@@ -151,17 +164,18 @@ class FixedNoiseLoss:
     items: Sequence[ValidationItem]
     errors: FixedNoiseErrors
 
-    def measure(self, transformer: torch.nn.Module) -> dict[str, float]:
-        """The mean error by the metric's name, and those of its parts; empty without items."""
+    def measure(self, transformer: torch.nn.Module) -> MeasuredLoss:
+        """The errors, by metric and by item."""
         if not self.items:
-            return {}
+            return MeasuredLoss()
         samples = [
             FixedNoise(item=item, position=place, part=(place + 0.5) / len(self.items))
             for place, item in enumerate(self.items)
         ]
         errors = self.errors.measure(transformer, samples)
         total = sum(float(batch.total.sum()) for batch in errors)
-        return {self.name: total / len(self.items)} | self._parts(errors)
+        values = {self.name: total / len(self.items)} | self._parts(errors)
+        return MeasuredLoss(values=values, by_item=torch.cat([batch.total for batch in errors]).tolist())
 
     def _parts(self, errors: Sequence[SampleErrors]) -> dict[str, float]:
         """Of items whose audio is learned: the mean error of the images, and of the audio that counts."""

@@ -48,10 +48,8 @@ def _conclude(run: Run, built: TrainingObjects, step: int, remarks: list[str]) -
     steps = run.config.train.steps
     on_main_process(run.accelerator, built.divergence.require_none, step, steps)
     if step < steps:
-        command = run.requests.signals.command
-        raise RunInterrupted(
-            f"stopped after step {step} of {steps}, saved; the same command continues it{command}"
-        )
+        how = run.requests.cause or f"the same command continues it{run.requests.signals.command}"
+        raise RunInterrupted(f"stopped after step {step} of {steps}, saved; {how}")
     if skipped := built.divergence.num_skipped:
         remarks.append(f"skipped steps, as loss or gradients were not finite: {skipped}")
     _log_results(run.folder, "; ".join([f"Finished after {step} steps", *remarks]))

@@ -48,6 +48,7 @@ from diffsynth_lite.training.optimization.optimizer_state import load_optimizer,
 from diffsynth_lite.training.optimization.optimizers import measures_average
 from diffsynth_lite.training.preview_requests import preview_size
 from diffsynth_lite.training.session import Run, Start
+from diffsynth_lite.training.stopping import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Saver:
 
     Attributes:
         measures_average: whether the loss on held-out data is the average's.
+        patience: with evaluations that are not better, for ``train.stop_after``.
         best: step, loss and validation protocol of the checkpoint with the lowest loss on held-out data; None
             before the first, and where the protocol was another one.
     """
@@ -106,6 +108,10 @@ class Saver:
         state = start.checkpoint.documents["state"] if start.checkpoint else {}
         self.best: dict[str, Any] | None = self._comparable(state.get("best"))
         run.store.pinned = self.best["step"] if self.best else None
+        waited = state.get("stop_after", {})
+        is_same = waited.get("measured_by") == self._measured_by
+        every_steps = config.validation.every_steps
+        self.patience = Patience(config.train.stop_after, every_steps, waited if is_same else None)
         self._saved_step: int | None = None
         self._rounding = 0.0
 
@@ -238,6 +244,8 @@ class Saver:
             "best": self.best,
         }
         state["divergence"] = built.divergence.document()
+        if run.config.train.stop_after is not None:
+            state["stop_after"] = self.patience.document() | {"measured_by": self._measured_by}
         if averaged is not None:
             tensors["ema"] = averaged.tensors()
         if isinstance(averaged, MovingAverage):

@@ -86,13 +86,18 @@ class StartupClock:
         self._stages[name] = self._stages.get(name, 0.0) + seconds
 
     @property
+    def seconds(self) -> float:
+        """Since the program was started."""
+        return time.perf_counter() - self._started_at
+
+    @property
     def began_at(self) -> datetime:
         """When the program was started."""
-        return datetime.now(UTC) - timedelta(seconds=time.perf_counter() - self._started_at)
+        return datetime.now(UTC) - timedelta(seconds=self.seconds)
 
     def describe(self) -> str:
         """All stages so far as one line, and what lies between them."""
-        total = time.perf_counter() - self._started_at
+        total = self.seconds
         stages = {**self._stages, "other": total - sum(self._stages.values())}
         return (
             f"{total:.1f} s (" + ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items()) + ")"
@@ -326,7 +331,14 @@ def open_run(
         console=console,
         clock=clock,
         grace=grace,
-        requests=Requests(folder, StopRequest(command), accelerator, output.checkpoint_every_minutes),
+        requests=Requests(
+            folder,
+            StopRequest(command),
+            accelerator,
+            output.checkpoint_every_minutes,
+            max_hours=config.train.max_hours,
+            seconds_gone=clock.seconds,
+        ),
         status=RunningStatus(folder),
         arguments=arguments,
     )

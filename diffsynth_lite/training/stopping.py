@@ -5,21 +5,23 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.progress_log import Phase
 from diffsynth_lite.run_folder.folder import REQUEST_FILES, RunFolder
-from diffsynth_lite.training.distributed.agreement import SharedFlag, on_main_process
+from diffsynth_lite.scores.recommendation import sum_of_means
+from diffsynth_lite.training.distributed.agreement import SharedFlag, from_main_process, on_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +136,11 @@ class Requests:
     Args:
         accelerator: its main process looks at the files and the clock.
         save_every_minutes: longest time without a save; None saves only by steps.
+        max_hours: after which the run stops; None never does.
+        seconds_gone: since the start of the program, which are a part of them.
+
+    Attributes:
+        cause: why the run stops by itself, and what continues it; None where somebody asks it to, or nobody.
     """
 
     def __init__(
@@ -142,9 +149,15 @@ class Requests:
         signals: StopRequest,
         accelerator: Accelerator,
         save_every_minutes: float | None,
+        *,
+        max_hours: float | None = None,
+        seconds_gone: float = 0.0,
     ) -> None:
         self.folder, self.signals, self.accelerator = folder, signals, accelerator
-        self.save_every_minutes = save_every_minutes
+        self.save_every_minutes, self.max_hours = save_every_minutes, max_hours
+        hours = math.inf if max_hours is None else max_hours
+        self._ends_at = time.monotonic() - seconds_gone + 3600 * hours
+        self.cause: str | None = None
         self._files = [folder.path / name for name in REQUEST_FILES.values()]
         self._looked_at, self._waiting, self._is_stopping = -math.inf, set[str](), False
         self.note_save()
@@ -213,7 +226,7 @@ class Requests:
             RunStoppedError: the run folder is gone, or another run's; on all processes.
             UserError: another process has locked it meanwhile; on all processes.
         """
-        is_lost, asked = False, [bool(self.signals.asked), False, False]
+        is_lost, is_late, asked = False, False, [bool(self.signals.asked), False, False]
         if self.accelerator.is_main_process:
             try:
                 self.folder.require_held()
@@ -221,13 +234,22 @@ class Requests:
                 is_lost = True
             else:  # A folder of the same name may be another run's.
                 self._look_at_files(asked)
+            is_late = time.monotonic() >= self._ends_at
             if self.save_every_minutes is not None:
                 asked[1] |= time.monotonic() - self._saved_at >= 60 * self.save_every_minutes
-        is_lost, *asked = self._of_any(is_lost, *asked)
+        is_lost, is_late, *asked = self._of_any(is_lost, is_late, *asked)
         if is_lost:
             on_main_process(self.accelerator, self.folder.require_held)
+        if is_late and not asked[0]:
+            again = f"the same command continues it for as long again{self.signals.command}"
+            self.cause = f"train.max_hours: {self.max_hours:g} have passed; {again}"
+        asked[0] |= self.cause is not None
         self._is_stopping |= asked[0]
         return Asked(*asked)
+
+    def end(self, cause: str | None) -> None:
+        """Have the run stop by itself, where the main process has a cause; call it on all."""
+        self.cause = from_main_process(self.accelerator, lambda: cause)
 
     def _of_any(self, *answers: bool) -> list[bool]:
         """Which of some questions any process answers with yes."""
@@ -257,6 +279,59 @@ def _take(path: Path) -> bool:
         logger.warning("%s cannot be removed (%s), so it is not a request.", path, error.strerror)
         return False
     return True
+
+
+class Patience:
+    """Counts the evaluations whose loss on held-out items is not shown to be lower than before.
+
+    It is compared with that of the last evaluation where it was, or the first one, so that slow progress adds
+    up until it shows: the 95 % interval of the mean difference by item is then above 0. Items are the same,
+    with the same noise, so that only the training makes a difference.
+
+    Args:
+        limit: evaluations that end a run; None counts nothing.
+        every_steps: between evaluations; those in between, which somebody asked for, do not count.
+        saved: a :meth:`document` of losses that were measured in the same way.
+    """
+
+    def __init__(
+        self, limit: int | None, every_steps: int | None = None, saved: Mapping[str, Any] | None = None
+    ) -> None:
+        self._limit, self._every_steps = limit, every_steps or 1
+        self._step: int = saved["step"] if saved else 0
+        self._losses: Sequence[float] = saved["losses"] if saved else ()
+        self._num_since: int = saved["num_since"] if saved else 0
+
+    def note(self, step: int, losses: Sequence[float]) -> None:
+        """Compare the losses of an evaluation, by item; without items nothing is compared."""
+        if self._limit is None or not losses or step % self._every_steps:
+            return
+        if not self._losses:
+            self._step, self._losses = step, losses
+            return
+        found = sum_of_means([np.array(self._losses) - np.array(losses)])
+        self._num_since = 0 if found.is_above_zero else self._num_since + 1
+        logger.info(
+            "train.stop_after: held-out items are %.4g better than at step %d, %s (%d of %d).",
+            *(found.value, self._step, "shown" if found.is_above_zero else "not shown to be so"),
+            *(self._num_since, self._limit),
+        )
+        if found.is_above_zero:
+            self._step, self._losses = step, losses
+
+    def document(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"step": self._step, "losses": list(self._losses), "num_since": self._num_since}
+
+    @property
+    def cause(self) -> str | None:
+        """Why the run should stop; None where it should not."""
+        if self._limit is None or self._num_since < self._limit:
+            return None
+        return (
+            f"train.stop_after: {self._num_since} evaluations since step {self._step} did not show a lower "
+            "loss on held-out items; a larger number continues it"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

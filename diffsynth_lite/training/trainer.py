@@ -25,6 +25,7 @@ from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.distributed.agreement import from_main_process, on_all_processes, on_main_process
 from diffsynth_lite.training.distributed.devices import mean_gradients
 from diffsynth_lite.training.distributed.watchdog import Watchdog
+from diffsynth_lite.training.evaluation import MeasuredLoss
 from diffsynth_lite.training.memory_report import StepComparison, report_graphs, report_memory
 from diffsynth_lite.training.optimization.optimizers import learned_rate
 from diffsynth_lite.training.saver import Saver
@@ -58,6 +59,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
     def evaluate_now(step: int) -> Asked:
         with watchdog.paused():
             evaluate(built, saver, metrics, step, shutdown)
+        _last_step(run, saver, step)
         return requests.gather()  # It may have taken long.
 
     def save_now(step: int) -> None:
@@ -77,7 +79,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
     built.weights.start_report()
     step = min(start_step, total_steps)  # train.steps may have been lowered since the checkpoint.
     with gradient_engine(engine), watchdog.watching(), report.shown(run.console):
-        for step in range(start_step + 1, total_steps + 1):
+        for step in range(start_step + 1, _last_step(run, saver, start_step) + 1):
             with comparison.watching(step):
                 result = train_step(built, step)
             asked = requests.gather()  # Before rows are written: the run folder may have been lost.
@@ -177,21 +179,23 @@ def evaluate(
 ) -> None:
     """Measure losses and updates, and generate the previews: where the model runs between two steps."""
 
-    def measure_loss() -> float | None:
-        values = built.validation_loss.measure(built.transformer)
-        metrics.log(step, values)
-        for name, value in values.items():
+    def measure_loss() -> MeasuredLoss:
+        measured = built.validation_loss.measure(built.transformer)
+        metrics.log(step, measured.values)
+        for name, value in measured.values.items():
             level = logging.INFO if isfinite(value) else logging.WARNING
             logger.log(level, "After step %d: %s %.4f.", step, name, value)
-        return values.get(built.validation_loss.name)
+        return measured
 
     with _as_measured(built, saver):
         with shutdown.timing("evaluation"):  # Previews are left out by a run that is to stop.
-            loss = _between_steps(built, measure_loss)
+            measured = _between_steps(built, measure_loss) or MeasuredLoss()
             _between_steps(built, lambda: built.item_losses.record(built.transformer, step))
         _between_steps(built, lambda: built.previews.generate(built.transformer, step))
     measure_updates(built, step)
     built.sample_losses.write(step)  # The best so far is saved below.
+    loss = measured.values.get(built.validation_loss.name)
+    saver.patience.note(step, measured.by_item)
     if loss is not None:
         built.divergence.note_loss(step, is_finite=isfinite(loss), is_of_average=saver.measures_average)
     saver.update_best(step, nan if loss is None else loss)
@@ -203,6 +207,13 @@ def _make_up_previews(run: Run, built: TrainingObjects, saver: Saver, step: int)
     if were_due and from_main_process(built.accelerator, built.previews.are_missing, step):
         with _as_measured(built, saver):
             _between_steps(built, lambda: built.previews.generate(built.transformer, step))
+
+
+def _last_step(run: Run, saver: Saver, step: int) -> int:
+    """The last step of a run: the present one where evaluations are not better any more; call it on all."""
+    if run.config.train.stop_after is not None:
+        run.requests.end(saver.patience.cause)
+    return run.config.train.steps if run.requests.cause is None else step
 
 
 def _as_measured(built: TrainingObjects, saver: Saver) -> AbstractContextManager[None]:

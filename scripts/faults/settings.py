@@ -73,6 +73,7 @@ FREE = _changes(
     "data.num_workers=1",
     *("train.use_gradient_checkpointing=false", "train.use_gradient_checkpointing_offload=true"),
     *("train.deterministic=true", "train.step_timeout_minutes=30", "train.cpu_threads=2"),
+    "train.max_hours=5",
     *("memory.auto=true", "memory.may_change=[micro_batch_size] & memory.auto=true"),
     *("memory.min_bytes=5", "memory.host_gib=1", "memory.resident_blocks=0"),
     *("memory.prefetched_blocks=0", "memory.policy=last_k & memory.policy_n=1"),
@@ -121,6 +122,7 @@ ELSEWHERE = _changes(
     "validation.inputs=[start.png] & validation.prompts=[a red circle]",
     "validation.last_frames=[end.png] & validation.prompts=[a red circle] & validation.inputs=[start.png]",
     *("validation.num_frames=9", "validation.num_layers=2", "validation.data=elsewhere"),
+    "train.stop_after=2 & validation.data=elsewhere & validation.every_steps=1",
     "memory.shard_base=all",
     *("train.context_parallel=2", "train.context_parallel_kind=ring & train.context_parallel=2"),
 )

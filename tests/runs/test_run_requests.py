@@ -27,6 +27,7 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.run_folder.progress import RunningStatus
 from diffsynth_lite.training import saver, stopping
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
+from diffsynth_lite.training.evaluation import MeasuredLoss
 
 LORA = "pytorch_lora_weights.safetensors"
 
@@ -49,7 +50,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
     left = iter(losses)
     monkeypatch.setattr(
         "diffsynth_lite.training.evaluation.FixedNoiseLoss.measure",
-        lambda *_: {"validation_loss": next(left)},
+        lambda *_: MeasuredLoss(values={"validation_loss": next(left)}),
     )
 
 
@@ -84,6 +85,39 @@ def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
     assert json.loads((watched_run.folder / "lineage.json").read_text())[-1]["changed"] == {}
     tensors = checkpoint_tensors(whole_run.folder, 6)
     assert differing(tensors, checkpoint_tensors(watched_run.folder, 6)) == []
+
+
+def test_a_run_without_progress_or_time_stops_by_itself_and_goes_on_as_if_it_had_not(
+    watched_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    held_out = ("data.hold_out=0.4", "validation.prompts=[]", "validation.item_losses=0")
+    settings = (*held_out, "validation.every_steps=2", "validation.loss_items=3")
+    assert watched_run.train(*settings, f"output.dir={watched_run.root}/whole") == 0
+    # Two items, of which only a difference that hardly varies is shown.
+    for _ in range(2):  # again: nothing has changed, so no step is taken
+        assert watched_run.train(*settings, "train.stop_after=1") == 75
+        status = watched_run.status()
+        assert (status["state"], status["exit_code"], status["step"]) == ("interrupted", 75, 2)
+        assert status["message"] == (
+            "stopped after step 2 of 6, saved; train.stop_after: 1 evaluations since step 0 did not show a "
+            "lower loss on held-out items; a larger number continues it"
+        )
+        assert status["message"] in (watched_run.folder / "report.html").read_text()
+    assert caplog.text.count("better than at step 0, not shown to be so (1 of 1)") == 1
+    names = [
+        json.loads(row)["item"] for row in (watched_run.folder / "held_out.jsonl").read_text().splitlines()
+    ]
+    assert len(names) == 2
+    assert watched_run.train(*settings, "train.stop_after=9", "train.max_hours=1e-6") == 75
+    assert watched_run.status()["message"].startswith(
+        "stopped after step 3 of 6, saved; train.max_hours: 1e-06 have passed; the same command continues it"
+    )
+    assert watched_run.train(*settings, "train.stop_after=9") == 0
+    state = json.loads((watched_run.folder / "checkpoints/step-00000006/state.json").read_text())
+    assert (state["stop_after"]["step"], state["stop_after"]["num_since"]) == (0, 3)
+    tensors = checkpoint_tensors(watched_run.root / "whole", 6)
+    assert differing(tensors, checkpoint_tensors(watched_run.folder, 6)) == []
+    assert (watched_run.folder / "lora_best" / LORA).exists()
 
 
 @pytest.mark.parametrize(

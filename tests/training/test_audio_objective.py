@@ -309,7 +309,7 @@ def test_the_loss_on_fixed_noise_reports_its_parts_and_has_noise_of_its_own_for_
     ]
     tried = objective(own_audio_levels=own, noise_levels=by_shape())
     errors = FixedNoiseErrors(objective=tried, seed=3, purpose="validation-noise", batch_size=2)
-    values = FixedNoiseLoss(name="validation_loss", items=items, errors=errors).measure(model)
+    values = FixedNoiseLoss(name="validation_loss", items=items, errors=errors).measure(model).values
     assert model.calls == [("both", 2), ("both", 1)]
     drawn = dataclasses.replace(
         given,
@@ -332,6 +332,6 @@ def test_the_loss_on_fixed_noise_reports_its_parts_and_has_noise_of_its_own_for_
     silent = [
         dataclasses.replace(item, audio=item.audio | {"has_audio": torch.tensor(0.0)}) for item in items
     ]
-    values = FixedNoiseLoss(name="validation_loss", items=silent, errors=errors).measure(model)
+    values = FixedNoiseLoss(name="validation_loss", items=silent, errors=errors).measure(model).values
     assert values.keys() == {"validation_loss", "validation_loss/video"}
     assert values["validation_loss"] == pytest.approx(values["validation_loss/video"], rel=1e-6)

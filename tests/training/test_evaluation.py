@@ -29,6 +29,7 @@ from diffsynth_lite.training.evaluation import (
     FixedNoiseLoss,
     ItemLosses,
     LayerUpdates,
+    MeasuredLoss,
     SampleLossLog,
     TrackedItem,
     ValidationItem,
@@ -78,13 +79,15 @@ def test_the_levels_cover_the_path_evenly_and_each_item_has_its_noise_whatever_t
     noise = []
     for batch_size in (1, 3, 8):
         loss, recorder = fixed_noise_loss(4, batch_size)
-        assert loss.measure(torch.nn.Identity()) == {"loss": pytest.approx(0.5)}
+        assert loss.measure(torch.nn.Identity()) == MeasuredLoss(
+            values={"loss": pytest.approx(0.5)}, by_item=pytest.approx([0.125, 0.375, 0.625, 0.875])
+        )
         assert recorder.sigma == pytest.approx([0.125, 0.375, 0.625, 0.875])
         noise.append(torch.stack(recorder.noise))
     assert torch.equal(noise[0], noise[1])
     assert torch.equal(noise[0], noise[2])
     assert not torch.equal(noise[0][0], noise[0][1])
-    assert fixed_noise_loss(0, 1)[0].measure(torch.nn.Identity()) == {}
+    assert fixed_noise_loss(0, 1)[0].measure(torch.nn.Identity()) == MeasuredLoss()
 
 
 def test_items_of_another_size_or_with_a_mask_are_measured_in_batches_of_their_own() -> None:
@@ -95,7 +98,7 @@ def test_items_of_another_size_or_with_a_mask_are_measured_in_batches_of_their_o
     elsewhere = dataclasses.replace(masked, loss_mask=torch.ones(1, 1))
     items = [small, small, large, masked, masked, masked, elsewhere, small]
     loss = loss_of(items, recorder, batch_size=2)
-    assert loss.measure(torch.nn.Identity()) == {"loss": pytest.approx(0.5)}
+    assert loss.measure(torch.nn.Identity()).values == {"loss": pytest.approx(0.5)}
     assert recorder.batches == [
         ((2, 2, 3), None),
         ((1, 2, 5), None),

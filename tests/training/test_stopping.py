@@ -19,6 +19,7 @@ from diffsynth_lite.training import stopping
 from diffsynth_lite.training.stopping import (
     Asked,
     GracePeriod,
+    Patience,
     PreviewsStoppedError,
     Requests,
     ShutdownBudget,
@@ -128,10 +129,13 @@ def test_a_second_signal_quits_at_once(tmp_path: Path) -> None:
 NOTHING = Asked(stop=False, save=False, evaluate=False)
 
 
-def requests_of(folder: Path, *, minutes: float | None = None, **process: Any) -> Requests:
+def requests_of(
+    folder: Path, *, minutes: float | None = None, hours: float | None = None, **process: Any
+) -> Requests:
     """The requests of a run in ``folder``, whose signals ask for nothing yet."""
     accelerator = SimpleNamespace(**({"num_processes": 1, "is_main_process": True} | process))
-    return Requests(RunFolder(folder), SimpleNamespace(asked=False), accelerator, minutes)
+    signals = SimpleNamespace(asked=False, command=": train")
+    return Requests(RunFolder(folder), signals, accelerator, minutes, max_hours=hours, seconds_gone=100.0)
 
 
 @pytest.mark.parametrize(("name", "what"), [("SAVE", "save"), ("SAMPLE", "evaluate"), ("STOP", "stop")])
@@ -182,6 +186,61 @@ def test_time_without_a_save_asks_for_one_and_a_planned_save_counts_as_one(
     assert saves == saved_after
 
 
+def test_the_hours_of_a_start_count_from_its_beginning_and_end_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("diffsynth_lite.training.stopping.time.monotonic", lambda: now[0])
+    requests = requests_of(tmp_path, hours=0.5)
+    now[0] += 1699
+    assert (requests.gather(), requests.cause) == (NOTHING, None)
+    now[0] += 1
+    assert requests.gather() == NOTHING._replace(stop=True)
+    said = "train.max_hours: 0.5 have passed; the same command continues it for as long again: train"
+    assert requests.cause == said
+
+    def reduce(flags: Any, reduction: str) -> Any:
+        return flags + flags.new_tensor([0, 1, 0, 0, 0])  # the clock of the main process
+
+    other = requests_of(
+        tmp_path, hours=0.5, num_processes=2, is_main_process=False, device="cpu", reduce=reduce
+    )
+    now[0] += 9999  # which the others do not look at
+    assert other.gather() == NOTHING._replace(stop=True)
+    assert other.cause == said
+
+
+@pytest.mark.parametrize(
+    ("losses", "num_since", "compared_with"),
+    [
+        ([[5, 6, 7]], 0, 0),
+        ([[5, 6, 7], [4.0, 5.1, 6.0]], 0, 10),
+        # Lower in the mean, and not shown to be so.
+        ([[5, 6, 7], [1.0, 6.1, 7.2]], 1, 0),
+        ([[5, 6, 7], [6.0, 7.1, 8.0]], 1, 0),
+        # Small steps add up.
+        ([[5, 6, 7], [4.9, 5.7, 7.0], [4.8, 5.75, 6.8]], 0, 20),
+        ([[5, 6, 7], [4.0, 5.1, 6.0], [5, 6, 7], [4.0, 5.1, 6.0]], 2, 10),
+        # A single item shows nothing.
+        ([[5], [4], [3]], 2, 0),
+        ([[], [], []], 0, 0),
+    ],
+)
+def test_patience_counts_evaluations_that_are_not_shown_to_be_better(
+    losses: list[list[float]], num_since: int, compared_with: int
+) -> None:
+    patience = Patience(2, 10)
+    for place, by_item in enumerate(losses):
+        patience.note(10 * place, by_item)
+        patience.note(10 * place + 1, [99.0 for _ in by_item])  # asked for in between
+    found = patience.document()
+    assert (found["num_since"], found["step"]) == (num_since, compared_with)
+    assert (patience.cause is not None) == (num_since == 2)
+    assert Patience(3, 10, found).cause is None
+    assert Patience(3, 10, found).document() == found
+    assert Patience(None).cause is None
+
+
 def test_any_process_that_is_asked_to_stop_stops_all_and_only_the_main_one_looks_at_files(
     tmp_path: Path,
 ) -> None:
@@ -190,11 +249,11 @@ def test_any_process_that_is_asked_to_stop_stops_all_and_only_the_main_one_looks
 
     def reduce(flags: Any, reduction: str) -> Any:
         sent.append((flags.tolist(), reduction))
-        return flags + flags.new_tensor([0, 1, 0, 1])  # what another process adds
+        return flags + flags.new_tensor([0, 0, 1, 0, 1])  # what another process adds
 
     requests = requests_of(tmp_path, num_processes=2, is_main_process=False, device="cpu", reduce=reduce)
     assert requests.gather() == Asked(stop=True, save=False, evaluate=True)
-    assert sent == [([0, 0, 0, 0], "sum")]
+    assert sent == [([0, 0, 0, 0, 0], "sum")]
     assert (tmp_path / "SAVE").exists()
 
 

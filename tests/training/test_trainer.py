@@ -283,7 +283,10 @@ class Life:
         self.done: list[tuple[str, int]] = []
         self._folder, self._asked, self._saved = folder, asked, 0
         self._saver = SimpleNamespace(
-            repair_loras=lambda: None, save=self._save, log_rounding_error=lambda: None
+            repair_loras=lambda: None,
+            save=self._save,
+            log_rounding_error=lambda: None,
+            patience=SimpleNamespace(cause=None),
         )
         monkeypatch.setattr(trainer, "train_step", lambda _built, step: self._step(step))
         monkeypatch.setattr(
