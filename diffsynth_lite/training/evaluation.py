@@ -5,6 +5,7 @@ It also logs the losses of samples as they were trained on.
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -145,12 +146,23 @@ class MeasuredLoss:
     """The loss on fixed noise of one evaluation.
 
     Attributes:
-        values: the mean by the metric's name, and those of its parts; empty without items.
+        values: the mean by the metric's name, then those of its parts; empty without items.
         by_item: the loss of each item, in their order.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
     by_item: Sequence[float] = ()
+
+    @property
+    def mean(self) -> float:
+        """Over the items; not a number without items."""
+        return next(iter(self.values.values()), math.nan)
+
+    def log(self, step: int) -> None:
+        """Log each value; what is not finite as a warning."""
+        for name, value in self.values.items():
+            level = logging.INFO if math.isfinite(value) else logging.WARNING
+            logger.log(level, "After step %d: %s %.4f.", step, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)

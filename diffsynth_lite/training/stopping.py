@@ -247,9 +247,10 @@ class Requests:
         self._is_stopping |= asked[0]
         return Asked(*asked)
 
-    def end(self, cause: str | None) -> None:
-        """Have the run stop by itself, where the main process has a cause; call it on all."""
-        self.cause = from_main_process(self.accelerator, lambda: cause)
+    def end_without_progress(self, patience: "Patience") -> None:
+        """Have the run stop where the main process has seen too little progress; call it on all."""
+        if patience.limit is not None:
+            self.cause = from_main_process(self.accelerator, lambda: patience.cause)
 
     def _of_any(self, *answers: bool) -> list[bool]:
         """Which of some questions any process answers with yes."""
@@ -297,14 +298,14 @@ class Patience:
     def __init__(
         self, limit: int | None, every_steps: int | None = None, saved: Mapping[str, Any] | None = None
     ) -> None:
-        self._limit, self._every_steps = limit, every_steps or 1
+        self.limit, self._every_steps = limit, every_steps or 1
         self._step: int = saved["step"] if saved else 0
         self._losses: Sequence[float] = saved["losses"] if saved else ()
         self._num_since: int = saved["num_since"] if saved else 0
 
     def note(self, step: int, losses: Sequence[float]) -> None:
         """Compare the losses of an evaluation, by item; without items nothing is compared."""
-        if self._limit is None or not losses or step % self._every_steps:
+        if self.limit is None or not losses or step % self._every_steps:
             return
         if not self._losses:
             self._step, self._losses = step, losses
@@ -314,7 +315,7 @@ class Patience:
         logger.info(
             "train.stop_after: held-out items are %.4g better than at step %d, %s (%d of %d).",
             *(found.value, self._step, "shown" if found.is_above_zero else "not shown to be so"),
-            *(self._num_since, self._limit),
+            *(self._num_since, self.limit),
         )
         if found.is_above_zero:
             self._step, self._losses = step, losses
@@ -326,7 +327,7 @@ class Patience:
     @property
     def cause(self) -> str | None:
         """Why the run should stop; None where it should not."""
-        if self._limit is None or self._num_since < self._limit:
+        if self.limit is None or self._num_since < self.limit:
             return None
         return (
             f"train.stop_after: {self._num_since} evaluations since step {self._step} did not show a lower "

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from math import isfinite, nan
+from math import isfinite
 from typing import TypeVar
 
 import torch
@@ -59,7 +59,7 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
     def evaluate_now(step: int) -> Asked:
         with watchdog.paused():
             evaluate(built, saver, metrics, step, shutdown)
-        _last_step(run, saver, step)
+        requests.end_without_progress(saver.patience)
         return requests.gather()  # It may have taken long.
 
     def save_now(step: int) -> None:
@@ -75,11 +75,12 @@ def train(run: Run, built: TrainingObjects, saver: Saver, start_step: int) -> in
             evaluate(built, saver, metrics, 0, shutdown)
         else:
             _make_up_previews(run, built, saver, start_step)
+    requests.end_without_progress(saver.patience)  # as an earlier start has found
     run.begin_steps()
     built.weights.start_report()
     step = min(start_step, total_steps)  # train.steps may have been lowered since the checkpoint.
     with gradient_engine(engine), watchdog.watching(), report.shown(run.console):
-        for step in range(start_step + 1, _last_step(run, saver, start_step) + 1):
+        for step in range(start_step + 1, (start_step if requests.cause else total_steps) + 1):
             with comparison.watching(step):
                 result = train_step(built, step)
             asked = requests.gather()  # Before rows are written: the run folder may have been lost.
@@ -182,9 +183,7 @@ def evaluate(
     def measure_loss() -> MeasuredLoss:
         measured = built.validation_loss.measure(built.transformer)
         metrics.log(step, measured.values)
-        for name, value in measured.values.items():
-            level = logging.INFO if isfinite(value) else logging.WARNING
-            logger.log(level, "After step %d: %s %.4f.", step, name, value)
+        measured.log(step)
         return measured
 
     with _as_measured(built, saver):
@@ -194,11 +193,12 @@ def evaluate(
         _between_steps(built, lambda: built.previews.generate(built.transformer, step))
     measure_updates(built, step)
     built.sample_losses.write(step)  # The best so far is saved below.
-    loss = measured.values.get(built.validation_loss.name)
+    if measured.values:
+        built.divergence.note_loss(
+            step, is_finite=isfinite(measured.mean), is_of_average=saver.measures_average
+        )
     saver.patience.note(step, measured.by_item)
-    if loss is not None:
-        built.divergence.note_loss(step, is_finite=isfinite(loss), is_of_average=saver.measures_average)
-    saver.update_best(step, nan if loss is None else loss)
+    saver.update_best(step, measured.mean)
 
 
 def _make_up_previews(run: Run, built: TrainingObjects, saver: Saver, step: int) -> None:
@@ -207,13 +207,6 @@ def _make_up_previews(run: Run, built: TrainingObjects, saver: Saver, step: int)
     if were_due and from_main_process(built.accelerator, built.previews.are_missing, step):
         with _as_measured(built, saver):
             _between_steps(built, lambda: built.previews.generate(built.transformer, step))
-
-
-def _last_step(run: Run, saver: Saver, step: int) -> int:
-    """The last step of a run: the present one where evaluations are not better any more; call it on all."""
-    if run.config.train.stop_after is not None:
-        run.requests.end(saver.patience.cause)
-    return run.config.train.steps if run.requests.cause is None else step
 
 
 def _as_measured(built: TrainingObjects, saver: Saver) -> AbstractContextManager[None]:

@@ -196,8 +196,8 @@ def test_the_hours_of_a_start_count_from_its_beginning_and_end_all_processes(
     assert (requests.gather(), requests.cause) == (NOTHING, None)
     now[0] += 1
     assert requests.gather() == NOTHING._replace(stop=True)
-    said = "train.max_hours: 0.5 have passed; the same command continues it for as long again: train"
-    assert requests.cause == said
+    message = "train.max_hours: 0.5 have passed; the same command continues it for as long again: train"
+    assert requests.cause == message
 
     def reduce(flags: Any, reduction: str) -> Any:
         return flags + flags.new_tensor([0, 1, 0, 0, 0])  # the clock of the main process
@@ -207,7 +207,7 @@ def test_the_hours_of_a_start_count_from_its_beginning_and_end_all_processes(
     )
     now[0] += 9999  # which the others do not look at
     assert other.gather() == NOTHING._replace(stop=True)
-    assert other.cause == said
+    assert other.cause == message
 
 
 @pytest.mark.parametrize(

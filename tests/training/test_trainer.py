@@ -28,7 +28,7 @@ from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.checkpoint.store import SavedBytes
 from diffsynth_lite.training.session import Run, StartupClock, build_accelerator
-from diffsynth_lite.training.stopping import Requests, StopRequest
+from diffsynth_lite.training.stopping import Patience, Requests, StopRequest
 from diffsynth_lite.training.trainer import train, train_step
 
 INPUTS, OUTPUTS = 5, 3
@@ -286,7 +286,7 @@ class Life:
             repair_loras=lambda: None,
             save=self._save,
             log_rounding_error=lambda: None,
-            patience=SimpleNamespace(cause=None),
+            patience=Patience(None),
         )
         monkeypatch.setattr(trainer, "train_step", lambda _built, step: self._step(step))
         monkeypatch.setattr(
