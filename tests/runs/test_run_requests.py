@@ -50,7 +50,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
     left = iter(losses)
     monkeypatch.setattr(
         "diffsynth_lite.training.evaluation.FixedNoiseLoss.measure",
-        lambda *_: MeasuredLoss(values={"validation_loss": next(left)}),
+        lambda *_: MeasuredLoss(values={"validation_loss": (loss := next(left))}, by_item=(loss, loss)),
     )
 
 
@@ -113,8 +113,8 @@ def test_a_run_without_progress_or_time_stops_by_itself_and_goes_on_as_if_it_had
         "stopped after step 3 of 6, saved; train.max_hours: 1e-06 have passed; the same command continues it"
     )
     assert watched_run.train(*settings, "train.stop_after=9") == 0
-    state = json.loads((watched_run.folder / "checkpoints/step-00000006/state.json").read_text())
-    assert (state["stop_after"]["step"], state["stop_after"]["num_since"]) == (0, 3)
+    waited = state_of(watched_run, 6)["stop_after"]
+    assert (waited["step"], waited["num_since"]) == (0, 3)
     tensors = checkpoint_tensors(watched_run.root / "whole", 6)
     assert differing(tensors, checkpoint_tensors(watched_run.folder, 6)) == []
     assert (watched_run.folder / "lora_best" / LORA).exists()
@@ -258,9 +258,12 @@ def test_a_run_that_goes_on_elsewhere_without_its_best_checkpoint_seeks_the_best
     assert (elsewhere / "lora_best" / LORA).is_file()
 
 
+def state_of(run: TinyRun, step: int) -> dict[str, Any]:
+    return json.loads((run.folder / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
+
+
 def best_of(run: TinyRun, step: int) -> dict[str, Any] | None:
-    state = run.folder / "checkpoints" / f"step-{step:08d}" / "state.json"
-    return json.loads(state.read_text())["best"]
+    return state_of(run, step)["best"]
 
 
 def test_a_run_that_goes_back_to_before_its_best_leaves_that_and_seeks_the_best_again(
@@ -322,7 +325,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Tiny
     run = make_run(tmp_path_factory.mktemp("measured"), tiny_model)
     settings = (
         *(*UNWATCHED, *held_out(run), "validation.every_steps=2", "train.ema_decay=0.6"),
-        "output.keep_checkpoints=1",
+        *("output.keep_checkpoints=1", "train.stop_after=9"),
     )
     with pytest.MonkeyPatch.context() as patch:
         measure(patch, 9.0, 1.0, 2.0)
@@ -363,6 +366,8 @@ def test_a_best_that_was_measured_otherwise_is_compared_with_nothing(
     assert (steps_kept(run), best_of(run, 6)["step"]) == expected
     assert differing(best_lora(run), lora_of_step(run, best_of(run, 6)["step"], source)) == []
     assert (run.folder / ".left-lora_best-1").exists() is bool(named)
+    waited = state_of(run, 6)["stop_after"]
+    assert (waited["step"], waited["num_since"]) == ((6, 0) if named else (2, 2))
 
 
 def test_a_best_of_which_nothing_says_how_it_was_measured_is_compared_with_nothing(
