@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -34,6 +34,9 @@ from diffsynth_lite.sampling.request import (
 )
 from diffsynth_lite.serving import Requests, standard_lines
 
+if TYPE_CHECKING:
+    from diffsynth_lite.sampling.session import SampleSession
+
 logger = logging.getLogger(__name__)
 
 _FLAG_KEYS = {
@@ -44,6 +47,9 @@ _FLAG_KEYS = {
     "layers": "validation.num_layers",
 }
 
+_SCALES = [0.0, 1.0]
+_CAPTIONS_AT_ONCE = 64
+"""Captions of training data that are encoded together, as their encoder is loaded each time."""
 _MAX_SEED = 2**63 - 1
 """torch takes some more."""
 _FILES = {
@@ -82,6 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT|@FILE",
         help="give it again for more; of a file each line (default: validation.prompts)",
     )
+    parser.add_argument(
+        "--from-captions",
+        metavar="FILE|FOLDER",
+        help="make training data in --out: an image or clip for each line, or caption of a data set",
+    )
     parser.add_argument("--negative", metavar="TEXT", help="what to steer away from, with a guidance above 1")
     parser.add_argument(
         "--seed",
@@ -95,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale",
         type=_numbers,
-        default=[0.0, 1.0],
+        default=_SCALES,
         metavar="X[,X...]",
         help="multiplies the weights of all LoRAs; 0 is the base model (default: 0,1)",
     )
@@ -117,9 +128,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Generate the images, and log where they are."""
+    if parsed.from_captions is not None:
+        _make_items(parsed)
+        return
     parsed.prompt = [text for given in parsed.prompt or [] for text in _texts(given)]
     request = _request(parsed)
-    # The libraries take seconds to import: wrong arguments are refused before that.
+    session_class = _imported(parsed, request)
+    if parsed.serve is not None:
+        _serve(parsed, request)
+        return
+    with closing(session_class.open(request.config, request.run)) as session:
+        grid, here = session.generate(request).grid, Path.cwd()
+    grid = grid.relative_to(here) if grid.is_relative_to(here) else grid
+    has_clips = any(grid.parent.glob("*.mp4"))
+    logger.info("Images: %s%s", grid, f"; the clips: {grid.parent / '*.mp4'}" * has_clips)
+
+
+def _imported(parsed: argparse.Namespace, request: SampleRequest) -> "type[SampleSession]":
+    """The libraries take seconds to import: wrong arguments are refused before that."""
     with importing_libraries():
         join_processes(os.environ, sys.argv)
         from diffsynth_lite.sampling.session import SampleSession
@@ -128,12 +154,32 @@ def run(parsed: argparse.Namespace) -> None:
         make_cublas_repeatable()
     if parsed.serve is not None or not Console(stderr=True).is_terminal:
         hide_progress_bars()
-    if parsed.serve is not None:
-        _serve(parsed, request)
-        return
-    with closing(SampleSession.open(request.config, request.run)) as session:
-        grid, here = session.generate(request).grid, Path.cwd()
-    logger.info("Images: %s", grid.relative_to(here) if grid.is_relative_to(here) else grid)
+    return SampleSession
+
+
+def _make_items(parsed: argparse.Namespace) -> None:
+    """Generate training data from captions."""
+    from diffsynth_lite.sampling.captioned import missing_items
+
+    if parsed.scale == _SCALES:
+        parsed.scale = [1.0 if parsed.lora else 0.0]
+    given = [name for name in ("prompt", "num", "every_checkpoint", "serve") if getattr(parsed, name)]
+    if given or parsed.out is None or len(parsed.scale) > 1 or len(parsed.seed or ()) > 1:
+        raise UserError(
+            "--from-captions: makes one item of each caption; give --out, at most one --seed and --scale, "
+            "and none of --prompt, --num, --every-checkpoint and --serve"
+        )
+    out, parsed.out = Path(parsed.out).expanduser(), None
+    items, num_there = missing_items(Path(parsed.from_captions).expanduser(), out)
+    parts = [items[start : start + _CAPTIONS_AT_ONCE] for start in range(0, len(items), _CAPTIONS_AT_ONCE)]
+    prompts = [[item.caption for item in part] for part in parts]
+    requests = [_request(argparse.Namespace(**vars(parsed) | {"prompt": texts})) for texts in prompts]
+    if requests:
+        session_class, first = _imported(parsed, requests[0]), requests[0]
+        with closing(session_class.open(first.config, first.run)) as session:
+            for part, request in zip(parts, requests, strict=True):
+                session.generate_items(request, part, out)
+    logger.info("Items: %s, %d new, %d were there", out, len(items), num_there)
 
 
 def _serve(parsed: argparse.Namespace, first: SampleRequest) -> None:

@@ -98,7 +98,7 @@ def _describe_unmatched(unmatched: Sequence[str], names: Sequence[str], owner: s
     hint = f"did you mean {join_names(list(dict.fromkeys(close)))}? " if close else ""
     return (
         f"{join_names(unmatched)} match no linear layer of {owner}; "
-        f"{hint}its layers end in: {', '.join(endings)}"
+        f"{hint}its layers end in: {join_names(endings)}"
     )
 
 

@@ -5,7 +5,7 @@ The model stays loaded from one request to the next.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.core.weights.frozen_linear import QuantizationReport
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
+from diffsynth_lite.files import write_text
 from diffsynth_lite.lora import (
     add_finished_lora,
     excludes_other_loras,
@@ -32,6 +33,7 @@ from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import LoraCopy
 from diffsynth_lite.run_folder.reading import TolerantReader
+from diffsynth_lite.sampling.captioned import CaptionedItem
 from diffsynth_lite.sampling.request import GivenLora, SampleRequest, made_folder
 from diffsynth_lite.training.builder import load_frozen_transformer
 from diffsynth_lite.training.checkpoint.resume import choices_in
@@ -55,12 +57,16 @@ from diffsynth_lite.training.previews import (
     model_name,
     preview_grid,
     save_generated,
+    save_media,
     save_png,
 )
 from diffsynth_lite.training.session import build_accelerator, deterministic_kernels
 from diffsynth_lite.training.shortages import shortages_explained
 
 logger = logging.getLogger(__name__)
+
+_ITEMS_AT_ONCE = 8
+"""Items of training data that are in memory before they are written; lost where the command is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,15 +171,9 @@ class SampleSession:
             UserError: something that the user can fix, before weights load wherever that is possible.
             RunStoppedError: the device is full.
         """
-        config = self.config.model_copy(update={"validation": request.config.validation})
-        kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
-        with shortages_explained(), kernels, _full_device_explained(), ExitStack() as held:
+        with self._computing(request) as config, made_folder(request) as folder:
             loras = self._check(config, request)
-            folder = held.enter_context(made_folder(request))
-            self.family.folder.download_weights(self.family.components)
-            with random_state_scope(self.device):
-                previews = self._encode(config)
-                free_memory()  # of the encoder
+            previews = self._encode(config)
             requests = [replace(preview, seed=seed) for preview in previews for seed in request.seeds]
             strips, columns = [], dict[str, Sequence[Path]]()
             for column in _columns(request):
@@ -189,6 +189,40 @@ class SampleSession:
         grid = folder / "grid.png"
         save_png(grid, preview_grid(list(zip(*strips, strict=True)), _labels(requests), list(columns)))
         return Samples(grid=grid, columns=columns)
+
+    def generate_items(self, request: SampleRequest, items: Sequence[CaptionedItem], folder: Path) -> None:
+        """Generate items of training data: an image or clip of each, with its caption next to it.
+
+        Args:
+            request: with their captions as prompts, in their order, one scale, and one seed.
+            folder: gets the items, each as soon as a few are done.
+        """
+        with self._computing(request) as config:
+            if self.family.default_num_layers:
+                raise UserError("--from-captions: layers are no training data; use a family without them")
+            loras, (scale,) = self._check(config, request), request.scales
+            previews = [
+                replace(preview, seed=item.seed(request.seeds[0]))
+                for item, preview in zip(items, self._encode(config), strict=True)
+            ]
+            model, used = self._with_loras(loras, scale), [lora.given for lora in loras]
+            for start in range(0, len(items), _ITEMS_AT_ONCE):
+                part = slice(start, start + _ITEMS_AT_ONCE)
+                generated = self._sample(model, previews[part], scale)
+                for item, preview, one in zip(items[part], previews[part], generated, strict=True):
+                    path = folder / f"{item.name}.png"
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    # Before the image, which then never lacks it.
+                    write_text(folder / f"{item.name}.txt", f"{item.caption}\n")
+                    save_media(path, one, fps=preview.fps, parameters=self._parameters(preview, used, scale))
+                free_memory()  # of the decoder
+
+    @contextmanager
+    def _computing(self, request: SampleRequest) -> Iterator[Config]:
+        """Scope in which models compute for a request; yields its config."""
+        kernels = deterministic_kernels() if self.config.train.deterministic else nullcontext()
+        with shortages_explained(), kernels, _full_device_explained():
+            yield self.config.model_copy(update={"validation": request.config.validation})
 
     def count_bytes(self, request: SampleRequest, kept: Path | None = None) -> Phase:
         """The estimated memory of the session with a request, without what torch takes for itself.
@@ -238,6 +272,13 @@ class SampleSession:
         return lora
 
     def _encode(self, config: Config) -> list[PreviewRequest]:
+        self.family.folder.download_weights(self.family.components)
+        with random_state_scope(self.device):
+            previews = self._encode_where_it_fits(config)
+            free_memory()  # of the encoder
+        return previews
+
+    def _encode_where_it_fits(self, config: Config) -> list[PreviewRequest]:
         try:
             return encode_previews(config, self.family, self._accelerator)
         except (torch.OutOfMemoryError, RunStoppedError) as error:
@@ -320,17 +361,19 @@ class SampleSession:
         loras: Sequence[GivenLora],
     ) -> list[Path]:
         """Write the files, each with the parameters that it was generated with."""
-        model = model_name(self.family, self.config.model.path)
-        sampler = self.family.folder.component_config("scheduler")["_class_name"]
-        shown = [(lora.name, lora.weight * column.scale) for lora in loras if column.scale]
         num_seeds = len({request.seed for request in requests})  # of each prompt, one after the other
         paths = []
         for number, (request, one) in enumerate(zip(requests, generated, strict=True)):
-            text = generation_parameters(request, shown, model=model, sampler=sampler)
+            text = self._parameters(request, loras, column.scale)
             name = f"prompt-{number // num_seeds:02d}-seed-{request.seed}-{column.name}.png"
             paths.append(folder / name)
             save_generated(paths[-1], one, fps=request.fps, parameters=text)
         return paths
+
+    def _parameters(self, request: PreviewRequest, loras: Sequence[GivenLora], scale: float) -> str:
+        shown = [(lora.name, lora.weight * scale) for lora in loras if scale]
+        model = model_name(self.family, self.config.model.path)
+        return generation_parameters(request, shown, model=model, sampler=self.family.sampler)
 
 
 def _columns(request: SampleRequest) -> Iterator[_Column]:

@@ -301,17 +301,26 @@ def save_generated(path: Path, generated: Generated, *, fps: float | None, param
         fps: frames per second of a video.
         parameters: how it was generated; written into the files, with secrets masked.
     """
-    parameters, frames = redacted(parameters), frames_of(generated)
+    frames = frames_of(generated)
     if frames[0].mode == "RGBA":
         layers = path.with_suffix("")
         layers.mkdir(exist_ok=True)
         for place, layer in enumerate(frames, start=1):
-            save_png(layers / f"layer-{place}.png", layer, parameters)
+            save_png(layers / f"layer-{place}.png", layer, redacted(parameters))
     elif len(frames) > 1:
-        assert fps is not None, "a family of videos has a frame rate"
-        audio = generated.audio if isinstance(generated, ClipWithAudio) else None
-        write_video(path.with_suffix(".mp4"), frames, fps=fps, audio=audio, comment=parameters)
-    save_png(path, frame_strip(frames), parameters)
+        save_media(path, generated, fps=fps, parameters=parameters)
+    save_png(path, frame_strip(frames), redacted(parameters))
+
+
+def save_media(path: Path, generated: Generated, *, fps: float | None, parameters: str) -> None:
+    """Write an image, or only the MP4 of a video; see :func:`save_generated`."""
+    parameters, frames = redacted(parameters), frames_of(generated)
+    if len(frames) == 1:
+        save_png(path, frames[0], parameters)
+        return
+    assert fps is not None, "a family of videos has a frame rate"
+    audio = generated.audio if isinstance(generated, ClipWithAudio) else None
+    write_video(path.with_suffix(".mp4"), frames, fps=fps, audio=audio, comment=parameters)
 
 
 def save_png(path: Path, image: Image.Image, parameters: str | None = None) -> None:

@@ -44,6 +44,12 @@ def targets(model: nn.Module, *names: str) -> list[str]:
     return find_target_layers(model, names, unused_modules=UNUSED)
 
 
+def test_of_many_layers_an_unknown_target_is_shown_the_first() -> None:
+    model = nn.ModuleDict({f"layer_{place:02d}": nn.Linear(1, 1) for place in range(25)})
+    with pytest.raises(UserError, match=r"layer_18; layer_19; and 5 more$"):
+        find_target_layers(model, ["to_q"], unused_modules=())
+
+
 BLOCK = "transformer_blocks"
 
 

@@ -179,7 +179,7 @@ def test_without_the_switch_the_run_is_that_of_a_family_without_sound(
 
 
 def test_samples_have_sound_and_the_doctor_says_what_has_none(
-    run: TinyRun, capsys: pytest.CaptureFixture[str]
+    run: TinyRun, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     page = run.root / "doctor.html"
     assert main(["doctor", *run.arguments, "--page", str(page)]) == 0
@@ -196,6 +196,7 @@ def test_samples_have_sound_and_the_doctor_says_what_has_none(
     assert run.train(*UNWATCHED) == 0
     lora = ("--lora", str(run.folder), "--prompt", "a red circle", "--size", "32x32")
     assert main(["sample", *lora, "--frames", "9", "--steps", "2"]) == 0
+    assert caplog.messages[-1].endswith("0001/grid.png; the clips: " + str(run.folder / "samples/0001/*.mp4"))
     base, with_lora = sorted((run.folder / "samples" / "0001").glob("*.mp4"))
     assert sound_of(base) == sound_of(with_lora) == (48000, 2, 17280)
     assert base.read_bytes() != with_lora.read_bytes()
