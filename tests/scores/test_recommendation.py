@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import t, ttest_rel
+from scipy.stats import t, ttest_ind, ttest_rel
 
 from diffsynth_lite.scores.recommendation import Recommendation, recommend, sum_of_means
 from diffsynth_lite.scores.record import ScoredColumn, ScoreRecord
@@ -82,3 +82,47 @@ def test_one_interval_is_that_of_student() -> None:
     assert wide.high is not None
     error = (a - b).std(ddof=1) / math.sqrt(11)
     assert wide.high - wide.value == pytest.approx(t.ppf(1 - 0.025 / 7, 10) * error, rel=1e-12)
+
+
+def test_two_groups_of_prompts_are_added_by_welch_and_satterthwaite() -> None:
+    rng = np.random.default_rng(4)
+    a, b = rng.standard_normal(9), 3 + 5 * rng.standard_normal(14)
+    low, high = ttest_ind(a, b, equal_var=False).confidence_interval()
+    found = sum_of_means([a, -b])
+    assert (found.value, found.low, found.high) == pytest.approx((a.mean() - b.mean(), low, high), rel=1e-12)
+
+
+def test_one_prompt_has_a_value_and_no_interval_and_equal_ones_have_no_width() -> None:
+    one = sum_of_means([np.array([0.5]), np.array([0.1, 0.3])])
+    assert (one.value, one.low, one.high) == (pytest.approx(0.7), None, None)
+    assert not one.is_above_zero
+    equal = sum_of_means([np.full(8, 0.25)])
+    assert (equal.low, equal.value, equal.high) == (0.25, 0.25, 0.25)
+
+
+@pytest.mark.parametrize("num_prompts", [8, 16])
+def test_intervals_cover_the_mean_of_a_skewed_population(num_prompts: int) -> None:
+    rng = np.random.default_rng(5)
+    population = rng.gamma(4.0, size=1000)
+    hits = 0
+    for _ in range(1000):
+        found = sum_of_means([rng.choice(population, num_prompts)])
+        assert found.low is not None
+        assert found.high is not None
+        hits += found.low <= population.mean() <= found.high
+    assert 0.92 <= hits / 1000 <= 0.97  # 95 % is promised; the skew costs a little
+
+
+def test_of_equal_steps_seldom_one_is_shown_to_be_worse() -> None:
+    trials = [recommend(run(*[(0.5, 0.9)] * 7, seed=seed)) for seed in range(100)]
+    assert np.mean([len(trial.same) < 6 for trial in trials]) <= 0.1
+
+
+def test_a_run_that_taught_nothing_is_not_shown_to_be_better_than_the_base() -> None:
+    trials = [recommend(run(*[(0.0, 0.99)] * 4, seed=seed)) for seed in range(100)]
+    reasons = [trial.reason for trial in trials]
+    assert reasons.count("not shown to be better than the base") >= 95
+    assert all("not shown to be better than the base" in one.marks for one in trials[0].columns)
+    exact = run((0.0, 1.0))
+    same = exact.base.model_copy(update={"column": "10", "step": 10})
+    assert recommend(exact.with_column(same)).reason == "not shown to be better than the base"
