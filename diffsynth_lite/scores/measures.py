@@ -40,17 +40,28 @@ class References:
         held_out: features of the held-out images of each new prompt, (N, D), N of each prompt its own.
         training: features of the training images of each taught prompt, (N, D).
         base_plain: features of the base's images of plain prompts, (P, S, D).
+        base_again: those of other seeds, (P, S, D), S of their own; None for none.
 
     Attributes:
         held_out_contrast: likeness of held-out images to others of the same caption, less that to those of
             other captions: an image that is the only one of its caption is compared with itself.
+        other_seed: as in the record.
     """
 
     def __init__(
-        self, *, held_out: Sequence[np.ndarray], training: Sequence[np.ndarray], base_plain: np.ndarray
+        self,
+        *,
+        held_out: Sequence[np.ndarray],
+        training: Sequence[np.ndarray],
+        base_plain: np.ndarray,
+        base_again: np.ndarray | None = None,
     ) -> None:
         self._held_out, self._training, self._base_plain = held_out, training, base_plain
         self._between_plain = _between_prompts(base_plain)
+        alike = (
+            [] if base_again is None else np.einsum("psd,ptd->pst", base_plain, base_again).mean(axis=(1, 2))
+        )
+        self.other_seed = self._kept(alike)
         own, others = self._own_and_others(held_out)
         among = [_without_itself(*pair) for pair in zip(own, held_out, strict=True)]
         self.held_out_contrast = float(np.mean(among) - np.mean(others))
@@ -58,7 +69,6 @@ class References:
     def scores(self, column: str, step: int | None, images: GeneratedFeatures) -> ScoredColumn:
         """The scores of the images of a LoRA, or of the base."""
         own, others = self._own_and_others(images.new)
-        drift = 1 - np.sum(images.plain * self._base_plain, axis=-1).mean(axis=1)
         memory = [
             np.mean(seeds @ training.T) for seeds, training in zip(images.taught, self._training, strict=True)
         ]
@@ -68,10 +78,14 @@ class References:
             likeness=_floats(own),
             contrast=_floats(own - others),
             prompt=_floats(images.new_prompt.mean(axis=1)),
-            kept=_floats(1 - drift / self._between_plain),
+            kept=self._kept(np.sum(images.plain * self._base_plain, axis=-1).mean(axis=1)),
             plain_prompt=_floats(images.plain_prompt.mean(axis=1)),
             memory=_floats(memory),
         )
+
+    def _kept(self, alike: np.ndarray | Sequence[float]) -> tuple[float, ...]:
+        """What was kept of the base's images, of likeness to them by plain prompt."""
+        return _floats(1 - (1 - np.asarray(alike)) / self._between_plain)
 
     def _own_and_others(self, by_prompt: Sequence[np.ndarray] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean likeness of the images of each new prompt, (N, D), to the held-out images of that caption, and

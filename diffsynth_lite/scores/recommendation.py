@@ -20,11 +20,14 @@ CONFIDENCE = 0.95
 
 _ROUNDING = 1e-6
 """Differences of features in float32 that mean nothing."""
+_SMALLEST_ROOM = 0.01
+"""Between the contrast of the base and of held-out images: with less the base makes such images itself."""
 
 Mark = Literal["from memory", "drifted", "not shown to be better than the base"]
 Reason = Literal[
     "too few prompts", "untrained features", "no saved step", "not shown to be better than the base"
 ]
+_NOT_BETTER: Literal["not shown to be better than the base"] = "not shown to be better than the base"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,9 @@ class JudgedColumn:
         kept: what it left as it was, K: 1 is the base, 0 as far from it as another prompt.
         prompt: similarity of images to new prompts, less that of the base.
         total: Z, the mean of N and K.
-        marks: what a person should know before taking it.
+        marks: what a person should know before taking it. From memory: training images are met more closely
+            than held-out ones. Drifted: images of plain prompts differ more from those of the base than
+            those of another seed do.
     """
 
     column: str
@@ -93,7 +98,7 @@ def recommend(record: ScoreRecord, saved: Collection[int] | None = None) -> Reco
         saved: the steps that can be taken; None for all. LoRAs that are not of the run always can.
     """
     parts = [_Parts(column, record) for column in record.columns if column.step != BASE_STEP]
-    judged = tuple(_judge(part, parts) for part in parts)
+    judged = tuple(_judge(part, len(parts)) for part in parts)
     candidates = [
         (one, part)
         for one, part in zip(judged, parts, strict=True)
@@ -106,15 +111,17 @@ def recommend(record: ScoreRecord, saved: Collection[int] | None = None) -> Reco
     if not candidates:
         return Recommendation(best=None, same=(), reason="no saved step", columns=judged)
     best, best_part = max(candidates, key=lambda pair: pair[0].total.value)
-    others = len(candidates) - 1
+    if not best.new.is_above_zero:
+        return Recommendation(best=None, same=(), reason=_NOT_BETTER, columns=judged)
+    pairs = len(candidates) * (len(candidates) - 1) // 2  # the best is chosen by the same scores
     same = tuple(
         one
         for one, part in candidates
-        if one is not best and not _difference(part, best_part, others).is_below_zero
+        if one is not best
+        and not sum_of_means(
+            [(part.new - best_part.new) / 2, (part.kept - best_part.kept) / 2], comparisons=pairs
+        ).is_below_zero
     )
-    if not best.new.is_above_zero:
-        reason: Reason = "not shown to be better than the base"
-        return Recommendation(best=None, same=(), reason=reason, columns=judged)
     return Recommendation(best=best, same=same, reason=None, columns=judged)
 
 
@@ -152,24 +159,29 @@ class _Parts:
         base = record.base
         room = record.held_out_contrast - float(np.mean(base.contrast))
         self.column = column
-        self.new = (np.array(column.contrast) - np.array(base.contrast)) / max(room, _ROUNDING)
+        self.new = (np.array(column.contrast) - np.array(base.contrast)) / max(room, _SMALLEST_ROOM)
         self.kept = np.array(column.kept)
         self.prompt = np.array(column.prompt) - np.array(base.prompt)
-        self.memory, self.likeness = np.array(column.memory), np.array(column.likeness)
+        self.left_of_new = _distance_left(column.likeness, base.likeness)
+        self.left_of_taught = _distance_left(column.memory, base.memory)
+        self.moved = np.array(record.other_seed) - self.kept if record.other_seed else None
 
 
-def _judge(part: _Parts, parts: Sequence[_Parts]) -> JudgedColumn:
-    """What one of the columns, which are read together, means."""
-    count = len(parts)
+def _distance_left(likeness: Sequence[float], of_base: Sequence[float]) -> np.ndarray:
+    """How far images are from their references, (P,): 1 is the mean distance of those of the base."""
+    return (1 - np.array(likeness)) / max(1 - float(np.mean(of_base or 0.0)), _ROUNDING)
+
+
+def _judge(part: _Parts, count: int) -> JudgedColumn:
+    """What one of so many columns, which are read together, means."""
     new = sum_of_means([part.new], comparisons=count)
     marks: list[Mark] = []
-    if len(part.memory) and sum_of_means([part.memory, -part.likeness]).is_above_zero:
+    if len(part.left_of_taught) and sum_of_means([part.left_of_new, -part.left_of_taught]).is_above_zero:
         marks.append("from memory")
-    most_kept = max(parts, key=lambda one: one.kept.mean())
-    if sum_of_means([part.kept - most_kept.kept], comparisons=max(count - 1, 1)).is_below_zero:
+    if part.moved is not None and sum_of_means([part.moved], comparisons=count).is_above_zero:
         marks.append("drifted")
     if not new.is_above_zero:
-        marks.append("not shown to be better than the base")
+        marks.append(_NOT_BETTER)
     return JudgedColumn(
         column=part.column.column,
         step=part.column.step,
@@ -179,8 +191,3 @@ def _judge(part: _Parts, parts: Sequence[_Parts]) -> JudgedColumn:
         total=sum_of_means([part.new / 2, part.kept / 2], comparisons=count),
         marks=tuple(marks),
     )
-
-
-def _difference(part: _Parts, best: _Parts, comparisons: int) -> Interval:
-    """How much more Z a column has than another, for so many comparisons."""
-    return sum_of_means([(part.new - best.new) / 2, (part.kept - best.kept) / 2], comparisons=comparisons)

@@ -62,6 +62,8 @@ class ScoreRecord(_Stored):
         models: the name of the model for images, and of that for prompts.
         are_trained: whether those models have learned from images.
         held_out_contrast: contrast of the held-out images among themselves, as ``contrast`` of a column.
+        other_seed: of each plain prompt, ``kept`` of the base's image of another seed; empty where there is
+            none.
         new_prompts: captions of held-out images.
         plain_prompts: prompts that do not name what was taught.
         taught_prompts: captions of training images.
@@ -73,6 +75,7 @@ class ScoreRecord(_Stored):
     models: tuple[_Name, ...]
     are_trained: bool = True
     held_out_contrast: float
+    other_seed: _Scores = ()
     new_prompts: _Prompts
     plain_prompts: _Prompts
     taught_prompts: _Prompts = ()
@@ -102,6 +105,8 @@ class ScoreRecord(_Stored):
         if [column.step for column in self.columns].count(BASE_STEP) != 1 or self.base.step != BASE_STEP:
             raise ValueError("the first column, and no other, has to be the base, step 0")
         new, plain, taught = map(len, (self.new_prompts, self.plain_prompts, self.taught_prompts))
+        if len(self.other_seed) not in (0, plain):
+            raise ValueError("other_seed does not have one value for each plain prompt")
         for column in self.columns:
             by_prompts = (column.likeness, column.contrast, column.prompt, column.kept, column.plain_prompt)
             if list(map(len, (*by_prompts, column.memory))) != [new, new, new, plain, plain, taught]:

@@ -12,43 +12,37 @@ from diffsynth_lite.scores.record import ScoredColumn, ScoreRecord
 NEW, PLAIN, TAUGHT = 16, 12, 10
 
 
-def column(
-    step: int, rng: np.random.Generator, *, new: float, kept: float, memory: float = 0.0
-) -> ScoredColumn:
+def column(step: int, rng: np.random.Generator, *, new: float, kept: float) -> ScoredColumn:
     """Scores around the given means, of which the prompts differ by 0.02."""
-    around = {
-        name: tuple(map(float, mean + 0.02 * rng.standard_normal(count)))
-        for name, mean, count in (
-            *(("likeness", new, NEW), ("contrast", new, NEW), ("prompt", 0.2, NEW), ("kept", kept, PLAIN)),
-            *(("plain_prompt", 0.2, PLAIN), ("memory", new + memory, TAUGHT)),
-        )
-    }
-    return ScoredColumn(column=ScoredColumn.name(step), step=step, **around)
 
+    def around(value: float, count: int) -> tuple[float, ...]:
+        return tuple(map(float, value + 0.02 * rng.standard_normal(count)))
 
-def record(*columns: ScoredColumn, are_trained: bool = True) -> ScoreRecord:
-    return ScoreRecord(
-        measure="of this test",
-        models=("images", "prompts"),
-        are_trained=are_trained,
-        held_out_contrast=1.0,
-        new_prompts=tuple(map(str, range(len(columns[0].contrast)))),
-        plain_prompts=tuple(map(str, range(len(columns[0].kept)))),
-        taught_prompts=tuple(map(str, range(len(columns[0].memory)))),
-        num_seeds=1,
-        columns=columns,
+    return ScoredColumn(
+        column=ScoredColumn.name(step),
+        step=step,
+        likeness=around(new, NEW),
+        contrast=around(new, NEW),
+        prompt=around(0.2, NEW),
+        kept=around(kept, PLAIN),
+        plain_prompt=around(0.2, PLAIN),
+        memory=around(new, TAUGHT),
     )
 
 
-def run(*steps: tuple[float, float], memory: float = 0.0, seed: int = 0) -> ScoreRecord:
+def run(*steps: tuple[float, float], seed: int = 0) -> ScoreRecord:
     """A base, and steps 10, 20, ... of such N and K."""
-    rng = np.random.default_rng(seed)
-    rows = [(0.0, 1.0), *steps]
-    return record(
-        *(
-            column(10 * place, rng, new=new, kept=kept, memory=memory if place else 0.0)
-            for place, (new, kept) in enumerate(rows)
-        )
+    rng, rows = np.random.default_rng(seed), [(0.0, 1.0), *steps]
+    columns = (column(10 * at, rng, new=new, kept=kept) for at, (new, kept) in enumerate(rows))
+    return ScoreRecord(
+        measure="of this test",
+        models=("images", "prompts"),
+        held_out_contrast=1.0,
+        new_prompts=("new",) * NEW,
+        plain_prompts=("plain",) * PLAIN,
+        taught_prompts=("taught",) * TAUGHT,
+        num_seeds=1,
+        columns=tuple(columns),
     )
 
 
@@ -72,30 +66,23 @@ def test_only_saved_steps_are_recommended_and_unsaved_ones_are_judged() -> None:
     assert (nothing.best, nothing.reason) == (None, "no saved step")
 
 
-def test_one_interval_is_that_of_student() -> None:
+def test_intervals_are_those_of_student_and_of_welch_and_satterthwaite() -> None:
     rng = np.random.default_rng(3)
-    a, b = rng.standard_normal((2, 11))
+    a, b, more = rng.standard_normal(11), rng.standard_normal(11), 3 + 5 * rng.standard_normal(14)
     low, high = ttest_rel(a, b).confidence_interval()
-    found = sum_of_means([a - b])
-    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-12)
-    wide = sum_of_means([a - b], comparisons=7)
-    assert wide.high is not None
-    error = (a - b).std(ddof=1) / math.sqrt(11)
-    assert wide.high - wide.value == pytest.approx(t.ppf(1 - 0.025 / 7, 10) * error, rel=1e-12)
-
-
-def test_two_groups_of_prompts_are_added_by_welch_and_satterthwaite() -> None:
-    rng = np.random.default_rng(4)
-    a, b = rng.standard_normal(9), 3 + 5 * rng.standard_normal(14)
-    low, high = ttest_ind(a, b, equal_var=False).confidence_interval()
-    found = sum_of_means([a, -b])
-    assert (found.value, found.low, found.high) == pytest.approx((a.mean() - b.mean(), low, high), rel=1e-12)
+    one = sum_of_means([a - b])
+    assert (one.low, one.high) == pytest.approx((low, high), rel=1e-12)
+    low, high = ttest_ind(a, more, equal_var=False).confidence_interval()
+    two = sum_of_means([a, -more])
+    assert (two.value, two.low, two.high) == pytest.approx((a.mean() - more.mean(), low, high), rel=1e-12)
+    half = t.ppf(1 - 0.025 / 7, 10) * (a - b).std(ddof=1) / math.sqrt(11)
+    seven = sum_of_means([a - b], comparisons=7)
+    assert (seven.low, seven.high) == pytest.approx((seven.value - half, seven.value + half), rel=1e-12)
 
 
 def test_one_prompt_has_a_value_and_no_interval_and_equal_ones_have_no_width() -> None:
     one = sum_of_means([np.array([0.5]), np.array([0.1, 0.3])])
     assert (one.value, one.low, one.high) == (pytest.approx(0.7), None, None)
-    assert not one.is_above_zero
     equal = sum_of_means([np.full(8, 0.25)])
     assert (equal.low, equal.value, equal.high) == (0.25, 0.25, 0.25)
 
@@ -103,26 +90,93 @@ def test_one_prompt_has_a_value_and_no_interval_and_equal_ones_have_no_width() -
 @pytest.mark.parametrize("num_prompts", [8, 16])
 def test_intervals_cover_the_mean_of_a_skewed_population(num_prompts: int) -> None:
     rng = np.random.default_rng(5)
-    population = rng.gamma(4.0, size=1000)
-    hits = 0
-    for _ in range(1000):
-        found = sum_of_means([rng.choice(population, num_prompts)])
-        assert found.low is not None
-        assert found.high is not None
-        hits += found.low <= population.mean() <= found.high
-    assert 0.92 <= hits / 1000 <= 0.97  # 95 % is promised; the skew costs a little
+    population = rng.gamma(4.0, size=1000) - 4.0
+    samples = [sum_of_means([rng.choice(population, num_prompts) - population.mean()]) for _ in range(1000)]
+    hits = [not (found.is_above_zero or found.is_below_zero) for found in samples]
+    assert 0.92 <= np.mean(hits) <= 0.97  # 95 % is promised; the skew costs a little
 
 
 def test_of_equal_steps_seldom_one_is_shown_to_be_worse() -> None:
-    trials = [recommend(run(*[(0.5, 0.9)] * 7, seed=seed)) for seed in range(100)]
+    trials = [recommend(run(*[(0.5, 0.9)] * 7, seed=seed)) for seed in range(60)]
     assert np.mean([len(trial.same) < 6 for trial in trials]) <= 0.1
 
 
 def test_a_run_that_taught_nothing_is_not_shown_to_be_better_than_the_base() -> None:
-    trials = [recommend(run(*[(0.0, 0.99)] * 4, seed=seed)) for seed in range(100)]
+    trials = [recommend(run(*[(0.0, 0.99)] * 4, seed=seed)) for seed in range(60)]
     reasons = [trial.reason for trial in trials]
-    assert reasons.count("not shown to be better than the base") >= 95
+    assert reasons.count("not shown to be better than the base") >= 56
     assert all("not shown to be better than the base" in one.marks for one in trials[0].columns)
-    exact = run((0.0, 1.0))
+    exact = run()
     same = exact.base.model_copy(update={"column": "10", "step": 10})
     assert recommend(exact.with_column(same)).reason == "not shown to be better than the base"
+
+
+def moved(plain_prompts_by: float, **change: object) -> Recommendation:
+    """Of a base of which another seed keeps 0.7, and a step that keeps so much more or less."""
+    of = run((0.6, 0.7 + plain_prompts_by))
+    return recommend(of.model_copy(update={"other_seed": tuple([0.7] * PLAIN), **change}))
+
+
+def test_a_step_has_drifted_where_it_keeps_less_than_another_seed_does() -> None:
+    assert moved(0.1).columns[0].marks == ()
+    assert moved(-0.1).columns[0].marks == ("drifted",)
+    assert moved(-0.1).best is not None  # it is a mark, and decides nothing
+    assert moved(-0.1, other_seed=()).columns[0].marks == ()
+
+
+def test_a_step_repeats_training_images_where_it_meets_them_better_than_held_out_ones() -> None:
+    of = run((0.6, 0.9), (0.6, 0.9))
+    base, free, copied = of.columns
+    easy = base.model_copy(update={"memory": tuple(value + 0.3 for value in base.memory)})
+    copied = copied.model_copy(update={"memory": tuple(value + 0.1 for value in copied.memory)})
+    found = recommend(of.model_copy(update={"columns": (base, free, copied)}))
+    assert [one.marks for one in found.columns] == [(), ("from memory",)]
+    # That much likeness the base has, too: its training captions are the easier ones.
+    found = recommend(of.model_copy(update={"columns": (easy, free, copied)}))
+    assert [one.marks for one in found.columns] == [(), ()]
+
+
+@pytest.mark.parametrize("kind", ["new_prompts", "plain_prompts"])
+def test_fewer_than_8_prompts_give_values_and_no_recommendation(kind: str) -> None:
+    of, names = run((0.6, 0.9)), {"new_prompts": ("likeness", "contrast", "prompt")}
+    names["plain_prompts"] = ("kept", "plain_prompt")
+
+    def first(count: int) -> Recommendation:
+        cut = [one.model_copy(update={n: getattr(one, n)[:count] for n in names[kind]}) for one in of.columns]
+        return recommend(of.model_copy(update={kind: getattr(of, kind)[:count], "columns": tuple(cut)}))
+
+    few, enough = first(7), first(8)
+    assert (few.best, few.same, few.reason) == (None, (), "too few prompts")
+    assert few.columns[0].new.low is not None
+    assert enough.best is not None
+    assert first(1).columns[0].total.low is None
+
+
+def test_untrained_features_give_no_recommendation() -> None:
+    untrained = recommend(run((0.6, 0.9)).model_copy(update={"are_trained": False}))
+    assert (untrained.best, untrained.reason) == (None, "untrained features")
+    assert recommend(run()).reason == "no saved step"
+
+
+def test_a_lora_of_another_run_can_be_the_best_whatever_is_saved() -> None:
+    of = run((0.3, 0.9))
+    other = column(20, np.random.default_rng(9), new=0.8, kept=0.95)
+    found = recommend(of.with_column(other.model_copy(update={"column": "film", "step": None})), [])
+    assert found.best is not None
+    assert (found.best.column, found.best.step) == ("film", None)
+
+
+def test_n_is_0_at_the_base_and_1_at_the_held_out_images_and_z_is_the_mean() -> None:
+    of = run((0.6, 0.9)).model_copy(update={"held_out_contrast": 0.5})
+    base, step = of.columns
+    (found,) = recommend(of).columns
+    new = (np.mean(step.contrast) - np.mean(base.contrast)) / (0.5 - np.mean(base.contrast))
+    assert found.new.value == pytest.approx(new, rel=1e-12)
+    assert found.kept.value == pytest.approx(np.mean(step.kept), rel=1e-12)
+    assert found.total.value == pytest.approx((new + np.mean(step.kept)) / 2, rel=1e-12)
+    assert found.prompt.value == pytest.approx(np.mean(step.prompt) - np.mean(base.prompt), abs=1e-12)
+    # A base that makes such images itself leaves no room: the scale ends, and is not turned around.
+    (found,) = recommend(of.model_copy(update={"held_out_contrast": -1.0})).columns
+    assert found.new.value == pytest.approx(
+        (np.mean(step.contrast) - np.mean(base.contrast)) / 0.01, rel=1e-9
+    )
