@@ -43,8 +43,8 @@ class References:
         base_again: those of other seeds, (P, S, D), S of their own; None for none.
 
     Attributes:
-        held_out_contrast: likeness of held-out images to others of the same caption, less that to those of
-            other captions: an image that is the only one of its caption is compared with itself.
+        held_out_contrast: likeness of held-out images to others of the same caption, less that to images of
+            others: an image that is the only one of its caption is compared with itself.
         other_seed: as in the record.
     """
 
@@ -89,10 +89,14 @@ class References:
 
     def _own_and_others(self, by_prompt: Sequence[np.ndarray] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean likeness of the images of each new prompt, (N, D), to the held-out images of that caption, and
-        to those of the others, both (P,)."""
+        to images of others, both (P,): half those of other captions, half the base's of plain prompts."""
+        plain = self._base_plain.reshape(-1, self._base_plain.shape[-1])
+        to_plain = np.array([np.mean(images @ plain.T) for images in by_prompt])
         to_all = np.array([[np.mean(images @ held.T) for held in self._held_out] for images in by_prompt])
         own = to_all.diagonal().copy()
-        return own, (to_all.sum(axis=1) - own) / max(len(own) - 1, 1)
+        if len(own) == 1:
+            return own, to_plain
+        return own, ((to_all.sum(axis=1) - own) / (len(own) - 1) + to_plain) / 2
 
 
 def _without_itself(likeness: float, images: np.ndarray) -> float:

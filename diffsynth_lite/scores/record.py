@@ -30,7 +30,8 @@ class ScoredColumn(_Stored):
         column: names it: the step for one of the run, else the name of the LoRA.
         step: of the run; 0 is the base; None of a LoRA that is not of the run.
         likeness: of the image of each new prompt to the held-out images of that caption, cosines.
-        contrast: of each new prompt, that likeness minus the one to the held-out images of other captions.
+        contrast: of each new prompt, that likeness minus the one to images of others: the mean of that to the
+            held-out images of other captions, and that to the base's images of plain prompts.
         prompt: similarity of each new prompt to its image.
         kept: of each plain prompt, 1 where the image is that of the base, 0 where it is as far from it as
             the base's image of another prompt.

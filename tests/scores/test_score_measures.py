@@ -39,8 +39,8 @@ def mean(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
 
 
 def mean_to_others(seen: np.ndarray, place: int) -> float:
-    others = [held for other, held in enumerate(HELD_OUT) if other != place]
-    return float(np.mean([mean(product(seen, held)) for held in others]))
+    captions = [mean(product(seen, held)) for other, held in enumerate(HELD_OUT) if other != place]
+    return float(np.mean([np.mean(captions), mean(product(seen, BASE.plain.reshape(-1, SIZE)))]))
 
 
 def test_likeness_contrast_and_memory_are_means_of_cosines() -> None:
@@ -82,9 +82,10 @@ def test_held_out_images_are_compared_with_others_of_their_caption_and_a_single_
     assert REFERENCES.held_out_contrast == pytest.approx(np.mean(own) - np.mean(others), rel=1e-12)
 
 
-def test_images_of_one_prompt_are_scored_without_others_to_compare_with() -> None:
+def test_images_of_one_prompt_are_compared_with_plain_ones_only() -> None:
     alone = {name: value[:1] for name, value in vars(SEEN).items()}
     one = References(held_out=HELD_OUT[:1], training=TRAINING[:1], base_plain=BASE.plain[:1])
     found = one.scores("10", 10, GeneratedFeatures(**alone))
-    assert found.contrast == found.likeness
+    others = mean(product(SEEN.new[0], BASE.plain[0]))
+    assert found.contrast == pytest.approx([found.likeness[0] - others], rel=1e-12)
     assert found.kept == pytest.approx([np.mean(np.sum(SEEN.plain[0] * BASE.plain[0], axis=-1))], rel=1e-12)
