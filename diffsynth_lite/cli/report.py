@@ -8,15 +8,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 from urllib.parse import quote
 
 from diffsynth_lite.cli.console import print_lines
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.run_folder.folder import find_runs
-
-if TYPE_CHECKING:
-    from diffsynth_lite.report.run_report import RunReport
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +80,7 @@ def _write_page(path: Path, folders: Mapping[str, Path]) -> None:
     print_lines(f"Page: {write_page_of(path, folders)[0]}")
 
 
-def write_page_of(path: Path, folders: Mapping[str, Path]) -> "tuple[str, list[RunReport]]":
+def write_page_of(path: Path, folders: Mapping[str, Path]) -> tuple[str, list[Any]]:
     """Write the page of one run, which can be read, or of several, as many as can be.
 
     Returns:

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -61,71 +61,64 @@ def run(parsed: argparse.Namespace) -> None:
         raise UserError("sweep: no setting has several values; give some, such as lora.rank=4,8,16")
     workspace, entries = open_with_entries(parsed, parsed.config, settings)
     os.chdir(workspace.path)  # Paths in its configs are relative to it.
-    folders = {Path(entry.folder).name: entry.folder_in(workspace) for entry in entries}
-    queue = Queue(workspace)
+    folders = [RunFolder(entry.folder_in(workspace)) for entry in entries]
+    runs = {folder.path.name: folder for folder in folders}
     try:
-        _train(queue, entries, folders, stops=parsed.stop_worse)
+        _train(Queue(workspace), dict(zip(runs, entries, strict=True)), runs, stops=parsed.stop_worse)
     except KeyboardInterrupt:
         logger.info("Ended; a run that it started goes on. The same command goes on with the others.")
         return
-    page = next(iter(folders.values())).with_name(f"{Path(parsed.config).stem}.html")
-    shown, reports = write_page_of(page, folders)
+    page = folders[0].path.with_name(f"{Path(parsed.config).stem}.html")
+    shown, reports = write_page_of(page, {name: folder.path for name, folder in runs.items()})
     from diffsynth_lite.report.sweep import compare_runs
 
-    sweep = compare_runs(reports, differs)
+    swept, reason = compare_runs(reports, differs)
     if parsed.json:
-        print_lines(json.dumps(redacted({**asdict(sweep), "page": shown}), indent=2))
+        found = {"runs": [asdict(each) for each in swept], "reason": reason, "page": shown}
+        print_lines(json.dumps(redacted(found), indent=2))
         return
-    print_table(sweep.columns, [each.line() for each in sweep.runs])
-    print_lines(sweep.reason, f"Side by side: {shown}")
+    lines = [each.line for each in swept]
+    print_table(list(lines[0]), lines)
+    print_lines(reason, f"Side by side: {shown}")
 
 
-def _train(queue: Queue, entries: Sequence[Entry], folders: dict[str, Path], *, stops: bool) -> None:
+def _train(queue: Queue, entries: Mapping[str, Entry], runs: Mapping[str, RunFolder], *, stops: bool) -> None:
     """Add the runs that are neither done nor in the queue, and work until none of them waits or runs."""
     from diffsynth_lite.queue.worker import Worker
     from diffsynth_lite.report.sweep import worse_runs
     from diffsynth_lite.ui.jobs import Jobs
 
-    pending, ours = _pending(queue), set(folders.values())
-    left_out = worse_runs(folders) if stops else []
+    def pending() -> list[str]:
+        entered = [each.entry for each in queue.snapshot().runs if each.state != "done" and each.entry]
+        places = [entry.folder_in(queue.workspace) for entry in entered]
+        return [name for name, run in runs.items() if run.path in places]
+
+    left_out = [*pending(), *(worse_runs(runs) if stops else [])]
     new = [
         entry
-        for (name, folder), entry in zip(folders.items(), entries, strict=True)
-        if not (folder in pending or name in left_out or _is_done(entry, queue))
+        for name, entry in entries.items()
+        if name not in left_out and not _is_done(runs[name], entry, queue)
     ]
-    for run in queue.add(new):
-        logger.info("Added: %s", run.name)
-    look: Callable[[], None] = StopWorse(folders) if stops else lambda: None
-    while queue.is_worked() and _pending(queue) & ours:
+    for added in queue.add(new):
+        logger.info("Added: %s", added.name)
+    look: Callable[[], None] = StopWorse(runs) if stops else lambda: None
+    while queue.is_worked() and pending():
         look()
         time.sleep(_WAIT_S)
-    if _pending(queue) & ours:
+    if pending():
         Worker(queue, holders=Jobs(queue.workspace).holders, look=look).work()
 
 
-def _pending(queue: Queue) -> set[Path]:
-    """The folders of the runs that wait or run."""
-    runs = [run for run in queue.snapshot().runs if run.state != "done"]
-    return {run.entry.folder_in(queue.workspace) for run in runs if run.entry}
-
-
-def _is_done(entry: Entry, queue: Queue) -> bool:
-    status = RunFolder(entry.folder_in(queue.workspace)).read_status() or {}
-    steps = entry.load(queue.workspace).config.train.steps
+def _is_done(run: RunFolder, entry: Entry, queue: Queue) -> bool:
+    status, steps = run.read_status() or {}, entry.load(queue.workspace).config.train.steps
     return status.get("state") == "finished" and int(status.get("step") or 0) >= steps
 
 
 class StopWorse:
-    """Asks runs that train to stop where they are worse than another one, each time that it is called, but
-    at most every ten seconds.
+    """Asks runs that train to stop where they are worse than another one, when called, every 10 s at most."""
 
-    Args:
-        folders: of the runs that are compared, by name.
-    """
-
-    def __init__(self, folders: Mapping[str, Path]) -> None:
-        self._folders = folders
-        self._due_at = 0.0
+    def __init__(self, runs: Mapping[str, RunFolder]) -> None:
+        self._runs, self._due_at = runs, 0.0
 
     def __call__(self) -> None:
         from diffsynth_lite.report.sweep import worse_runs
@@ -133,8 +126,8 @@ class StopWorse:
         if time.monotonic() < self._due_at:
             return
         self._due_at = time.monotonic() + _LOOK_S
-        for name in worse_runs(self._folders):
-            run = RunFolder(self._folders[name])
+        for name in worse_runs(self._runs):
+            run = self._runs[name]
             if run.trains_here():
                 logger.info("%s scores worse than another run at the same step, and is stopped.", name)
                 (run.path / REQUEST_FILES["stop"]).touch()

@@ -207,7 +207,9 @@ def _score(name: str, title: str, meaning: str) -> Chart:
     """The chart of a score, with both ends of its interval."""
     ends = [Line(metric=f"{name}_{end}", label=f"{end} end", is_faint=True) for end in ("low", "high")]
     meaning += " The pale lines are the ends of its interval, at 95 % for all steps together."
-    return Chart(name=name, title=title, meaning=meaning, lines=(Line(metric=name, label="score"), *ends))
+    return Chart(
+        name=name, title=title, meaning=meaning, lines=(Line(metric=f"{name}_value", label="score"), *ends)
+    )
 
 
 def _raw_and_smoothed(metric: str) -> tuple[Line, Line]:

@@ -1,6 +1,6 @@
 """This file shows the scores of a run: lines by step, a table, and the recommended step in words."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from diffsynth_lite.errors import UserError
@@ -18,26 +18,23 @@ from diffsynth_lite.scores.recommendation import (
     Recommendation,
     recommend,
 )
-from diffsynth_lite.scores.record import BASE_STEP, FILE_NAME, ScoreRecord, read_scores
+from diffsynth_lite.scores.record import BASE_STEP, ScoreRecord, read_scores
 
 _OF_BASE = {"total": 0.5, "new": 0.0, "kept": 1.0, "prompt": 0.0}
 """The scores of the base, by their names in a judged column."""
 _COLUMNS = (
-    Column(title="step", kind="name"),
-    Column(title="score (Z)", kind="count"),
-    Column(title="learned (N)", kind="count", is_wide=True),
-    Column(title="kept (K)", kind="count", is_wide=True),
-    Column(title="prompt", kind="count", is_wide=True),
+    *(Column(title="step", kind="name"), Column(title="score (Z)", kind="count")),
+    *(Column(title=title, kind="count", is_wide=True) for title in ("learned (N)", "kept (K)", "prompt")),
     Column(title="remarks"),
 )
-_MARKS: dict[Mark, str] = {
+MARKS: dict[Mark, str] = {
     "from memory": "repeats training images",
-    "drifted": "changes images of other prompts more than another step does",
+    "drifted": "changes images of prompts without the subject",
     "not shown to be better than the base": "not shown to be better than the base",
 }
-REASONS: dict[Reason, str] = {
-    "too few prompts": f"there are too few prompts; {FEWEST_PROMPTS} captions of held-out items and as many "
-    "prompts without the subject are the fewest",
+REASONS: dict[Reason | None, str] = {
+    "too few prompts": f"it takes {FEWEST_PROMPTS} captions of held-out items, and as many prompts without "
+    "the subject",
     "untrained features": "the models that compare the images have not learned from images",
     "no saved step": "no LoRA of a scored step was kept",
     "not shown to be better than the base": "none is shown to be better than the base",
@@ -58,45 +55,42 @@ class RunScores:
     chosen: int | None
 
     @property
-    def models(self) -> str:
-        """Names of those that compare the images."""
-        return redacted(" and ".join(self.record.models))
-
-    @property
     def top(self) -> JudgedColumn | None:
         """The highest of the saved steps, recommended or not."""
         steps = [one for one in self.found.columns if one.step in self.saved]
         return max(steps, key=lambda one: one.total.value, default=None)
 
     def series(self) -> dict[str, Series]:
-        """The lines of the charts, which begin at the base, by metric."""
-        steps = [(one.step, one) for one in self.found.columns if one.step is not None]
-        places = [BASE_STEP, *(step for step, _ in steps)]
-        found = {}
-        for name, of_base in _OF_BASE.items() if steps else ():
-            intervals: list[Interval] = [getattr(one, name) for _, one in steps]
-            values = {"": "value", "_low": "low", "_high": "high"}
-            for end, key in values.items():
-                line = [of_base, *(getattr(interval, key) for interval in intervals)]
-                found[f"score_{name}{end}"] = Series(steps=places, values=line)
-        return {name: each for name, each in found.items() if len(each.points) > 1}
+        """The lines of the charts, which begin at the base, by metric; none before there is a scored step."""
+        judged = {one.step: one for one in self.found.columns if one.step is not None}
+        return {
+            f"score_{name}_{end}": Series(
+                steps=[BASE_STEP, *judged],
+                values=[of_base, *(getattr(getattr(one, name), end) for one in judged.values())],
+            )
+            for name, of_base in _OF_BASE.items()
+            for end in ("value", "low", "high")
+            if judged
+        }
 
     def judgement(self) -> Judgement:
-        """The recommended step and those that are as good, or why there is none, in a sentence."""
-        best, num_prompts = self.found.best, len(self.record.new_prompts)
-        chosen = "" if self.chosen is None else f" Step {self.chosen} was chosen by a person, and is used."
+        """The recommended step and those that are as good, or why there is none, in sentences."""
+        best, same, num_prompts = self.found.best, self.found.same, len(self.record.new_prompts)
+        is_copy = best is not None and "from memory" in best.marks
         if best is None:
-            assert self.found.reason is not None
-            text = f"The scores recommend no step: {REASONS[self.found.reason]}.{chosen}"
-            return Judgement(rule="scores", kind="info", text=text)
-        others = f" Not distinguishable from it with {num_prompts} prompts: {_named(self.found.same)}."
-        marks = "".join(f" It {_MARKS[mark]}." for mark in best.marks)
+            sentences = [f"The scores recommend no step: {REASONS[self.found.reason]}."]
+        else:
+            sentences = [f"The highest score is that of {_named([best])}."]
+            if same:
+                sentences.append(f"Not distinguishable from it with {num_prompts} prompts: {_named(same)}.")
+            sentences += [f"It {MARKS[mark]}." for mark in best.marks]
+        if self.chosen is not None:
+            sentences.append(f"Step {self.chosen} was chosen by a person, and is used.")
         return Judgement(
             rule="scores",
-            kind="warn" if "from memory" in best.marks else "good",
-            text=f"The highest score is that of {_named([best])}."
-            f"{others if self.found.same else ''}{marks}{chosen}",
-            step=best.step,
+            kind="warn" if is_copy else "good" if best else "info",
+            text=" ".join(sentences),
+            step=best.step if best else None,
         )
 
     @property
@@ -121,7 +115,7 @@ class RunScores:
             yield "not distinguishable from the recommended one"
         if one.step is not None and one.step not in self.saved:
             yield "no LoRA kept"
-        yield from (_MARKS[mark] for mark in one.marks)
+        yield from (MARKS[mark] for mark in one.marks)
 
 
 def with_interval(interval: Interval) -> str:
@@ -136,29 +130,24 @@ def _named(columns: Sequence[JudgedColumn]) -> str:
 
 def read_run_scores(folder: RunFolder, problems: list[str]) -> RunScores | None:
     """The scores in a run folder; None where there are none, or they cannot be read, which is a problem."""
-    path = folder.path / FILE_NAME
     try:
-        record = read_scores(path)
+        record = read_scores(folder.scores_file)
+        choice = chosen_copy(folder) if record else None
     except (OSError, UserError) as error:
-        problems.append(redacted(str(error).replace(str(path), path.name)))
+        problems.append(redacted(str(error).replace(f"{folder.path}/", "")))
         return None
     if record is None:
         return None
     saved = frozenset(copy.step for copy in lora_copies(folder.checkpoints_folder))
-    try:
-        choice = chosen_copy(folder)
-    except UserError as error:
-        problems.append(redacted(str(error)))
-        choice = None
     return RunScores(
-        record=record,
+        record=record.model_copy(update={"models": redacted(record.models)}),
         found=recommend(record, saved),
         saved=saved,
         chosen=choice.step if choice is not None else None,
     )
 
 
-def score_row(scores: Sequence[RunScores | None]) -> Mapping[str, list[str]]:
+def score_row(scores: Sequence[RunScores | None]) -> dict[str, list[str]]:
     """The row of a page of several runs: the score of the best saved step of each."""
     tops = [None if each is None else each.top for each in scores]
     differ = len({each.record.measure for each in scores if each is not None}) > 1

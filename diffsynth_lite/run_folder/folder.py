@@ -90,6 +90,8 @@ class RunFolder:
     """Where the run can be continued from."""
     previews_folder = _Place("previews")
     """Previews, and their grid."""
+    scores_file = _Place("scores.json")
+    """The scores of the base and of steps."""
     samples_folder = _Place("samples")
     """Images and videos generated on demand, a folder for each time."""
     best_lora_folder = _Place("lora_best")

@@ -52,6 +52,15 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+def interrupted(workspace: Workspace, name: str, new: float) -> RunFolder:
+    """A run with such an N at step 5, where it was interrupted."""
+    run = RunFolder(workspace.runs_folder / name)
+    run.path.mkdir()
+    write_run_scores(run.path, {0: (0.0, 1.0), 5: (new, 0.9)})
+    run.status_file.write_text('{"state": "interrupted", "step": 5, "found_at": {}}')
+    return run
+
+
 def test_a_sweep_trains_each_combination_and_goes_on_with_what_is_not_done(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,11 +84,8 @@ def test_a_sweep_trains_each_combination_and_goes_on_with_what_is_not_done(
 def test_what_waits_in_the_queue_is_trained_once_and_stopped_runs_stay_stopped_while_they_are_worse(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for rank, new in ((4, 0.9), (16, 0.2)):
-        folder = workspace.runs_folder / f"mine-rank{rank}"
-        folder.mkdir()
-        write_run_scores(folder, {0: (0.0, 1.0), 5: (new, 0.9)})
-        (folder / "status.json").write_text('{"state": "interrupted", "step": 5, "found_at": {}}')
+    interrupted(workspace, "mine-rank4", 0.9)
+    interrupted(workspace, "mine-rank16", 0.2)
     printed(capsys, "queue", "add", "--config", "mine.yaml", "lora.rank=4,16", "train.steps=7")
     Queue(workspace).remove("mine-rank16")
     printed(capsys, *SWEEP, "--stop-worse")
@@ -91,18 +97,14 @@ def test_what_waits_in_the_queue_is_trained_once_and_stopped_runs_stay_stopped_w
 def test_a_run_that_trains_is_asked_to_stop_where_it_is_worse(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = {}
-    for name, new in (("good", 0.9), ("worse", 0.2)):
-        folders[name] = workspace.runs_folder / name
-        folders[name].mkdir()
-        write_run_scores(folders[name], {0: (0.0, 1.0), 5: (new, 0.9)})
+    runs = {name: interrupted(workspace, name, new) for name, new in (("good", 0.9), ("worse", 0.2))}
     monkeypatch.setattr(RunFolder, "trains_here", lambda _: True)
-    look = sweep.StopWorse(folders)
+    look = sweep.StopWorse(runs)
     look()
-    assert [name for name, folder in folders.items() if (folder / "STOP").exists()] == ["worse"]
-    (folders["worse"] / "STOP").unlink()
+    assert [name for name, run in runs.items() if (run.path / "STOP").exists()] == ["worse"]
+    (runs["worse"].path / "STOP").unlink()
     look()  # not again at once: the run may only just have seen it
-    assert not (folders["worse"] / "STOP").exists()
+    assert not (runs["worse"].path / "STOP").exists()
 
 
 def test_a_sweep_of_one_run_is_refused(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:

@@ -68,6 +68,7 @@ def test_the_loss_on_held_out_data_of_a_step_is_next_to_its_button(screen: Scree
     page = screen.get("/runs/mine/").text
     buttons = page[page.index("Which step was best") :].partition("</div>\n<div")[0]
     of_steps = buttons.split('<span class="row">')[1:]
+    assert ["Recommended" in each for each in of_steps] == [True, False, False]
     assert [re.findall(r"tep (\d+)(?:, chosen)?<|loss ([\d.]+)<", each) for each in of_steps] == [
         [("100", ""), ("", "0.2513")],
         [("150", "")],
