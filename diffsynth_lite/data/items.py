@@ -266,7 +266,7 @@ class PromptItem:
     @property
     def has_media(self) -> bool:
         """Whether there are files to decode."""
-        return bool(self.images)
+        return bool(self.images) or self.clip is not None
 
     def key(self, cache: TensorCache, encoder_id: str) -> str:
         """Key of the cache entry with its tensors; see `TrainingItem.key`."""

@@ -239,6 +239,7 @@ class CogVideoX(DiffusionFamily):
     size_divisor = 16
     frame_step = 8
     max_prompt_tokens = 226
+    keeps_padding = True
     model_fn = model_fn_cogvideox
     prompt_id = "cogvideox/prompt/1"
     prompt_outputs = ("prompt_embeds",)

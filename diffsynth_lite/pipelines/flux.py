@@ -289,6 +289,8 @@ class Flux(DiffusersFamily):
         "all": (*shared.JOINT_PROJECTIONS, *shared.FLUX_FEED_FORWARD, *SINGLE_STREAM, *_MODULATION),
     }
 
+    keeps_padding: ClassVar[bool] = True
+
     @property
     def max_prompt_tokens(self) -> int:
         """512; with schnell 256. Each prompt is padded to that length, which the model sees.

@@ -288,6 +288,7 @@ class Flux2(EditInputs, DiffusersFamily):
     sequence_split = SequenceSplit(prompts="split")
     size_divisor = 16
     max_prompt_tokens = 512
+    keeps_padding = True
     model_fn = model_fn_flux2
     latents_id = "flux2/latents/1"
     # dev's own tokenizer is a processor for images too, which needs torchvision; texts do without.

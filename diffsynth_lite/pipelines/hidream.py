@@ -264,6 +264,7 @@ class HiDream(DiffusersFamily):
     unused_matmuls = ("block.ff_t.w2", "block.ff_i.shared_experts.w2")
     size_divisor = 16
     max_prompt_tokens = 128
+    keeps_padding = True
     patch = 2
     model_fn = model_fn_hidream
     num_timesteps = 1000

@@ -211,6 +211,7 @@ class LongCatImage(DiffusersFamily):
     unused_matmuls = ("ff.net.2", "ff_context.net.2", "proj_out")
     size_divisor = 16
     max_prompt_tokens = _LONGEST_PROMPT
+    keeps_padding = True
     patch = _PATCH
     model_fn = model_fn_longcat_image
     prompt_id = "longcat_image/prompt/1"

@@ -271,6 +271,7 @@ class SD3(DiffusersFamily):
     unused_matmuls = ("ff.net.2", "ff_context.net.2")
     size_divisor = 16
     max_prompt_tokens = 256
+    keeps_padding = True
     patch = _PATCH
     model_fn = model_fn_sd3
     num_timesteps = 1000

@@ -178,6 +178,7 @@ def test_prompts_are_encoded_and_cut_as_by_the_pipeline_and_counted(sample: Samp
         for name, tensor in ours.items():
             if tensor.is_floating_point():
                 assert is_among(tensor, theirs), (name, text)
+    assert family.keeps_padding == (len({*lengths}) == 1)
     counted = family.prompt_lengths(texts)
     assert texts[-1] != LONG or counted[-1] > family.max_prompt_tokens
     # Some are padded to one length, and those with images are counted without these.

@@ -85,6 +85,11 @@ def test_a_caption_is_read_with_what_its_clip_starts_from_and_an_empty_one_once_
     assert len(plan.items) == 2
     job = EncodingJob(load_config(f"{FAMILY}_lora.yaml").config, sample.family, CPU, FolderGroup())
     job.add_dataset(plan, has_unconditional=True)
+    assert [(one.images, one.has_media) for one in job.prompts.values()] == [
+        ((), True),
+        ((), False),
+        ((), True),
+    ]
     first, empty, second = (item.load() for item in job.prompts.values())
     assert empty == Prompt(text="", is_negative=True)
     starts = [media.first_frame or media.frames[0] for media in (item.load() for item in plan.items)]

@@ -77,6 +77,8 @@ class ModelFamily(ABC):
             ``takes_small_controls``. A run sets it.
         takes_small_controls: whether controls may have fewer pixels than what they guide.
         takes_faces: whether each clip has a control, and a clip of the face in it.
+        keeps_padding: whether the cache holds the padding of prompts, which the model sees: as many rows of
+            each prompt as of the longest.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
@@ -98,6 +100,7 @@ class ModelFamily(ABC):
     is_counted_by_few_blocks: ClassVar[bool] = True
     takes_small_controls: ClassVar[bool] = False
     takes_faces: ClassVar[bool] = False
+    keeps_padding: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

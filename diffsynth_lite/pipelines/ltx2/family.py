@@ -147,6 +147,7 @@ class LTX2(WithAudio, ReleasedSampler):
     default_num_frames = 121
     default_fps = 24.0
     max_prompt_tokens = 1024
+    keeps_padding = True
     takes_small_controls = True
     default_target_modules = _ATTENTION
 

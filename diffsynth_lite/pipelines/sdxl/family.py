@@ -148,6 +148,7 @@ class SDXL(DiffusionFamily):
     encoder_classes: ClassVar[Mapping[str, Any]] = {**_TEXT_ENCODERS, "vae": AutoencoderKL}
     tokenizers = ("tokenizer", "tokenizer_2")
     max_prompt_tokens = 77
+    keeps_padding = True
     latents_id = "sdxl/latents/2"
     float16_vae = False
     unused_matmuls = ("conv2",)

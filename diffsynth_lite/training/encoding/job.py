@@ -125,9 +125,9 @@ class EncodingJob:
         )
 
     def _add_caption(self, item: TrainingItem, text: str, *, is_negative: bool = False) -> str:
-        inputs = (item.record.target,) if item.is_clip else item.record.inputs
+        inputs = () if item.is_clip else item.record.inputs
         sees_images = self._edits.negative_sees_images or not is_negative
-        if not inputs or not (self._edits.prompt_sees_images and sees_images):
+        if not (inputs or item.is_clip) or not (self._edits.prompt_sees_images and sees_images):
             return self._add_prompt(PromptItem(text=text, is_negative=is_negative))
         prompt = PromptItem(
             text=text,

@@ -52,6 +52,7 @@ class StableDiffusion(DiffusionFamily):
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": CLIPTextModel, "vae": AutoencoderKL}
     starting_recipes: ClassVar[Mapping[RecordKind, str]] = {"image": "stable_diffusion_lora.yaml"}
     max_prompt_tokens = 77
+    keeps_padding = True
     model_fn = model_fn_stable_diffusion
     prompt_id = "stable_diffusion/prompt/1"
     latents_id = "stable_diffusion/latents/1"
