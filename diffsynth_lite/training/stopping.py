@@ -304,8 +304,14 @@ class Patience:
         self._num_since: int = saved["num_since"] if saved else 0
 
     def note(self, step: int, losses: Sequence[float]) -> None:
-        """Compare the losses of an evaluation, by item; without items nothing is compared."""
-        if self.limit is None or not losses or step % self._every_steps:
+        """Compare the losses of an evaluation, by item; without items nothing is compared, nor where one of
+        them is not finite, which ends a run in another way."""
+        if (
+            self.limit is None
+            or not losses
+            or step % self._every_steps
+            or not all(map(math.isfinite, losses))
+        ):
             return
         if not self._losses:
             self._step, self._losses = step, losses

@@ -1,6 +1,7 @@
 """Signals, request files, and the warning of a launcher that waits less than a stopped run needs."""
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -224,6 +225,7 @@ def test_the_hours_of_a_start_count_from_its_beginning_and_end_all_processes(
         # A single item shows nothing.
         ([[5], [4], [3]], 2, 0),
         ([[], [], []], 0, 0),
+        ([[math.nan, 6], [5, 6], [math.inf, 1], [4.9, 5.9]], 0, 30),
     ],
 )
 def test_patience_counts_evaluations_that_are_not_shown_to_be_better(
