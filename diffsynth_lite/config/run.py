@@ -118,6 +118,23 @@ class ValidationSettings(Settings):
     at three noise levels: they show which items the LoRA learns, and which it does not. 20 take the 60
     forward passes of one preview with the default settings, each time; 0 turns it off."""
 
+    scores: bool = False
+    """Score the steps that are both evaluated and saved, to see which LoRA is the best one: each time and of
+    the base up to 48 images are generated as previews are, of captions of held-out items (`data`, or
+    `data.hold_out`), of `plain_prompts` and of captions of training items, 16 of each. They are compared by
+    `score_models` on the CPU. The scores are in `scores.json`, the images in `previews/scores`."""
+
+    plain_prompts: list[NonEmptyStr] = Field(default=[])
+    """Prompts that do not name what is taught, but what is like it: they show what the LoRA leaves as it was.
+    16 are best. None takes captions of sources with `preserve`, else captions of training items, in which
+    `data.trigger` and the phrases that most of them have in common are left out."""
+
+    score_models: list[FilePath] = Field(
+        default=["facebook/dinov2-base", "google/siglip2-base-patch16-224"], min_length=2, max_length=2
+    )
+    """Two models that scores are made with, each a folder or a hub id: one that compares images (DINOv2), and
+    one that compares images with prompts (SigLIP)."""
+
     use_ema: bool = True
     """Generate previews and measure the loss with the averaged weights where there are any
     (`train.ema_decay`), rather than with the trained ones."""

@@ -1,5 +1,6 @@
 """The whole config: its sections, and what is checked between them."""
 
+import math
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -44,6 +45,12 @@ class Config(Settings):
         return self.validation.data is not None or self.data.hold_out > 0
 
     @property
+    def score_every_steps(self) -> int | None:
+        """Steps between those that are both evaluated and saved; None where only the last one is."""
+        evaluated = self.validation.every_steps
+        return None if evaluated is None else math.lcm(evaluated, self.output.checkpoint_every_steps)
+
+    @property
     def keeps_distillation(self) -> bool:
         """Whether what trains on a distilled model is kept from undoing its distillation."""
         return self.objective.guidance_target is not None or self.model.training_adapter is not None
@@ -63,9 +70,10 @@ class Config(Settings):
         streams = self.memory.stream_blocks != 0 or is_auto
         visits = streams or self.memory.stream_text_encoder
         previews, loss = bool(validation.prompts), validation.loss_items > 0
-        watched = previews or loss or validation.item_losses > 0
+        generates = previews or validation.scores
+        watched = generates or loss or validation.item_losses > 0
         checkpointing = train.use_gradient_checkpointing or is_auto
-        is_guided = not previews or validation.guidance_scale > 1
+        is_guided = not generates or validation.guidance_scale > 1
         of_previews = "model_path num_frames negative_prompt num_inference_steps guidance_scale width height"
         parts = [
             (offload or visits, "memory", "min_bytes", "while the offload is off and nothing is streamed"),
@@ -98,8 +106,9 @@ class Config(Settings):
                 "inputs last_frames control inpaint_masks faces",
                 "without validation.prompts",
             ),
-            (previews, "validation", of_previews, "without validation.prompts"),
+            (generates, "validation", of_previews, "without validation.prompts"),
             (is_guided, "validation", "negative_prompt", "while validation.guidance_scale is at most 1"),
+            (validation.scores, "validation", "plain_prompts score_models", "without validation.scores"),
             (loss, "validation", "data", "while validation.loss_items is 0"),
             (watched, "validation", "every_steps", "without prompts, loss_items and item_losses"),
             (loss and self.holds_out, "output", "keep_best", "without a loss on held-out items"),
@@ -143,6 +152,7 @@ class Config(Settings):
             yield from self._context_conflicts()
         yield from self._held_out_conflicts()
         yield from self._preview_model_conflicts()
+        yield from self._score_conflicts()
         yield from self._audio_conflicts()
         if self.train.compile != "off" and self.memory.shard_base != "no":
             yield Problem(
@@ -185,6 +195,29 @@ class Config(Settings):
                 ("validation.model_path", key),
                 f"is used by one process, which cannot hold what {key} has several share; leave it out, "
                 "and generate with `diffsynth-lite sample`",
+            )
+
+    def _score_conflicts(self) -> Iterator[Problem]:
+        """Of a run whose steps are scored."""
+        validation, steps, saved = self.validation, self.train.steps, self.output.checkpoint_every_steps
+        if not validation.scores:
+            return
+        if self.validation.data is None:
+            yield Problem(
+                ("validation.scores", "validation.data"),
+                "compares with items that are not trained on, and none are held out; set data.hold_out: 0.1, "
+                "name a folder in validation.data, or set it to false",
+            )
+        if self.data.sealed is not None:
+            yield Problem(
+                ("validation.scores", "data.sealed"),
+                "compares with the files of items, which a sealed cache does not have; set one of them off",
+            )
+        if (self.score_every_steps or steps) >= steps:
+            yield Problem(
+                ("validation.every_steps", "validation.scores", "output.checkpoint_every_steps"),
+                "with validation.scores, steps that are both evaluated and saved are scored: here only the "
+                f"last is; set it to {saved}, and output.checkpoint_every_steps to less than {steps}",
             )
 
     def _audio_conflicts(self) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from diffsynth_lite.lora.adapter import (
     add_adapter,
     by_peft_names,
     exported_tensors,
+    is_adapter_active,
     load_adapter_tensors,
     without_adapter,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "excludes_other_loras",
     "exported_tensors",
     "find_target_layers",
+    "is_adapter_active",
     "layers_ending_in",
     "layers_with",
     "load_adapter_tensors",

@@ -92,6 +92,12 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def is_adapter_active(model: nn.Module) -> bool:
+    """Whether what :func:`add_adapter` put on a model takes part in what it computes."""
+    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+    return any(OWN_ADAPTER in layer.active_adapters for layer in layers)
+
+
 @contextmanager
 def leaving_out(model: nn.Module, adapter: str) -> Iterator[None]:
     """Scope in which an adapter of a model is inactive.

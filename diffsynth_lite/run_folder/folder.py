@@ -90,6 +90,8 @@ class RunFolder:
     """Where the run can be continued from."""
     previews_folder = _Place("previews")
     """Previews, and their grid."""
+    scored_folder = _Place("previews/scores")
+    """The images that steps are scored by."""
     scores_file = _Place("scores.json")
     """The scores of the base and of steps."""
     samples_folder = _Place("samples")
@@ -327,12 +329,12 @@ class RunFolder:
             raise UserError(f"output.dir: {self.path} cannot be written to: {error.strerror}") from error
         self._locked.append(lock.file)
         if lock.is_locked:  # No other process writes: unfinished files are left from killed writers.
-            loras = (
-                *(self.lora_folder, self.ema_lora_folder, self.best_lora_folder),
+            written = (
+                *(self.scored_folder, self.lora_folder, self.ema_lora_folder, self.best_lora_folder),
                 self.converted_folder,
             )
-            in_loras = [entry for folder in loras for entry in folder.rglob("*")]
-            for entry in (*self.path.glob("*"), *self.previews_folder.glob("*"), *in_loras):
+            inside = [entry for folder in written for entry in folder.rglob("*")]
+            for entry in (*self.path.glob("*"), *self.previews_folder.glob("*"), *inside):
                 if is_unfinished(entry.name) and entry.is_file():
                     entry.unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
 """This file turns images into features by DINOv2, and compares them with prompts by SigLIP, on the CPU.
 
-Sources: the class token of DINOv2 (https://arxiv.org/abs/2304.07193) for likeness of images, and the cosine of
-image and text of SigLIP (https://arxiv.org/abs/2303.15343), as its loss compares them.
+Sources: the class token of DINOv2 (https://arxiv.org/abs/2304.07193) for likeness of images, and the cosine
+of image and text of SigLIP (https://arxiv.org/abs/2303.15343), as its loss compares them.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from PIL.Image import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer
 

@@ -50,6 +50,7 @@ from diffsynth_lite.training.optimization.optimizers import (
     measures_average,
 )
 from diffsynth_lite.training.previews import Previews, model_name
+from diffsynth_lite.training.scoring.scores import RunScores, score_job
 
 
 @dataclass(kw_only=True)
@@ -87,6 +88,7 @@ class TrainingObjects:
     sample_losses: SampleLossLog
     layer_updates: LayerUpdates
     previews: Previews
+    scores: RunScores
     weights: WeightStream
     compiler: BlockCompiler
     runs_together: bool = False
@@ -99,6 +101,15 @@ class TrainingObjects:
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of all groups of the optimizer."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def generate(self, step: int) -> None:
+        """Generate the previews of a step, and score it where that is due."""
+        self.previews.generate(self.transformer, step)
+        self.scores.record(self.transformer, step)
+
+    def lacks_images(self, step: int) -> bool:
+        """Whether a step lacks a preview, or its scores."""
+        return self.previews.are_missing(step) or self.scores.are_missing(step)
 
     @property
     def num_bytes_held(self) -> int:
@@ -193,6 +204,7 @@ def build_run(
         batch_size=config.train.micro_batch_size,
     )
     is_main = accelerator.is_main_process
+    previews = _build_previews(config, checked, encoded, folder.previews_folder, writes=is_main)
     return TrainingObjects(
         accelerator=accelerator,
         # Not wrapped for several processes, which exchange gradients by themselves.
@@ -232,7 +244,8 @@ def build_run(
             rate_setting=config.train.rate_setting,
             writes=is_main,
         ),
-        previews=_build_previews(config, checked, encoded, folder.previews_folder, writes=is_main),
+        previews=previews,
+        scores=_build_scores(config, encoded, previews, folder),
         weights=weights,
         compiler=compiler,
         runs_together=checked.family.shards is not None or checked.family.context is not None,
@@ -323,10 +336,21 @@ def _build_previews(
         other=None if family is checked.family else config,
         folder=folder,
         writes=writes,
-        requests=encoded.previews,
+        requests=encoded.previews[: len(config.validation.prompts)],
         model=model_name(family, config.validation.model_path or config.model.path),
         sampler=family.sampler,
         vae_dtype=getattr(torch, config.model.vae_dtype),
+    )
+
+
+def _build_scores(config: Config, encoded: TrainingData, previews: Previews, folder: RunFolder) -> RunScores:
+    requests = encoded.previews[len(config.validation.prompts) :]
+    images = replace(previews, folder=folder.scored_folder, requests=requests, has_grid=False)
+    return RunScores(
+        previews=images,
+        every_steps=config.score_every_steps,
+        last_step=config.train.steps,
+        job=score_job(config, folder, encoded.scored, images) if requests and images.writes else None,
     )
 
 

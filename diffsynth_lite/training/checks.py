@@ -18,6 +18,7 @@ from diffsynth_lite.lora import adapter_shapes
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
+from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.training.checkpoint.comfyui_copies import require_comfyui_names
 from diffsynth_lite.training.checkpoint.store import SavedBytes
 from diffsynth_lite.training.data_settings import check_records, plan_rules, set_learned
@@ -110,6 +111,8 @@ def check_before_download(config: Config, accelerator: Accelerator, part: Part =
     problems.attempt(_check_output_is_outside_data, config)
     problems.attempt(_check_compiler, config, accelerator.device)
     problems.attempt(require_trackers, config.logging.trackers)
+    if config.validation.scores and accelerator.is_main_process:
+        problems.attempt(FeatureModels.find, config.validation.score_models)
     training, held_out = read_records(config, accelerator, problems, part)
     family, checked = None, None
     if not problems or Path(config.model.path).expanduser().is_dir():  # No download for nothing.

@@ -33,6 +33,7 @@ from diffsynth_lite.lora import (
     adapter_settings,
     adapter_tensors,
     add_finished_lora,
+    is_adapter_active,
     without_training_adapter,
 )
 from diffsynth_lite.lora.layers import COMFYUI_SCALE
@@ -88,6 +89,7 @@ class Previews:
         other: config with the formats of the model that generates, loaded and freed each time; None where it
             is the trained one.
         writes: whether this process writes the files.
+        has_grid: whether a grid of them is kept, too.
     """
 
     family: ModelFamily
@@ -98,6 +100,7 @@ class Previews:
     vae_dtype: torch.dtype
     other: Config | None = None
     writes: bool = True
+    has_grid: bool = True
 
     def generate(self, transformer: torch.nn.Module, step: int) -> Path | None:
         """Generate all previews and refresh the grid; a failure is logged, and training continues.
@@ -107,7 +110,8 @@ class Previews:
         Where the base or the sequences are shared all processes generate, together.
 
         Returns:
-            The grid's file; None without prompts, after a failure, or where another process writes it.
+            The grid's file; None without one, without prompts, after a failure, or where another process
+            writes it.
 
         Raises:
             RunStoppedError: a process failed where the others wait for it.
@@ -118,7 +122,10 @@ class Previews:
         logger.info("After step %d: generating %d preview%s.", step, number, "s" if number > 1 else "")
         try:
             previews = self._sample(transformer)
-            return self._save(previews, step) if self.writes else None
+            if self.writes:
+                # Before the first step a LoRA changes nothing.
+                self.save(previews, step, [(f"step-{step:08d}", 1.0)] if step else [])
+            return self._save_grid(step) if self.writes and self.has_grid else None
         except PreviewsStoppedError:
             logger.warning("The previews of step %d are left out, as the run is to stop.", step)
             return None
@@ -173,12 +180,12 @@ class Previews:
         # As in the LoRA file: alpha is folded, so that each layer's is its rank.
         of_file = tensors_of(updates, DIFFUSERS).items()
         tensors = {name: tensor for name, tensor in of_file if not name.endswith(COMFYUI_SCALE)}
-        model = load_for_previews(
-            config,
-            self.family,
-            device,
-            lambda loaded: add_finished_lora(loaded, _PREVIEWED, tensors, {}, device=device),
-        )
+
+        def put_on(loaded: torch.nn.Module) -> None:
+            if is_adapter_active(transformer):
+                add_finished_lora(loaded, _PREVIEWED, tensors, {}, device=device)
+
+        model = load_for_previews(config, self.family, device, put_on)
         # One of its own, as the run's would keep the model.
         prepared = Accelerator(mixed_precision=config.train.mixed_precision).prepare_model(
             model, evaluation_mode=True
@@ -213,14 +220,19 @@ class Previews:
         middle.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
         return jpeg_url(middle)
 
-    def _save(self, previews: Sequence[Generated], step: int) -> Path:
-        self.folder.mkdir(exist_ok=True)
-        # Before the first step a LoRA changes nothing.
-        loras = [(f"step-{step:08d}", 1.0)] if step else []
+    def save(self, previews: Sequence[Generated], step: int, loras: Sequence[tuple[str, float]]) -> None:
+        """Write the files of a step.
+
+        Args:
+            loras: name and weight of each that generated them.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
         for place, preview in enumerate(previews):
             request, file = self.requests[place], self.file(step, place)
             text = generation_parameters(request, loras, model=self.model, sampler=self.sampler)
             save_generated(file, preview, fps=request.fps, parameters=text)
+
+    def _save_grid(self, step: int) -> Path:
         steps = evenly_spread([known for known in self.generated_steps() if known <= step], _MAX_COLUMNS)
         rows = [[_open(self.file(known, place)) for known in steps] for place in range(len(self.requests))]
         path = self.folder / "grid.png"
@@ -230,10 +242,11 @@ class Previews:
 
     def file(self, step: int, place: int) -> Path:
         """File of one preview; its name changes with the prompt and with how it is generated."""
-        return self.folder / f"step-{step:08d}-prompt-{place:02d}-{self._marks[place]}.png"
+        return self.folder / f"step-{step:08d}-prompt-{place:02d}-{self.marks[place]}.png"
 
     @cached_property
-    def _marks(self) -> list[str]:
+    def marks(self) -> list[str]:
+        """What each preview is generated from and how, in the names of its files."""
         generated_by = None if self.other is None else self.family.fingerprint()
         return [_mark(request, generated_by) for request in self.requests]
 

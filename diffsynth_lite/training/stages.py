@@ -18,6 +18,7 @@ from diffsynth_lite.files import write_json
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile, read_items, start_trackers
 from diffsynth_lite.run_folder.progress import is_logged
+from diffsynth_lite.scores.job import cut_back
 from diffsynth_lite.training.builder import (
     TrainingObjects,
     build_compiler,
@@ -184,6 +185,7 @@ def _write_start(run: Run, start: Start) -> None:
     for file in folder.row_files:
         MetricsFile(file).cut_back_to(start.step or -1)
     run.store.cut_back_to(start.step)
+    cut_back(folder.scores_file, folder.scored_folder, start.step)
     _warn_of_lost_rows(run, start)
 
 

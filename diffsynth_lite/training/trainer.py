@@ -190,7 +190,7 @@ def evaluate(
         with shutdown.timing("evaluation"):  # Previews are left out by a run that is to stop.
             measured = _between_steps(built, measure_loss) or MeasuredLoss()
             _between_steps(built, lambda: built.item_losses.record(built.transformer, step))
-        _between_steps(built, lambda: built.previews.generate(built.transformer, step))
+        _between_steps(built, lambda: built.generate(step))
     measure_updates(built, step)
     built.sample_losses.write(step)  # The best so far is saved below.
     if measured.values:
@@ -204,9 +204,9 @@ def evaluate(
 def _make_up_previews(run: Run, built: TrainingObjects, saver: Saver, step: int) -> None:
     """Generate previews that were due at the step that a run resumes from, and left out when it stopped."""
     were_due = step < run.config.train.steps and _is_due(step, run.config.validation.every_steps, step + 1)
-    if were_due and from_main_process(built.accelerator, built.previews.are_missing, step):
+    if were_due and from_main_process(built.accelerator, built.lacks_images, step):
         with _as_measured(built, saver):
-            _between_steps(built, lambda: built.previews.generate(built.transformer, step))
+            _between_steps(built, lambda: built.generate(step))
 
 
 def _as_measured(built: TrainingObjects, saver: Saver) -> AbstractContextManager[None]:

@@ -316,7 +316,7 @@ def test_another_input_image_negative_prompt_or_number_of_layers_is_another_prev
 
     def marks(**changes: object) -> list[str]:
         requests = [dataclasses.replace(request, **changes) for request in shown.requests]
-        return dataclasses.replace(shown, requests=requests)._marks
+        return dataclasses.replace(shown, requests=requests).marks
 
     assert marks() == marks(negative_prompt="blurry")  # the guidance scale is 1, so it steers nothing
     guided, otherwise = marks(guidance_scale=4.0), marks(guidance_scale=4.0, negative_prompt="blurry")

@@ -19,6 +19,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder
 from diffsynth_lite.training.distributed.agreement import FolderGroup
+from diffsynth_lite.training.scoring.prompts import NOTHING_SCORED, ScoredPrompts
 
 
 class EncodingJob:
@@ -31,7 +32,8 @@ class EncodingJob:
         media: key to the item whose files are encoded.
         prompts: key to a caption or the prompt of a preview.
         datasets: plan of each data set, and a row for each of its items.
-        preview_keys: key of each preview's prompt, and of its negative prompt.
+        preview_keys: key of each preview's prompt, and of its negative prompt; then those of ``scored``.
+        scored: what scores of the run are made of.
     """
 
     def __init__(self, config: Config, family: ModelFamily, device: torch.device, group: FolderGroup) -> None:
@@ -44,6 +46,7 @@ class EncodingJob:
         self.prompts: dict[str, PromptItem] = {}
         self.datasets: list[tuple[DatasetPlan, ItemTable]] = []
         self.preview_keys: list[tuple[str, str]] = []
+        self.scored = NOTHING_SCORED
         self._tag_separator = config.data.tag_separator
         self._edits = family.edits
         self._media_encoder = Encoder(
@@ -124,12 +127,21 @@ class EncodingJob:
             unconditional_key=self._add_caption(item, "", is_negative=True) if has_unconditional else None,
         )
 
+    def add_scored(self, scored: ScoredPrompts, *, negative: str) -> None:
+        """Also encode the prompts of scores, each with what its item starts from."""
+        self.scored = scored
+        for prompt in scored.all:
+            self.add_preview(self._prompt_of(prompt.items[0], prompt.text), negative=negative)
+
     def _add_caption(self, item: TrainingItem, text: str, *, is_negative: bool = False) -> str:
+        return self._add_prompt(self._prompt_of(item, text, is_negative=is_negative))
+
+    def _prompt_of(self, item: TrainingItem, text: str, *, is_negative: bool = False) -> PromptItem:
         inputs = () if item.is_clip else item.record.inputs
         sees_images = self._edits.negative_sees_images or not is_negative
         if not (inputs or item.is_clip) or not (self._edits.prompt_sees_images and sees_images):
-            return self._add_prompt(PromptItem(text=text, is_negative=is_negative))
-        prompt = PromptItem(
+            return PromptItem(text=text, is_negative=is_negative)
+        return PromptItem(
             text=text,
             is_negative=is_negative,
             images=inputs,
@@ -137,7 +149,6 @@ class EncodingJob:
             background=item.background,
             clip=item if item.is_clip else None,
         )
-        return self._add_prompt(prompt)
 
     def _add_prompt(self, prompt: PromptItem) -> str:
         key = prompt.key(self.cache, self._prompt_encoder.identity)

@@ -56,6 +56,13 @@ from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.seals import require_seal
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem, thumbnail_of
 from diffsynth_lite.training.preview_requests import build_preview, input_files, preview_size
+from diffsynth_lite.training.scoring.prompts import (
+    NOTHING_SCORED,
+    NUM_PROMPTS,
+    ScoredPrompts,
+    choose_prompts,
+    request_of,
+)
 from diffsynth_lite.training.shortages import shortages_explained
 
 logger = logging.getLogger(__name__)
@@ -71,6 +78,8 @@ class TrainingData(UsableData):
             nothing is held out.
         validation_identity: of the whole data set of these items.
         tracked_items: those of ``items`` whose losses are measured one by one.
+        previews: those of ``validation.prompts``, then those of ``scored``.
+        scored: the prompts of scores.
     """
 
     tensors: EntryReader
@@ -79,6 +88,7 @@ class TrainingData(UsableData):
     validation_identity: DataIdentity
     tracked_items: Sequence[TrackedItem]
     previews: Sequence[PreviewRequest]
+    scored: ScoredPrompts = NOTHING_SCORED
     orders: Orders = draw_order
 
 
@@ -114,7 +124,8 @@ class RunEncoder:
         job = EncodingJob(config, family, accelerator.device, group)
         trained_on = plan_dataset(training.records, rules, *shared).without(training.unread)
         job.add_dataset(trained_on, has_unconditional=config.needs_empty_captions)
-        measured = records_of(self.part, held_out.records[: config.validation.loss_items])
+        num_measured = max(config.validation.loss_items, NUM_PROMPTS * config.validation.scores)
+        measured = records_of(self.part, held_out.records[:num_measured])
         held_out_plan = plan_dataset(measured, held_out_rules(rules), *shared)
         job.add_dataset(held_out_plan, has_unconditional=config.objective.guidance_target is not None)
         require_same_items(accelerator, *(table for _, table in job.datasets))
@@ -125,15 +136,21 @@ class RunEncoder:
             check_vae_tiling(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
         if family.with_audio and self.part.is_whole:
             require_audio(config, trained_on)
+        scored = NOTHING_SCORED
+        if self.part.is_whole:  # of a part nobody knows which of all items are chosen
+            scored = choose_prompts(config, family, trained_on.items, held_out_plan.items)
         if config.validation.model_path is None:  # else another model's encoder encodes them
             self._add_previews(family, job)
+            job.add_scored(scored, negative=config.validation.negative_prompt)
+        job.scored = scored
         return job
 
-    def plan_previews(self, family: ModelFamily) -> EncodingJob:
-        """Only the prompts of the previews."""
+    def plan_previews(self, family: ModelFamily, scored: ScoredPrompts = NOTHING_SCORED) -> EncodingJob:
+        """Only the prompts of the previews, and of scores."""
         group = find_cache_group(self.config, self.accelerator)
         job = EncodingJob(self.config, family, self.accelerator.device, group)
         self._add_previews(family, job)
+        job.add_scored(scored, negative=self.config.validation.negative_prompt)
         return job
 
     def _add_previews(self, family: ModelFamily, job: EncodingJob) -> None:
@@ -220,7 +237,7 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
     if config.validation.model_path is None:
         previews = _encoded_previews(config, checked.family, job, tensors)
     else:
-        previews = encode_previews(config, checked.preview_family, accelerator)
+        previews = encode_previews(config, checked.preview_family, accelerator, scored=job.scored)
     planned = {item.name: item for item in job.datasets[0][0].items}
 
     def shown(_: int, row: ItemRow) -> tuple[str, Callable[[], str | None]]:
@@ -237,6 +254,7 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
         validation_identity=validation.identity,
         tracked_items=tracked_items(config, trained_on.items, tensors, shown),
         previews=previews,
+        scored=job.scored,
     )
 
 
@@ -250,15 +268,20 @@ def encode_part(config: Config, checked: CheckedData, accelerator: Accelerator, 
 
 
 def encode_previews(
-    config: Config, family: ModelFamily, accelerator: Accelerator, *, sealed: SealedEntries | None = None
+    config: Config,
+    family: ModelFamily,
+    accelerator: Accelerator,
+    *,
+    sealed: SealedEntries | None = None,
+    scored: ScoredPrompts = NOTHING_SCORED,
 ) -> list[PreviewRequest]:
-    """Encode only the prompts of the previews that the cache does not hold; the encoder is freed.
+    """Encode only the prompts of previews and scores that the cache does not hold; the encoder is freed.
 
     Args:
         sealed: entries that are taken before those of the cache.
     """
     with RunEncoder.opened(config, accelerator) as encoder:
-        job = encoder.plan_previews(family)
+        job = encoder.plan_previews(family, scored)
         if sealed is not None:
             job.leave_out(sealed)
         encoder.encode_previews(job)
@@ -270,10 +293,14 @@ def encode_previews(
 def _encoded_previews(
     config: Config, family: ModelFamily, job: EncodingJob, tensors: EntryReader
 ) -> list[PreviewRequest]:
-    return [
-        build_preview(config, family, place, _require(tensors, prompt_key), _require(tensors, negative_key))
-        for place, (prompt_key, negative_key) in enumerate(job.preview_keys)
+    found = [tuple(_require(tensors, key) for key in keys) for keys in job.preview_keys]
+    num_previews = len(config.validation.prompts)
+    previews = [
+        build_preview(config, family, place, *both) for place, both in enumerate(found[:num_previews])
     ]
+    pairs = zip(job.scored.all, found[num_previews:], strict=True)
+    scored = [request_of(config, family, one, place, *both) for place, (one, both) in enumerate(pairs)]
+    return previews + scored
 
 
 def _usable_datasets(

@@ -1,10 +1,11 @@
 """This file chooses the prompts that scores are made of, and the images that theirs are compared with.
 
-New prompts are captions of held-out items, taught ones those of training items. Plain prompts do not name what
-is taught: they are given, else captions of sources that are preserved, else captions of training items without
-the trigger and without the phrases that most of them have in common, of those that have one of them.
+New prompts are captions of held-out items, taught ones those of training items. Plain prompts do not name
+what is taught: they are given, else captions of sources that are preserved, else captions of training items
+without the trigger and the phrases that most of them have in common, of those that have one of them.
 """
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,12 +17,15 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.data.captions import trigger_pattern
 from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.items import TrainingItem
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, PreviewRequest
+from diffsynth_lite.scores.recommendation import FEWEST_PROMPTS
 from diffsynth_lite.training.data_settings import data_sources
 from diffsynth_lite.training.preview_requests import any_preview
 from diffsynth_lite.training.scoring.phrases import constant_phrases
+
+logger = logging.getLogger(__name__)
 
 NUM_PROMPTS = 16
 """Of each kind, at most: more prompts count for more than more seeds of each."""
@@ -37,8 +41,8 @@ class ScoredPrompt:
     """A prompt.
 
     Attributes:
-        items: what an image for it is compared with; it starts from what the first one starts from. Of a plain
-            prompt, which is compared with nothing, only that.
+        items: what an image for it is compared with; it starts from what the first one starts from. An image
+            for a plain prompt is compared with none.
     """
 
     text: str
@@ -59,6 +63,9 @@ class ScoredPrompts:
         return [*self.new, *self.plain, *self.taught]
 
 
+NOTHING_SCORED = ScoredPrompts()
+
+
 def choose_prompts(
     config: Config, family: ModelFamily, trained_on: Sequence[TrainingItem], held_out: Sequence[TrainingItem]
 ) -> ScoredPrompts:
@@ -68,28 +75,36 @@ def choose_prompts(
         UserError: there are too few of a kind, or the items are of a kind that is not scored.
     """
     if not config.validation.scores:
-        return ScoredPrompts()
+        return NOTHING_SCORED
     _check_kinds([*trained_on, *held_out])
     preserved = {place for place, source in enumerate(data_sources(config)) if source.preserve}
     taught = [item for item in trained_on if item.record.source not in preserved]
     new = _by_caption(held_out, family)
     if len(new) < _FEWEST:
         raise UserError(
-            f"validation.scores: the held-out items have {len(new)} different captions, and scores compare at "
-            f"least {_FEWEST} (from 8 on there is a recommendation); hold out more, or give them captions"
+            f"validation.scores: the held-out items have {len(new)} different captions, and scores need at "
+            f"least {_FEWEST}, and 8 for a recommendation; hold out more, or give them captions"
         )
     texts = config.validation.plain_prompts
     texts = texts or [item.record.captions[0] for item in trained_on if item.record.source in preserved]
     texts = evenly_spread(list(dict.fromkeys(texts or _without_taught(config, taught))), NUM_PROMPTS)
     if len(texts) < _FEWEST:
         raise UserError(
-            f"validation.plain_prompts: {len(texts)} can be written from the captions, as too few of them have "
-            "data.trigger or a phrase that most have in common; give 16 prompts that do not name what is "
-            "taught, but what is like it"
+            f"validation.plain_prompts: {len(texts)} can be written from the captions, as too few of them "
+            "have data.trigger or a phrase that most have in common; give 16 prompts that do not name what "
+            "is taught, but what is like it"
         )
     for text in texts:
         family.check_prompt(text, "validation.plain_prompts")
-    plain = [ScoredPrompt(text=text, items=new[place % len(new)].items[:1]) for place, text in enumerate(texts)]
+    plain = [
+        ScoredPrompt(text=text, items=new[place % len(new)].items[:1]) for place, text in enumerate(texts)
+    ]
+    logger.info(
+        "Scores: %d captions of held-out items, and %d prompts of what is not taught: %s.",
+        *(len(new), len(plain), join_names([repr(text) for text in texts])),
+    )
+    if min(len(new), len(plain)) < FEWEST_PROMPTS:
+        logger.warning("Scores: fewer than %d of a kind give no recommendation.", FEWEST_PROMPTS)
     return ScoredPrompts(new=new, plain=plain, taught=_by_caption(taught, family))
 
 
@@ -132,8 +147,8 @@ def _check_kinds(items: Iterable[TrainingItem]) -> None:
     for item in items:
         if kinds := _UNSCORED.intersection(item.record.kinds):
             raise UserError(
-                f"validation.scores: {item.record.name} is of kind {', '.join(kinds)}, whose files decide most of what "
-                "scores would see; set it to false"
+                f"validation.scores: {item.record.name} is of kind {', '.join(kinds)}, whose files decide "
+                "most of what scores would see; set it to false"
             )
 
 
