@@ -125,8 +125,8 @@ class SampleSession:
     """
 
     def __init__(self, config: Config, family: ModelFamily, accelerator: Accelerator) -> None:
-        self.config, self.family, self.device = config, family, accelerator.device
-        self._accelerator = accelerator
+        self.config, self.family, self.accelerator = config, family, accelerator
+        self.device = accelerator.device
         self._empty = family.empty_transformer()
         self._transformer: torch.nn.Module | None = None
         self._kinds: dict[str, object] = {}
@@ -156,7 +156,7 @@ class SampleSession:
     def close(self) -> None:
         """Free the transformer; another request loads it again."""
         self._transformer, self._kinds = None, {}
-        self._accelerator.free_memory()
+        self.accelerator.free_memory()
         free_memory()  # accelerate collects before it lets go
 
     def generate(self, request: SampleRequest) -> Samples:
@@ -224,6 +224,23 @@ class SampleSession:
         with shortages_explained(), kernels, _full_device_explained():
             yield self.config.model_copy(update={"validation": request.config.validation})
 
+    def generate_requests(
+        self, requests: Sequence[PreviewRequest], loras: Sequence[GivenLora]
+    ) -> Sequence[Generated]:
+        """Generate what is encoded already, with LoRAs or, without any, by the base model.
+
+        Raises:
+            UserError: something that the user can fix, before weights load wherever that is possible.
+            RunStoppedError: the device is full.
+        """
+        kernels = deterministic_kernels() if self.config.train.deterministic else nullcontext()
+        with shortages_explained(), kernels, _full_device_explained():
+            read = [self._read_fitting(lora) for lora in loras]
+            self.family.folder.download_weights(self.family.components)
+            generated = self._sample(self._with_loras(read, 1.0), requests, 1.0)
+            free_memory()  # of the decoder
+        return generated
+
     def count_bytes(self, request: SampleRequest, kept: Path | None = None) -> Phase:
         """The estimated memory of the session with a request, without what torch takes for itself.
 
@@ -280,14 +297,14 @@ class SampleSession:
 
     def _encode_where_it_fits(self, config: Config) -> list[PreviewRequest]:
         try:
-            return encode_previews(config, self.family, self._accelerator)
+            return encode_previews(config, self.family, self.accelerator)
         except (torch.OutOfMemoryError, RunStoppedError) as error:
             is_full = isinstance(error.__cause__ or error, torch.OutOfMemoryError)
             if self._transformer is None or not is_full:
                 raise
         logger.info("The text encoder does not fit next to the transformer, which is loaded again after it.")
         self.close()
-        return encode_previews(config, self.family, self._accelerator)
+        return encode_previews(config, self.family, self.accelerator)
 
     def _with_loras(self, loras: Sequence[_ReadLora], scale: float) -> torch.nn.Module:
         """The model with these LoRAs, in this order, and no others."""
@@ -318,7 +335,7 @@ class SampleSession:
     def _load(self, loras: Mapping[str, _ReadLora]) -> torch.nn.Module:
         logger.info("Loading the transformer.")
         config, family, device = self.config, self.family, self.device
-        host_blocks = share_host_memory(config, family, self._accelerator)
+        host_blocks = share_host_memory(config, family, self.accelerator)
         transformer = load_frozen_transformer(config, family, host_blocks)
         for name, lora in loras.items():
             on = None if host_blocks is None else host_blocks.device
@@ -330,7 +347,7 @@ class SampleSession:
             logger.info("%s", line)
         self._kinds = {name: lora.kind for name, lora in loras.items()}
         # Under the mixed precision of the run, as its previews.
-        prepared: torch.nn.Module = self._accelerator.prepare_model(transformer, evaluation_mode=True)
+        prepared: torch.nn.Module = self.accelerator.prepare_model(transformer, evaluation_mode=True)
         return prepared
 
     def _sample(

@@ -30,20 +30,20 @@ _HASHED_BYTES = 1 << 20
 _MAX_TOKENS = 64
 """That SigLIP was trained with, padded to all of them."""
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float64]
 
 
 class FeatureModels:
     """The model for images and the one for prompts, of which weights are in memory only while they are used.
 
     Attributes:
-        names: of both, as given.
+        names: of both, of a folder its last part.
         identity: equal for the same files, wherever they are.
         num_bytes: of the weights of the larger one, as float32, which is what it takes in host memory.
     """
 
     def __init__(self, names: Sequence[str], folders: Sequence[Path]) -> None:
-        self.names = tuple(names)
+        self.names = tuple(Path(name).name if Path(name).expanduser().is_dir() else name for name in names)
         self._images, self._prompts = folders
         self.identity = _identity(folders)
         self.num_bytes = max((folder / "model.safetensors").stat().st_size for folder in folders)
@@ -71,7 +71,7 @@ class FeatureModels:
         """
         with _loaded(self._images) as (model, processor):
             found = [model(**processor(list(frames), return_tensors="pt")).pooler_output for frames in clips]
-        return np.stack([_unit(of_frames).mean(0).numpy() for of_frames in found]).astype(np.float32)
+        return np.stack([_unit(_unit(of_frames).mean(0)).numpy() for of_frames in found])
 
     def similarity(self, clips: Sequence[Sequence[Image]], prompts: Sequence[str]) -> Floats:
         """How well each clip fits its prompt, (N,), in [-1, 1]: the mean over its frames."""
@@ -84,11 +84,12 @@ class FeatureModels:
                 tokens = tokenizer([prompt.lower()], return_tensors="pt", **settings)
                 seen = model(**processor(list(frames), return_tensors="pt"), input_ids=tokens["input_ids"])
                 found.append(_unit(seen.image_embeds) @ _unit(seen.text_embeds)[0])
-        return np.array([float(of_frames.mean()) for of_frames in found], dtype=np.float32)
+        return np.array([float(of_frames.mean()) for of_frames in found])
 
 
 def _unit(vectors: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.normalize(vectors, dim=-1)
+    # In float64, so that equal images have a distance of 0, however close others are to them.
+    return torch.nn.functional.normalize(vectors.double(), dim=-1)
 
 
 @contextmanager

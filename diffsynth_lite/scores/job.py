@@ -1,7 +1,7 @@
 """This file scores images that lie in files: what has no scores yet gets them, after a kill, too."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,18 +61,19 @@ class ScoreJob:
         self._path, self._subject, self._models = path, subject, models
         self._references: References | None = None
 
-    def update(self, columns: Sequence[ImageColumn]) -> ScoreRecord:
+    def update(self, columns: Sequence[ImageColumn], again: Collection[str] = ()) -> ScoreRecord:
         """Score the columns that the record lacks, and write it.
 
         Args:
             columns: the base first.
+            again: names of those whose images are new, whatever the record has.
 
         Raises:
             UserError: a file or a model cannot be read.
             OSError: the same, or the record cannot be written.
         """
         record = self._read()
-        known = {column.column for column in record.columns} if record else set()
+        known = {column.column for column in record.columns}.difference(again) if record else set()
         for column in columns:
             if column.name not in known:
                 images = self._features(column)

@@ -32,7 +32,9 @@ def save_tiny_siglip(folder: Path, *, seed: int = 0) -> Path:
     """Save a random SigLIP 2, of 100 kB, which sees images of 16 pixels a side; returns ``folder``."""
     tokenizer = gemma_tokenizer(["a", "red", "blue", "circle", "square"])
     inner = {**_SIZES, "intermediate_size": 32}
-    text = {**inner, "vocab_size": len(tokenizer), "max_position_embeddings": 64, "projection_size": 16}
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    text = {**inner, **tokens, "vocab_size": len(tokenizer), "max_position_embeddings": 64}
+    text["projection_size"] = 16
     with seeded(seed):
         model = SiglipModel(SiglipConfig(text_config=text, vision_config={**inner, **_IMAGES}))
     for part in (model, tokenizer, SiglipImageProcessorPil(size={"height": 16, "width": 16})):

@@ -77,7 +77,7 @@ def check_previews(config: Config, family: ModelFamily) -> None:
     family.check_size(*preview_size(config, family), keys="validation.width, validation.height")
     if validation.num_frames is not None:
         family.check_frames(validation.num_frames, key="validation.num_frames")
-    if validation.prompts:
+    if validation.prompts or validation.scores:
         _check_sampling(config, family)
     _check_prompts(config, family)
     _check_images_have_effect(config, family)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,35 +9,177 @@ import pytest
 from accelerate.state import AcceleratorState
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, copy_run, differing, make_run, tiny_image
 
-from diffsynth_lite.scores.record import ScoreRecord, read_scores
+from diffsynth_lite.cli.main import main
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.sampling.session import SampleSession
+from diffsynth_lite.scores.record import ScoredColumn, read_scores, write_scores
 from diffsynth_lite.testing.feature_models import save_tiny_dinov2, save_tiny_siglip
+from diffsynth_lite.training.previews import Previews
 
-COLOURS = ("red", "blue", "green")
+NEW = ["ohwx, a red square", "ohwx, a blue square"]
 
 
 @pytest.fixture(scope="module")
-def scored_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
+def scored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
     """A finished run with two scored steps, 2 and 4."""
     root = tmp_path_factory.mktemp("scored")
     run = make_run(root, tiny_model)
-    (root / "held out").mkdir()
-    for place, colour in enumerate(COLOURS):
-        tiny_image(64, 32, 30 + place).save(root / "held out" / f"{place}.png")
-        (root / "held out" / f"{place}.txt").write_text(f"a {colour} square")
-    models = save_tiny_dinov2(root / "dinov2"), save_tiny_siglip(root / "siglip")
+    (root / "kept").mkdir()
+    for place, caption in enumerate(NEW):
+        tiny_image(64, 32, 30 + place).save(root / "kept" / f"{place}.png")
+        (root / "kept" / f"{place}.txt").write_text(caption)
+    save_tiny_dinov2(root / "dinov2")
+    save_tiny_siglip(root / "siglip")
     settings = (
-        *UNWATCHED[1:],
-        *("train.steps=4", "validation.every_steps=1", "validation.scores=true", "data.trigger=ohwx"),
-        *("validation.prompts=[a red circle]", f"validation.data={root}/held out"),
-        f"validation.score_models=[{models[0]}, {models[1]}]",
+        *("validation.loss_items=0", "validation.item_losses=0", "validation.prompts=[a red circle]"),
+        *("validation.num_inference_steps=2", "validation.guidance_scale=1", "data.trigger=ohwx"),
+        *("train.steps=4", "validation.every_steps=2", f"validation.data={root}/kept"),
+        f"validation.score_models=[{root}/dinov2, {root}/siglip]",
     )
-    run = replace(run, settings=settings)
+    run = replace(run, settings=(*settings, "validation.scores=true"))
     assert run.train() == 0
     AcceleratorState._reset_state(reset_partial_state=True)
     return run
 
 
-def test_a(scored_run: TinyRun, caplog):
-    print(read_scores(scored_run.folder / "scores.json"))
-    print(sorted(p.name for p in (scored_run.folder / "previews").rglob("*")))
-    assert 0
+@pytest.fixture
+def scored_run(scored: TinyRun, tmp_path: Path) -> TinyRun:
+    return copy_run(scored, tmp_path)
+
+
+def columns(run: TinyRun) -> dict[str, ScoredColumn]:
+    return {column.column: column for column in read_scores(run.folder / "scores.json").columns}
+
+
+def test_the_base_and_each_saved_step_are_scored_and_the_training_is_the_same_as_without(
+    scored_run: TinyRun,
+) -> None:
+    record = read_scores(scored_run.folder / "scores.json")
+    assert [column.column for column in record.columns] == ["base", "2", "4"]
+    assert record.new_prompts == tuple(NEW)
+    assert record.plain_prompts == ("a red circle", "a red circle on a white background")
+    assert record.taught_prompts == tuple(f"ohwx, {text}" for text in record.plain_prompts)
+    assert record.models == ("dinov2", "siglip")
+    base, _, last = record.columns
+    assert base.kept == pytest.approx((1.0, 1.0))
+    assert max(last.kept) < 0.999999
+    images = sorted((scored_run.folder / "previews" / "scores").iterdir())
+    assert len(images) == 3 * 6
+    assert len({path.read_bytes() for path in images[:6]}) == 6
+    assert not list((scored_run.folder / "previews").glob("step-00000002-prompt-01*"))
+
+    plain = replace(scored_run, settings=scored_run.settings[:-1])
+    folder = scored_run.root / "plain"
+    assert plain.train(f"output.dir={folder}") == 0
+    assert not (folder / "scores.json").exists()
+    assert plain.metrics(folder) == scored_run.metrics()
+    assert differing(checkpoint_tensors(folder, 4), checkpoint_tensors(scored_run.folder, 4)) == []
+    weights = "lora/pytorch_lora_weights.safetensors"
+    assert (folder / weights).stat().st_size == (scored_run.folder / weights).stat().st_size
+
+
+def without_last_checkpoint(run: TinyRun) -> None:
+    shutil.rmtree(run.folder / "checkpoints" / "step-00000004")
+    (run.folder / "status.json").unlink()
+
+
+def recorded_generation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that images for scores are generated of."""
+    steps, generate = [], Previews.generate
+
+    def note(self: Previews, transformer: object, step: int) -> Path | None:
+        steps.extend([step] * (self.folder.name == "scores"))
+        return generate(self, transformer, step)
+
+    monkeypatch.setattr(Previews, "generate", note)
+    return steps
+
+
+def test_a_run_that_was_killed_before_the_scores_makes_them_of_the_images_and_later_ones_again(
+    scored_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, before = scored_run.folder / "scores.json", columns(scored_run)
+    without_last_checkpoint(scored_run)
+    record = read_scores(file)
+    write_scores(file, record.model_copy(update={"columns": (record.base, record.columns[2])}))
+    generated = recorded_generation(monkeypatch)
+    assert scored_run.train() == 0
+    assert generated == [4]
+    assert columns(scored_run) == before
+
+
+def test_another_measure_starts_the_scores_over_and_the_base_is_without_the_lora(
+    scored_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_last_checkpoint(scored_run)
+    shutil.rmtree(scored_run.folder / "previews" / "scores")
+    generated = recorded_generation(monkeypatch)
+    assert scored_run.train("validation.seed=1") == 0
+    assert generated == [0, 2, 4]
+    assert "measured in another way" in caplog.text
+    assert list(columns(scored_run)) == ["base", "2", "4"]
+    of_base = {path: path.read_bytes() for path in (scored_run.folder / "previews/scores").glob("*00-prompt*")}
+    for path in of_base:
+        path.unlink()
+    assert main(["score", str(scored_run.folder)]) == 0
+    assert {path: path.read_bytes() for path in of_base} == of_base
+    assert len(of_base) == 6
+
+
+def test_the_command_scores_what_a_run_lacks_and_loras_of_others(
+    scored_run: TinyRun,
+    foreign_lora: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = columns(scored_run)
+    generate, loras = SampleSession.generate_requests, []
+
+    def note(self, requests, given):
+        loras.append([lora.name for lora in given])
+        return generate(self, requests, given)
+
+    monkeypatch.setattr(SampleSession, "generate_requests", note)
+    (scored_run.folder / "scores.json").unlink()
+    for image in (scored_run.folder / "previews" / "scores").glob("step-0000000[04]*"):
+        image.unlink()
+    other = ("--lora", f"{foreign_lora}:0.5", "--json")
+    assert main(["score", str(scored_run.folder), *other]) == 0
+    assert loras == [[], ["step-00000004"], ["foreign"]]
+    found = columns(scored_run)
+    assert [(name, column.step) for name, column in found.items()] == [
+        *(("base", 0), ("2", 2), ("4", 4), ("foreign", None)),
+    ]
+    assert {name: found[name] for name in before} == before
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["reason"] == "too few prompts"
+    assert [column["column"] for column in printed["columns"]] == ["2", "4", "foreign"]
+    assert main(["score", str(scored_run.folder), *other[:2]]) == 0
+    assert len(loras) == 3
+    assert "No LoRA is recommended: too few prompts." in capsys.readouterr().out
+
+
+REFUSED = {
+    "validation.data=null": "validation.scores: compares with items that are not trained on, and none are held",
+    "validation.every_steps=null": "validation.every_steps: with validation.scores, steps that are both evaluated",
+    "validation.every_steps=3": "validation.every_steps: with validation.scores, steps that are both evaluated",
+    "validation.score_models=[no/dinov2, no/siglip]": "validation.score_models: no/dinov2 is not in the hub's",
+    "validation.score_models=[{root}/siglip, {root}/dinov2]": "siglip is a siglip; give one for images (DINOv2)",
+    "validation.score_models=[{root}/data, {root}/siglip]": "data has no config.json; preprocessor_config.json",
+    "data.trigger=null": "validation.plain_prompts: 0 can be written from the captions",
+    "validation.data={root}/one": "validation.scores: the held-out items have 1 different captions",
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), REFUSED.items())
+def test_what_cannot_be_scored_is_refused_before_weights_load(
+    scored_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: str, message: str
+) -> None:
+    monkeypatch.setattr(QwenImage, "load_prompt_encoder", lambda *_: pytest.fail("weights were loaded"))
+    root = scored_run.root
+    (root / "one").mkdir()
+    for name in ("0.png", "0.txt"):
+        shutil.copy(root / "kept" / name, root / "one" / name)
+    other = f"output.dir={root}/other"
+    assert scored_run.train(setting.format(root=root), other) == 2
+    assert message in caplog.text

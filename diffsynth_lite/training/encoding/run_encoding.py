@@ -49,6 +49,7 @@ from diffsynth_lite.training.encoding.dataset import (
     check_vae_tiling,
     find_cache_group,
     plan_dataset,
+    read_records,
     records_of,
     require_audio,
 )
@@ -288,6 +289,23 @@ def encode_previews(
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     entries = tensors if sealed is None else sealed.before(tensors)
     return _encoded_previews(config, family, job, entries)
+
+
+def encode_scored(
+    config: Config, family: ModelFamily, accelerator: Accelerator
+) -> tuple[ScoredPrompts, list[PreviewRequest]]:
+    """The prompts of a run's scores, and their encoded requests; of the data nothing is encoded.
+
+    Args:
+        config: without prompts of previews.
+    """
+    problems = Problems()
+    training, held_out = read_records(config, accelerator, problems)
+    problems.require_none()
+    checked = CheckedData(family=family, training=training, held_out=held_out, preview_family=family)
+    with RunEncoder.opened(config, accelerator) as encoder:
+        scored = encoder.plan(checked).scored
+    return scored, encode_previews(config, family, accelerator, scored=scored)
 
 
 def _encoded_previews(
