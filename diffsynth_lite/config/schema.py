@@ -109,7 +109,7 @@ class Config(Settings):
             (generates, "validation", of_previews, "without validation.prompts"),
             (is_guided, "validation", "negative_prompt", "while validation.guidance_scale is at most 1"),
             (validation.scores, "validation", "plain_prompts score_models", "without validation.scores"),
-            (loss, "validation", "data", "while validation.loss_items is 0"),
+            (loss or validation.scores, "validation", "data", "while validation.loss_items is 0"),
             (watched, "validation", "every_steps", "without prompts, loss_items and item_losses"),
             (loss and self.holds_out, "output", "keep_best", "without a loss on held-out items"),
             (train.ema_decay is not None, "validation", "use_ema", "without train.ema_decay"),

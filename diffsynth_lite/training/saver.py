@@ -47,6 +47,7 @@ from diffsynth_lite.training.optimization.averages import AveragedWeights, Movin
 from diffsynth_lite.training.optimization.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.optimization.optimizers import measures_average
 from diffsynth_lite.training.preview_requests import preview_size
+from diffsynth_lite.training.scoring.prompts import NUM_PROMPTS
 from diffsynth_lite.training.session import Run, Start
 from diffsynth_lite.training.stopping import Patience
 
@@ -434,16 +435,21 @@ def num_best_copies_to_come(config: Config, *, start_step: int) -> int:
 
 def preview_bytes(config: Config, family: ModelFamily, start_step: int) -> int:
     """Most bytes of the previews to come; of videos the strips of their frames, without the MP4."""
-    steps, every = config.train.steps, config.validation.every_steps or config.train.steps
+    steps = config.train.steps
     if start_step >= steps:
         return 0
-    num_times = steps // every - start_step // every + (steps % every > 0) + (start_step == 0)
+
+    def num_times(every: int) -> int:
+        return steps // every - start_step // every + (steps % every > 0) + (start_step == 0)
+
+    num_previews = num_times(config.validation.every_steps or steps) * len(config.validation.prompts)
+    num_scored = num_times(config.score_every_steps or steps) * 3 * NUM_PROMPTS * config.validation.scores
     width, height = preview_size(config, family)
     # Layers are in the strip, and in a file each.
     num_layers = 2 * num_preview_layers(config, family)
     num_images = num_layers or min(num_preview_frames(config, family), STRIP_FRAMES)
     image: int = _BYTES_PER_PIXEL * width * height * num_images
-    return num_times * len(config.validation.prompts) * image
+    return (num_previews + num_scored) * image
 
 
 def _needed_bytes(run: Run, start: Start) -> int:

@@ -123,6 +123,9 @@ ELSEWHERE = _changes(
     "validation.last_frames=[end.png] & validation.prompts=[a red circle] & validation.inputs=[start.png]",
     *("validation.num_frames=9", "validation.num_layers=2", "validation.data=elsewhere"),
     "train.stop_after=2 & validation.data=elsewhere & validation.every_steps=1",
+    "validation.scores=true & validation.data=elsewhere & validation.every_steps=1 "
+    "& output.checkpoint_every_steps=1",
+    *("validation.plain_prompts=[a dog]", "validation.score_models=[elsewhere, elsewhere]"),
     "memory.shard_base=all",
     *("train.context_parallel=2", "train.context_parallel_kind=ring & train.context_parallel=2"),
 )

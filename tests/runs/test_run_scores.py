@@ -1,4 +1,4 @@
-"""A run whose steps are scored with tiny DINOv2 and SigLIP: what is generated and kept, and what is refused."""
+"""A run whose steps are scored with tiny DINOv2 and SigLIP: what is generated and kept, what is refused."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
-from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, copy_run, differing, make_run, tiny_image
+from tiny_run import TinyRun, checkpoint_tensors, copy_run, differing, make_run, tiny_image
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -118,7 +118,9 @@ def test_another_measure_starts_the_scores_over_and_the_base_is_without_the_lora
     assert generated == [0, 2, 4]
     assert "measured in another way" in caplog.text
     assert list(columns(scored_run)) == ["base", "2", "4"]
-    of_base = {path: path.read_bytes() for path in (scored_run.folder / "previews/scores").glob("*00-prompt*")}
+    of_base = {
+        path: path.read_bytes() for path in (scored_run.folder / "previews/scores").glob("*00-prompt*")
+    }
     for path in of_base:
         path.unlink()
     assert main(["score", str(scored_run.folder)]) == 0
@@ -159,13 +161,14 @@ def test_the_command_scores_what_a_run_lacks_and_loras_of_others(
     assert "No LoRA is recommended: too few prompts." in capsys.readouterr().out
 
 
+MODELS = "validation.score_models=[{root}/%s, {root}/%s]"
 REFUSED = {
-    "validation.data=null": "validation.scores: compares with items that are not trained on, and none are held",
-    "validation.every_steps=null": "validation.every_steps: with validation.scores, steps that are both evaluated",
-    "validation.every_steps=3": "validation.every_steps: with validation.scores, steps that are both evaluated",
-    "validation.score_models=[no/dinov2, no/siglip]": "validation.score_models: no/dinov2 is not in the hub's",
-    "validation.score_models=[{root}/siglip, {root}/dinov2]": "siglip is a siglip; give one for images (DINOv2)",
-    "validation.score_models=[{root}/data, {root}/siglip]": "data has no config.json; preprocessor_config.json",
+    "validation.data=null": "compares with items that are not trained on, and none are held out; set",
+    "validation.every_steps=null": "are both evaluated and saved are scored: here only the last is; set it to 2",
+    "validation.every_steps=3": "that are both evaluated and saved are scored: here only the last is",
+    "validation.score_models=[no/dinov2, no/siglip]": "validation.score_models: no/dinov2 is not in the hub",
+    MODELS % ("siglip", "dinov2"): "siglip is a siglip; give one for images (DINOv2)",
+    MODELS % ("data", "siglip"): "data has no config.json; preprocessor_config.json",
     "data.trigger=null": "validation.plain_prompts: 0 can be written from the captions",
     "validation.data={root}/one": "validation.scores: the held-out items have 1 different captions",
 }
@@ -173,7 +176,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(("setting", "message"), REFUSED.items())
 def test_what_cannot_be_scored_is_refused_before_weights_load(
-    scored_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: str, message: str
+    scored_run: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    setting: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(QwenImage, "load_prompt_encoder", lambda *_: pytest.fail("weights were loaded"))
     root = scored_run.root

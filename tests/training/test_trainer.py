@@ -95,6 +95,7 @@ def objects(model: torch.nn.Module, *steps: Sequence[Batch], **changes: Any) -> 
         "sample_losses": None,
         "layer_updates": None,
         "previews": None,
+        "scores": None,
         "weights": WeightStream([], accelerator.device),
         "compiler": BlockCompiler([]),
     }
