@@ -47,6 +47,11 @@ _PRESERVED = (
     "{:.0f} % of the samples, if all sources hold as many items, are preserved: a forward pass more each."
 )
 
+_SCORED = (
+    "Scores: up to {} images of the base and of each of {} steps, in the time of as many previews; then the "
+    "models of validation.score_models, one after the other, on the CPU: the default ones take 1.4 GiB."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite plan``."""
@@ -164,6 +169,7 @@ def _print(console: Console, answer: "Answer", *, shows_all: bool) -> None:
 
 def _subject_lines(answer: "Answer") -> Iterator[str]:
     """What is counted, and how."""
+    from diffsynth_lite.training.encoding.scored_prompts import NUM_PROMPTS
     from diffsynth_lite.training.planning.subject import preserved_share
 
     planner, config = answer.planner, answer.planner.config
@@ -174,6 +180,9 @@ def _subject_lines(answer: "Answer") -> Iterator[str]:
         yield "Counted and estimated as with train.compile=off."
     if answer.asked.num_processes > 1:
         yield "What the processes exchange takes time on top."
+    if config.validation.scores:
+        every = config.score_every_steps or config.train.steps
+        yield _SCORED.format(3 * NUM_PROMPTS, -(-config.train.steps // every))
     if share := preserved_share(config):
         yield _PRESERVED.format(100 * share)
 

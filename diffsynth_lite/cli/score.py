@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _EXPLANATION = (
     "Images are generated for captions of held-out items (validation.data=FOLDER where the run held none "
-    "out), of training items, and for prompts of what was not taught, of the base, too. What is there in previews/scores of the run is not generated again."
+    "out), of training items, and for prompts of what was not taught, of the base, too. "
+    "What is there in previews/scores of the run is not generated again."
 )
 
 

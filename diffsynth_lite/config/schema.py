@@ -75,6 +75,7 @@ class Config(Settings):
         checkpointing = train.use_gradient_checkpointing or is_auto
         is_guided = not generates or validation.guidance_scale > 1
         of_previews = "model_path num_frames negative_prompt num_inference_steps guidance_scale width height"
+        of_prompts = "inputs last_frames control inpaint_masks faces"
         parts = [
             (offload or visits, "memory", "min_bytes", "while the offload is off and nothing is streamed"),
             (offload or streams, "memory", "host_gib", "while the offload is off and stream_blocks is 0"),
@@ -100,12 +101,7 @@ class Config(Settings):
             (data.audio, "objective", "audio_loss_weight", "while data.audio is off"),
             (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),
             (data.on_bad_item == "skip", "data", "max_bad_ratio", "while data.on_bad_item is error"),
-            (
-                previews,
-                "validation",
-                "inputs last_frames control inpaint_masks faces",
-                "without validation.prompts",
-            ),
+            (previews, "validation", of_prompts, "without validation.prompts"),
             (generates, "validation", of_previews, "without validation.prompts"),
             (is_guided, "validation", "negative_prompt", "while validation.guidance_scale is at most 1"),
             (validation.scores, "validation", "plain_prompts score_models", "without validation.scores"),
@@ -202,7 +198,7 @@ class Config(Settings):
         validation, steps, saved = self.validation, self.train.steps, self.output.checkpoint_every_steps
         if not validation.scores:
             return
-        if self.validation.data is None:
+        if not self.holds_out:
             yield Problem(
                 ("validation.scores", "validation.data"),
                 "compares with items that are not trained on, and none are held out; set data.hold_out: 0.1, "

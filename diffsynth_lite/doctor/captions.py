@@ -10,7 +10,7 @@ from typing import Any
 
 from diffsynth_lite.captioning.cleaning import boilerplate_in, refusal_in
 from diffsynth_lite.data.captions import CJK, json_object, trigger_pattern
-from diffsynth_lite.training.scoring.phrases import CONSTANT, MIN_CAPTIONS, ConstantPhrase, constant_phrases
+from diffsynth_lite.training.encoding.phrases import CONSTANT, MIN_CAPTIONS, ConstantPhrase, constant_phrases
 
 _WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
 _IS_CJK = re.compile(f"[{CJK}]")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from PIL.Image import Image
 
 from diffsynth_lite.core.noise.densities import LevelShares
-from diffsynth_lite.training.scoring.phrases import ConstantPhrase
+from diffsynth_lite.training.encoding.phrases import ConstantPhrase
 
 _KINDS = {
     "image": "image",

@@ -41,13 +41,13 @@ from diffsynth_lite.training.checkpoint.manifest import (
 from diffsynth_lite.training.data_settings import num_preview_frames, num_preview_layers
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
+from diffsynth_lite.training.encoding.scored_prompts import NUM_PROMPTS
 from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
 from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.optimization.averages import AveragedWeights, MovingAverage
 from diffsynth_lite.training.optimization.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.optimization.optimizers import measures_average
 from diffsynth_lite.training.preview_requests import preview_size
-from diffsynth_lite.training.scoring.prompts import NUM_PROMPTS
 from diffsynth_lite.training.session import Run, Start
 from diffsynth_lite.training.stopping import Patience
 

@@ -164,7 +164,7 @@ def test_the_command_scores_what_a_run_lacks_and_loras_of_others(
 MODELS = "validation.score_models=[{root}/%s, {root}/%s]"
 REFUSED = {
     "validation.data=null": "compares with items that are not trained on, and none are held out; set",
-    "validation.every_steps=null": "are both evaluated and saved are scored: here only the last is; set it to 2",
+    "validation.every_steps=null": "evaluated and saved are scored: here only the last is; set it to 2",
     "validation.every_steps=3": "that are both evaluated and saved are scored: here only the last is",
     "validation.score_models=[no/dinov2, no/siglip]": "validation.score_models: no/dinov2 is not in the hub",
     MODELS % ("siglip", "dinov2"): "siglip is a siglip; give one for images (DINOv2)",

@@ -19,7 +19,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder
 from diffsynth_lite.training.distributed.agreement import FolderGroup
-from diffsynth_lite.training.scoring.prompts import NOTHING_SCORED, ScoredPrompts
+from diffsynth_lite.training.encoding.scored_prompts import NOTHING_SCORED, ScoredPrompts
 
 
 class EncodingJob:

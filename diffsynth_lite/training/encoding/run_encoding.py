@@ -54,16 +54,16 @@ from diffsynth_lite.training.encoding.dataset import (
     require_audio,
 )
 from diffsynth_lite.training.encoding.job import EncodingJob
-from diffsynth_lite.training.encoding.seals import require_seal
-from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem, thumbnail_of
-from diffsynth_lite.training.preview_requests import build_preview, input_files, preview_size
-from diffsynth_lite.training.scoring.prompts import (
+from diffsynth_lite.training.encoding.scored_prompts import (
     NOTHING_SCORED,
     NUM_PROMPTS,
     ScoredPrompts,
     choose_prompts,
     request_of,
 )
+from diffsynth_lite.training.encoding.seals import require_seal
+from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem, thumbnail_of
+from diffsynth_lite.training.preview_requests import build_preview, input_files, preview_size
 from diffsynth_lite.training.shortages import shortages_explained
 
 logger = logging.getLogger(__name__)

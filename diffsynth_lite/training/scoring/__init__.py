@@ -1,1 +1,1 @@
-"""What a run's scores are made of: prompts, the images for them, and when they are generated."""
+"""The scores of a run between its steps, and after it."""

@@ -20,8 +20,8 @@ from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.scores.job import ImageColumn, ReadFrames, ScoreJob, ScoreSubject, described
 from diffsynth_lite.scores.recommendation import recommend
 from diffsynth_lite.scores.record import BASE_STEP, ScoredColumn
+from diffsynth_lite.training.encoding.scored_prompts import ScoredPrompt, ScoredPrompts
 from diffsynth_lite.training.previews import Previews
-from diffsynth_lite.training.scoring.prompts import ScoredPrompt, ScoredPrompts
 
 logger = logging.getLogger(__name__)
 

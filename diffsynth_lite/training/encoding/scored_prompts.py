@@ -22,8 +22,8 @@ from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, PreviewRequest
 from diffsynth_lite.scores.recommendation import FEWEST_PROMPTS
 from diffsynth_lite.training.data_settings import data_sources
+from diffsynth_lite.training.encoding.phrases import constant_phrases
 from diffsynth_lite.training.preview_requests import any_preview
-from diffsynth_lite.training.scoring.phrases import constant_phrases
 
 logger = logging.getLogger(__name__)
 
