@@ -2,9 +2,9 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +15,6 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import SUFFIX, lora_copies
 from diffsynth_lite.sampling.request import GivenLora
 from diffsynth_lite.sampling.session import SampleSession
-from diffsynth_lite.scores.job import ImageColumn
 from diffsynth_lite.scores.record import BASE_STEP, ScoreRecord
 from diffsynth_lite.training.encoding.run_encoding import encode_scored
 from diffsynth_lite.training.previews import Previews, model_name
@@ -41,11 +40,10 @@ def score_loras(config: Config, run: RunFolder, others: Sequence[GivenLora]) -> 
             "only while it trains (validation.scores)"
         )
     scored = {"scores": True, "prompts": []}
-    sections = {
-        "validation": config.validation.model_copy(update=scored),
-        "output": config.output.model_copy(update={"dir": str(run.path)}),  # it may have moved
-    }
-    with closing(SampleSession.open(config.model_copy(update=sections), run)) as session:
+    validation = config.validation.model_copy(update=scored)
+    output = config.output.model_copy(update={"dir": str(run.path)})  # it may have moved
+    config = config.model_copy(update={"validation": validation, "output": output})
+    with closing(SampleSession.open(config, run)) as session:
         config, family = session.config, session.family
         prompts, requests = encode_scored(config, family, session.accelerator)
         images = Previews(
@@ -58,59 +56,35 @@ def score_loras(config: Config, run: RunFolder, others: Sequence[GivenLora]) -> 
             has_grid=False,
         )
         job = score_job(config, run, prompts, images)
-        columns = [_Column(images=images, step=BASE_STEP), *_kept(config, run, images)]
-        columns += [
-            _Column(
-                images=replace(images, folder=run.scored_folder / _digest(lora)), step=BASE_STEP, lora=lora
-            )
-            for lora in others
-        ]
-        new = [column for column in columns if column.images.are_missing(column.step)]
-        for column in new:
-            logger.info("Generating: %s.", column.files.name)
-            loras = [] if column.lora is None else [column.lora]
-            generated = session.generate_requests(requests, loras)
-            column.images.save(generated, column.step, [(lora.name, lora.weight) for lora in loras])
-    return job.update(
-        [column.files for column in columns], again=[column.files.name for column in new if column.lora]
-    )
+        base = column_of(images, BASE_STEP)
+        columns, new = [base], []
+        for shown, lora, step in [*_kept(config, run, images), *_others(images, others)]:
+            columns.append(column_of(shown, step or BASE_STEP, name=None if step else lora.name))
+            if shown.are_missing(step or BASE_STEP):
+                new.append(columns[-1].name)
+                logger.info("Generating: %s.", lora.name)
+                generated = session.generate_requests(requests, [lora])
+                shown.save(generated, step or BASE_STEP, [(lora.name, lora.weight)])
+        if images.are_missing(BASE_STEP):
+            logger.info("Generating: base.")
+            images.save(session.generate_requests(requests, []), BASE_STEP, [])
+    return job.update(columns, again=new)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Column:
-    """A LoRA to score, or the base.
-
-    Attributes:
-        images: its previews, in a folder of its own where it is not of the run.
-        step: in the names of its files.
-    """
-
-    images: Previews
-    step: int
-    lora: GivenLora | None = None
-
-    @property
-    def files(self) -> ImageColumn:
-        name = self.lora.name if self.lora is not None and self.step == BASE_STEP else None
-        return column_of(self.images, self.step, name)
-
-
-def _kept(config: Config, run: RunFolder, images: Previews) -> list[_Column]:
+def _kept(
+    config: Config, run: RunFolder, images: Previews
+) -> Iterator[tuple[Previews, GivenLora, int | None]]:
     """The LoRAs that a run kept of its steps, of the weights that it scores."""
     is_average = config.validation.use_ema and config.train.ema_decay is not None
     export = (run.ema_lora_folder if is_average else run.lora_folder).name
-    return [
-        _Column(
-            images=images,
-            step=copy.step,
-            lora=GivenLora(place=copy.path, name=f"step-{copy.step:08d}", weight=1.0),
-        )
-        for copy in lora_copies(run.checkpoints_folder, export)
-    ]
+    for copy in lora_copies(run.checkpoints_folder, export):
+        yield images, GivenLora(place=copy.path, name=f"step-{copy.step:08d}", weight=1.0), copy.step
 
 
-def _digest(lora: GivenLora) -> str:
-    """Name of the folder of its images: another for other weights."""
-    files = sorted(lora.place.glob(f"*{SUFFIX}")) if lora.place.is_dir() else [lora.place]
-    decides = [lora.weight, *map(file_fingerprint, files)]
-    return hashlib.blake2b(repr(decides).encode(), digest_size=6).hexdigest()
+def _others(images: Previews, loras: Sequence[GivenLora]) -> Iterator[tuple[Previews, GivenLora, int | None]]:
+    """LoRAs that are not steps of the run: the images of each are in a folder of its own."""
+    for lora in loras:
+        files = sorted(lora.place.glob(f"*{SUFFIX}")) if lora.place.is_dir() else [lora.place]
+        decides = [lora.weight, *map(file_fingerprint, files)]
+        digest = hashlib.blake2b(repr(decides).encode(), digest_size=6).hexdigest()
+        yield replace(images, folder=images.folder / digest), lora, None

@@ -39,14 +39,12 @@ class FeatureModels:
     Attributes:
         names: of both, of a folder its last part.
         identity: equal for the same files, wherever they are.
-        num_bytes: of the weights of the larger one, as float32, which is what it takes in host memory.
     """
 
     def __init__(self, names: Sequence[str], folders: Sequence[Path]) -> None:
         self.names = tuple(Path(name).name if Path(name).expanduser().is_dir() else name for name in names)
         self._images, self._prompts = folders
         self.identity = _identity(folders)
-        self.num_bytes = max((folder / "model.safetensors").stat().st_size for folder in folders)
 
     @classmethod
     def find(cls, locations: Sequence[str]) -> "FeatureModels":

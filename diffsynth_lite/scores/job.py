@@ -12,7 +12,6 @@ from PIL import Image
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.scores.measures import GeneratedFeatures, References
-from diffsynth_lite.scores.recommendation import JudgedColumn
 from diffsynth_lite.scores.record import ScoredColumn, ScoreRecord, read_scores, write_scores
 
 logger = logging.getLogger(__name__)
@@ -156,16 +155,6 @@ def _frames(file: Path, count: int) -> list[Image.Image]:
         raise UserError(f"{file} cannot be read: {error}; remove it to have it generated again") from error
     width = strip.width // count
     return [strip.crop((place * width, 0, (place + 1) * width, strip.height)) for place in range(count)]
-
-
-def described(judged: JudgedColumn) -> str:
-    """The scores of a LoRA as text for one line."""
-    facts = [
-        f"{name} {interval.value:.2f}"
-        + ("" if interval.low is None else f" ({interval.low:.2f} to {interval.high:.2f})")
-        for name, interval in (("learned", judged.new), ("kept", judged.kept), ("both", judged.total))
-    ]
-    return "; ".join([", ".join([*facts, f"prompt {judged.prompt.value:+.3f}"]), *judged.marks])
 
 
 def cut_back(path: Path, images: Path, step: int) -> None:

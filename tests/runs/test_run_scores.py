@@ -147,7 +147,7 @@ def test_the_command_scores_what_a_run_lacks_and_loras_of_others(
         image.unlink()
     other = ("--lora", f"{foreign_lora}:0.5", "--json")
     assert main(["score", str(scored_run.folder), *other]) == 0
-    assert loras == [[], ["step-00000004"], ["foreign"]]
+    assert loras == [["step-00000004"], ["foreign"], []]
     found = columns(scored_run)
     assert [(name, column.step) for name, column in found.items()] == [
         *(("base", 0), ("2", 2), ("4", 4), ("foreign", None)),
@@ -157,8 +157,8 @@ def test_the_command_scores_what_a_run_lacks_and_loras_of_others(
     assert printed["reason"] == "too few prompts"
     assert [column["column"] for column in printed["columns"]] == ["2", "4", "foreign"]
     assert main(["score", str(scored_run.folder), *other[:2]]) == 0
-    assert len(loras) == 3
-    assert "No LoRA is recommended: too few prompts." in capsys.readouterr().out
+    assert len(loras) == 3  # nothing was generated again
+    assert "The scores recommend no step: there are too few prompts" in capsys.readouterr().out
 
 
 MODELS = "validation.score_models=[{root}/%s, {root}/%s]"

@@ -128,7 +128,7 @@ def request_of(
         conditioning=conditioning,
         negative=negative,
         inputs=inputs,
-        seed=(request.seed + place) % 2**63,
+        seed=request.seed + place,
     )
 
 

@@ -15,9 +15,10 @@ from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import without_adapter
 from diffsynth_lite.media import STRIP_FRAMES
+from diffsynth_lite.report.scores import with_interval
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.scores.features import FeatureModels
-from diffsynth_lite.scores.job import ImageColumn, ReadFrames, ScoreJob, ScoreSubject, described
+from diffsynth_lite.scores.job import ImageColumn, ReadFrames, ScoreJob, ScoreSubject
 from diffsynth_lite.scores.recommendation import recommend
 from diffsynth_lite.scores.record import BASE_STEP, ScoredColumn
 from diffsynth_lite.training.encoding.scored_prompts import ScoredPrompt, ScoredPrompts
@@ -73,7 +74,9 @@ class RunScores:
             return
         for judged in recommend(record).columns:
             if judged.step == step:
-                logger.info("After step %d: scores: %s.", step, described(judged))
+                values = map(with_interval, (judged.total, judged.new, judged.kept, judged.prompt))
+                text = "After step %d: score %s, learned %s, kept %s, prompt %s%s."
+                logger.info(text, step, *values, "".join(f"; {mark}" for mark in judged.marks))
 
     def _is_due(self, step: int) -> bool:
         is_due = step in (BASE_STEP, self.last_step) or (self.every_steps and step % self.every_steps == 0)
