@@ -51,6 +51,11 @@ class Config(Settings):
         return None if evaluated is None else math.lcm(evaluated, self.output.checkpoint_every_steps)
 
     @property
+    def scores_average(self) -> bool:
+        """Whether scores are of the averaged weights of a step."""
+        return self.validation.use_ema and self.train.ema_decay is not None
+
+    @property
     def keeps_distillation(self) -> bool:
         """Whether what trains on a distilled model is kept from undoing its distillation."""
         return self.objective.guidance_target is not None or self.model.training_adapter is not None

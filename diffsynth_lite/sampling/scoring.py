@@ -15,10 +15,11 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import SUFFIX, lora_copies
 from diffsynth_lite.sampling.request import GivenLora
 from diffsynth_lite.sampling.session import SampleSession
+from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.scores.record import BASE_STEP, ScoreRecord
 from diffsynth_lite.training.encoding.run_encoding import encode_scored
 from diffsynth_lite.training.previews import Previews, model_name
-from diffsynth_lite.training.scoring.scores import column_of, score_job
+from diffsynth_lite.training.scoring.job import ImageColumn, ScoreJob
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +56,12 @@ def score_loras(config: Config, run: RunFolder, others: Sequence[GivenLora]) -> 
             vae_dtype=getattr(torch, config.model.vae_dtype),
             has_grid=False,
         )
-        job = score_job(config, run, prompts, images)
-        base = column_of(images, BASE_STEP)
+        models = FeatureModels.find(config.validation.score_models)
+        job = ScoreJob(run.scores_file, prompts, images, models, is_average=config.scores_average)
+        base = ImageColumn.of(images, BASE_STEP)
         columns, new = [base], []
         for shown, lora, step in [*_kept(config, run, images), *_others(images, others)]:
-            columns.append(column_of(shown, step or BASE_STEP, name=None if step else lora.name))
+            columns.append(ImageColumn.of(shown, step or BASE_STEP, name=None if step else lora.name))
             if shown.are_missing(step or BASE_STEP):
                 new.append(columns[-1].name)
                 logger.info("Generating: %s.", lora.name)
@@ -75,8 +77,7 @@ def _kept(
     config: Config, run: RunFolder, images: Previews
 ) -> Iterator[tuple[Previews, GivenLora, int | None]]:
     """The LoRAs that a run kept of its steps, of the weights that it scores."""
-    is_average = config.validation.use_ema and config.train.ema_decay is not None
-    export = (run.ema_lora_folder if is_average else run.lora_folder).name
+    export = (run.ema_lora_folder if config.scores_average else run.lora_folder).name
     for copy in lora_copies(run.checkpoints_folder, export):
         yield images, GivenLora(place=copy.path, name=f"step-{copy.step:08d}", weight=1.0), copy.step
 

@@ -27,6 +27,7 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.run_folder.speed import StepTimer
+from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.checks import CheckedRun, block_policy
 from diffsynth_lite.training.data_settings import data_sources, num_tokens_of
@@ -50,7 +51,8 @@ from diffsynth_lite.training.optimization.optimizers import (
     measures_average,
 )
 from diffsynth_lite.training.previews import Previews, model_name
-from diffsynth_lite.training.scoring.scores import RunScores, score_job
+from diffsynth_lite.training.scoring.job import ScoreJob
+from diffsynth_lite.training.scoring.scores import StepScores
 
 
 @dataclass(kw_only=True)
@@ -88,7 +90,7 @@ class TrainingObjects:
     sample_losses: SampleLossLog
     layer_updates: LayerUpdates
     previews: Previews
-    scores: RunScores
+    scores: StepScores
     weights: WeightStream
     compiler: BlockCompiler
     runs_together: bool = False
@@ -343,14 +345,18 @@ def _build_previews(
     )
 
 
-def _build_scores(config: Config, encoded: TrainingData, previews: Previews, folder: RunFolder) -> RunScores:
+def _build_scores(config: Config, encoded: TrainingData, previews: Previews, folder: RunFolder) -> StepScores:
     requests = encoded.previews[len(config.validation.prompts) :]
-    images = replace(previews, folder=folder.scored_folder, requests=requests, has_grid=False)
-    return RunScores(
+    images, job = replace(previews, folder=folder.scored_folder, requests=requests, has_grid=False), None
+    if requests and images.writes:
+        models = FeatureModels.find(config.validation.score_models)
+        is_average = config.scores_average
+        job = ScoreJob(folder.scores_file, encoded.scored, images, models, is_average=is_average)
+    return StepScores(
         previews=images,
         every_steps=config.score_every_steps,
         last_step=config.train.steps,
-        job=score_job(config, folder, encoded.scored, images) if requests and images.writes else None,
+        job=job,
     )
 
 

@@ -18,7 +18,6 @@ from diffsynth_lite.files import write_json
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile, read_items, start_trackers
 from diffsynth_lite.run_folder.progress import is_logged
-from diffsynth_lite.scores.job import cut_back
 from diffsynth_lite.training.builder import (
     TrainingObjects,
     build_compiler,
@@ -53,6 +52,7 @@ from diffsynth_lite.training.lora_file import read_initial_lora
 from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer
 from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory, suggest_settings
 from diffsynth_lite.training.saver import require_disk_space, restore, warn_of_previews
+from diffsynth_lite.training.scoring.job import cut_back
 from diffsynth_lite.training.session import Run, Start
 from diffsynth_lite.training.shortages import Workload, out_of_memory_explained, shortages_explained
 

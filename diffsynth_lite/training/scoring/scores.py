@@ -1,34 +1,25 @@
 """This file scores a run between its steps: images for its prompts, and from their files the scores."""
 
-import hashlib
-import json
 import logging
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from diffsynth_lite.config import Config
 from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import without_adapter
-from diffsynth_lite.media import STRIP_FRAMES
 from diffsynth_lite.report.scores import with_interval
-from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.scores.features import FeatureModels
-from diffsynth_lite.scores.job import ImageColumn, ReadFrames, ScoreJob, ScoreSubject
 from diffsynth_lite.scores.recommendation import recommend
 from diffsynth_lite.scores.record import BASE_STEP, ScoredColumn
-from diffsynth_lite.training.encoding.scored_prompts import ScoredPrompt, ScoredPrompts
 from diffsynth_lite.training.previews import Previews
+from diffsynth_lite.training.scoring.job import ImageColumn, ScoreJob
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunScores:
+class StepScores:
     """The scores of the steps that are both evaluated and saved.
 
     Attributes:
@@ -68,8 +59,8 @@ class RunScores:
         if steps[:1] != [BASE_STEP]:
             return
         try:
-            record = job.update([column_of(self.previews, known) for known in steps])
-        except (UserError, OSError, MemoryError) as error:
+            record = job.update([ImageColumn.of(self.previews, known) for known in steps])
+        except (UserError, OSError, MemoryError, RuntimeError) as error:  # torch's for a full memory
             logger.warning("Scores after step %d failed; training continues: %s", step, error)
             return
         for judged in recommend(record).columns:
@@ -81,39 +72,3 @@ class RunScores:
     def _is_due(self, step: int) -> bool:
         is_due = step in (BASE_STEP, self.last_step) or (self.every_steps and step % self.every_steps == 0)
         return bool(self.previews.requests and is_due)
-
-
-def column_of(previews: Previews, step: int, name: str | None = None) -> ImageColumn:
-    """The files of a step, or of a LoRA of others, which has a name."""
-    files = [previews.file(step, place) for place in range(len(previews.requests))]
-    return ImageColumn(name=name or ScoredColumn.name(step), step=step if name is None else None, files=files)
-
-
-def score_job(config: Config, folder: RunFolder, prompts: ScoredPrompts, previews: Previews) -> ScoreJob:
-    """The job that scores the images of a run.
-
-    Raises:
-        UserError: a model of ``validation.score_models`` is missing.
-    """
-    models = FeatureModels.find(config.validation.score_models)
-    is_average = config.validation.use_ema and config.train.ema_decay is not None
-    items = [[item.identity() for item in prompt.items] for prompt in prompts.all]
-    decides = [previews.marks, items, models.identity, is_average]
-    subject = ScoreSubject(
-        measure=hashlib.blake2b(json.dumps(decides).encode(), digest_size=16).hexdigest(),
-        num_frames=min(previews.requests[0].num_frames, STRIP_FRAMES),
-        new_prompts=_texts(prompts.new),
-        plain_prompts=_texts(prompts.plain),
-        taught_prompts=_texts(prompts.taught),
-        held_out=_images(prompts.new),
-        training=_images(prompts.taught),
-    )
-    return ScoreJob(folder.scores_file, subject, models)
-
-
-def _texts(prompts: Sequence[ScoredPrompt]) -> list[str]:
-    return [prompt.text for prompt in prompts]
-
-
-def _images(prompts: Sequence[ScoredPrompt]) -> list[list[ReadFrames]]:
-    return [[partial(item.few_frames, STRIP_FRAMES) for item in prompt.items] for prompt in prompts]

@@ -1,7 +1,9 @@
 """This file scores images that lie in files: what has no scores yet gets them, after a kill, too."""
 
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,34 +12,14 @@ import numpy as np
 from PIL import Image
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import STRIP_FRAMES
 from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.scores.measures import GeneratedFeatures, References
 from diffsynth_lite.scores.record import ScoredColumn, ScoreRecord, read_scores, write_scores
+from diffsynth_lite.training.encoding.scored_prompts import ScoredPrompt, ScoredPrompts
+from diffsynth_lite.training.previews import Previews
 
 logger = logging.getLogger(__name__)
-
-ReadFrames = Callable[[], Sequence[Image.Image]]
-"""Reads an image, or a few frames of a clip."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreSubject:
-    """What images are scored by.
-
-    Attributes:
-        measure: as in the record.
-        num_frames: that lie next to each other in the image of a clip; 1 of an image.
-        held_out: what images of each new prompt are compared with.
-        training: the same of each taught prompt.
-    """
-
-    measure: str
-    num_frames: int
-    new_prompts: Sequence[str]
-    plain_prompts: Sequence[str]
-    taught_prompts: Sequence[str]
-    held_out: Sequence[Sequence[ReadFrames]]
-    training: Sequence[Sequence[ReadFrames]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +30,36 @@ class ImageColumn:
     step: int | None
     files: Sequence[Path]
 
+    @classmethod
+    def of(cls, previews: Previews, step: int, name: str | None = None) -> "ImageColumn":
+        """The files of a step, or of a LoRA that is not of the run, which has a name."""
+        files = [previews.file(step, place) for place in range(len(previews.requests))]
+        return cls(name=name or ScoredColumn.name(step), step=None if name else step, files=files)
+
 
 class ScoreJob:
     """Scores columns of images, and keeps the record.
 
     Args:
         path: of the record.
+        previews: of these prompts, as they are generated.
+        is_average: whether images of steps are of the averaged weights.
     """
 
-    def __init__(self, path: Path, subject: ScoreSubject, models: FeatureModels) -> None:
-        self._path, self._subject, self._models = path, subject, models
+    def __init__(
+        self,
+        path: Path,
+        prompts: ScoredPrompts,
+        previews: Previews,
+        models: FeatureModels,
+        *,
+        is_average: bool,
+    ) -> None:
+        self._path, self._prompts, self._models = path, prompts, models
+        self._num_frames = min(previews.requests[0].num_frames, STRIP_FRAMES)
+        items = [[item.identity() for item in prompt.items] for prompt in prompts.all]
+        decides = json.dumps([previews.marks, items, models.identity, is_average])
+        self._measure = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
         self._references: References | None = None
 
     def update(self, columns: Sequence[ImageColumn], again: Collection[str] = ()) -> ScoreRecord:
@@ -80,9 +82,7 @@ class ScoreJob:
                     base = images if column is columns[0] else self._features(columns[0])
                     self._references = self._read_references(base)
                 scored = self._references.scores(column.name, column.step, images)
-                record = (
-                    self._begun(scored, self._references) if record is None else record.with_column(scored)
-                )
+                record = record.with_column(scored) if record else self._begun(scored, self._references)
                 write_scores(self._path, record)
         assert record is not None, "there is the column of the base"
         return record
@@ -91,7 +91,7 @@ class ScoreJob:
         """Whether the record has no scores of a column that compare with those of others."""
         with suppress(UserError):
             record = read_scores(self._path)
-            if record is not None and record.measure == self._subject.measure:
+            if record is not None and record.measure == self._measure:
                 return name not in {column.column for column in record.columns}
         return True
 
@@ -102,7 +102,7 @@ class ScoreJob:
         except UserError as error:
             logger.warning("%s. Scores start over.", error)
             return None
-        if record is not None and record.measure != self._subject.measure:
+        if record is not None and record.measure != self._measure:
             logger.warning(
                 "%s was measured in another way (prompts, seeds, sizes, sampler, models, items or "
                 "validation.use_ema); scores start over.",
@@ -112,29 +112,31 @@ class ScoreJob:
         return record
 
     def _begun(self, base: ScoredColumn, references: References) -> ScoreRecord:
-        subject = self._subject
+        new, plain, taught = map(_texts, (self._prompts.new, self._prompts.plain, self._prompts.taught))
         return ScoreRecord(
-            measure=subject.measure,
+            measure=self._measure,
             models=self._models.names,
             held_out_contrast=references.held_out_contrast,
-            new_prompts=tuple(subject.new_prompts),
-            plain_prompts=tuple(subject.plain_prompts),
-            taught_prompts=tuple(subject.taught_prompts),
+            new_prompts=new,
+            plain_prompts=plain,
+            taught_prompts=taught,
             num_seeds=1,
             columns=(base,),
         )
 
     def _read_references(self, base: GeneratedFeatures) -> References:
-        groups = [*self._subject.held_out, *self._subject.training]
-        features = self._models.features([read() for group in groups for read in group])
-        by_group = np.split(features, np.cumsum([len(group) for group in groups])[:-1])
-        num_new = len(self._subject.held_out)
-        return References(held_out=by_group[:num_new], training=by_group[num_new:], base_plain=base.plain)
+        groups = [prompt.items for prompt in (*self._prompts.new, *self._prompts.taught)]
+        features = self._models.features(
+            [item.few_frames(STRIP_FRAMES) for group in groups for item in group]
+        )
+        by_prompt = np.split(features, np.cumsum([len(group) for group in groups])[:-1])
+        num_new = len(self._prompts.new)
+        return References(held_out=by_prompt[:num_new], training=by_prompt[num_new:], base_plain=base.plain)
 
     def _features(self, column: ImageColumn) -> GeneratedFeatures:
-        prompts = [*self._subject.new_prompts, *self._subject.plain_prompts]
-        num_new, num_compared = len(self._subject.new_prompts), len(prompts)
-        clips = [_frames(file, self._subject.num_frames) for file in column.files]
+        prompts = _texts([*self._prompts.new, *self._prompts.plain])
+        num_new, num_compared = len(self._prompts.new), len(prompts)
+        clips = [_frames(file, self._num_frames) for file in column.files]
         images = self._models.features(clips)[:, None]
         fit = self._models.similarity(clips[:num_compared], prompts)[:, None]
         return GeneratedFeatures(
@@ -144,6 +146,10 @@ class ScoreJob:
             new_prompt=fit[:num_new],
             plain_prompt=fit[num_new:],
         )
+
+
+def _texts(prompts: Sequence[ScoredPrompt]) -> tuple[str, ...]:
+    return tuple(prompt.text for prompt in prompts)
 
 
 def _frames(file: Path, count: int) -> list[Image.Image]:

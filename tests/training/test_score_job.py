@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.scores.features import FeatureModels
-from diffsynth_lite.scores.job import ImageColumn, ScoreJob, ScoreSubject, cut_back
 from diffsynth_lite.scores.record import read_scores
 from diffsynth_lite.testing.feature_models import save_tiny_dinov2, save_tiny_siglip
+from diffsynth_lite.training.encoding.scored_prompts import ScoredPrompt, ScoredPrompts
+from diffsynth_lite.training.scoring.job import ImageColumn, ScoreJob, cut_back
 
 RED, BLUE, STRIPED = (Image.new("RGB", (64, 32), colour) for colour in ("red", "blue", "white"))
 STRIPED.paste("black", (0, 8, 64, 16))
@@ -77,16 +79,18 @@ def scored(folder: Path, models: FeatureModels, measure: str = "one") -> tuple[S
             strip.paste("white", (8 * place, 0, 40, 20))
             strip.save(file)
         columns.append(ImageColumn(name="base" if step == 0 else "5", step=step, files=files))
-    subject = ScoreSubject(
-        measure=measure,
-        num_frames=2,
-        new_prompts=["a red circle", "a blue square"],
-        plain_prompts=["a circle", "a square"],
-        taught_prompts=["a red", "a blue"],
-        held_out=[[lambda: [RED]], [lambda: [STRIPED], lambda: [BLUE]]],
-        training=[[lambda: [RED, RED]], [lambda: [BLUE]]],
+    prompts = ScoredPrompts(
+        new=[prompt("a red circle", [RED]), prompt("a blue square", [STRIPED], [BLUE])],
+        plain=[prompt("a circle"), prompt("a square")],
+        taught=[prompt("a red", [RED, RED]), prompt("a blue", [BLUE])],
     )
-    return ScoreJob(folder / "scores.json", subject, models), columns
+    previews = SimpleNamespace(marks=[measure], requests=[SimpleNamespace(num_frames=2)])
+    return ScoreJob(folder / "scores.json", prompts, previews, models, is_average=False), columns
+
+
+def prompt(text: str, *clips: list[Image.Image]) -> ScoredPrompt:
+    items = [SimpleNamespace(few_frames=lambda _, clip=clip: clip, identity=lambda: "") for clip in clips]
+    return ScoredPrompt(text=text, items=items)
 
 
 def test_what_is_there_is_not_scored_again_and_a_damaged_record_or_another_measure_starts_over(
