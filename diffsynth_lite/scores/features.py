@@ -18,6 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from PIL.Image import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from diffsynth_lite.errors import UserError, join_names
 
@@ -94,7 +95,13 @@ def _unit(vectors: torch.Tensor) -> torch.Tensor:
 def _loaded(folder: Path) -> Iterator[tuple[Any, Any]]:
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
     settings: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
-    model = AutoModel.from_pretrained(folder, local_files_only=True, **settings)
+    shows_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # of loading, below the progress of a run
+    try:
+        model = AutoModel.from_pretrained(folder, local_files_only=True, **settings)
+    finally:
+        if shows_bar:
+            transformers_logging.enable_progress_bar()
     with torch.no_grad():
         yield model.eval(), processor
 
