@@ -48,7 +48,7 @@ _PRESERVED = (
 )
 
 _SCORED = (
-    "Scores: up to {} images of the base and of each of {} steps, in the time of as many previews; then "
+    "Scores: up to {} images of each of {} steps and 64 of the base, in the time of as many previews; then "
     "the models of validation.score_models, one after the other, on the CPU: the default ones take 1.4 GiB."
 )
 

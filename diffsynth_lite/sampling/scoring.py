@@ -19,7 +19,7 @@ from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.scores.record import BASE_STEP, ScoreRecord
 from diffsynth_lite.training.encoding.run_encoding import encode_scored
 from diffsynth_lite.training.previews import Previews, model_name
-from diffsynth_lite.training.scoring.job import ImageColumn, ScoreJob
+from diffsynth_lite.training.scoring.job import ImageColumn, ScoreJob, other_seeds
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ def score_loras(config: Config, run: RunFolder, others: Sequence[GivenLora]) -> 
             has_grid=False,
         )
         models = FeatureModels.find(config.validation.score_models)
-        job = ScoreJob(run.scores_file, prompts, images, models, is_average=config.scores_average)
+        again = other_seeds(images, prompts)
+        job = ScoreJob(run.scores_file, prompts, images, again, models, is_average=config.scores_average)
         base = ImageColumn.of(images, BASE_STEP)
         columns, new = [base], []
         for shown, lora, step in [*_kept(config, run, images), *_others(images, others)]:
@@ -67,9 +68,10 @@ def score_loras(config: Config, run: RunFolder, others: Sequence[GivenLora]) -> 
                 logger.info("Generating: %s.", lora.name)
                 generated = session.generate_requests(requests, [lora])
                 shown.save(generated, step or BASE_STEP, [(lora.name, lora.weight)])
-        if images.are_missing(BASE_STEP):
-            logger.info("Generating: base.")
-            images.save(session.generate_requests(requests, []), BASE_STEP, [])
+        for shown in (images, again):
+            if shown.are_missing(BASE_STEP):
+                logger.info("Generating: base.")
+                shown.save(session.generate_requests(shown.requests, []), BASE_STEP, [])
     return job.update(columns, again=new)
 
 

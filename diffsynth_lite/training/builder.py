@@ -51,7 +51,7 @@ from diffsynth_lite.training.optimization.optimizers import (
     measures_average,
 )
 from diffsynth_lite.training.previews import Previews, model_name
-from diffsynth_lite.training.scoring.job import ScoreJob
+from diffsynth_lite.training.scoring.job import ScoreJob, other_seeds
 from diffsynth_lite.training.scoring.scores import StepScores
 
 
@@ -348,12 +348,14 @@ def _build_previews(
 def _build_scores(config: Config, encoded: TrainingData, previews: Previews, folder: RunFolder) -> StepScores:
     requests = encoded.previews[len(config.validation.prompts) :]
     images, job = replace(previews, folder=folder.scored_folder, requests=requests, has_grid=False), None
+    again = other_seeds(images, encoded.scored)
     if requests and images.writes:
         models = FeatureModels.find(config.validation.score_models)
         is_average = config.scores_average
-        job = ScoreJob(folder.scores_file, encoded.scored, images, models, is_average=is_average)
+        job = ScoreJob(folder.scores_file, encoded.scored, images, again, models, is_average=is_average)
     return StepScores(
         previews=images,
+        again=again,
         every_steps=config.score_every_steps,
         last_step=config.train.steps,
         job=job,

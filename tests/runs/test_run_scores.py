@@ -63,8 +63,9 @@ def test_the_base_and_each_saved_step_are_scored_and_the_training_is_the_same_as
     base, _, last = record.columns
     assert base.kept == pytest.approx((1.0, 1.0))
     assert max(last.kept) < 0.999999
-    images = sorted((scored_run.folder / "previews" / "scores").iterdir())
+    images = sorted((scored_run.folder / "previews" / "scores").glob("*.png"))
     assert len(images) == 3 * 6
+    assert len(list(images[0].parent.glob("other-seed/step-00000000-*.png"))) == len(record.other_seed) == 2
     assert len({path.read_bytes() for path in images[:6]}) == 6
     assert not list((scored_run.folder / "previews").glob("step-00000002-prompt-01*"))
 
@@ -158,7 +159,7 @@ def test_the_command_scores_what_a_run_lacks_and_loras_of_others(
     assert [column["column"] for column in printed["columns"]] == ["2", "4", "foreign"]
     assert main(["score", str(scored_run.folder), *other[:2]]) == 0
     assert len(loras) == 3  # nothing was generated again
-    assert "The scores recommend no step: there are too few prompts" in capsys.readouterr().out
+    assert "The scores recommend no step: it takes 8 captions" in capsys.readouterr().out
 
 
 MODELS = "validation.score_models=[{root}/%s, {root}/%s]"

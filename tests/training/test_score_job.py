@@ -85,7 +85,12 @@ def scored(folder: Path, models: FeatureModels, measure: str = "one") -> tuple[S
         taught=[prompt("a red", [RED, RED]), prompt("a blue", [BLUE])],
     )
     previews = SimpleNamespace(marks=[measure], requests=[SimpleNamespace(num_frames=2)])
-    return ScoreJob(folder / "scores.json", prompts, previews, models, is_average=False), columns
+    # The base's image of one prompt is the same from other noise, and that of the other is not.
+    again = SimpleNamespace(
+        marks=[], requests=range(2), file=lambda step, place: columns[0].files[(2, 5)[place]]
+    )
+    job = ScoreJob(folder / "scores.json", prompts, previews, again, models, is_average=False)
+    return job, columns
 
 
 def prompt(text: str, *clips: list[Image.Image]) -> ScoredPrompt:
@@ -103,6 +108,8 @@ def test_what_is_there_is_not_scored_again_and_a_damaged_record_or_another_measu
     assert scored(tmp_path, models, "another")[0].lacks("base")
     both = scored(tmp_path, models)[0].update(columns)  # after a kill: by a new process
     assert both.base == first.base
+    assert both.other_seed[0] == pytest.approx(1, abs=1e-9)
+    assert both.other_seed[1] < 1
     assert both.base.kept == pytest.approx((1, 1), abs=1e-9)
     assert max(both.columns[1].kept) < 1
     with monkeypatch.context() as patch:

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import STRIP_FRAMES
 from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.scores.measures import GeneratedFeatures, References
-from diffsynth_lite.scores.record import ScoredColumn, ScoreRecord, read_scores, write_scores
+from diffsynth_lite.scores.record import BASE_STEP, ScoredColumn, ScoreRecord, read_scores, write_scores
 from diffsynth_lite.training.encoding.scored_prompts import ScoredPrompt, ScoredPrompts
 from diffsynth_lite.training.previews import Previews
 
@@ -43,6 +43,7 @@ class ScoreJob:
     Args:
         path: of the record.
         previews: of these prompts, as they are generated.
+        again: those of :func:`other_seeds`.
         is_average: whether images of steps are of the averaged weights.
     """
 
@@ -51,14 +52,15 @@ class ScoreJob:
         path: Path,
         prompts: ScoredPrompts,
         previews: Previews,
+        again: Previews,
         models: FeatureModels,
         *,
         is_average: bool,
     ) -> None:
-        self._path, self._prompts, self._models = path, prompts, models
+        self._path, self._prompts, self._again, self._models = path, prompts, again, models
         self._num_frames = min(previews.requests[0].num_frames, STRIP_FRAMES)
         items = [[item.identity() for item in prompt.items] for prompt in prompts.all]
-        decides = json.dumps([previews.marks, items, models.identity, is_average])
+        decides = json.dumps([previews.marks, again.marks, items, models.identity, is_average])
         self._measure = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
         self._references: References | None = None
 
@@ -117,6 +119,7 @@ class ScoreJob:
             measure=self._measure,
             models=self._models.names,
             held_out_contrast=references.held_out_contrast,
+            other_seed=references.other_seed,
             new_prompts=new,
             plain_prompts=plain,
             taught_prompts=taught,
@@ -131,7 +134,13 @@ class ScoreJob:
         )
         by_prompt = np.split(features, np.cumsum([len(group) for group in groups])[:-1])
         num_new = len(self._prompts.new)
-        return References(held_out=by_prompt[:num_new], training=by_prompt[num_new:], base_plain=base.plain)
+        again = [_frames(file, self._num_frames) for file in ImageColumn.of(self._again, BASE_STEP).files]
+        return References(
+            held_out=by_prompt[:num_new],
+            training=by_prompt[num_new:],
+            base_plain=base.plain,
+            base_again=self._models.features(again)[:, None],
+        )
 
     def _features(self, column: ImageColumn) -> GeneratedFeatures:
         prompts = _texts([*self._prompts.new, *self._prompts.plain])
@@ -146,6 +155,14 @@ class ScoreJob:
             new_prompt=fit[:num_new],
             plain_prompt=fit[num_new:],
         )
+
+
+def other_seeds(previews: Previews, prompts: ScoredPrompts) -> Previews:
+    """Images of plain prompts from other noise, of the base: how much its own images of a prompt differ."""
+    first = len(prompts.new)
+    plain = previews.requests[first : first + len(prompts.plain)]
+    requests = [replace(request, seed=request.seed + len(prompts.all)) for request in plain]
+    return replace(previews, folder=previews.folder / "other-seed", requests=requests)
 
 
 def _texts(prompts: Sequence[ScoredPrompt]) -> tuple[str, ...]:

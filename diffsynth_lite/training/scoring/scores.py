@@ -24,11 +24,13 @@ class StepScores:
 
     Attributes:
         previews: generates the images; without prompts nothing is scored.
+        again: the same of the base from other noise.
         every_steps: steps between those that are scored; the last one is, too.
         job: None where another process writes the files.
     """
 
     previews: Previews
+    again: Previews
     every_steps: int | None
     last_step: int
     job: ScoreJob | None
@@ -41,10 +43,11 @@ class StepScores:
         if not self._is_due(step):
             return
         # Where a kill came before the scores, the images are there.
-        for known in sorted({BASE_STEP, step}):
-            if self.previews.are_missing(known):
+        of_step = [(self.previews, step)] if step != BASE_STEP else []
+        for previews, known in ((self.previews, BASE_STEP), (self.again, BASE_STEP), *of_step):
+            if previews.are_missing(known):
                 with without_adapter(transformer) if known == BASE_STEP else nullcontext():
-                    self.previews.generate(transformer, known)
+                    previews.generate(transformer, known)
         if self.job is not None:
             with random_state_scope(next(transformer.parameters()).device):
                 self._score(self.job, step)
@@ -56,7 +59,7 @@ class StepScores:
     def _score(self, job: ScoreJob, step: int) -> None:
         """Score what has images and no scores yet, up to a step, and log the scores of that step."""
         steps = [known for known in self.previews.generated_steps() if known <= step]
-        if steps[:1] != [BASE_STEP]:
+        if steps[:1] != [BASE_STEP] or self.again.are_missing(BASE_STEP):
             return
         try:
             record = job.update([ImageColumn.of(self.previews, known) for known in steps])
