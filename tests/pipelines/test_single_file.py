@@ -251,13 +251,13 @@ def test_what_cannot_be_read_is_refused(wan: nn.Module, tmp_path: Path) -> None:
 E4M3 = torch.float8_e4m3fn
 
 
-def comfy_quant(kind: str) -> Tensor:
+def comfy_quant(kind: str, **settings: object) -> Tensor:
     """The marker of a layer in the newer spelling."""
-    return torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+    return torch.tensor(list(json.dumps({"format": kind} | settings).encode()), dtype=torch.uint8)
 
 
 def scaled(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights in 8 bits with scales of all or of rows, in both spellings by turns; and the products."""
+    """Weights in 8 bits with scales of all or of rows, in all spellings by turns; and the products."""
     generator = torch.Generator().manual_seed(0)
     stored, dense = {"scaled_fp8": torch.zeros(0, dtype=E4M3)}, {}
     for place, (name, tensor) in enumerate(tensors.items()):
@@ -267,11 +267,19 @@ def scaled(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Ten
         layer = name.removesuffix(".weight")
         scale = torch.rand(len(tensor) if place % 3 else 1, generator=generator) + 0.5
         stored[name] = tensor.to(E4M3)
-        dense[name] = stored[name].float() * scale.view(-1, *(1,) * (tensor.ndim - 1))
-        if place % 2:
+        if tensor.ndim == 2 and tensor.shape[1] % 4 == 0 and place % 4 == 1:
+            stored[name] = (tensor * 50).clamp(-128, 127).to(torch.int8)
+            marker = comfy_quant("int8_tensorwise", convrot=True, convrot_groupsize=4)
+            stored |= {f"{layer}.weight_scale": scale, f"{layer}.comfy_quant": marker}
+        elif place % 2:
             stored |= {f"{layer}.scale_weight": scale, f"{layer}.scale_input": torch.ones(())}
         else:
             stored |= {f"{layer}.weight_scale": scale, f"{layer}.comfy_quant": comfy_quant("float8_e4m3fn")}
+        numbers = stored[name].float()
+        if stored[name].dtype == torch.int8:  # half the sum of four columns, less the opposite one
+            fours = numbers.unflatten(1, (-1, 4))
+            numbers = (fours.sum(2, keepdim=True) / 2 - fours.flip(2)).flatten(1)
+        dense[name] = numbers * scale.view(-1, *(1,) * (tensor.ndim - 1))
     return stored, dense
 
 
@@ -338,15 +346,11 @@ LEFT_OVER = {"b.weight": torch.ones(2, 2).to(E4M3), "b.scale_weight": torch.tens
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"x_embedder.scale_weight": None}, r"lack their scale or their weight, such as x_embedder\.weight"),
+        ({"x_embedder.scale_weight": None}, "x_embedder lacks its weight or a scale of it"),
         (LEFT_OVER, r"1 of its scales belong to no layer of the model, such as that of b\.weight"),
-        ({"x_embedder.comfy_quant": comfy_quant("nvfp4")}, "x_embedder is in nvfp4, which is not read"),
-        (NVFP4, r"it is in nvfp4 \(x_embedder\.weight_scale_2\), which is not read; take one in bfloat16"),
-        (
-            INT8 | {"x_embedder.comfy_quant": comfy_quant("int8_tensorwise")},
-            "x_embedder is in int8_tensorwise, which is not read; .*model.quantize makes it small",
-        ),
-        (INT8, r"x_embedder\.weight in int8 with a scale, as ComfyUI's int8_tensorwise and ConvRot, which"),
+        ({"x_embedder.comfy_quant": comfy_quant("nvfp4")}, r"x_embedder\.weight is float8_e4m3fn, but mark"),
+        (NVFP4, r"nvfp4 without ComfyUI's marker \(x_embedder\.weight_scale_2\), which is not read"),
+        (INT8, r"x_embedder\.weight in int8 with a scale, but without ComfyUI's marker, which is not"),
         ({"a.wscales": torch.ones(1)}, r"it is in SVDQuant \(Nunchaku\) \(a\.wscales\), which is not read"),
     ],
 )

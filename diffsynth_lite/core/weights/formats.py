@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _INT8_MAX = 127
+_NUMBERS_AT_ONCE = 2**22
+"""Of a weight that are rotated back together, in fp32."""
 
 
 class MissingKernelsError(ImportError):
@@ -73,7 +75,7 @@ class WeightFormat(ABC):
 
     def write(
         self,
-        rows: Tensor,
+        rows: Tensor | tuple[Tensor, Tensor],
         first_row: int,
         values: Tensor | None,
         scales: Tensor | None,
@@ -83,7 +85,7 @@ class WeightFormat(ABC):
         """Quantise some rows of a weight, on their device, into the memory that ``empty`` gave.
 
         Args:
-            rows: (R, num_columns), floating.
+            rows: (R, num_columns), floating; or values (R, num_columns) and scales in the format already.
             first_row: their place in the weight, a multiple of ``row_step``.
             values: of the weight, on any device, as ``scales``; None is not written.
             starts: places of the first numbers of both among all of the weight, where the memory is a part
@@ -93,9 +95,13 @@ class WeightFormat(ABC):
             NotFiniteError: a number is infinite or NaN.
         """
         assert first_row % self.row_step == 0, f"{self.name} is not written from row {first_row} on"
-        require_finite(rows)
-        first, spans = first_row * rows.shape[1], self._spans(rows.shape[1])
-        written = zip((values, scales), self._quantised(rows.float()), spans, starts, strict=True)
+        if isinstance(rows, Tensor):
+            require_finite(rows)
+            num_columns, parts = rows.shape[1], self._quantised(rows.float())
+        else:
+            num_columns, parts = rows[0].shape[1], rows
+        first, spans = first_row * num_columns, self._spans(num_columns)
+        written = zip((values, scales), parts, spans, starts, strict=True)
         for memory, part, span, start in written:
             if memory is not None:
                 place, flat, part = first // span - start, memory.view(-1), part.view(-1)
@@ -114,6 +120,14 @@ class WeightFormat(ABC):
         block = max(spans)
         stop = -(-max(part.stop * span for part, span in parts) // block) * block
         return range(first // self.row_step * self.row_step, -(-stop // num_columns))
+
+    def group_of(self, num_columns: int) -> int | None:
+        """How many columns are rotated together, 1 for none; None: a row is not in 8 bits with one scale."""
+        return None
+
+    def with_group(self, group: int) -> "WeightFormat":
+        """The format with groups of so many columns, where it has any."""
+        return self
 
     @abstractmethod
     def _quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,6 +174,9 @@ class Int8(WeightFormat):
         scale = (rows.abs().amax(1, keepdim=True) / _INT8_MAX).clamp_(min=smallest)
         return (rows / scale).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8), scale
 
+    def group_of(self, num_columns: int) -> int | None:
+        return 1
+
     def _spans(self, num_columns: int) -> tuple[int, int]:
         return 1, num_columns
 
@@ -167,6 +184,76 @@ class Int8(WeightFormat):
         weight = torch.empty(*shape, dtype=dtype, device=values.device)
         # Into memory of another dtype the kernel computes in fp32; a scale in bf16 would bend whole rows.
         return torch.mul(values.view(*shape), scales.view(-1, 1), out=weight)
+
+
+class Int8ConvRot(Int8):
+    """8 bits a weight of rotated rows, in which a column of large numbers is spread over its group.
+
+    Source: ConvRot (arXiv:2512.03673), as ``docs/int8_convrot.md`` of stable-diffusion.cpp defines it for
+    files. Groups have 256 columns, or the largest power of 4 that divides their number, as ai-toolkit's
+    ``ConvRotInt8Quantizer`` has it; layers that would have fewer than 16 are not rotated.
+
+    Args:
+        group: columns in a group, a power of 4, or 1 for no rotation; None chooses by the layer.
+    """
+
+    name = "int8_convrot"
+
+    def __init__(self, group: int | None = None) -> None:
+        self._group = group
+
+    def group_of(self, num_columns: int) -> int:
+        if self._group is not None:
+            return self._group
+        return next((group for group in (256, 64, 16) if num_columns % group == 0), 1)
+
+    def with_group(self, group: int) -> "Int8ConvRot":
+        return Int8ConvRot(group)
+
+    def _quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._quantised(_rotated(rows, self.group_of(rows.shape[1])))
+
+    def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        group = self.group_of(shape[-1])
+        if group == 1:
+            return super().dense(values, scales, shape, dtype)
+        weight = torch.empty(*shape, dtype=dtype, device=values.device)
+        values, scales = values.view(*shape), scales.view(-1, 1)
+        step = max(1, _NUMBERS_AT_ONCE // shape[-1])
+        for rows in (slice(first, first + step) for first in range(0, shape[0], step)):
+            torch.mul(_rotated_whole(values[rows].float(), group), scales[rows], out=weight[rows])
+        return weight
+
+
+def _rotated(rows: Tensor, group: int) -> Tensor:
+    """Each group of columns times the regular Hadamard matrix of its size, which is its own inverse.
+
+    That of 4 has 1/2 everywhere but -1/2 on the other diagonal: half the sum of four numbers, less the
+    opposite one. Larger ones are its Kronecker powers. In a fixed order of sums, so that rows do not depend
+    on how many there are.
+    """
+    shape, step = rows.shape, 1
+    while step < group:
+        fours = rows.reshape(-1, 4, step)
+        first, second, third, last = fours.unbind(1)
+        rows = ((first + second) + (third + last))[:, None] / 2 - fours.flip(1)
+        step *= 4
+    return rows.reshape(shape)
+
+
+def _rotated_whole(rows: Tensor, group: int) -> Tensor:
+    """The same of whole numbers of 8 bits, by products of small matrices, several times as fast.
+
+    Every sum is exact, whatever its order, so that these are the numbers of :func:`_rotated`.
+    """
+    shape, step = rows.shape, 1
+    while step < group:
+        side = min(16, group // step)
+        matrix = _rotated(torch.eye(side, dtype=rows.dtype, device=rows.device), side)
+        # By columns of one number a product would be slow.
+        rows = rows.reshape(-1, side) @ matrix if step == 1 else matrix @ rows.reshape(-1, side, step)
+        step *= side
+    return rows.reshape(shape)
 
 
 class Nf4(WeightFormat):
@@ -222,11 +309,11 @@ class Nf4(WeightFormat):
         return weight.view(*shape)
 
 
-_FORMATS: dict[str, type[WeightFormat]] = {one.name: one for one in (Int8, Nf4)}
+_FORMATS: dict[str, type[WeightFormat]] = {one.name: one for one in (Int8, Int8ConvRot, Nf4)}
 
 
 def weight_format(name: str) -> WeightFormat:
-    """The format of a name, ``int8`` or ``nf4``, ready to compute."""
+    """The format of a name, ``int8``, ``int8_convrot`` or ``nf4``, ready to compute."""
     chosen = counted_format(name)
     chosen.require_kernels()
     return chosen

@@ -17,9 +17,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from diffsynth_lite.core.weights.float8 import StoredFormatError
 from diffsynth_lite.core.weights.formats import MissingKernelsError
 from diffsynth_lite.core.weights.loading import StoredTensors
+from diffsynth_lite.core.weights.stored_formats import StoredFormatError
 
 _PLAIN = {"F32", "F16", "BF16"}
 _DAMAGED = (ValueError, LookupError, ArithmeticError, RecursionError)

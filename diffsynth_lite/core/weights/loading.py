@@ -4,23 +4,33 @@ So the most that is in memory is the model as it will be, and a few rows as they
 pages are the system's to drop.
 """
 
+import logging
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from diffsynth_lite.core.weights.float8 import FLOAT8, StoredFormatError, separate_scales
 from diffsynth_lite.core.weights.formats import NotFiniteError, require_finite
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
 from diffsynth_lite.core.weights.packing import HostBlocks, place_in_line
 from diffsynth_lite.core.weights.sharding import BaseShards, local_part, own_rows
+from diffsynth_lite.core.weights.stored_formats import (
+    FLOAT8,
+    Int8Weight,
+    QuantisedWeight,
+    StoredFormatError,
+    separate_quantised,
+)
 from diffsynth_lite.progress_log import ProgressLog
+
+logger = logging.getLogger(__name__)
 
 _NUM_ROWS = 64
 """Rows that are read at once; a multiple of each format's ``row_step``. While 256 rows of
@@ -32,12 +42,14 @@ class StoredTensors:
     """Tensors that are read where they are used: those of files take no memory of their own.
 
     Attributes:
-        per_row: a number for each row of some, (rows, 1, ...), by the same names: what it is to be
-            multiplied by.
+        per_row: a number for each row of some, (rows, 1, ...), by the same names: its place among the rows of
+            ``quantised``.
+        quantised: weights in fewer bits, by the places of their first rows, in order.
     """
 
     tensors: Mapping[str, Tensor]
     per_row: Mapping[str, Tensor] = field(default_factory=dict)
+    quantised: Mapping[int, QuantisedWeight] = field(default_factory=dict)
 
     @classmethod
     def in_files(cls, files: Sequence[Path]) -> Self:
@@ -53,15 +65,25 @@ class StoredTensors:
             with safe_open(file, framework="pt") as opened:
                 tensors |= {name: opened.get_tensor(name) for name in list(opened.keys())}
                 metadata |= opened.metadata() or {}
-        weights, scales = separate_scales(tensors, metadata)
+        weights, in_fewer_bits = separate_quantised(tensors, metadata)
         for name, tensor in weights.items():
-            if name.endswith((".weight", ".bias")) and not tensor.is_floating_point():
+            is_number = tensor.is_floating_point() or name in in_fewer_bits
+            if name.endswith((".weight", ".bias")) and not is_number:
                 raise StoredFormatError(f"{name} holds {tensor.dtype}, and no floating-point numbers")
-        return cls(tensors=weights, per_row=scales)
+        per_row, quantised, place = {}, {}, 1
+        for name, weight in in_fewer_bits.items():
+            stop = place + len(weight.parts["weight"])
+            per_row[name] = torch.arange(place, stop).view(_one_a_row(weight.parts["weight"]))
+            quantised[place] = weight
+            place = stop + 1  # between two weights is a gap, so that no row follows one of another weight
+        return cls(tensors=weights, per_row=per_row, quantised=quantised)
 
     def shape(self, name: str) -> torch.Size:
         """Shape of a tensor's numbers."""
-        return self.tensors[name].shape
+        shape = self.tensors[name].shape
+        if name not in self.per_row:
+            return shape
+        return torch.Size((*shape[:-1], shape[-1] * self._sources(name)[0].packed))
 
     def numbers(self, name: str, rows: slice) -> Tensor:
         """Rows of a tensor as floating-point numbers, of a dtype to compute with.
@@ -69,12 +91,48 @@ class StoredTensors:
         Args:
             rows: of a tensor without dimensions, all.
         """
-        tensor, scale = self.tensors[name], self.per_row.get(name)
+        if name in self.per_row:
+            return torch.cat([weight.numbers(values, own) for weight, values, own in self._runs(name, rows)])
+        tensor = self.tensors[name]
         if tensor.ndim:
-            tensor, scale = tensor[rows], None if scale is None else scale[rows]
-        if tensor.dtype in FLOAT8:  # torch computes little in them
-            tensor = tensor.float()
-        return tensor if scale is None else tensor * scale
+            tensor = tensor[rows]
+        return tensor.float() if tensor.dtype in FLOAT8 else tensor  # torch computes little in these
+
+    def int8_group(self, name: str) -> int | None:
+        """How many columns are rotated together in a weight that is stored in 8 bits by row; else None."""
+        if not self.quantised or name not in self.per_row:
+            return None
+        sources = self._sources(name)
+        kinds = {(type(weight), weight.group) for weight in sources}
+        return sources[0].group if len(kinds) == 1 and type(sources[0]) is Int8Weight else None
+
+    def int8_rows(self, name: str, rows: slice) -> tuple[Tensor, Tensor]:
+        """Rows of such a weight as they are stored, int8, and their scales, (R, 1), fp32."""
+        runs = self._runs(name, rows)
+        scales = [weight.scales(own) for weight, _, own in runs if isinstance(weight, Int8Weight)]
+        return self.tensors[name][rows], torch.cat(scales)
+
+    def _sources(self, name: str) -> list[QuantisedWeight]:
+        """The stored weights that the rows of one are from."""
+        firsts = torch.tensor(list(self.quantised))
+        found = set(torch.bucketize(self.per_row[name].flatten(), firsts, right=True).tolist())
+        return [self.quantised[int(firsts[place - 1])] for place in sorted(found)]
+
+    def _runs(self, name: str, rows: slice) -> Iterator[tuple[QuantisedWeight, Tensor, slice]]:
+        """Rows of a weight as they are stored, in order: what they are from, themselves, and where there."""
+        places, firsts = self.per_row[name][rows].flatten(), list(self.quantised)
+        jumps = (places.diff() != 1).nonzero().flatten() + 1
+        stored = self.tensors[name][rows].tensor_split(jumps)
+        for run, values in zip(places.tensor_split(jumps), stored, strict=True):
+            first = firsts[bisect_right(firsts, int(run[0])) - 1]
+            weight, start = self.quantised[first], int(run[0]) - first
+            own = slice(start, start + len(run))
+            if not weight.is_of(values, own):
+                raise StoredFormatError(
+                    f"the columns of {name}, in {weight.format}, would be moved in its conversion to "
+                    "diffusers' layout; take a file in bfloat16"
+                )
+            yield weight, values, own
 
     def converted(self, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Self:
         """The same tensors in another layout, with the numbers of their rows.
@@ -88,29 +146,33 @@ class StoredTensors:
         """
         tensors = convert(dict(self.tensors))
         if not self.per_row:
-            return type(self)(tensors=tensors)
+            return replace(self, tensors=tensors)
         # By the same names, so that the same happens to the number of a row as to the row; none of them is 0.
-        zeros = {name: torch.zeros(()).expand(_one_a_row(tensor)) for name, tensor in self.tensors.items()}
+        zero = torch.zeros((), dtype=next(iter(self.per_row.values())).dtype)
+        zeros = {name: zero.expand(_one_a_row(tensor)) for name, tensor in self.tensors.items()}
         moved = {name: rows for name, rows in convert(zeros | dict(self.per_row)).items() if rows.any()}
-        # Of a file that has scales each weight in 8 bits has one.
-        in_8_bits = {name for name, tensor in tensors.items() if tensor.dtype in FLOAT8}
-        for name in sorted(in_8_bits | moved.keys()):
+        # Of a file that has numbers for rows each weight in 8 bits or fewer has them, and no other.
+        narrow = {name for name, tensor in tensors.items() if tensor.dtype.itemsize == 1}
+        for name in sorted(narrow | moved.keys()):
             rows = moved.get(name)
-            own = tensors.get(name)
-            if own is None or rows is None or rows.shape != _one_a_row(own) or not rows.all():
+            # What is narrow is among the tensors.
+            is_lost = name not in narrow or rows is None or rows.shape != _one_a_row(tensors[name])
+            if is_lost or not moved[name].all():
                 raise StoredFormatError(
                     f"the scale of {name} would be lost in its conversion to diffusers' layout; "
                     "take a file in bfloat16"
                 )
-        return type(self)(tensors=tensors, per_row=moved)
+        return replace(self, tensors=tensors, per_row=moved)
 
     def described(self) -> str:
-        """How most of the numbers are stored, such as ``bfloat16`` or ``float8_e4m3fn with 400 scales``."""
+        """How numbers are stored, such as ``bfloat16``, or ``nvfp4 in 400 weights``."""
+        counts = Counter(self._sources(name)[0].format for name in self.per_row)
+        if counts:
+            return ", ".join(f"{kind} in {count} weights" for kind, count in counts.most_common())
         sizes: Counter[torch.dtype] = Counter()
         for tensor in self.tensors.values():
             sizes[tensor.dtype] += tensor.numel()
-        dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else "nothing"
-        return f"{dtype} with {len(self.per_row)} scales" if self.per_row else dtype
+        return str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else "nothing"
 
     def lacking(self, model: nn.Module) -> list[str]:
         """Names of a plain model's tensors that are not among these, or have another shape."""
@@ -159,16 +221,18 @@ def load_frozen(
         )
     _make_memory(model, in_place, device, on_host)
     state = model.state_dict(keep_vars=True)
+    kept = _kept_in_int8(model, stored)
     filled: set[Tensor] = {state[name] for name in in_place} - on_host
     if host_blocks is not None and host_blocks.memory.is_filled_elsewhere:
         filled |= on_host
     writers = _writers(model, device, filled)
     progress = ProgressLog(None, len(writers), phase="loading")
     for name, (rows, write) in writers.items():
+        read = stored.int8_rows if name in kept else stored.numbers
         for first_row in range(rows.start, rows.stop, _NUM_ROWS):
             part = slice(first_row, min(first_row + _NUM_ROWS, rows.stop))
             try:
-                write(stored.numbers(name, part), first_row)
+                write(read(name, part), first_row)
             except NotFiniteError:
                 raise NotFiniteError(name) from None
         progress.advance()
@@ -203,7 +267,22 @@ def _make_memory(
             _set(model, name, buffer.to(device))
 
 
-_Writer = tuple[range, Callable[[Tensor, int], object]]
+def _kept_in_int8(model: nn.Module, stored: StoredTensors) -> set[str]:
+    """Names of weights that are kept as they are stored; their layers get the groups that these have."""
+    kept = set()
+    for name, layer in model.named_modules():
+        weight = f"{name}.weight"
+        group = stored.int8_group(weight) if isinstance(layer, FrozenLinear) else None
+        if group is not None:
+            layer.format = layer.format.with_group(group)
+            if layer.format.group_of(layer.in_features) == group:
+                kept.add(weight)
+    if kept:
+        logger.info("%d weights are kept in 8 bits as their file has them.", len(kept))
+    return kept
+
+
+_Writer = tuple[range, Callable[[Any, int], object]]
 """The rows that are wanted of a tensor, and what writes some of them as they are stored, from a first one on,
 to the tensor of the model, or to the shard of it that is here."""
 
@@ -233,8 +312,10 @@ def _quantiser(layer: FrozenLinear, device: torch.device, filled: Set[Tensor]) -
     own_values, own_scales = map(_own_numbers, parts)
     starts = own_values.start, own_scales.start
 
-    def write(rows: Tensor, first_row: int) -> None:
-        layer.format.write(rows.to(device), first_row, values, scales, starts=starts)
+    def write(rows: Tensor | tuple[Tensor, Tensor], first_row: int) -> None:
+        if isinstance(rows, Tensor):
+            rows = rows.to(device)
+        layer.format.write(rows, first_row, values, scales, starts=starts)
 
     return layer.format.rows_of(own_values, own_scales, layer.in_features), write
 

@@ -11,12 +11,12 @@ import torch
 from accelerate import init_empty_weights
 
 from diffsynth_lite.core.gradient import blocks_in
-from diffsynth_lite.core.weights.float8 import StoredFormatError
 from diffsynth_lite.core.weights.formats import NotFiniteError, is_finite
 from diffsynth_lite.core.weights.frozen_linear import Quantization
 from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
 from diffsynth_lite.core.weights.packing import HostBlocks
 from diffsynth_lite.core.weights.sharding import BaseShards, local_part
+from diffsynth_lite.core.weights.stored_formats import StoredFormatError
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
 from diffsynth_lite.pipelines.base.model_settings import building

@@ -23,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from diffsynth_lite.core.weights.float8 import StoredFormatError
 from diffsynth_lite.core.weights.formats import MissingKernelsError
 from diffsynth_lite.core.weights.gguf import GgufTensors
 from diffsynth_lite.core.weights.loading import StoredTensors
+from diffsynth_lite.core.weights.stored_formats import StoredFormatError
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder import ComponentFile
 

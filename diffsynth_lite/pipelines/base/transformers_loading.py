@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
-from diffsynth_lite.core.weights.float8 import StoredFormatError
 from diffsynth_lite.core.weights.formats import NotFiniteError
 from diffsynth_lite.core.weights.frozen_linear import Quantization
 from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
 from diffsynth_lite.core.weights.packing import HostBlocks
+from diffsynth_lite.core.weights.stored_formats import StoredFormatError
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.quantized import lacking_by, require_fitting

@@ -18,7 +18,7 @@ from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCou
 from diffsynth_lite.training.planning.step import StepSettings
 
 NUM_CHOICES = 8
-WeightFormatName = Literal["none", "int8", "nf4"]
+WeightFormatName = Literal["none", "int8", "int8_convrot", "nf4"]
 SMALLER_FORMATS: tuple[WeightFormatName, ...] = ("int8", "nf4")
 """Values of ``model.quantize`` that are tried where nothing fits as configured; other numbers follow."""
 _ATTENTION_KEPT = BlockStrategy(save_attention="keep")

@@ -50,7 +50,7 @@ class StepSettings:
     skip_dead_ops: bool = True
     min_bytes: int | None = None
     dtype: torch.dtype = torch.bfloat16
-    quantize: Literal["none", "int8", "nf4"] = "none"
+    quantize: Literal["none", "int8", "int8_convrot", "nf4"] = "none"
     quantize_skip: tuple[str, ...] = ()
     stream_blocks: int | Literal["all"] = 0
     stream_slots: int = 2

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from diffsynth_lite.core.planning.stand_ins import StandIns, one_pixel, zeros_like
-from diffsynth_lite.core.weights.float8 import StoredFormatError
 from diffsynth_lite.core.weights.loading import StoredTensors
 from diffsynth_lite.core.weights.packing import HostBlocks
+from diffsynth_lite.core.weights.stored_formats import StoredFormatError
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base import vae_tiles

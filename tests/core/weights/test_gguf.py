@@ -9,8 +9,8 @@ import numpy
 import pytest
 import torch
 
-from diffsynth_lite.core.weights.float8 import StoredFormatError
 from diffsynth_lite.core.weights.gguf import GgufTensors
+from diffsynth_lite.core.weights.stored_formats import StoredFormatError
 
 gguf = pytest.importorskip("gguf")
 NUMBERS = numpy.random.default_rng(0).standard_normal((128, 512), dtype=numpy.float32)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from diffsynth_lite.core.transfer.backends import PlainBackend
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
-from diffsynth_lite.core.weights.float8 import StoredFormatError
 from diffsynth_lite.core.weights.formats import Int8, NotFiniteError, WeightFormat
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization
 from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
 from diffsynth_lite.core.weights.packing import HostBlocks
+from diffsynth_lite.core.weights.stored_formats import StoredFormatError
 
 # As a run of several processes names it: memory that is moved there is new memory.
 CPU = torch.device("cpu:0")

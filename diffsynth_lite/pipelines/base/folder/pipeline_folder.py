@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from diffsynth_lite.core.weights.float8 import is_scale
+from diffsynth_lite.core.weights.stored_formats import is_scale
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder.hub import HubCommit, fetch_all
 from diffsynth_lite.pipelines.base.folder.index import (
@@ -215,20 +215,20 @@ class PipelineFolder:
             tensors = self._stored(component)
             if self.is_quantised(component):
                 continue
-            whole = [
-                name for name, one in tensors.items() if name.endswith(_FLOATING) and not one.is_floating
-            ]
             place = self.place(component)
-            if whole:
-                raise UserError(
-                    f"model.path: the weights in {place} hold {whole[0]} in "
-                    f"{tensors[whole[0]].dtype}, and not as floating-point numbers; get the folder again"
-                )
             scale = next(filter(is_scale, tensors), None)
             if scale is not None:
                 raise UserError(
                     f"model.path: the weights in {place} have scales ({scale}), as ComfyUI's "
-                    "fp8_scaled files; these are read from model.transformer_file only, not from a folder"
+                    "fp8_scaled and int8 files; these are read from model.transformer_file only, not from a folder"
+                )
+            whole = [
+                name for name, one in tensors.items() if name.endswith(_FLOATING) and not one.is_floating
+            ]
+            if whole:
+                raise UserError(
+                    f"model.path: the weights in {place} hold {whole[0]} in "
+                    f"{tensors[whole[0]].dtype}, and not as floating-point numbers; get the folder again"
                 )
 
     def is_quantised(self, component: str) -> bool:
