@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from diffsynth_lite.core.weights.formats import (
     Int8,
+    Int8ConvRot,
     MissingKernelsError,
     NotFiniteError,
     WeightFormat,
@@ -29,7 +30,7 @@ NF4 = (
 )
 
 
-@pytest.fixture(params=["int8", "nf4"])
+@pytest.fixture(params=["int8", "int8_convrot", "nf4"])
 def weights(request: pytest.FixtureRequest) -> WeightFormat:
     if request.param == "nf4":
         pytest.importorskip("bitsandbytes")
@@ -49,7 +50,7 @@ def stored(weights: WeightFormat, weight: Tensor, num_rows: int) -> tuple[Tensor
     return values, scales
 
 
-@pytest.mark.parametrize("shape", [(300, 100), (7, 24), (130, 64)])
+@pytest.mark.parametrize("shape", [(300, 100), (7, 48), (130, 64)])
 def test_a_weight_written_in_parts_is_that_written_at_once(
     weights: WeightFormat, shape: tuple[int, int]
 ) -> None:
@@ -60,7 +61,7 @@ def test_a_weight_written_in_parts_is_that_written_at_once(
 
 
 def test_a_dense_weight_is_rounded_once(weights: WeightFormat) -> None:
-    weight = random_weight(40, 24)
+    weight = random_weight(40, 48)
     values, scales = stored(weights, weight, 40)
     exact = weights.dense(values, scales, weight.shape, torch.float32)
     for dtype in (torch.bfloat16, torch.float16):
@@ -68,7 +69,7 @@ def test_a_dense_weight_is_rounded_once(weights: WeightFormat) -> None:
 
 
 def test_a_weight_in_half_precision_is_stored_as_the_numbers_that_it_holds(weights: WeightFormat) -> None:
-    half = random_weight(40, 24).bfloat16()
+    half = random_weight(40, 48).bfloat16()
     assert all(map(torch.equal, stored(weights, half, 40), stored(weights, half.float(), 40)))
 
 
@@ -78,7 +79,7 @@ def test_a_format_is_copied_with_the_model_that_has_it(weights: WeightFormat) ->
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused(weights: WeightFormat, number: float) -> None:
-    weight = random_weight(4, 24)
+    weight = random_weight(4, 48)
     weight[2, 3] = number
     with pytest.raises(NotFiniteError):
         stored(weights, weight, 4)
@@ -103,6 +104,35 @@ def test_int8_is_off_by_half_a_step_at_most_and_keeps_what_is_largest_and_what_i
     assert not dense[7].any()
 
 
+def test_rotated_rows_keep_what_a_column_of_large_numbers_takes_from_plain_ones() -> None:
+    weight = random_weight(64, 1024)
+    errors = {}
+    for columns in ("gaussian", "outliers"):
+        if columns == "outliers":
+            weight[:, ::200] *= 30
+        for name in ("int8", "int8_convrot"):
+            kept = weight_format(name)
+            dense = kept.dense(*stored(kept, weight, 64), weight.shape, torch.float32)
+            # The gradient of a layer's input, for one of its output.
+            grad = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+            exact = grad @ weight
+            errors[name, columns] = float((grad @ dense - exact).norm() / exact.norm())
+    assert errors["int8_convrot", "outliers"] < errors["int8", "outliers"] / 5
+    assert errors["int8_convrot", "gaussian"] < errors["int8", "gaussian"] * 1.2
+
+
+@pytest.mark.parametrize(("num_columns", "group"), [(512, 256), (192, 64), (48, 16), (40, 1), (24, 1)])
+def test_a_group_of_columns_is_the_largest_that_divides_them(num_columns: int, group: int) -> None:
+    kept, weight = Int8ConvRot(), random_weight(6, num_columns)
+    assert kept.group_of(num_columns) == group
+    # A rotation leaves the norm of each group as it was.
+    values, scales = stored(kept, weight, 6)
+    rotated = values.float() * scales
+    norms = [one.reshape(6, -1, group).norm(dim=2) for one in (rotated, weight)]
+    torch.testing.assert_close(*norms, rtol=0.05, atol=0.02)
+    assert ((rotated - weight).norm() / weight.norm() > 0.5) == (group > 1)
+
+
 def test_nf4_takes_the_nearest_of_16_numbers_in_blocks_that_run_on_from_row_to_row() -> None:
     pytest.importorskip("bitsandbytes")
     weight, weights = random_weight(6, 80), weight_format("nf4")  # 7.5 blocks
@@ -122,18 +152,18 @@ def test_a_format_without_its_kernels_says_which_package_has_them(monkeypatch: p
 
 
 def test_rows_of_a_weight_are_dense_as_in_the_whole(weights: WeightFormat) -> None:
-    weight = random_weight(200, 24)
+    weight = random_weight(200, 48)
     kept = stored(weights, weight, 200)
     whole = weights.dense(*kept, weight.shape, torch.float32)
     for rows in (range(64, 128), range(128, 200)):
-        part = weights.rows(*kept, rows, 24)
+        part = weights.rows(*kept, rows, 48)
         assert torch.equal(
-            weights.dense(*part, (len(rows), 24), torch.float32), whole[rows.start : rows.stop]
+            weights.dense(*part, (len(rows), 48), torch.float32), whole[rows.start : rows.stop]
         )
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 5])
-@pytest.mark.parametrize("shape", [(300, 24), (16, 24), (7, 24)])
+@pytest.mark.parametrize("shape", [(300, 48), (16, 48), (7, 48)])
 def test_a_share_of_a_weight_is_written_by_the_rows_that_it_needs(
     weights: WeightFormat, shape: tuple[int, int], num_shares: int
 ) -> None:
@@ -162,11 +192,11 @@ def layer_of(num_inputs: int, num_outputs: int, *, bias: bool = True) -> nn.Line
 
 
 def frozen_and_plain(
-    *, bias: bool = True, dtype: torch.dtype = torch.float32
+    *, bias: bool = True, dtype: torch.dtype = torch.float32, kept_as: str = "int8"
 ) -> tuple[FrozenLinear, nn.Linear]:
     """A frozen layer, and a plain one with the numbers that it computes with."""
-    plain = layer_of(24, 40, bias=bias).to(dtype)
-    frozen = FrozenLinear(plain, Int8(), CPU)
+    plain = layer_of(48, 40, bias=bias).to(dtype)
+    frozen = FrozenLinear(plain, weight_format(kept_as), CPU)
     frozen.write(plain.weight.detach(), 0)
     plain.weight = nn.Parameter(frozen.dense(dtype))
     return frozen, plain.requires_grad_(False)
@@ -182,11 +212,12 @@ def output_and_gradient(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(24,), (3, 24), (2, 5, 24)])
+@pytest.mark.parametrize("shape", [(48,), (3, 48), (2, 5, 48)])
+@pytest.mark.parametrize("kept_as", ["int8", "int8_convrot"])
 def test_values_and_gradients_are_those_of_a_plain_layer(
-    bias: bool, dtype: torch.dtype, shape: tuple[int, ...]
+    bias: bool, dtype: torch.dtype, shape: tuple[int, ...], kept_as: str
 ) -> None:
-    frozen, plain = frozen_and_plain(bias=bias, dtype=dtype)
+    frozen, plain = frozen_and_plain(bias=bias, dtype=dtype, kept_as=kept_as)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     for ours, theirs in zip(output_and_gradient(frozen, x), output_and_gradient(plain, x), strict=True):
         assert torch.equal(ours, theirs)
@@ -196,7 +227,7 @@ def test_values_and_gradients_are_those_of_a_plain_layer(
 
 def test_under_autocast_it_computes_as_a_plain_layer_does() -> None:
     frozen, plain = frozen_and_plain()
-    x = torch.randn(3, 24)
+    x = torch.randn(3, 48)
     with torch.autocast("cpu", torch.bfloat16):
         pairs = list(zip(output_and_gradient(frozen, x), output_and_gradient(plain, x), strict=True))
     assert pairs[0][0].dtype == torch.bfloat16
@@ -212,9 +243,9 @@ def test_nothing_is_kept_for_backward_but_what_the_layer_has_itself() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        frozen(torch.randn(3, 24, requires_grad=True))
+        frozen(torch.randn(3, 48, requires_grad=True))
         assert [id(tensor) for tensor in saved] == [id(frozen.weight), id(frozen.weight_scale)]
-        plain(torch.randn(3, 24, requires_grad=True))
+        plain(torch.randn(3, 48, requires_grad=True))
         assert len(saved) == 3
 
 
@@ -241,7 +272,7 @@ def test_peft_adapts_it_as_any_linear_layer_and_cannot_merge_into_it() -> None:
     torch.manual_seed(1)
     theirs = adapted(nn.Sequential(plain))
     assert type(ours[0]) is type(theirs[0])
-    x = torch.randn(3, 24)
+    x = torch.randn(3, 48)
     assert torch.equal(ours(x), theirs(x))
     ours(x).square().sum().backward()
     theirs(x).square().sum().backward()

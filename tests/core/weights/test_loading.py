@@ -1,5 +1,6 @@
 """Filling a frozen model from files: the same numbers, a few rows at a time."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,12 @@ from torch import Tensor, nn
 
 from diffsynth_lite.core.transfer.backends import PlainBackend
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
-from diffsynth_lite.core.weights.formats import Int8, NotFiniteError, WeightFormat
+from diffsynth_lite.core.weights.formats import (
+    Int8,
+    Int8ConvRot,
+    NotFiniteError,
+    WeightFormat,
+)
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization
 from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
 from diffsynth_lite.core.weights.packing import HostBlocks
@@ -200,7 +206,7 @@ def test_weights_in_8_bits_are_multiplied_by_their_scales_also_in_another_layout
     expected = convert(dense)
 
     found = StoredTensors.in_files([file]).converted(convert)
-    assert found.described() == "float8_e4m3fn with 3 scales"
+    assert found.described() == "float8_e4m3fn in 3 weights"
     model = empty(INT8)
     load_frozen(model, found, device=CPU)
     values, scales = Int8().empty(520, 300, CPU)
@@ -210,6 +216,42 @@ def test_weights_in_8_bits_are_multiplied_by_their_scales_also_in_another_layout
     assert torch.equal(state["1.weight_scale"], scales)
     for name in tensors.keys() - {"1.weight"}:
         assert torch.equal(state[name], expected[name].to(state[name].dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("kept_as", "group"), [(Int8(), 1), (Int8ConvRot(), 1), (Int8ConvRot(), 4), (Int8(), 4)]
+)
+def test_rows_in_8_bits_are_kept_as_they_are_stored_with_the_groups_of_their_file(
+    kept_as: Int8, group: int, tensors: dict[str, Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values, scales = torch.randint(-128, 128, (520, 300)).to(torch.int8), torch.rand(520, 1) + 0.1
+    settings: dict[str, object] = {"format": "int8_tensorwise"}
+    if group > 1:
+        settings |= {"convrot": True, "convrot_groupsize": group}
+    marker = torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
+    of_layer = {"1.weight": values, "1.weight_scale": scales, "1.comfy_quant": marker}
+    save_file(tensors | of_layer, tmp_path / "int8.safetensors")
+    stored = StoredTensors.in_files([tmp_path / "int8.safetensors"]).converted(halves_swapped)
+    quantization = replace(INT8, format=kept_as)
+    model, elsewhere = empty(quantization), empty(quantization)
+    with caplog.at_level("INFO"):
+        load_frozen(model, stored, device=CPU)
+    memory = Fills(PlainBackend(), is_filled_elsewhere=True)
+    blocks = HostBlocks(lambda model: [model[1]], CPU, min_bytes=0, memory=memory)
+    load_frozen(elsewhere, stored, device=CPU, host_blocks=blocks)
+
+    numbers = stored.numbers("1.weight", slice(0, 520))
+    is_kept = group == 1 or isinstance(kept_as, Int8ConvRot)
+    assert ("1 weights are kept in 8 bits as their file has them." in caplog.messages) == is_kept
+    expected = [torch.cat(part.chunk(2)[::-1]) for part in (values, scales)]
+    if not is_kept:  # plain rows of the same numbers
+        Int8().write(numbers, 0, *expected)
+    assert torch.equal(model[1].weight, expected[0])
+    assert torch.equal(model[1].weight_scale, expected[1])
+    if is_kept:
+        assert torch.equal(model[1].dense(torch.float32), numbers)
+    for one in (model, elsewhere):
+        assert one[1].format.group_of(300) == (group if is_kept else 1)
 
 
 def test_weights_in_8_bits_without_scales_are_numbers_as_they_are(
