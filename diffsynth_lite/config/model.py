@@ -64,9 +64,9 @@ class ModelSettings(Settings):
 
     quantize: Literal["none", "int8", "int8_convrot", "nf4"] = "none"
     """How the linear layers in the frozen transformer's blocks are kept: in `dtype`, in 8 bits a weight
-    (`int8`, or `int8_convrot` for weights with columns of large numbers and for ComfyUI's INT8 ConvRot files),
-    or in 4.5 (`nf4`; it needs `pip install bitsandbytes`). The rest stays in `dtype`, and so do the numbers
-    that are computed. What this saves and costs: [base-model.md](base-model.md)."""
+    (`int8`; or `int8_convrot`, for columns of large numbers and ComfyUI's INT8 ConvRot files), or in 4.5
+    (`nf4`; it needs `pip install bitsandbytes`). The rest stays in `dtype`, and so do the numbers that are
+    computed. What this saves and costs: [base-model.md](base-model.md)."""
 
     quantize_skip: Distinct[NonEmptyStr] = Field(default=[])
     """Layers of the blocks that `quantize` leaves as they are: names and endings of names, such as
@@ -92,7 +92,7 @@ class ModelSettings(Settings):
 
     def conflicts(self) -> Iterator[Problem]:
         if self.quantize == "none" and self.quantize_skip:
-            yield _without_effect("model.quantize_skip", "model.quantize", "none", "int8, int8_convrot or nf4")
+            yield _without_effect("model.quantize_skip", "model.quantize", "none", "int8 or nf4")
 
 
 class LoraGroup(Settings):

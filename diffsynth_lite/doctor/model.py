@@ -74,7 +74,7 @@ def _differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
 def _components(config: Config, family: ModelFamily, transformer: nn.Module) -> Iterator[tuple[str, str]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     formats = {
-        name: (config.model.text_encoder_quantize, quantization)
+        name: (str(config.model.text_encoder_quantize), quantization)
         for name, quantization in text_encoder_memory(config, family, device).quantizations.items()
     }
     if quantization := transformer_quantization(family, transformer, config, device):

@@ -90,7 +90,7 @@ def subject_in(folder: Path, arguments: argparse.Namespace, *, has_outliers: boo
     plain = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     rotated = dict(plain)
     for name in layers:
-        weight = model.get_submodule(name).weight.detach()
+        weight = model.get_submodule(name).weight.detach().normal_(std=0.02)
         if has_outliers:
             weight[:, torch.rand(weight.shape[1]) < 0.005] *= 30
         plain[f"{name}.weight"] = weight.bfloat16()

@@ -194,7 +194,7 @@ class Int8ConvRot(Int8):
     ``ConvRotInt8Quantizer`` has it; layers that would have fewer than 16 are not rotated.
 
     Args:
-        group: columns in a group, a power of 4, or 1 for no rotation; None chooses by the layer.
+        group: columns in a group, in place of these: a power of 4, or 1 for no rotation.
     """
 
     name = "int8_convrot"
@@ -232,25 +232,21 @@ def _rotated(rows: Tensor, group: int) -> Tensor:
     opposite one. Larger ones are its Kronecker powers. In a fixed order of sums, so that rows do not depend
     on how many there are.
     """
-    shape, step = rows.shape, 1
+    columns, step = rows.reshape(-1, group).T.contiguous(), 1  # so, sums of neighbours are fast, too
     while step < group:
-        fours = rows.reshape(-1, 4, step)
-        first, second, third, last = fours.unbind(1)
-        rows = ((first + second) + (third + last))[:, None] / 2 - fours.flip(1)
+        first, second, third, last = columns.view(-1, 4, step * columns.shape[1]).unbind(1)
+        half = ((first + second) + (third + last)) / 2
+        columns = torch.stack([half - last, half - third, half - second, half - first], 1).view(group, -1)
         step *= 4
-    return rows.reshape(shape)
+    return columns.T.contiguous().view(rows.shape)
 
 
 def _rotated_whole(rows: Tensor, group: int) -> Tensor:
-    """The same of whole numbers of 8 bits, by products of small matrices, several times as fast.
-
-    Every sum is exact, whatever its order, so that these are the numbers of :func:`_rotated`.
-    """
+    """The same of whole numbers of 8 bits, by products of matrices: each sum is exact, whatever its order."""
     shape, step = rows.shape, 1
     while step < group:
         side = min(16, group // step)
         matrix = _rotated(torch.eye(side, dtype=rows.dtype, device=rows.device), side)
-        # By columns of one number a product would be slow.
         rows = rows.reshape(-1, side) @ matrix if step == 1 else matrix @ rows.reshape(-1, side, step)
         step *= side
     return rows.reshape(shape)

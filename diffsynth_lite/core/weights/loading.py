@@ -67,8 +67,8 @@ class StoredTensors:
                 metadata |= opened.metadata() or {}
         weights, in_fewer_bits = separate_quantised(tensors, metadata)
         for name, tensor in weights.items():
-            is_number = tensor.is_floating_point() or name in in_fewer_bits
-            if name.endswith((".weight", ".bias")) and not is_number:
+            whole = not tensor.is_floating_point() and name not in in_fewer_bits
+            if whole and name.endswith((".weight", ".bias")):
                 raise StoredFormatError(f"{name} holds {tensor.dtype}, and no floating-point numbers")
         per_row, quantised, place = {}, {}, 1
         for name, weight in in_fewer_bits.items():

@@ -28,8 +28,7 @@ _PARTS = {*_SCALES, "weight_scale_2", "weight_s_rel", "weight_s_channel", "weigh
 _BYTES = (torch.float8_e4m3fn, torch.uint8)
 _OF_ACTIVATIONS = {"scale_input", "input_scale"}
 """How to round what goes into a layer: nothing that its weight depends on."""
-_OF_ATTENTION = ".comfy_attention.config"
-"""Which kernels compute an attention."""
+_OF_ATTENTION = ".comfy_attention.config"  # which kernels compute an attention
 _NEXT_TO_ALL = {"weight", "bias", _MARKER, *_OF_ACTIVATIONS}
 _SETTINGS = {"format", "full_precision_matrix_mult", "linear_dtype", "orig_dtype", "orig_shape", "per_row"}
 """Of a layer's marker: how it is computed and was made. Others might change what a weight means."""
@@ -43,10 +42,8 @@ _OF_OTHERS = {
     "SCB": "bitsandbytes' 8 bits",
 }
 """Last names of tensors by which other formats are known, and the names of these."""
-_GROUPS = (4, 16, 64, 256, 1024, 4096)
-"""Columns that can be rotated together."""
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The numbers of 4-bit floats, by their last three bits."""
+_GROUPS = (4, 16, 64, 256, 1024, 4096)  # columns that can be rotated together
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of 4-bit floats, by their last three bits
 
 _Expected = dict[str, tuple[Sequence[torch.dtype], Sequence[Sequence[int]]]]
 """Dtypes and shapes that tensors next to a weight may have, by their last names."""
@@ -69,12 +66,9 @@ class QuantisedWeight(ABC):
 
     choices: ClassVar[Mapping[str, Sequence[object]]] = MappingProxyType({})
     """Settings of its own, and what they may be."""
-    packed: ClassVar[int] = 1
-    """Columns in a byte."""
-    columns: ClassVar[int] = 1
-    """How many have one scale, if ``group_size`` is not set."""
-    is_rotated: ClassVar[bool] = False
-    """Whether it is, if ``convrot`` is not set."""
+    packed: ClassVar[int] = 1  # columns in a byte
+    columns: ClassVar[int] = 1  # how many have one scale, if ``group_size`` is not set
+    is_rotated: ClassVar[bool] = False  # if ``convrot`` is not set
 
     layer: str
     format: str
@@ -99,11 +93,7 @@ class QuantisedWeight(ABC):
         return int(self.settings.get("convrot_groupsize", 256)) if rotated else 1
 
     def check(self) -> None:
-        """Check that settings and parts are those of the format.
-
-        Raises:
-            StoredFormatError: one is not.
-        """
+        """Refuse settings and parts that are not those of the format."""
         place = f"{self.layer} is in {self.format}"
         if unknown := sorted(self.settings.keys() - _SETTINGS - self.choices.keys()):
             raise StoredFormatError(f"{place} with {', '.join(unknown)}, which is not read; {_WOULD_DO}")
@@ -131,13 +121,10 @@ class QuantisedWeight(ABC):
                 )
 
     def is_of(self, values: Tensor, rows: slice) -> bool:
-        """Whether values, which a conversion has named some rows of the weight, can still be read.
-
-        Not where numbers depend on which columns are next to each other, and these were moved.
-        """
-        if max(self.group, self.block, self.packed) == 1:
-            return True
-        return torch.equal(values.view(torch.uint8), self.parts["weight"][rows].view(torch.uint8))
+        """Whether converted rows can be read: not where columns left those that they belong to."""
+        stored = self.parts["weight"][rows]
+        is_by_column = max(self.group, self.block, self.packed) == 1
+        return is_by_column or torch.equal(values.view(torch.uint8), stored.view(torch.uint8))
 
     @abstractmethod
     def _expected(self) -> _Expected:
@@ -145,12 +132,7 @@ class QuantisedWeight(ABC):
 
     @abstractmethod
     def numbers(self, values: Tensor, rows: slice) -> Tensor:
-        """Some rows of the weight, in fp32.
-
-        Args:
-            values: the rows as they are stored.
-            rows: which they are.
-        """
+        """Some rows of the weight, of which ``values`` are stored, in fp32."""
 
     def _in_blocks(self, numbers: Tensor) -> Tensor:
         return numbers.view(len(numbers), -1, self.block)
@@ -438,7 +420,6 @@ def _tiles(scales: Tensor, rows: slice, num_columns: int) -> Tensor:
     """The scales of some rows, as bytes, from the layout of cuBLAS, (R, num_columns).
 
     A tile of 128 rows and 4 scales is stored as 32 rows of 16: those of rows 0, 32, 64 and 96, and so on.
-    Source: "1D block scaling factors layout" of cuBLAS' documentation.
     """
     row, column = torch.arange(rows.start, rows.stop)[:, None], torch.arange(num_columns)
     tile = row // 128 * -(-num_columns // 4) + column // 4

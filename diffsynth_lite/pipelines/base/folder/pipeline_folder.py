@@ -220,7 +220,7 @@ class PipelineFolder:
             if scale is not None:
                 raise UserError(
                     f"model.path: the weights in {place} have scales ({scale}), as ComfyUI's "
-                    "fp8_scaled and int8 files; these are read from model.transformer_file only, not from a folder"
+                    "fp8_scaled and int8; these are read from model.transformer_file only, not from a folder"
                 )
             whole = [
                 name for name, one in tensors.items() if name.endswith(_FLOATING) and not one.is_floating
