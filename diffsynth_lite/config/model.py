@@ -9,6 +9,17 @@ from diffsynth_lite.config.settings import Distinct, FilePath, NonEmptyStr, Prob
 
 Precision: TypeAlias = Literal["bfloat16", "float16", "float32"]
 TargetSet: TypeAlias = Literal["attention", "all"]
+AttentionBackend: TypeAlias = Literal[
+    "native",
+    "_native_cudnn",
+    "_native_efficient",
+    "_native_flash",
+    "_native_math",
+    "flash",
+    "flash_varlen",
+    "_flash_varlen_3",
+    "xformers",
+]
 # The densities that each setting belongs to; with another one it would do nothing.
 _LOGIT_NORMAL = ("logit_normal", "stretched_logit_normal")
 _DENSITIES_OF = {"logit_mean": _LOGIT_NORMAL, "logit_std": _LOGIT_NORMAL, "mode_scale": ("mode",)}
@@ -72,6 +83,12 @@ class ModelSettings(Settings):
     """Layers of the blocks that `quantize` leaves as they are: names and endings of names, such as
     `[to_out.0, ff.net.2]`, with `*` for one part, as in `lora.target_modules`."""
 
+    attention: AttentionBackend | None = None
+    """The kernel that computes attention in the trained model, by the name that diffusers has for it; null
+    leaves the choice to torch, as `native` does. `flash`, `flash_varlen` and `_flash_varlen_3` need packages
+    of flash-attention, `xformers` needs its own. Numbers differ in their last digits. It is tried on the
+    device before anything loads: [compile.md](compile.md#which-kernel-computes-attention)."""
+
     text_encoder_dtype: Precision = "bfloat16"
     """How the text encoder is kept while prompts are encoded; it is freed before training starts."""
 
@@ -89,6 +106,16 @@ class ModelSettings(Settings):
     overlap, which needs a fraction of the memory. The results differ slightly: [memory.md](memory.md) has by
     how much, and how much memory is saved. Otherwise previews are decoded in tiles only where they do not fit
     whole."""
+
+    @property
+    def has_own_attention(self) -> bool:
+        """Whether attention is computed by a kernel that is not torch's."""
+        return self.attention is not None and "native" not in self.attention
+
+    @property
+    def saves_attention(self) -> bool:
+        """Whether what attention computes can be saved: by a fused kernel of torch's."""
+        return not self.has_own_attention and self.attention != "_native_math"
 
     def conflicts(self) -> Iterator[Problem]:
         if self.quantize == "none" and self.quantize_skip:

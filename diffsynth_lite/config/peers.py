@@ -22,6 +22,7 @@ _THEIR_NAMES = {
     "lora.rank": "network_dim lora_rank dim linear r",
     "lora.alpha": "network_alpha lora_alpha linear_alpha",
     "lora.dropout": "network_dropout lora_dropout dropout_probability",
+    "model.attention": "attention_mechanism attn_mode attention_backend",
     "model.training_adapter": "assistant_lora_path preset_lora_path",
     "lora.init_from": "network_weights init_lora lora_model_name lora_checkpoint",
     "lora.components": "lora_base_model trainable_models",
@@ -111,7 +112,7 @@ _THEIR_NAMES = {
 _EPOCHS = "is train.steps here: passes over the data x items / train.global_batch_size"
 _SAVE_EPOCHS = "is output.checkpoint_every_steps here, in steps: items / train.global_batch_size are a pass"
 _SAMPLE_EPOCHS = "is validation.every_steps here, in steps: items / train.global_batch_size are a pass"
-_ATTENTION = "is not a setting here, as torch chooses how attention is computed; remove it"
+_ATTENTION = "is model.attention here, with diffusers' name of a kernel; without it torch chooses one"
 _CLASS = (
     "is not a setting here; put images of other things of its kind into a second entry of data.sources, with "
     "preserve: true, so that the model stays as it is on them"
@@ -128,7 +129,7 @@ _OTHERWISE = {
     **dict.fromkeys(("class_data_dir", "class_prompt", "reg_data_dir", "is_reg"), _CLASS),
     **dict.fromkeys(("with_prior_preservation", "num_class_images"), _CLASS),
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token", "huggingface_repo_id"), _HUB),
-    **dict.fromkeys(("xformers", "sdpa", "flash_attn", "mem_eff_attn", "attention_mechanism"), _ATTENTION),
+    **dict.fromkeys(("xformers", "sdpa", "flash_attn", "mem_eff_attn"), _ATTENTION),
     "use_8bit_adam": "is train.optimizer: adamw8bit here",
     "prodigy_d_coef": "is train.optimizer_options: {d_coef: ...} here",
     **dict.fromkeys(
@@ -188,6 +189,8 @@ _OTHERWISE = {
 _CHANGES_BASE = "{} changes the base's weights, so that its file is wrong on the model that others have"
 _NOT_READ = "neither diffusers nor this trainer can read a file of the kind {} back"
 _IN_8_BITS = "model.quantize: int8 keeps the base in 8 bits, also that of a model.transformer_file in fp8"
+_NO_GRADIENT = "{} has no gradients, which training needs"
+_CODE_OF_THE_HUB = "{} is code that is downloaded from the hub, which is never run here"
 _AUTO = {"auto": "memory.auto: true chooses it"}
 _NOT_HERE = {
     "train.use_gradient_checkpointing": _AUTO,
@@ -195,6 +198,12 @@ _NOT_HERE = {
     "memory.policy": _AUTO,
     "model.dtype": dict.fromkeys(("fp8", "fp8_e4m3fn", "float8", "float8_e4m3fn", "fp8_scaled"), _IN_8_BITS),
     "model.quantize": dict.fromkeys(("fp8", "fp8_e4m3fn", "float8", "qfloat8", "fp8_scaled"), _IN_8_BITS),
+    "model.attention": {
+        **{name: _NO_GRADIENT.format(name) for name in ("sage", "sage_varlen", "_flash_3")},
+        **{name: _CODE_OF_THE_HUB.format(name) for name in ("flash_hub", "flash_varlen_hub", "flash_4_hub")},
+        "flex": "flex is only fast where the whole model is compiled, not its blocks",
+        "sdpa": "native is torch's scaled_dot_product_attention, as null is",
+    },
     "lora.kind": {
         **{name: _NOT_READ.format(name) for name in ("loha", "oft", "oftv2", "boft", "hada")},
         **{

@@ -36,6 +36,7 @@ AllowedChange: TypeAlias = Literal[
     "train.ema_decay",
     "train.micro_batch_size",
     "train.compile",
+    "model.attention",
 ]
 
 

@@ -149,6 +149,7 @@ class Config(Settings):
                 f"{self.memory.save_attention} needs to see attention run, which it cannot in blocks that "
                 "train.compile compiles; set memory.save_attention: no, or train.compile: off",
             )
+        yield from self._attention_conflicts()
         if self.train.context_parallel > 1:
             yield from self._context_conflicts()
         yield from self._held_out_conflicts()
@@ -228,6 +229,23 @@ class Config(Settings):
                 f"{self.objective.audio_noise} has no effect while data.audio is off; remove it, or set "
                 "data.audio: true",
             )
+
+    def _attention_conflicts(self) -> Iterator[Problem]:
+        """Of a run that names its kernel of attention."""
+        model, key = self.model, "model.attention"
+        conflicts = (
+            ("memory.save_attention", self.memory.save_attention != "no" and not model.saves_attention),
+            ("train.deterministic", self.train.deterministic and model.has_own_attention),
+            ("train.context_parallel", self.train.context_parallel > 1),
+        )
+        reasons = (
+            "save_attention saves what torch's fused kernels compute; set it to no",
+            "train.deterministic orders the sums of torch's kernels only; set it to false",
+            "context parallelism computes attention in its own way; set train.context_parallel: 1",
+        )
+        for (other, is_there), reason in zip(conflicts, reasons, strict=True):
+            if model.attention is not None and is_there:
+                yield Problem((key, other), f"{model.attention}: {reason}, or {key}: null")
 
     def _context_conflicts(self) -> Iterator[Problem]:
         """Of a run that splits sequences."""

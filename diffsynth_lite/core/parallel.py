@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from diffsynth_lite.core.attention import keep_dtype
 from diffsynth_lite.core.gradient import IneffectiveSwitchError
 
 
@@ -176,7 +177,7 @@ class ContextParallel(JointPasses):
             if name.endswith(self._split.whole_attention):
                 processor._parallel_config = processor._attention_backend = None
             else:
-                _keep_dtype(model.get_submodule(name))
+                keep_dtype(model.get_submodule(name))
         for name in (name for name, part in plan.items() if not isinstance(part, dict)):
             model.get_submodule(name).register_forward_hook(self._note_tokens)
         self.watch(model)
@@ -212,17 +213,6 @@ def _processors(model: nn.Module) -> Iterator[tuple[str, Any]]:
         processor: Any = getattr(module, "processor", None)
         if hasattr(processor, "_parallel_config"):
             yield name, processor
-
-
-def _keep_dtype(attention: nn.Module) -> None:
-    """Have the norms of queries and keys give what they are given, where autocast makes 32 bits of it.
-
-    CUDA's does of ``rms_norm``, and attention that is split is not under it in its backward pass: there it
-    takes queries, keys and values as they are, which must all be of one dtype.
-    """
-    for name, module in attention.named_children():
-        if name.startswith("norm_"):
-            module.register_forward_hook(lambda _, inputs, output: output.to(inputs[0].dtype))
 
 
 @contextmanager

@@ -239,6 +239,7 @@ class QwenImage21(EditInputs, DiffusersFamily):
     prompt_sees_images = True
     encodes_as_model = True
     block_lists = ("transformer_blocks",)
+    dispatches_attention = False  # its processor for training names no backend
     unused_matmuls = ("attn.to_out.0", "img_mlp.out")
     size_divisor = 32
     max_prompt_tokens = 1024

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
+from diffsynth_lite.core.attention import use_backend
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
 from diffsynth_lite.core.noise.losses import LossBreakdown, SampleLosses
 from diffsynth_lite.core.randomness import torch_seed
@@ -153,6 +154,8 @@ def build_transformer(
         load_adapter_tensors(transformer, initial)
     if training_adapter is not None:
         add_training_adapter(transformer, *training_adapter)
+    if config.model.attention is not None:
+        use_backend(transformer, config.model.attention)
     return transformer.train()
 
 

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import diffusers
 import torch
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
+from diffsynth_lite.core.attention import has_backends, require_backend
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
 from diffsynth_lite.data.records import WHOLE, Part, Record
 from diffsynth_lite.data.sources import FoundRecords
@@ -56,6 +58,9 @@ from diffsynth_lite.training.optimization.optimizers import (
 from diffsynth_lite.training.preview_requests import check_previews, preview_size
 
 logger = logging.getLogger(__name__)
+
+_HEAD_WIDTH = 128
+"""Of attention whose model's config has no single one; most have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +182,33 @@ def _check_compiler(config: Config, device: torch.device) -> None:
         raise UserError(f"train.compile: {compiled} {error}") from None
 
 
+def _check_backends(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> None:
+    if config.model.attention is None or (family.dispatches_attention and has_backends(transformer)):
+        return
+    raise UserError(
+        f"model.attention: {config.model.attention} is not for model.family {config.model.family}: diffusers "
+        f"{diffusers.__version__} computes its attention by torch and lets nobody choose; set it to null"
+    )
+
+
+def check_attention(config: Config, family: ModelFamily, device: torch.device) -> None:
+    """Try the kernel of ``model.attention`` on the device of a run, with the heads of its model."""
+    backend = config.model.attention
+    if backend is None:
+        return
+    width = family.folder.component_config(family.trained[0]).get("attention_head_dim")
+    dtype = "bfloat16" if config.train.mixed_precision == "bf16" else config.model.dtype
+    try:
+        require_backend(
+            backend,
+            device,
+            getattr(torch, dtype),
+            head_width=width if isinstance(width, int) else _HEAD_WIDTH,
+        )
+    except ValueError as error:
+        raise UserError(f"model.attention: {backend} {error}; set it to null") from error
+
+
 def check_held_out(records: Sequence[Record], held_out: Sequence[Record]) -> None:
     """Check that no file is both trained on and held out: folders are read with their subfolders."""
     if not held_out:
@@ -254,6 +286,7 @@ def _check_model(
     # Frozen as in a run: the adapter is not a part of it yet.
     transformer = family.empty_transformer().requires_grad_(False)
     blocks = problems.attempt(find_blocks, family, transformer)
+    problems.attempt(_check_backends, config, family, transformer)
     problems.attempt(check_split, config, family, transformer)
     problems.attempt(check_tokens_of_previews, config, family, *preview_size(config, family))
     layers = problems.attempt(find_targets, family, transformer, config) if blocks else []

@@ -37,6 +37,7 @@ from diffsynth_lite.training.checkpoint.resume import (
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import (
     CheckedRun,
+    check_attention,
     check_before_download,
     download_model,
     with_placeholders,
@@ -313,6 +314,7 @@ def open_run(
         check_sharding(config, accelerator)
         check_context(config, accelerator)
         checked = check_before_download(with_placeholders(config), accelerator)
+        check_attention(config, checked.family, accelerator.device)
         checked.family.shards = shards_of(config, checked.family, accelerator)
         checked.family.context = context_of(config, checked.family, accelerator)
     run = Run(

@@ -63,7 +63,7 @@ NAMED = _changes(
     *("train.lr_scheduler=linear", "train.warmup_steps=1", "train.adam_beta1=0.8"),
     *("train.adam_beta2=0.9", "train.adam_epsilon=1e-6", "train.weight_decay=0.1"),
     *("train.optimizer_options={maximize: true}", "train.max_grad_norm=0.5", "train.ema_decay=0.7"),
-    "train.compile=blocks",
+    *("train.compile=blocks", "model.attention=_native_math"),
 )
 """Allowed by their own name in ``resume.allow``."""
 

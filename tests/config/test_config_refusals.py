@@ -224,6 +224,15 @@ def test_a_conflict_with_the_file_is_placed_at_the_first_of_the_two_that_was_set
             "0.99: the weights of schedule_free are an average already",
         ),
         (["memory.save_attention=keep", "train.compile=blocks"], "needs to see attention run, which it"),
+        (
+            ["model.attention=_native_math", "memory.save_attention=keep"],
+            "what torch's fused kernels compute",
+        ),
+        (["model.attention=flash", "train.deterministic=on"], "orders the sums of torch's kernels only"),
+        (["model.attention=native", "train.context_parallel=2"], "attention in its own way; set train.conte"),
+        (["model.attention=flahs"], "did you mean 'flash'?"),
+        (["model.attention=sage"], "sage has no gradients, which training needs"),
+        (["model.attention=flash_hub"], "code that is downloaded from the hub, which is never run here"),
         (["model.dtype=float16", "train.mixed_precision=no"], "float16 rounds small gradients to 0"),
         (["memory.policy=skip", "memory.policy_blocks=[1, 1]"], "got ['1', '1']; has an entry twice"),
         (

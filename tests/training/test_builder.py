@@ -33,6 +33,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(tmp_path_factory.mktemp("builder"))
 
 
+def test_the_kernel_of_attention_is_given_to_the_model(prepared: Prepared) -> None:
+    for backend in (None, "_native_math"):
+        config = prepared.config({} if backend is None else {"model.attention": backend})
+        attention = build_transformer(config, prepared.checked).transformer_blocks[0].attn
+        assert attention.processor._attention_backend == backend
+
+
 def linear_rates(*, base: float = 0.02, warmup: int = 2, total: int = 7) -> list[float]:
     """Of the steps of the first run: up over the warm-up, then down to the total."""
     return [

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from PIL import Image
 from prepared_run import PROCESS, load_config_of
 from release_layouts import two_experts
@@ -47,6 +48,19 @@ def edit_pairs(root: Path) -> dict[str, str]:
     qwen_image_edit.tiny().save_pretrained(root / "model")
     shutil.copytree(root / "data", root / "before")
     return {"model.family": "qwen_image_edit", "data.input_dirs": f"[{root}/before]"}
+
+
+@pytest.mark.parametrize("lacks", ["dispatches_attention", "processors"])
+def test_a_kernel_of_attention_is_refused_for_a_model_that_would_not_take_it(
+    root: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    if lacks == "processors":
+        monkeypatch.delattr(QwenDoubleStreamAttnProcessor2_0, "_attention_backend")
+    else:
+        monkeypatch.setattr(QwenImage, lacks, False)
+    message = "model.attention: native is not for model.family qwen_image: diffusers 0."
+    assert message in refusal(root, **{"model.attention": "native"})
 
 
 def test_held_out_items_that_are_also_trained_on_are_refused(root: Path) -> None:

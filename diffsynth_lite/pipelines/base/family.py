@@ -58,6 +58,7 @@ class ModelFamily(ABC):
         refused_in_prompts: texts that its pipeline refuses in prompts, as they are placeholders of an image
             or a video.
         sequence_split: how context parallelism splits its model; None where it cannot.
+        dispatches_attention: whether the attention of its model is by the kernel that it is to take.
         default_num_layers: of a preview unless the user or the data set it; 0 in families without layers.
         splits_batches: whether ``predict`` runs the model once for each length of prompts in a batch.
         is_counted_by_few_blocks: whether the memory of all blocks can be estimated from a few, each called
@@ -96,6 +97,7 @@ class ModelFamily(ABC):
     blocks_by_hook: ClassVar[bool] = True
     splits_batches: ClassVar[bool] = False
     sequence_split: ClassVar[SequenceSplit | None] = None
+    dispatches_attention: ClassVar[bool] = True
     default_num_layers: ClassVar[int] = 0
     is_counted_by_few_blocks: ClassVar[bool] = True
     takes_small_controls: ClassVar[bool] = False

@@ -44,6 +44,7 @@ _FIXED_FIELDS = {
     "model": (
         *("family", "dtype", "quantize", "quantize_skip"),
         *("text_encoder_dtype", "text_encoder_quantize", "vae_dtype", "vae_tiling"),
+        "attention",
     ),
     "data": (
         *("width", "height", "resolutions", "sizes", "bucket_step", "max_aspect_ratio", "upscale"),

@@ -17,7 +17,7 @@ _SOURCE = "input_columns input_dirs layer_columns layer_dirs repeats weight pres
 _SOURCE_WHETHER = "path dataset control_column control_dir"
 _READ: Mapping[str, str] = {
     "model": "family path revision variant transformer_file transformer_2_file training_adapter dtype "
-    "quantize quantize_skip text_encoder_dtype text_encoder_quantize vae_dtype vae_tiling",
+    "quantize quantize_skip attention text_encoder_dtype text_encoder_quantize vae_dtype vae_tiling",
     "lora": "kind rank use_rslora init lokr_factor dropout components target_modules target_blocks "
     "loraplus_ratio groups",
     "data": f"{_SOURCE} width height resolutions sizes bucket_step max_aspect_ratio frame_counts fps audio "

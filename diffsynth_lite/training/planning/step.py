@@ -33,7 +33,8 @@ class StepSettings:
         accumulates: whether a step has several micro-batches, whose gradients are added up.
         compiles: whether blocks are compiled, which is not counted: they show no attention to save.
         num_shards: processes over which the frozen weights are sharded.
-        saves_attention: whether the result of attention can be saved: a ring computes it part by part.
+        saves_attention: whether the result of attention can be saved: a ring computes it part by part,
+            and kernels that are not torch's are not seen.
         device_type: kernels and autocast of CUDA and the CPU are not the same.
     """
 

@@ -93,7 +93,7 @@ def step_settings(config: Config, family: ModelFamily, *, num_processes: int = 1
         stream_blocks=0 if memory.stream_blocks == "auto" else memory.stream_blocks,
         stream_slots=memory.stream_slots,
         num_shards=1 if memory.shard_base == "no" else num_processes,
-        saves_attention=train.context_parallel_kind != "ring",
+        saves_attention=model.saves_attention and train.context_parallel_kind != "ring",
     )
 
 

@@ -130,10 +130,11 @@ def test_the_settings_that_are_written_give_the_step_that_was_chosen() -> None:
         assert replace(settings, accumulates=False) == choice.settings
 
 
-def test_compiled_blocks_save_no_attention() -> None:
-    config = load_config("qwen_lora.yaml", ["data.path=x", "train.compile=blocks"]).config
+@pytest.mark.parametrize("override", ["train.compile=blocks", "model.attention=_native_math"])
+def test_compiled_blocks_and_kernels_that_are_not_fused_save_no_attention(override: str) -> None:
+    config = load_config("qwen_lora.yaml", ["data.path=x", override]).config
     settings = replace(step_settings(config, None), accumulates=False)
-    assert settings.skip_dead_ops is False
+    assert settings.skip_dead_ops is (config.train.compile == "off")
     best = choices(ARITHMETIC, ARITHMETIC.seconds, [settings], MemoryBudget(device=60, host=ANY))
     assert best
     assert {choice.settings.policy.selected.save_attention for choice in best} == {"no"}
