@@ -95,6 +95,7 @@ class Config(Settings):
             (data.cache, "data", "num_workers", "while data.cache is off: the main process encodes"),
             (checkpointing, "memory", "skip_dead_ops", "while train.use_gradient_checkpointing is off"),
             (train.compile == "off", "memory", "skip_dead_ops", "while train.compile compiles the blocks"),
+            (train.compile != "off", "train", "compile_cache", "while train.compile is off"),
             (train.is_adam, "train", " ".join(ADAM_SETTINGS), f"with train.optimizer {train.optimizer}"),
             (data.audio, "data", "silent_clips", "while data.audio is off"),
             (

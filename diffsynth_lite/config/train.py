@@ -132,6 +132,12 @@ class TrainSettings(Settings):
     g++ on the CPU, triton on CUDA. Off by default: no GPU has shown a gain yet. See
     [compile.md](compile.md)."""
 
+    compile_cache: bool = False
+    """Keep what `compile` made in `~/.cache/diffsynth_lite`, for later runs of the same model and LoRA with
+    the same torch and device, which then start faster. torch runs what it finds there as code, so a file that
+    another user of the machine may have written is refused:
+    [compile.md](compile.md#is-compiled-code-kept)."""
+
     deterministic: bool = False
     """Take only kernels that give the same bits each time. On a GPU a resumed run's weights are then the same
     bit for bit, and so are those with other checkpointing and offload; set it in all parts of a run. Slower

@@ -12,6 +12,7 @@ from diffsynth_lite.training.session import Run
 from diffsynth_lite.training.stages import (
     begin_run_folder,
     build,
+    compiled_code_kept,
     encode,
     find_start,
     initial_lora,
@@ -38,7 +39,7 @@ def run_training(opened: AbstractContextManager[Run]) -> None:
             start = begin_run_folder(run, start, data)
             built = build(run, start, data, initial)
             saver = Saver(run, start, data, built)
-            with memory_explained(run, data, built):
+            with memory_explained(run, data, built), compiled_code_kept(run):
                 step = train(run, built, saver, start.step)
             _conclude(run, built, step, remarks)
 

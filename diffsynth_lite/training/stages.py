@@ -1,20 +1,28 @@
 """This file holds the stages of a run up to the loop: choose memory, find the start, encode, build."""
 
+import hashlib
+import json
 import logging
+import os
+import sys
 import uuid
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.training_utils import free_memory
 
 from diffsynth_lite.config import load_yaml
 from diffsynth_lite.core.gradient import BlockCompiler
+from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights.sharding import local_bytes
 from diffsynth_lite.core.weights.stream import WeightStream
-from diffsynth_lite.files import write_json
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import replacing, write_json
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile, read_items, start_trackers
 from diffsynth_lite.run_folder.progress import is_logged
@@ -38,7 +46,7 @@ from diffsynth_lite.training.distributed.agreement import (
     tensors_from_main_process,
 )
 from diffsynth_lite.training.distributed.context import split_model
-from diffsynth_lite.training.distributed.devices import describe_run
+from diffsynth_lite.training.distributed.devices import describe_run, device_name
 from diffsynth_lite.training.encoding.hold_out import write_held_out
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run, sealed_data
 from diffsynth_lite.training.frozen_weights import (
@@ -258,6 +266,58 @@ def _load_model(
     compiler = build_compiler(config, family, loaded[0])
     weights = place_weights(config, family, loaded[0], accelerator.device, host_blocks)
     return loaded[0], compiler, weights
+
+
+@contextmanager
+def compiled_code_kept(run: Run) -> Iterator[None]:
+    """Scope of the steps: blocks compile from what earlier runs kept, and what they compiled is kept.
+
+    Raises:
+        UserError: somebody else may have written what is kept, which torch runs as code.
+    """
+    config = run.config
+    if not config.train.compile_cache:
+        yield
+        return
+    # Never where a config or a folder of others says: whoever writes there would run code here.
+    folder = Path.home() / ".cache" / "diffsynth_lite" / "compiled"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    settings = config.model_dump(include={"model": True, "lora": True}) | {"torch": torch.__version__}
+    settings["device"] = device_name(run.accelerator.device)
+    file = folder / hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
+    known: set[str] = set()
+    if file.exists():
+        _require_own(folder)
+        _require_own(file)
+        loaded = torch.compiler.load_cache_artifacts(file.read_bytes())
+        known = _names_of(loaded)
+        logger.info("train.compile_cache: %d parts of compiled code are there from earlier runs.", len(known))
+    try:
+        yield
+    finally:
+        made = torch.compiler.save_cache_artifacts() if run.is_main else None
+        if made is not None and not _names_of(made[1]) <= known:
+            with replacing(file) as temporary:
+                temporary.touch(mode=0o600)
+                temporary.write_bytes(made[0])
+            logger.info(
+                "train.compile_cache: kept compiled code in %s (%s).", file, format_bytes(len(made[0]))
+            )
+
+
+def _names_of(artifacts: Any) -> set[str]:
+    """Kinds and names of what torch compiled; none where it could not be read."""
+    found = {} if artifacts is None else artifacts.artifacts
+    return {f"{kind} {name}" for kind, names in found.items() for name in names}
+
+
+def _require_own(place: Path) -> None:
+    found = place.stat()
+    if sys.platform != "win32" and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+        raise UserError(
+            f"train.compile_cache: {place} is not yours alone, and torch runs what is in it as code; "
+            "remove it, or set it to false"
+        )
 
 
 def memory_explained(run: Run, data: TrainingData, built: TrainingObjects) -> AbstractContextManager[None]:

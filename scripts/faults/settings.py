@@ -79,6 +79,7 @@ FREE = _changes(
     *("memory.prefetched_blocks=0", "memory.policy=last_k & memory.policy_n=1"),
     *("memory.policy_n=2 & memory.policy=first_k", "memory.policy_blocks=[0] & memory.policy=only"),
     *("memory.save_attention=keep", "memory.device_gib=1 & memory.stream_blocks=auto"),
+    "train.compile_cache=true & train.compile=off",
     "memory.stream_blocks=all & memory.stream_slots=1",
     "memory.stream_slots=1 & memory.stream_blocks=2",
     *("memory.stream_text_encoder=true & memory.stream_slots=1", "memory.skip_dead_ops=false"),

@@ -1,0 +1,53 @@
+"""Attention of each family is computed by the kernel that is chosen, or its family offers none."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from family_sample import ELSEWHERE, SIGMA, Sample
+
+from diffsynth_lite.core.attention import has_backends, use_backend
+
+WITHOUT_BACKENDS = (
+    *("anima", "aura_flow", "cogvideox", "hidream", "lumina2", "qwen_image_21", "sana", "sd3", "sdxl"),
+    *ELSEWHERE,
+)
+"""As docs/compile.md has them, with the one that is only for tests."""
+
+
+def _noting(names: list[str], name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    names.append(name)
+    return kernel(*args, **kwargs)
+
+
+def test_attention_is_by_the_kernel_that_is_chosen_in_families_that_offer_it(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, model = sample.family, sample.model
+    if not (family.dispatches_attention and has_backends(model)):
+        assert sample.name in WITHOUT_BACKENDS
+        return
+    assert sample.name not in WITHOUT_BACKENDS
+    names, backends = [], _AttentionBackendRegistry._backends
+    for name in (AttentionBackendName.NATIVE, AttentionBackendName._NATIVE_MATH):
+        counted = partial(_noting, names, name, backends[name])
+        monkeypatch.setitem(backends, name, counted)
+    for module in model.modules():
+        if hasattr(getattr(module, "processor", None), "_attention_backend"):
+            monkeypatch.setattr(module.processor, "_attention_backend", None)  # restored afterwards
+
+    def velocity() -> torch.Tensor:
+        names.clear()
+        with torch.no_grad():
+            return family.predict(model, sample.latents[:1].float(), SIGMA[:1], sample.conditioning[:1])
+
+    plain = velocity()
+    assert set(names) == {"native"}
+    use_backend(model, "native")
+    assert torch.equal(velocity(), plain)
+    use_backend(model, "_native_math")
+    assert torch.allclose(velocity(), plain, rtol=1e-3, atol=1e-4)  # it sums in another order
+    assert set(names) == {"_native_math"}

@@ -1,0 +1,125 @@
+"""Compiled code is kept for later runs: in the user's own folder, and nowhere that others can write."""
+
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.compiler._cache import CacheArtifactManager, CacheInfo
+
+from diffsynth_lite.config import load_config
+from diffsynth_lite.core.gradient import BlockCompiler, require_compiler
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.stages import compiled_code_kept
+
+ON = ("train.compile=blocks", "train.compile_cache=true")
+
+
+def run(*overrides: str, is_main: bool = True) -> Any:
+    """As much of a run as it takes."""
+    config = load_config("qwen_lora.yaml", ["data.path=x", *overrides]).config
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    return SimpleNamespace(config=config, accelerator=accelerator, is_main=is_main)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    return tmp_path / ".cache" / "diffsynth_lite" / "compiled"
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What torch was given to load; what it has to save is one part more each time."""
+    given: list[bytes] = []
+
+    def artifacts(number: int) -> CacheInfo:
+        return CacheInfo(artifacts=defaultdict(list, {"inductor": [str(place) for place in range(number)]}))
+
+    def load(content: bytes) -> CacheInfo:
+        given.append(content)
+        return artifacts(int(content))
+
+    def save() -> tuple[bytes, CacheInfo]:
+        number = 1 + len(given)
+        return str(number).encode(), artifacts(number)
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", load)
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", save)
+    return given
+
+
+def test_what_a_run_compiled_is_there_in_the_next_one_also_after_an_error(
+    folder: Path, loaded: list[bytes]
+) -> None:
+    with pytest.raises(ZeroDivisionError), compiled_code_kept(run(*ON)):
+        raise ZeroDivisionError
+    [file] = folder.iterdir()
+    assert (file.read_bytes(), file.stat().st_mode & 0o777, loaded) == (b"1", 0o600, [])
+    with compiled_code_kept(run(*ON, "train.learning_rate=1e-5")):
+        assert loaded == [b"1"]
+    assert file.read_bytes() == b"2"
+    with compiled_code_kept(run(*ON, is_main=False)):
+        assert loaded == [b"1", b"2"]
+    assert file.read_bytes() == b"2"
+    with compiled_code_kept(run(*ON, "lora.rank=7")):
+        assert loaded == [b"1", b"2"]
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_nothing_is_written_where_nothing_new_was_compiled(
+    folder: Path, loaded: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with compiled_code_kept(run(*ON)):
+        pass
+    monkeypatch.setattr("diffsynth_lite.training.stages.replacing", None)
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"1", CacheInfo()))
+    with compiled_code_kept(run(*ON)):
+        assert loaded == [b"1"]
+
+
+def test_off_it_touches_neither_torch_nor_the_disk(folder: Path, loaded: list[bytes]) -> None:
+    with compiled_code_kept(run("train.compile=blocks")):
+        pass
+    assert not folder.exists()
+    assert loaded == []
+
+
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_code_that_others_may_have_written_is_refused(folder: Path, loaded: list[bytes], place: str) -> None:
+    with compiled_code_kept(run(*ON)):
+        pass
+    [file] = folder.iterdir()
+    (file if place == "file" else folder).chmod(0o770)
+    with pytest.raises(UserError, match="is not yours alone"), compiled_code_kept(run(*ON)):
+        pass
+    assert loaded == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of what torch's compiler imports
+def test_a_second_process_finds_its_graphs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        require_compiler(torch.device("cpu"))
+    except ValueError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
+    found = []
+    for process in range(2):  # each as a new one: torch knows nothing, and its own folder is empty
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        CacheArtifactManager.clear()
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / str(process)))
+        block = torch.nn.Linear(4, 4)
+        BlockCompiler([block])
+        with compiled_code_kept(run(*ON)):
+            block(torch.ones(2, 4)).sum().backward()
+        counts = torch._dynamo.utils.counters
+        found.append((counts["inductor"]["fxgraph_cache_hit"], counts["inductor"]["fxgraph_cache_miss"]))
+        found[-1] = (*found[-1], counts["aot_autograd"]["autograd_cache_hit"])
+    assert found == [(0, 2, 0), (2, 0, 1)]
