@@ -28,7 +28,7 @@ _OWN_TO_A_MACHINE = frozenset(
     [
         *("path", "transformer_file", "transformer_2_file", "init_from", "training_adapter", "model_path"),
         *("dir", "copy_to", "cache_dir", "sealed", "source", "metadata", *(role.folder for role in ROLES)),
-        *("validation.data", "inputs", "last_frames", "control", "inpaint_masks", "faces"),
+        *("validation.data", "inputs", "last_frames", "control", "inpaint_masks", "faces", "score_models"),
         *("num_workers", "cpu_threads"),
     ]
 )

@@ -109,7 +109,7 @@ FREE = {
         "context_parallel_kind",
         "use_gradient_checkpointing",
         "use_gradient_checkpointing_offload",
-        *("cpu_threads", "deterministic", "step_timeout_minutes"),
+        *("cpu_threads", "deterministic", "step_timeout_minutes", "max_hours", "stop_after"),
     },
 }
 """Settings that never decide the numbers of a run; what is read from where is in the data's fingerprint."""
