@@ -197,7 +197,8 @@ class OutputSettings(Settings):
 
     keep_best: bool = True
     """Also keep the checkpoint with the lowest loss on held-out items (`validation.data`, `data.hold_out`),
-    and write its LoRA to `lora_best/`."""
+    and write its LoRA to `lora_best/`. With `validation.scores` that is the LoRA of the saved step that the
+    scores recommend, as far as they recommend one."""
 
     copy_to: FilePath | None = None
     """A folder that is there, such as ComfyUI's `models/loras`, into which the LoRA of each save is copied,

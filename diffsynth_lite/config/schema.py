@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, Literal, TypeAlias, get_type_hints
 
 from diffsynth_lite.config.data import DataSettings
 from diffsynth_lite.config.model import LoraSettings, ModelSettings, ObjectiveSettings
@@ -43,6 +43,13 @@ class Config(Settings):
     def holds_out(self) -> bool:
         """Whether the fixed-noise loss is measured on items that are not trained on."""
         return self.validation.data is not None or self.data.hold_out > 0
+
+    @property
+    def best_by(self) -> Literal["loss", "scores"] | None:
+        """What decides which LoRA is kept as the best one; None where none is."""
+        if not (self.output.keep_best and self.holds_out):
+            return None
+        return "scores" if self.validation.scores else "loss"
 
     @property
     def score_every_steps(self) -> int | None:
@@ -113,7 +120,7 @@ class Config(Settings):
             (validation.scores, "validation", "plain_prompts score_models", "without validation.scores"),
             (loss or validation.scores, "validation", "data", "while validation.loss_items is 0"),
             (watched, "validation", "every_steps", "without prompts, loss_items and item_losses"),
-            (loss and self.holds_out, "output", "keep_best", "without a loss on held-out items"),
+            (self.holds_out and (loss or validation.scores), "output", "keep_best", "without held-out items"),
             (train.ema_decay is not None, "validation", "use_ema", "without train.ema_decay"),
             (bool(trackers), "logging", "project", "without logging.trackers"),
             ("wandb" in trackers, "logging", "wandb_mode", "without wandb in logging.trackers"),

@@ -17,6 +17,7 @@ from diffsynth_lite.report.charts import Series, as_number
 from diffsynth_lite.report.previews import last_preview
 from diffsynth_lite.report.record import RunState, read_state
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.loras import SUFFIX, metadata_of
 from diffsynth_lite.run_folder.reading import TolerantReader, read_run_file, require_run_file
 
 _NUM_PARTS = 16
@@ -24,6 +25,7 @@ _PART_BYTES = 4 * 1024
 """Of a longer file of metrics only so many parts are read, evenly spread: some rows of each."""
 _MAX_ROWS = 120
 _MAX_POINTS = 40
+_MOST_DIGITS = 16
 _SHOWN = (
     "model.path",
     "model.family",
@@ -49,7 +51,7 @@ class RunCard:
         data: name of the data set.
         details: more of its settings, such as "rank 16".
         preview: path of the latest one in the folder; None before there is one.
-        best_step: with the lowest loss on held-out data; None where the run does not keep it.
+        best_step: whose LoRA is in ``lora_best``; None where there is none.
     """
 
     folder: Path
@@ -139,12 +141,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _best_step(folder: RunFolder) -> int | None:
-    """The step of ``lora_best`` by the latest checkpoint."""
-    if not folder.best_lora_folder.is_dir():
-        return None
-    latest = max(folder.checkpoints_folder.glob("step-*/state.json"), default=None)
-    try:
-        best = parse_json(read_run_file(latest))["best"] if latest else None
-        return int(best["step"]) if best else None
-    except (OSError, UserError, ValueError, LookupError, TypeError):
-        return None
+    """The step of ``lora_best``, by the metadata of its file, which may be somebody else's."""
+    files = [file for file in folder.best_lora_folder.glob(f"*{SUFFIX}") if file.is_file()]
+    step = metadata_of(files[0]).get("diffsynth_lite.step", "") if files else ""
+    return int(step) if step.isdecimal() and len(step) < _MOST_DIGITS else None

@@ -32,7 +32,7 @@ _LATEST_TIME = 253_402_300_799
 _FILES = {
     "lora": "the LoRA",
     "lora_ema": "the moving average of the LoRA",
-    "lora_best": "the LoRA with the lowest loss on held-out data",
+    "lora_best": "the best LoRA: by the loss on held-out data, or by the scores",
     "previews": "previews by prompt and step; grid.png has all of them",
     "metrics.jsonl": "the numbers of the charts, a row a logged step",
     "items.jsonl": "the items whose losses are measured one by one",

@@ -97,7 +97,7 @@ class RunFolder:
     samples_folder = _Place("samples")
     """Images and videos generated on demand, a folder for each time."""
     best_lora_folder = _Place("lora_best")
-    """The export with the lowest loss on held-out data."""
+    """The export with the lowest loss on held-out data, or that the scores recommend."""
     ema_lora_folder = _Place("lora_ema")
     """The latest export of the averaged weights."""
     lora_folder = _Place("lora")

@@ -184,7 +184,7 @@ def copy_by_step(run: RunFolder, place: Path) -> LoraCopy:
     if copy := LoraCopy.of(folder):
         return copy
     metadata = _metadata(folder)
-    # That of the lowest loss is of either export.
+    # The best one is of either export.
     average = [run.ema_lora_folder.name] * (metadata.get("diffsynth_lite.weights") == "average")
     step = metadata.get("diffsynth_lite.step", "")
     for export in (folder.name, *average, run.lora_folder.name) if _STEP.fullmatch(step) else ():
@@ -220,7 +220,8 @@ def _lora_of(run: RunFolder, which: str, name: str) -> Path:
     folders = exports_of(run)
     written = {
         "last": "a run writes it with its first checkpoint",
-        "best": "a run writes it with validation.data or data.hold_out, for the lowest loss there",
+        "best": "a run writes it with validation.data or data.hold_out, for the lowest loss there, or with "
+        "validation.scores for the step that these recommend",
         "ema": "a run writes it with train.ema_decay",
     }
     if which in folders:

@@ -42,6 +42,7 @@ from diffsynth_lite.training.data_settings import num_preview_frames, num_previe
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.encoding.scored_prompts import NUM_PROMPTS
+from diffsynth_lite.training.export.best_lora import follow_scores
 from diffsynth_lite.training.export.card import CardWriter, gather_lora_facts
 from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.optimization.averages import AveragedWeights, MovingAverage
@@ -105,9 +106,10 @@ class Saver:
         )
         self.lora_dtype: torch.dtype = getattr(torch, config.output.lora_dtype)
         self._copies = ComfyuiCopies.of(config, run.family)
-        self._keeps_best = config.output.keep_best and config.holds_out
+        self._keeps_best, self._follows_scores = (config.best_by == each for each in ("loss", "scores"))
         state = start.checkpoint.documents["state"] if start.checkpoint else {}
-        self.best: dict[str, Any] | None = self._comparable(state.get("best"))
+        best = None if self._follows_scores else state.get("best")
+        self.best: dict[str, Any] | None = self._comparable(best)
         run.store.pinned = self.best["step"] if self.best else None
         waited = state.get("stop_after", {})
         is_same = waited.get("measured_by") == self._measured_by
@@ -180,6 +182,8 @@ class Saver:
         if self._keeps_best:
             on_main_process(self._run.accelerator, self._repair_best)
         on_main_process(self._run.accelerator, self._repair_copy)
+        if self._follows_scores:
+            on_main_process(self._run.accelerator, self._update_recommended)
 
     def _repair_copy(self) -> None:
         checkpoint, folder = self._start.checkpoint, self._run.store.folder
@@ -228,6 +232,16 @@ class Saver:
         self._export(self._run.folder.best_lora_folder, step, average=self.measures_average)
         logger.info("Step %d is the best so far: loss %.4f on held-out items.", step, loss)
 
+    def _update_recommended(self) -> None:
+        """Have the best LoRA follow the scores of the steps that are saved."""
+        folder, store = self._run.folder, self._run.store
+        is_ema = self.measures_average and not self._exports_average
+        export = folder.ema_lora_folder if is_ema else folder.lora_folder
+        best = follow_scores(folder, export.name, kept=store.pinned)
+        if best is not None and best != store.pinned:
+            self._card.write(folder.best_lora_folder, best)
+        store.pinned = best
+
     def _write(self, step: int) -> None:
         if step == self._saved_step:
             return
@@ -261,6 +275,8 @@ class Saver:
         with built.divergence.explained():
             run.store.save(step, tensors=tensors, documents=documents)
         self._export_result(step)
+        if self._follows_scores:
+            self._update_recommended()
         # Last: where the export fails, the next attempt must export again.
         self._saved_step = step
 
@@ -401,7 +417,7 @@ def num_checkpoints_to_come(config: Config, *, num_there: int, start_step: int) 
     last = regular[len(regular) + is_odd - num_rotating :]
     for_good = output.keep_every_steps or steps + 1
     num_for_good = (last[0] - 1 if last else steps) // for_good - start_step // for_good
-    has_best = output.keep_best and config.holds_out and not num_there
+    has_best = config.best_by is not None and not num_there
     return num_rotating + num_for_good + has_best
 
 
@@ -426,7 +442,7 @@ def num_best_copies_to_come(config: Config, *, start_step: int) -> int:
     """Most copies of the LoRA that steps without a regular save leave, each as the best so far."""
     output, steps = config.output, config.train.steps
     every = config.validation.every_steps or steps
-    if not output.keep_best or not config.holds_out:
+    if config.best_by != "loss":
         return 0
     evaluated = range(every * (start_step // every + 1), steps, every)
     num_more = sum(step % output.checkpoint_every_steps > 0 for step in evaluated)

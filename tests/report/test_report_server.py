@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import uvicorn
 from browser import Browser
 from run_folders import ATTACK, full_folder
+from safetensors.numpy import save_file
 
 from diffsynth_lite.redaction import Redactor, in_force
 from diffsynth_lite.report.run_report import RunReport, read_run
@@ -184,8 +186,8 @@ def test_a_list_shows_the_little_of_each_run_however_long_it_is(tmp_path: Path) 
     )
     (run / "resolved.yaml").write_text(settings + "train:\n  steps: 9000\nvalidation:\n  path: no\n")
     (run / "lora_best").mkdir()
-    (run / "checkpoints" / "step-00000200").mkdir(parents=True)
-    (run / "checkpoints" / "step-00000200" / "state.json").write_text('{"best": {"step": 100, "loss": 0.5}}')
+    weights = {"a": np.zeros(1)}
+    save_file(weights, run / "lora_best" / "a.safetensors", {"diffsynth_lite.step": "100"})
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(f'{{"step": {step}, "loss": {10_000 - step}}}\n' for step in range(300, 9_001))
     RunFolder(run).write_status("running", exit_code=None, step=8_990, message="training")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,19 @@ from tiny_run import TinyRun, checkpoint_tensors, copy_run, differing, make_run,
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.sampling.session import SampleSession
-from diffsynth_lite.scores.record import ScoredColumn, read_scores, write_scores
+from diffsynth_lite.scores.recommendation import Recommendation, recommend
+from diffsynth_lite.scores.record import ScoredColumn, ScoreRecord, read_scores, write_scores
 from diffsynth_lite.testing.feature_models import save_tiny_dinov2, save_tiny_siglip
 from diffsynth_lite.training.previews import Previews
 
+LORA = "pytorch_lora_weights.safetensors"
 NEW = ["ohwx, a red square", "ohwx, a blue square"]
+
+
+def recommend_first(record: ScoreRecord, saved: Collection[int]) -> Recommendation:
+    """The first step, in place of none, as there are too few prompts."""
+    found = recommend(record, saved)
+    return replace(found, best=found.columns[0])
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,9 @@ def scored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRu
         f"validation.score_models=[{root}/dinov2, {root}/siglip]",
     )
     run = replace(run, settings=(*settings, "validation.scores=true"))
-    assert run.train() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diffsynth_lite.training.export.best_lora.recommend", recommend_first)
+        assert run.train() == 0
     AcceleratorState._reset_state(reset_partial_state=True)
     return run
 
@@ -112,6 +123,10 @@ def test_a_run_that_was_killed_before_the_scores_makes_them_of_the_images_and_la
 def test_another_measure_starts_the_scores_over_and_the_base_is_without_the_lora(
     scored_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    best = scored_run.folder / "lora_best"
+    copy = scored_run.folder / "checkpoints" / "lora-00000002" / LORA
+    assert (best / LORA).read_bytes() == copy.read_bytes()
+    assert "after 2 optimizer steps, where the score was highest." in (best / "README.md").read_text()
     without_last_checkpoint(scored_run)
     images = scored_run.folder / "previews" / "scores"
     of_base = {path: path.read_bytes() for path in images.glob("step-00000000-*.png")}
@@ -120,6 +135,7 @@ def test_another_measure_starts_the_scores_over_and_the_base_is_without_the_lora
     assert scored_run.train("validation.plain_prompts=[a cat, a hat]") == 0
     assert generated == [0, 2, 4]
     assert "measured in another way" in caplog.text
+    assert not best.exists()  # There are too few prompts.
     assert list(columns(scored_run)) == ["base", "2", "4"]
     again = [path for path in of_base if path.exists()]
     assert len(again) == 4  # of the prompts that are as they were

@@ -87,7 +87,7 @@ class CheckpointStore:
         chosen: returns the copy that a person chose, which stays, too; asked at each save.
 
     Attributes:
-        pinned: a step whose checkpoint stays too, such as the best one's.
+        pinned: a step whose checkpoint and LoRA stay too, such as the best one's.
         known_good: the step of the newest checkpoint whose weights are known to be good, which stays too.
     """
 
@@ -159,7 +159,7 @@ class CheckpointStore:
             return
         steps = self.steps()
         copies = [copy for copy in lora_copies(self.folder, export.name) if copy != chosen]
-        further = [copy for copy in copies if copy.step not in steps]
+        further = [copy for copy in copies if copy.step not in (*steps, self.pinned)]
         for copy in further[: max(0, len(further) - self.keep_loras)]:
             _drop(copy.path)
 

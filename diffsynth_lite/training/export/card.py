@@ -133,7 +133,8 @@ class CardWriter:
         base = self.facts.base
         name = base.release.name if base.release else base.hub_id or f"a {self.facts.family} model"
         which = f"{'The moving average of a' if is_average else 'A'} {self.facts.kind}"
-        best = ", where the loss on held-out data was lowest" if is_best else ""
+        measure = "score was highest" if self.config.validation.scores else "loss on held-out data was lowest"
+        best = f", where the {measure}" if is_best else ""
         return (
             f"{which} for {name}, after {step} optimizer steps{best}. "
             f"Trained with diffsynth_lite {self.facts.version}."
