@@ -2,11 +2,11 @@
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from diffsynth_lite.captioning.cleaning import Cleaned
 from diffsynth_lite.captioning.contents import Contents, Item
@@ -16,7 +16,7 @@ from diffsynth_lite.captioning.report import CaptionReport, CaptionRow, is_by_mo
 from diffsynth_lite.config.files import did_you_mean
 from diffsynth_lite.data.captions import CAPTION_SUFFIXES, read_text
 from diffsynth_lite.data.folder import list_folder
-from diffsynth_lite.data.records import Source, stem
+from diffsynth_lite.data.records import WHOLE, Part, Source, stem
 from diffsynth_lite.data.sources import METADATA_FILES
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.media import evenly_spread
@@ -35,6 +35,7 @@ class CaptionJob:
         kept_rules: names of the rules of cleaning that are not applied.
         num_frames: of a clip.
         num_shown: of a dry run, items whose captions are shown and not written; 0 writes them.
+        part: of the items; other processes write those of the others, at the same time.
         arguments: words of the command after ``caption``.
     """
 
@@ -47,6 +48,7 @@ class CaptionJob:
     kept_rules: Collection[str] = ()
     num_frames: int = 8
     num_shown: int = 0
+    part: Part = WHOLE
     arguments: tuple[str, ...] = ()
 
     @property
@@ -104,11 +106,29 @@ class Outcome:
         return 60 * num_answered / self.seconds if self.seconds else 0.0
 
 
+def joined_outcome(results: Sequence[Mapping[str, Any]]) -> Outcome:
+    """The outcome of all parts, from what the command of each prints as JSON."""
+    joined = Outcome(items=[], started_at=0.0)
+    for result in results:
+        joined.model = joined.model or result["model"]
+        joined.kept += result["kept"]
+        joined.locked += result["locked"]
+        joined.appeared += result["appeared"]
+        joined.failed |= result["failed"]
+        joined.made |= {
+            name: Cleaned(
+                text=text, cut=result["cut"].get(name, ""), removed=tuple(result["cleaned"].get(name, ()))
+            )
+            for name, text in result["written"].items()
+        }
+    return joined
+
+
 def choose(job: CaptionJob, contents: Contents, report: CaptionReport) -> Outcome:
     """What a job will do. Nothing is opened but the report."""
     _require_items(job, contents)
     names = _names_of(job, [item.file for item in contents.items])
-    asked_for = [item for item in contents.items if item.file in names]
+    asked_for = [item for item in contents.items if item.file in names and job.part.owns(item.file)]
     status = report.status()
     goes_on = status and status.state != "finished" and status.arguments == job.arguments
     since = status.started_at if status and goes_on and not job.num_shown else time.time()

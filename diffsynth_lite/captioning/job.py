@@ -53,7 +53,7 @@ def write_captions(
         UserError: there is nothing to write for, or no further question can be answered.
         RunStoppedError: the disk is full.
     """
-    report = CaptionReport(job.folder)
+    report = CaptionReport(job.folder, job.part)
     outcome = choose(job, read_contents(job.source, logs_skipped=True), report)
     if outcome.sharing:
         text = "These share the caption file of another item; rename them to have their own: %s"
@@ -63,6 +63,23 @@ def write_captions(
     with _locked(report, is_needed=not job.num_shown):
         _Run(job, report, outcome, fits, logs_progress=logs_progress).finish(captioner)
     return outcome
+
+
+def finish_parts(job: CaptionJob, outcome: Outcome) -> None:
+    """Join the reports of the parts of a job, and write the page of all items."""
+    report = CaptionReport(job.folder)
+    with _locked(report, is_needed=True):
+        write_page(job, report, outcome)
+        status = CaptioningStatus(
+            state="finished",
+            process=Process.current().as_text(),
+            arguments=job.arguments,
+            total=len(outcome.made) + len(outcome.failed),
+            model=outcome.model,
+            failed=dict(outcome.failed),
+            message=outcome.summary,
+        )
+        report.write_status(status)
 
 
 @contextmanager
@@ -84,7 +101,8 @@ def _locked(report: CaptionReport, *, is_needed: bool) -> Iterator[None]:
         yield
         return
     with lock.file:
-        for left in report.folder.parent.rglob(".tmp-*"):
+        report.take_parts()
+        for left in report.folder.parent.rglob(".tmp-*") if report.part.is_whole else ():
             is_old = left.parent == report.folder or not is_young(left)  # the screen writes captions, too
             if is_old and is_unfinished(left.name) and left.is_file():
                 left.unlink(missing_ok=True)
@@ -121,7 +139,7 @@ class _Run:
                     self._show_phase("loading", 0, 0)
                     self._caption_all(captioner)
             finally:
-                if not self._job.num_shown:
+                if not self._job.num_shown and self._job.part.is_whole:
                     write_page(self._job, self._report, self._outcome)
             self._write_status(state="finished", message=self._outcome.summary)
         except BaseException as error:

@@ -14,7 +14,10 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from diffsynth_lite.data.records import WHOLE, Part
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import DISK_FULL, read_bytes, write_json, write_json_over
+from diffsynth_lite.run_folder.lock import open_lock
 from diffsynth_lite.run_folder.process import Process
 
 CaptioningState = Literal["running", "finished", "stopped", "failed"]
@@ -97,29 +100,48 @@ _ROW, _STATUS = TypeAdapter(CaptionRow), TypeAdapter(CaptioningStatus)
 class CaptionReport:
     """The folder ``.captions`` of a data set; it is made when something is written.
 
+    A process that writes the captions of a part of the items has files of its own, as nodes that share a
+    folder cannot append to one file at the same time.
+
     Args:
         data_folder: the folder with the images and clips.
+        part: of its items.
     """
 
-    def __init__(self, data_folder: Path) -> None:
-        self.folder = data_folder / ".captions"
-        self.rows_file = self.folder / "report.jsonl"
-        self.status_file = self.folder / "status.json"
+    def __init__(self, data_folder: Path, part: Part = WHOLE) -> None:
+        self.folder, self.part = data_folder / ".captions", part
+        mark = "" if part.is_whole else f".{part.index}-of-{part.count}"
+        self.rows_file = self.folder / f"report{mark}.jsonl"
+        self.status_file = self.folder / f"status{mark}.json"
         self.page_file = self.folder / "captions.html"
-        self.lock_file = self.folder / ".lock"
+        self.lock_file = self.folder / f".lock{mark}"
 
     def rows(self) -> dict[str, CaptionRow]:
         """The latest row of each item."""
-        return {row.file: row for row in self.all_rows()}
+        return {row.file: row for row in sorted(self.all_rows(), key=lambda row: row.written_at)}
 
     def all_rows(self) -> Iterator[CaptionRow]:
-        """All rows, the oldest first; lines that cannot be read, as after a kill, are skipped."""
-        lines: list[bytes] = []
-        with suppress(OSError, ValueError):
-            lines = read_bytes(self.rows_file, most_bytes=_MOST_BYTES).splitlines()
-        for line in lines:
-            with suppress(ValueError):
-                yield _ROW.validate_json(line)
+        """All rows, those of parts last; lines that cannot be read, as after a kill, are skipped."""
+        for file in (self.folder / "report.jsonl", *self._files_of_parts()):
+            yield from _rows_in(file)
+
+    def take_parts(self) -> None:
+        """Append the rows of the parts to those of all items, and remove the files of the parts.
+
+        A part that is written now is left for later.
+        """
+        if not self.part.is_whole:
+            return
+        for file in self._files_of_parts():
+            mark = file.name.removeprefix("report").removesuffix(".jsonl")
+            with suppress(UserError), open_lock(self.folder / f".lock{mark}", place=str(file)).file:
+                for row in _rows_in(file):
+                    self.add(row)
+                for name in (file.name, f"status{mark}.json", f".lock{mark}"):
+                    (self.folder / name).unlink(missing_ok=True)
+
+    def _files_of_parts(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("report.*-of-*.jsonl") if not path.is_symlink())
 
     def add(self, row: CaptionRow) -> None:
         """Append a row; it is on the disk when the call returns."""
@@ -158,6 +180,15 @@ class CaptionReport:
             if error.errno not in DISK_FULL:
                 raise
             write_json_over(self.status_file, asdict(status))
+
+
+def _rows_in(file: Path) -> Iterator[CaptionRow]:
+    lines: list[bytes] = []
+    with suppress(OSError, ValueError):
+        lines = read_bytes(file, most_bytes=_MOST_BYTES).splitlines()
+    for line in lines:
+        with suppress(ValueError):
+            yield _ROW.validate_json(line)
 
 
 def is_by_model(row: CaptionRow | None, caption: str) -> bool:

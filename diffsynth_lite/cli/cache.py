@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.prompt import Confirm
 
 from diffsynth_lite.cli.arguments import add_config_arguments, part_of
+from diffsynth_lite.cli.cluster import add_ray_arguments, refuse_without_ray, require_done, run_parts
 from diffsynth_lite.cli.processes import join_processes, refuse_group
 from diffsynth_lite.config import LoadedConfig, load_config
 from diffsynth_lite.errors import UserError, join_lines, join_names
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 help="encode one of N parts of the items, I from 0 to N - 1, in a process that knows of no "
                 "other: for job arrays, in any order; without it all missing items are encoded",
             )
+            add_ray_arguments(command, parts=True)
         if task is _prune:
             answers = command.add_mutually_exclusive_group()
             answers.add_argument("--yes", action="store_true", help="delete without asking")
@@ -86,6 +88,10 @@ class _OldForm(argparse.Action):
 
 def _fill(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     """Encode all that the runs of the configs will need, or a part of it."""
+    if parsed.ray is not None:
+        _fill_on_cluster(parsed, loaded)
+        return
+    refuse_without_ray(parsed, "gpus_per_task", "parts")
     if parsed.part:
         refuse_group(os.environ, "cache fill --part")
     else:
@@ -100,6 +106,29 @@ def _fill(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
         logger.info(
             "%s: all of its %d items%s are in the cache %s", one.path, items, which, one.config.data.cache_dir
         )
+
+
+def _fill_on_cluster(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
+    """Encode parts of each config as tasks of a cluster."""
+    if parsed.part:
+        raise UserError(f"--part {parsed.part[0]}/{parsed.part[1]}: --ray makes the parts; give --parts N")
+    refuse_group(os.environ, "cache fill --ray")
+    from diffsynth_lite.training.data_settings import cache_folder, data_sources, find_training_records
+
+    for one in loaded:
+        records = find_training_records(one.config).require_all()
+        places = [source.folder for source in data_sources(one.config)]
+        presets = [word for name in parsed.presets for word in ("--preset", name)]
+        words = ["cache", "fill", "--config", str(one.path.resolve()), *presets, *parsed.overrides]
+        ended = run_parts(
+            parsed,
+            words,
+            {record.name: float(record.target.stat().st_size) for record in records},
+            written=[cache_folder(one.config).resolve()],
+            read=[Path.cwd(), one.path.resolve(), *(place.resolve() for place in places if place)],
+            then=words,  # It finds what only all parts together show.
+        )
+        require_done(ended)
 
 
 def _verify(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:

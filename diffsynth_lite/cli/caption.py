@@ -19,13 +19,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diffsynth_lite.captioning.captioner import Captioner
+from diffsynth_lite.captioning.choice import joined_outcome
 from diffsynth_lite.captioning.cleaning import RULES
 from diffsynth_lite.captioning.instructions import CaptionRequest, Goal, fill
-from diffsynth_lite.cli.arguments import command, positive_count
+from diffsynth_lite.cli.arguments import command, part_of, positive_count
+from diffsynth_lite.cli.cluster import (
+    add_ray_arguments,
+    refuse_without_ray,
+    require_done,
+    run_parts,
+    without_ray,
+)
 from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries, print_lines
 from diffsynth_lite.config.files import did_you_mean
 from diffsynth_lite.data.captions import EXAMPLE_MODEL
 from diffsynth_lite.data.folder import is_unicode
+from diffsynth_lite.data.records import WHOLE, Part, is_video
 from diffsynth_lite.errors import RunInterrupted, UserError, join_names
 from diffsynth_lite.progress_log import Phase, watched
 
@@ -86,11 +95,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--quantize", ("none", "int8", "nf4"), "of the weights (default: none)")
     flag("--device", "NAME", "such as cuda:1 or cpu (default: the first GPU)")
     parser.add_argument("--json", action="store_true", help="print the result as json")
+    part = "of N parts of the items, I from 0 to N - 1, in a process that knows of no other"
+    flag("--part", "I/N", part, type=part_of)
+    add_ray_arguments(parser, parts=True)
 
 
 def run(parsed: argparse.Namespace) -> None:
     """Write the captions, and print what comes next."""
     _check(parsed)
+    if parsed.ray is not None:
+        _caption_on_cluster(parsed)
+        return
+    refuse_without_ray(parsed, "gpus_per_task", "parts")
     job = _job(parsed)
     console: Console = parsed.console
     safe = f"the captions so far are written, and it goes on with {command(*parsed.words)}"
@@ -102,8 +118,43 @@ def run(parsed: argparse.Namespace) -> None:
                 job, partial(_captioner, parsed, os.environ), logs_progress=not console.is_terminal
             )
     _print(parsed, outcome)
-    if outcome.failed:
-        counted = "1 item is" if len(outcome.failed) == 1 else f"{len(outcome.failed)} items are"
+    _require_all(outcome.failed)
+
+
+def _caption_on_cluster(parsed: argparse.Namespace) -> None:
+    """Write the captions of parts as tasks of a cluster; the page is written here, of all of them."""
+    from diffsynth_lite.captioning.contents import read_contents
+    from diffsynth_lite.captioning.job import finish_parts
+
+    for name in ("part", "dry_run"):
+        if value := getattr(parsed, name):
+            raise UserError(f"--{name.replace('_', '-')} {value}: does not go with --ray; leave it out")
+    job = _job(parsed)
+    frames = {
+        item.file: float(job.num_frames if is_video(item.file) else 1)
+        for item in read_contents(job.source).items
+    }
+    words = [word for word in without_ray(parsed.words) if word != "--json"]
+    began_at = time.perf_counter()
+    ended = run_parts(
+        parsed,
+        [*words, "--json"],
+        frames,
+        written=[job.folder.resolve()],
+        read=[Path.cwd(), *(path.resolve() for path in job.inputs)],
+        gpus=0 if parsed.endpoint else None,
+    )
+    outcome = joined_outcome([json.loads(each.output) for each in ended if each.output])
+    outcome.seconds = time.perf_counter() - began_at
+    finish_parts(job, outcome)
+    _print(parsed, outcome)
+    require_done([each for each in ended if not each.output])  # what a part itself reports is below
+    _require_all(outcome.failed)
+
+
+def _require_all(failed: Mapping[str, str]) -> None:
+    if failed:
+        counted = "1 item is" if len(failed) == 1 else f"{len(failed)} items are"
         raise UserError(f"{counted} without a caption; the same command asks again for what is missing")
 
 
@@ -172,6 +223,7 @@ def _job(parsed: argparse.Namespace) -> "CaptionJob":
         kept_rules=parsed.keep,
         num_frames=parsed.frames,
         num_shown=parsed.dry_run,
+        part=Part(*parsed.part) if parsed.part else WHOLE,
         arguments=tuple(word for word in parsed.words[1:] if word != "--json"),
     )
 
@@ -287,7 +339,7 @@ def _print(parsed: argparse.Namespace, outcome: "Outcome") -> None:
             "cleaned": {name: made.removed for name, made in outcome.made.items() if made.removed},
             "seconds": round(outcome.seconds, 3),
             "items_per_minute": round(outcome.items_per_minute, 3),
-            "page": None if is_dry_run else str(page),
+            "page": None if is_dry_run or parsed.part else str(page),
         }
         print_lines(json.dumps(result, ensure_ascii=False))
         return

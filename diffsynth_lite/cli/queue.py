@@ -5,13 +5,22 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from diffsynth_lite.cli.arguments import add_config_arguments, command, positive_count
+from diffsynth_lite.cli.cluster import (
+    HERE,
+    add_training_arguments,
+    cluster_request,
+    ray_words,
+    refuse_without_ray,
+)
 from diffsynth_lite.cli.console import print_lines, print_table
 from diffsynth_lite.cli.processes import refuse_group
+from diffsynth_lite.cluster.session import connected
 from diffsynth_lite.config import find_config_file
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.queue.entry import Entry, QueuedRun
@@ -19,10 +28,15 @@ from diffsynth_lite.queue.folder import Place, Queue, Snapshot
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.workspace import Workspace, is_workspace, open_workspace
 
+if TYPE_CHECKING:
+    from diffsynth_lite.queue.worker import Worker
+
 logger = logging.getLogger(__name__)
 
-_COLUMNS = ("state", "name", "config", "device", "time", "outcome")
+_COLUMNS = ("state", "name", "config", "device", "node", "time", "outcome")
 _LONGEST_OUTCOME = 100
+_AT_ONCE = 32
+"""Each is a process here, of about 200 MiB, that waits for its nodes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             add_config_arguments(sub)
             add_device_arguments(sub)
             sub.add_argument("--go", action="store_true", help="have a worker start it, as queue go does")
+        if task is _work:
+            add_worker_arguments(sub)
         if task in (_move, _remove):
             several = "+" if task is _remove else 1
             sub.add_argument("names", nargs=several, metavar="NAME", help="of the run, as list shows it")
@@ -73,6 +89,24 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="that train together, a device each (default: 1)",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=positive_count,
+        default=1,
+        metavar="N",
+        help="with so many processes each, for a worker with --ray (default: 1)",
+    )
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    """What :func:`worker_of` needs to know."""
+    add_training_arguments(parser, run=False)
+    parser.add_argument(
+        "--at-once",
+        type=positive_count,
+        metavar="N",
+        help=f"with --ray: runs that are handed to the cluster (default: {_AT_ONCE})",
     )
 
 
@@ -116,6 +150,7 @@ def open_with_entries(
         presets=parsed.presets,
         device=parsed.device,
         num_processes=parsed.processes,
+        num_nodes=parsed.nodes,
     )
     return open_workspace(workspace.path), entries
 
@@ -144,8 +179,8 @@ def _add(parsed: argparse.Namespace, queue: Queue) -> None:
     snapshot = queue.snapshot()
     if parsed.json:
         ids = {run.id for run in added}
-        now = [run for run in snapshot.runs if run.id in ids]
-        _print_json(snapshot, added=[_as_json(run) for run in now], side_by_side=side_by_side)
+        now = [_as_json(run, queue.workspace) for run in snapshot.runs if run.id in ids]
+        _print_json(snapshot, queue.workspace, added=now, side_by_side=side_by_side)
         return
     print_lines(*(f"Added: {run.name}" for run in added), _worked(parsed, snapshot))
     if side_by_side:
@@ -186,35 +221,62 @@ def _start(queue: Queue) -> None:
 
 def _work(parsed: argparse.Namespace, queue: Queue) -> None:
     """Start what waits, one run a device, until nothing does: what go does, in this terminal or job."""
+    refuse_group(os.environ, "queue work")
+    with worker_of(parsed, queue) as worker:
+        try:
+            worker.work()
+        except KeyboardInterrupt:
+            logger.info("Ended; a run that it started goes on.")
+
+
+@contextmanager
+def worker_of(
+    parsed: argparse.Namespace, queue: Queue, *, look: Callable[[], None] = lambda: None
+) -> Iterator["Worker"]:
+    """Scope of a worker, which has the runs trained here, or on the cluster that the arguments name.
+
+    Args:
+        look: called at each look at the queue.
+    """
     from diffsynth_lite.queue.worker import Worker
     from diffsynth_lite.ui.jobs import Jobs
 
-    refuse_group(os.environ, "queue work")
-    try:
-        Worker(queue, holders=Jobs(queue.workspace).holders).work()
-    except KeyboardInterrupt:
-        logger.info("Ended; a run that it started goes on.")
+    if parsed.ray is None:
+        refuse_without_ray(parsed, "gpus_per_node", "max_failures", "at_once")
+        yield Worker(queue, holders=Jobs(queue.workspace).holders, look=look)
+        return
+    with ExitStack() as joined:
+        if parsed.ray == HERE:  # one cluster for all of them
+            ray = joined.enter_context(connected(cluster_request(parsed, gpus=0)))
+            parsed.ray = ray.get_runtime_context().gcs_address
+        words = ray_words(parsed)
+        yield Worker(
+            queue,
+            command=lambda entry: entry.command_on_cluster(words),
+            look=look,
+            at_once=parsed.at_once or _AT_ONCE,
+        )
 
 
 def _show(parsed: argparse.Namespace, queue: Queue) -> None:
     snapshot = queue.snapshot()
     if parsed.json:
-        _print_json(snapshot)
+        _print_json(snapshot, queue.workspace)
         return
-    rows = [_row(run) for run in snapshot.runs]
+    rows = [_row(run, queue.workspace) for run in snapshot.runs]
     if rows:
         print_table(_COLUMNS, rows)
     print_lines(_worked(parsed, snapshot) if rows else "Nothing is in the queue.")
 
 
-def _print_json(snapshot: Snapshot, **more: Any) -> None:
+def _print_json(snapshot: Snapshot, workspace: Workspace, **more: Any) -> None:
     facts = {"paused": snapshot.paused, "is_worked": snapshot.is_worked}
-    runs = [_as_json(run) for run in snapshot.runs]
+    runs = [_as_json(run, workspace) for run in snapshot.runs]
     print_lines(json.dumps(redacted({**facts, "runs": runs, **more}), indent=2))
 
 
-def _as_json(run: QueuedRun) -> dict[str, Any]:
-    entry = run.entry.model_dump() if run.entry else {}
+def _as_json(run: QueuedRun, workspace: Workspace) -> dict[str, Any]:
+    entry = run.entry.model_dump() | {"node": run.entry.node_in(workspace)} if run.entry else {}
     return {"id": run.id, "name": run.name or run.id, "state": _state(run), "refusal": run.refusal, **entry}
 
 
@@ -222,7 +284,7 @@ def _state(run: QueuedRun) -> str:
     return "refused" if run.refusal else run.state
 
 
-def _row(run: QueuedRun) -> dict[str, str]:
+def _row(run: QueuedRun, workspace: Workspace) -> dict[str, str]:
     from diffsynth_lite.report.page import duration
 
     entry = run.entry
@@ -237,6 +299,7 @@ def _row(run: QueuedRun) -> dict[str, str]:
         "name": run.name or run.id,
         "config": entry.config if entry else "",
         "device": entry.device if entry else "",
+        "node": entry.node_in(workspace) if entry else "",
         "time": duration(max(0.0, end - (begin or run.changed_at))),
         "outcome": lines[0][:_LONGEST_OUTCOME] + "..." * is_cut,
     }

@@ -12,7 +12,12 @@ from pathlib import Path
 from diffsynth_lite.cli.arguments import add_preset_argument, positive_count
 from diffsynth_lite.cli.console import print_lines, print_table
 from diffsynth_lite.cli.processes import refuse_group
-from diffsynth_lite.cli.queue import add_device_arguments, open_with_entries
+from diffsynth_lite.cli.queue import (
+    add_device_arguments,
+    add_worker_arguments,
+    open_with_entries,
+    worker_of,
+)
 from diffsynth_lite.cli.report import write_page_of
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.queue.entry import Entry
@@ -40,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with configs/ and runs/, made if need be (default: the working folder, if it is one)",
     )
     add_device_arguments(parser)
+    add_worker_arguments(parser)
     parser.add_argument(
         "--stop-worse",
         action="store_true",
@@ -64,7 +70,7 @@ def run(parsed: argparse.Namespace) -> None:
     folders = [RunFolder(entry.folder_in(workspace)) for entry in entries]
     runs = {folder.path.name: folder for folder in folders}
     try:
-        _train(Queue(workspace), dict(zip(runs, entries, strict=True)), runs, stops=parsed.stop_worse)
+        _train(parsed, Queue(workspace), dict(zip(runs, entries, strict=True)), runs)
     except KeyboardInterrupt:
         logger.info("Ended; a run that it started goes on. The same command goes on with the others.")
         return
@@ -82,18 +88,18 @@ def run(parsed: argparse.Namespace) -> None:
     print_lines(reason, f"Side by side: {shown}")
 
 
-def _train(queue: Queue, entries: Mapping[str, Entry], runs: Mapping[str, RunFolder], *, stops: bool) -> None:
+def _train(
+    parsed: argparse.Namespace, queue: Queue, entries: Mapping[str, Entry], runs: Mapping[str, RunFolder]
+) -> None:
     """Add the runs that are neither done nor in the queue, and work until none of them waits or runs."""
-    from diffsynth_lite.queue.worker import Worker
     from diffsynth_lite.report.sweep import worse_runs
-    from diffsynth_lite.ui.jobs import Jobs
 
     def pending() -> list[str]:
         entered = [each.entry for each in queue.snapshot().runs if each.state != "done" and each.entry]
         places = [entry.folder_in(queue.workspace) for entry in entered]
         return [name for name, run in runs.items() if run.path in places]
 
-    left_out = [*pending(), *(worse_runs(runs) if stops else [])]
+    left_out = [*pending(), *(worse_runs(runs) if parsed.stop_worse else [])]
     new = [
         entry
         for name, entry in entries.items()
@@ -101,12 +107,13 @@ def _train(queue: Queue, entries: Mapping[str, Entry], runs: Mapping[str, RunFol
     ]
     for added in queue.add(new):
         logger.info("Added: %s", added.name)
-    look: Callable[[], None] = StopWorse(runs) if stops else lambda: None
+    look: Callable[[], None] = StopWorse(runs) if parsed.stop_worse else lambda: None
     while queue.is_worked() and pending():
         look()
         time.sleep(_WAIT_S)
     if pending():
-        Worker(queue, holders=Jobs(queue.workspace).holders, look=look).work()
+        with worker_of(parsed, queue, look=look) as worker:
+            worker.work()
 
 
 def _is_done(run: RunFolder, entry: Entry, queue: Queue) -> bool:
@@ -128,6 +135,6 @@ class StopWorse:
         self._due_at = time.monotonic() + _LOOK_S
         for name in worse_runs(self._runs):
             run = self._runs[name]
-            if run.trains_here():
+            if run.trains():
                 logger.info("%s scores worse than another run at the same step, and is stopped.", name)
                 (run.path / REQUEST_FILES["stop"]).touch()

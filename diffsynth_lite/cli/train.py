@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from diffsynth_lite import __version__
 from diffsynth_lite.cli.arguments import add_config_arguments, command, config_words, same_command
+from diffsynth_lite.cli.cluster import add_training_arguments, refuse_without_ray, train_there
 from diffsynth_lite.cli.console import hide_progress_bars, importing_libraries
 from diffsynth_lite.cli.processes import grace_can_be_set, grace_period, join_processes, parent_command
 from diffsynth_lite.config import Config, LoadedConfig, load_config
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         switch = parser.add_mutually_exclusive_group()
         switch.add_argument(f"--{name}", action="store_true", default=None, help=effect)
         switch.add_argument(f"--no-{name}", dest=name, action="store_false", default=None)
+    add_training_arguments(parser)
 
 
 def parse_words(words: Sequence[str]) -> argparse.Namespace:
@@ -131,6 +133,11 @@ def _errors_for_launcher(file: str | None) -> Iterator[None]:
 def _train(parsed: argparse.Namespace, started_at: float) -> None:
     loaded = load(parsed, parsed.config)
     require_family_name(loaded.config.model.family)
+    if parsed.ray is not None:
+        train_there(parsed, loaded, words_of(parsed))
+        _log_next(loaded.config)
+        return
+    refuse_without_ray(parsed, "num_nodes", "min_nodes", "gpus_per_node", "max_failures")
     logger.info("diffsynth_lite %s, settings from %s", __version__, loaded.path)
     for warning in (*loaded.warnings, *_launcher_warnings(loaded.config.train.mixed_precision)):
         logger.warning("%s", warning)

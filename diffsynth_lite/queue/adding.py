@@ -11,7 +11,7 @@ from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.config.files import schema_file
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import parse_json
-from diffsynth_lite.queue.entry import MOST_PROCESSES, Entry
+from diffsynth_lite.queue.entry import MOST_NODES, MOST_PROCESSES, Entry
 from diffsynth_lite.queue.variants import names, variants
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.command import Continuation
@@ -25,6 +25,7 @@ _NOT_COMPARED = ("lora.groups", "train.warmup_steps", "train.micro_batch_size")
 _EXPECTED = {
     "device": "write it as in CUDA_VISIBLE_DEVICES, such as 1 or 0,1",
     "num_processes": f"must be from 1 to {MOST_PROCESSES}",
+    "num_nodes": f"must be from 1 to {MOST_NODES}",
 }
 _MOST_NAMED = 3
 
@@ -37,6 +38,7 @@ def entries_of(
     presets: Sequence[str] = (),
     device: str = "",
     num_processes: int = 1,
+    num_nodes: int = 1,
 ) -> list[Entry]:
     """The entries of a config, one for each combination of the values that the settings list.
 
@@ -58,6 +60,7 @@ def entries_of(
             presets=tuple(presets),
             device=device,
             num_processes=num_processes,
+            num_nodes=num_nodes,
         )
         problems.attempt(require_startable, entry, workspace)
         found.append(entry)

@@ -23,6 +23,7 @@ QueueState = Literal["waiting", "running", "done"]
 STATES: tuple[QueueState, ...] = ("waiting", "running", "done")
 MOST_PROCESSES = 64
 """Of a run on one machine."""
+MOST_NODES = 1024
 
 _MOST_BYTES = 1 << 20
 _TRAIN = ("-m", "diffsynth_lite.cli.main", "train")
@@ -45,6 +46,7 @@ class Entry(BaseModel):
         folder: of the run, its ``output.dir``.
         settings: that win over those of the config, as ``section.key=value``.
         device: for ``CUDA_VISIBLE_DEVICES``; empty for whichever the run takes by itself.
+        num_nodes: of a cluster, which train together with ``num_processes`` each.
         working_folder: of a run that was begun elsewhere and goes on by the settings in its own folder;
             empty for the workspace.
         process: that was started, as :class:`~diffsynth_lite.run_folder.process.Process` writes it.
@@ -63,6 +65,7 @@ class Entry(BaseModel):
     presets: tuple[_Word, ...] = ()
     device: _Devices = ""
     num_processes: int = Field(default=1, ge=1, le=MOST_PROCESSES)
+    num_nodes: int = Field(default=1, ge=1, le=MOST_NODES)
     working_folder: str = Field(default="", pattern=r"^(/[^\x00]*|[A-Za-z]:[^\x00]*)?$", max_length=10_000)
     process: str = ""
     was_signalled: bool = False
@@ -76,6 +79,16 @@ class Entry(BaseModel):
         """What trains it: ``train`` of this installation, in so many processes of this machine."""
         launcher = (*_LAUNCHER, str(self.num_processes), *_LAUNCHED_TRAIN)
         return [sys.executable, *(_TRAIN if self.num_processes == 1 else launcher), *self.arguments()]
+
+    def command_on_cluster(self, words: Sequence[str]) -> list[str]:
+        """What has a cluster train it.
+
+        Args:
+            words: of ``train``, that name the cluster and what each node is to have.
+        """
+        several = ["--num-nodes", str(self.num_nodes)] if self.num_nodes > 1 else []
+        several += ["--gpus-per-node", str(self.num_processes)] if self.num_processes > 1 else []
+        return [sys.executable, *_TRAIN, *self.arguments(), *several, *words]
 
     def arguments(self) -> list[str]:
         """The arguments of ``train``, in the folder of :meth:`place`."""
@@ -127,6 +140,10 @@ class Entry(BaseModel):
     def folder_in(self, workspace: Workspace, resolve: Callable[[Path], Path] = Path.resolve) -> Path:
         """The folder of the run."""
         return resolve(workspace.path / Path(self.folder).expanduser())
+
+    def node_in(self, workspace: Workspace) -> str:
+        """Name of the machine that its run is on, or was, if that is another one."""
+        return RunFolder(self.folder_in(workspace)).node if self.started_at else ""
 
     def shares_device(self, other: "Entry") -> bool:
         """Whether both would run on one device: a run without a device of its own may take any."""

@@ -86,6 +86,8 @@ class Worker:
         command: makes the command of an entry.
         holders: names what else uses the device of this machine.
         look: called at each look at the queue.
+        at_once: runs that are started at the same time on a cluster, whatever uses the devices of this
+            machine; None starts one a device, here.
         poll_s: between two looks at the queue.
     """
 
@@ -96,12 +98,14 @@ class Worker:
         command: Callable[[Entry], list[str]] = Entry.command,
         holders: Callable[[], Sequence[str]] = tuple,
         look: Callable[[], None] = lambda: None,
+        at_once: int | None = None,
         poll_s: float = _POLL_S,
     ) -> None:
         self._queue = queue
         self._command = command
         self._holders = holders
         self._look = look
+        self._at_once = at_once
         self._poll_s = poll_s
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._theirs: RunFolder | None = None
@@ -140,12 +144,17 @@ class Worker:
         for run, entry in [(run, entry) for run in self._queue.in_state("waiting") if (entry := run.entry)]:
             if self._queue.paused() is not None:
                 return False
-            if any(entry.shares_device(other) for other in busy) or self._is_taken():
+            if self._has_no_room(entry, busy):
                 is_left = True
             else:
                 self._start(run, entry)
             busy.append(entry)  # Who waits for a device is not overtaken there.
         return is_left
+
+    def _has_no_room(self, entry: Entry, busy: Sequence[Entry]) -> bool:
+        if self._at_once is not None:
+            return len(busy) >= self._at_once
+        return any(entry.shares_device(other) for other in busy) or self._is_taken()
 
     def _is_taken(self) -> bool:
         """Whether somebody else has a device, nobody knows which: a run of a terminal, or ``holders``."""

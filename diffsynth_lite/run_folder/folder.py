@@ -229,9 +229,20 @@ class RunFolder:
 
     def trains_here(self) -> bool:
         """Whether a trainer of this machine runs in the folder now, as far as that can be known."""
+        holder = self._holder()
+        return holder is not None and holder.is_here() and self.trains()
+
+    def trains(self) -> bool:
+        """The same of any machine, of which only this one knows whether the trainer is alive."""
         holder, status = self._holder(), self.read_status()
-        is_here = holder is not None and holder.is_here() and holder.is_alive()
-        return is_here and status is not None and status.get("state") == "running"
+        is_alive = holder is not None and holder.is_alive()
+        return is_alive and status is not None and status.get("state") == "running"
+
+    @property
+    def node(self) -> str:
+        """Name of the machine of the trainer that took the lock last, if it is another one; else empty."""
+        holder = self._holder()
+        return "" if holder is None or holder.is_here() else holder.host
 
     def changes(self) -> object:
         """A value that changes when anything changes here that a page of the run shows.

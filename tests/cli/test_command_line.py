@@ -21,6 +21,7 @@ def test_the_flags_are_these_and_no_others() -> None:
         *("-h", "--help", "--config", "--preset", "--resume"),
         *("--use_gradient_checkpointing", "--no-use_gradient_checkpointing"),
         *("--use_gradient_checkpointing_offload", "--no-use_gradient_checkpointing_offload"),
+        *("--ray", "--ray-resources", "--num-nodes", "--min-nodes", "--gpus-per-node", "--max-failures"),
     }
 
 

@@ -98,7 +98,7 @@ def test_a_run_that_trains_is_asked_to_stop_where_it_is_worse(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = {name: interrupted(workspace, name, new) for name, new in (("good", 0.9), ("worse", 0.2))}
-    monkeypatch.setattr(RunFolder, "trains_here", lambda _: True)
+    monkeypatch.setattr(RunFolder, "trains", lambda _: True)
     look = sweep.StopWorse(runs)
     look()
     assert [name for name, run in runs.items() if (run.path / "STOP").exists()] == ["worse"]

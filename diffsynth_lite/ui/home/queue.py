@@ -48,7 +48,11 @@ class Row:
         entry, name = run.entry, run.name or run.id
         if entry is None:
             return cls(key=run.id, name=name, state=run.state, folder=None, word="refused", about=run.refusal)
-        given = (entry.config, *entry.settings, f"device {entry.device}" if entry.device else "")
+        node = entry.node_in(queue.workspace)
+        given = (
+            *(entry.config, *entry.settings, f"device {entry.device}" if entry.device else ""),
+            f"on {node}" if node else "",
+        )
         about = entry.message if run.state == "done" else ", ".join(filter(None, given))
         return cls(
             # Its number changes as it moves.

@@ -1,0 +1,69 @@
+"""This file has a cluster run many commands, each as a task, and reports how they end."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from diffsynth_lite.cluster.node import Ended, TaskFailedError, run_command
+from diffsynth_lite.cluster.session import ClusterRequest
+
+_MOST_PENDING = 1024
+"""Tasks that are handed to Ray at once: it holds each, and ``ray.wait`` looks at all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A command as a task of a cluster.
+
+    Attributes:
+        words: after the name of the program, with paths that all nodes see.
+    """
+
+    name: str
+    words: Sequence[str]
+
+
+def run_tasks(
+    ray: Any,
+    tasks: Iterable[Task],
+    folder: str,
+    request: ClusterRequest,
+    *,
+    work: Callable[[str, Sequence[str], str], Ended] = run_command,
+) -> Iterator[Ended]:
+    """Run commands on a cluster, and yield how each ended, in the order of their ends.
+
+    Ray tries again what was killed, ran out of memory or lost its node, and not what has wrong input.
+
+    Args:
+        ray: the module, in a scope of :func:`~diffsynth_lite.cluster.session.connected`.
+        tasks: in the order in which they are to begin; only some are taken at a time.
+        folder: that they are started in.
+        work: what a node does with a task: its name, words and folder.
+    """
+    needs = request.bundle
+    remote = ray.remote(
+        num_cpus=needs.pop("CPU"),
+        num_gpus=needs.pop("GPU", 0),
+        resources=needs,
+        max_retries=request.retries,
+        retry_exceptions=[TaskFailedError],
+    )(work)
+    coming, pending = iter(tasks), dict[Any, str]()
+    while True:
+        for task in islice(coming, _MOST_PENDING - len(pending)):
+            pending[remote.remote(task.name, list(task.words), folder)] = task.name
+        if not pending:
+            return
+        [done], _ = ray.wait(list(pending))
+        yield _ended(ray, done, pending.pop(done))
+
+
+def _ended(ray: Any, done: Any, name: str) -> Ended:
+    try:
+        ended: Ended = ray.get(done)
+    except ray.exceptions.RayError as error:  # all tries failed, or the node was lost with each of them
+        reason = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+        return Ended(name=name, node="", exit_code=1, last_line=reason)
+    return ended

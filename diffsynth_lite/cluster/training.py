@@ -1,0 +1,220 @@
+"""This file has Ray Train start the processes of a run on several nodes, and again when a node is lost.
+
+Not Ray's placement groups with torch's rendezvous: an elastic agent restarts processes only while the machine
+with its rendezvous is there, and hides their exit codes. Ray Train gives us the nodes and their order, and
+starts the group again on those that there are; a process is ``train``, as torchrun would start it.
+"""
+
+import json
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+from diffsynth_lite.cluster.node import WRONG_INPUT, Ended, TaskFailedError, start
+from diffsynth_lite.cluster.session import ClusterRequest
+from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
+from diffsynth_lite.run_folder.folder import REQUEST_FILES, RunFolder
+
+_FINAL = (0, WRONG_INPUT, 3, 75)
+"""Exit codes of ``train`` after which it is not started again: finished, refused, stopped."""
+_POLL_S = 0.2
+_TOGETHER_S = 10.0
+"""Time in which the processes of all nodes end for one reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRequest:
+    """A run of several nodes.
+
+    Attributes:
+        words: of ``train``, after its name, with paths that all nodes see.
+        folder: that its processes are started in.
+        run_folder: as all nodes see it.
+        num_nodes: that train together; of fewer, ``min_nodes`` will do.
+        processes: of each node, one a GPU.
+        failures: after which the run is not started again.
+    """
+
+    words: Sequence[str]
+    folder: str
+    run_folder: str
+    num_nodes: int
+    min_nodes: int
+    processes: int
+    failures: int
+
+
+def train_on_cluster(ray: Any, request: TrainingRequest, cluster: ClusterRequest) -> None:
+    """Train on the nodes of a cluster until the run ends; the first signal has it save and stop.
+
+    Raises:
+        UserError: the run was refused.
+        RunStoppedError: it had to stop, or failed too often.
+        RunInterrupted: somebody asked it to stop, and it stopped.
+    """
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+    from ray.util.queue import Queue
+
+    refused = Queue(actor_options={"num_cpus": 0})
+    run = RunFolder(Path(request.run_folder))
+    # Ray's own record, seen by all nodes; a new run wants its folder empty.
+    storage = run.path.parent / f".ray-{secrets.token_hex(4)}" / run.path.name
+    # Not TorchTrainer, which joins its own workers: the processes that they start meet by themselves.
+    trainer = DataParallelTrainer(
+        _train_here,
+        train_loop_config={"request": request, "before": _checkpoints(run), "refused": refused},
+        scaling_config=ScalingConfig(
+            num_workers=_num_workers(request),
+            resources_per_worker=cluster.bundle,
+            placement_strategy="SPREAD",
+        ),
+        run_config=RunConfig(
+            name=storage.name,
+            storage_path=str(storage.parent),
+            failure_config=FailureConfig(max_failures=request.failures),
+        ),
+    )
+    pool = ThreadPoolExecutor(1)  # Outside of the main thread Ray leaves the signals alone.
+    with ExitStack() as scope:
+        scope.callback(shutil.rmtree, storage.parent, ignore_errors=True)
+        scope.callback(pool.shutdown, wait=False)
+        scope.enter_context(_asked_by_signals(run))
+        fitting = pool.submit(trainer.fit)
+        while not wait([fitting], timeout=_POLL_S).done:
+            if not refused.empty():
+                # Where all were refused, all have ended; one that was is waited for by the others.
+                wait([fitting], timeout=_TOGETHER_S)
+                _raise_as_it_ended(refused.get())
+        try:
+            _raise_as_it_ended(fitting.result().return_value)
+        except TrainingFailedError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise RunStoppedError(
+                f"the run failed more than {request.failures} times, last with: {reason}; the same command "
+                "goes on from its last checkpoint"
+            ) from error
+
+
+def _num_workers(request: TrainingRequest) -> int | tuple[int, int]:
+    """One a node: so the processes of a node are those of one machine."""
+    if request.min_nodes == request.num_nodes:
+        return request.num_nodes
+    return request.min_nodes, request.num_nodes
+
+
+def _checkpoints(run: RunFolder) -> set[str]:
+    with suppress(OSError):
+        return {path.name for path in run.checkpoints_folder.iterdir()}
+    return set()
+
+
+def _raise_as_it_ended(ended: Ended) -> None:
+    """Nothing where it finished."""
+    kinds: dict[int, type[BaseException]] = {WRONG_INPUT: UserError, 3: RunStoppedError, 75: RunInterrupted}
+    if kind := kinds.get(ended.exit_code):
+        raise kind(f"{ended.node}: {ended.last_line}")
+
+
+@contextmanager
+def _asked_by_signals(run: RunFolder) -> Iterator[None]:
+    """Scope in which the first signal asks the run to save and stop, and the second one ends this process."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        file = run.path / REQUEST_FILES["stop"]
+        if file.exists() or not run.path.is_dir():
+            raise RunInterrupted(f"{signal.Signals(number).name}: the run is ended without a save")
+        file.touch()
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _train_here(config: dict[str, Any]) -> Ended:
+    """On a node: run the processes of the node until they have ended, and return how.
+
+    Raises:
+        TaskFailedError: they ended in a way that another start may mend.
+    """
+    import ray
+    from ray.train import get_context
+    from ray.train.collective import broadcast_from_rank_zero
+
+    request: TrainingRequest = config["request"]
+    context = get_context()
+    node, num_nodes = context.get_world_rank(), context.get_world_size()
+    address = broadcast_from_rank_zero(_free_address(ray) if node == 0 else None)
+    words = list(request.words)
+    if _checkpoints(RunFolder(Path(request.run_folder))) - config["before"]:
+        words += ["--resume", "auto"]  # whatever the first start was to resume from
+    with TemporaryDirectory() as folder, ExitStack() as children:
+        error_file = Path(folder) / "error.json"
+        started = []
+        for local_rank in range(request.processes):
+            variables = {
+                "MASTER_ADDR": address[0],
+                "MASTER_PORT": str(address[1]),
+                "WORLD_SIZE": str(num_nodes * request.processes),
+                "RANK": str(node * request.processes + local_rank),
+                "LOCAL_WORLD_SIZE": str(request.processes),
+                "LOCAL_RANK": str(local_rank),
+                "TORCHELASTIC_ERROR_FILE": str(error_file),
+            }
+            child = start(["diffsynth_lite.cli.train", *words], request.folder, variables=variables)
+            children.callback(child.kill)
+            started.append(child)
+        code = _exit_code(started)
+        message = _message(error_file)
+    name = socket.gethostname()
+    if code not in _FINAL:
+        raise TaskFailedError(f"exit code {code} on {name}: {message}")
+    ended = Ended(name="run", node=name, exit_code=code, last_line=message)
+    if ended.exit_code == WRONG_INPUT:
+        config["refused"].put(ended)
+    return ended
+
+
+def _free_address(ray: Any) -> tuple[str, int]:
+    """Where the processes of all nodes meet: an address of this node."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return ray.util.get_node_ip_address(), found.getsockname()[1]
+
+
+def _exit_code(children: Sequence["subprocess.Popen[str]"]) -> int:
+    """Wait for the processes of this node; the code of the first that failed, or 0.
+
+    After that the others have some time to end for the same reason.
+    """
+    while (codes := [child.poll() for child in children]).count(None) and not any(codes):
+        time.sleep(_POLL_S)
+    code = next((code for code in codes if code), 0)
+    end = time.monotonic() + _TOGETHER_S
+    while code and None in [child.poll() for child in children] and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return code
+
+
+def _message(file: Path) -> str:
+    """The last line of the error that a process left for its launcher; empty where it left none."""
+    try:
+        text = json.loads(file.read_text())["message"]["message"]
+    except (OSError, ValueError, KeyError):
+        return ""
+    return str(text).strip().rpartition("\n")[2]

@@ -1,0 +1,267 @@
+"""Commands on a cluster of three nodes: results are those of one machine, whatever is killed meanwhile."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_server import running
+from nodes import Nodes, make_tiny_run
+from tiny_run import TinyRun, checkpoint_tensors, differing, forked
+
+from diffsynth_lite.cli.main import main
+from diffsynth_lite.queue.folder import Queue
+from diffsynth_lite.workspace import Workspace
+
+pytest.importorskip("ray")
+pytestmark = [
+    pytest.mark.nightly,
+    # Ray 2.60 on settings of its own.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+LIMIT_S = 900.0
+TRAINED = ("train.steps=40", "output.checkpoint_every_steps=4", "output.keep_checkpoints=20")
+ON_CPUS = ("--gpus-per-task", "0")
+
+
+def entries(cache: Path) -> dict[str, str]:
+    """The entries of a cache, by name, with a hash of each."""
+    files = sorted(cache.rglob("*.safetensors"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """Wait until something is there."""
+    end = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def meanwhile(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def started(words: Sequence[str], folder: Path) -> "subprocess.Popen[bytes]":
+    """A command in a process of its own, which can be killed."""
+    return subprocess.Popen([sys.executable, "-m", "diffsynth_lite.cli.main", *words], cwd=folder)
+
+
+def kill_first(nodes: Nodes, words: str) -> Any:
+    """Kill a process of the first node that runs one, and return the node."""
+    node = wait_for(lambda: nodes.running(words))[0]
+    for process in nodes.processes(node, words):
+        process.kill()
+    return node
+
+
+def train_words(run: TinyRun, nodes: Nodes, *more: str) -> list[str]:
+    """The command that trains on two nodes."""
+    return [
+        *("train", *run.arguments, *TRAINED, "--ray", nodes.address, "--num-nodes", "2"),
+        *("--gpus-per-node", "0", *more),
+    ]
+
+
+def has_checkpoint(run: TinyRun, step: int) -> bool:
+    return (run.folder / "checkpoints" / f"step-{step:08d}" / "COMPLETE").is_file()
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The folder of a run of two processes on this machine, without a cluster."""
+    run = make_tiny_run(tmp_path_factory.mktemp("whole"), tiny_model)
+    assert forked(run, *TRAINED, num_processes=2).wait() == 0
+    return run.folder
+
+
+def test_the_cache_is_filled_as_by_one_machine_though_a_task_is_killed_and_a_node_is_lost(
+    tiny_run: TinyRun, nodes: Nodes, tmp_path: Path
+) -> None:
+    assert main(["cache", "fill", *tiny_run.arguments, f"data.cache_dir={tmp_path / 'alone'}"]) == 0
+
+    def disturb() -> None:
+        first = kill_first(nodes, "cache fill")
+        others = wait_for(lambda: [node for node in nodes.running("cache fill") if node is not first])
+        nodes.lose(others[0])
+
+    disturbing = meanwhile(disturb)
+    words = ["cache", "fill", *tiny_run.arguments, "--ray", nodes.address, "--parts", "5", *ON_CPUS]
+    assert main(words) == 0
+    disturbing.join(LIMIT_S)
+    assert entries(tiny_run.root / "cache") == entries(tmp_path / "alone")
+
+
+def test_a_fill_whose_driver_was_killed_goes_on_and_encodes_nothing_twice(
+    tiny_run: TinyRun, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tiny_run.root / "cache"
+    words = ["cache", "fill", *tiny_run.arguments, "--ray", nodes.address, "--parts", "5", *ON_CPUS]
+    driver = started(words, tiny_run.root)
+    wait_for(lambda: entries(cache))
+    driver.kill()
+    driver.wait()
+    wait_for(lambda: not nodes.running("cache fill"))  # What it started has ended with it.
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")}
+    assert main(words) == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert len(entries(cache)) > 5
+
+
+def test_a_bad_item_is_named_and_its_part_is_not_tried_again_while_the_others_are_done(
+    tiny_run: TinyRun, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = tiny_run.root / "data" / "3.png"
+    bad.write_bytes(bad.read_bytes()[:200])
+    words = ["cache", "fill", *tiny_run.arguments, "--ray", nodes.address, "--parts", "5", *ON_CPUS]
+    assert main(words) == 2
+    assert "3.png" in caplog.text
+    assert "tried again" not in caplog.text
+
+
+def test_a_node_that_does_not_see_the_folder_is_named(
+    tiny_run: TinyRun, cluster: Nodes, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    blind = tmp_path / "blind"
+    blind.mkdir()
+    # As on a machine where the folder is not mounted.
+    (blind / "sitecustomize.py").write_text(
+        "import pathlib\n"
+        "exists, read_text = pathlib.Path.exists, pathlib.Path.read_text\n"
+        f"hidden = {str(tiny_run.root / 'cache')!r}\n"
+        "def read(path, *args, **options):\n"
+        "    if str(path).startswith(hidden): raise FileNotFoundError(2, 'no such file', str(path))\n"
+        "    return read_text(path, *args, **options)\n"
+        "pathlib.Path.read_text = read\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(blind), prepend=":")
+        node = cluster.cluster.add_node(num_cpus=1, include_dashboard=False)
+    try:
+        words = ["cache", "fill", *tiny_run.arguments, "--ray", cluster.address, *ON_CPUS]
+        assert main(words) == 2
+    finally:
+        cluster.cluster.remove_node(node, allow_graceful=False)
+    assert f"does not see {tiny_run.root / 'cache'}; mount a shared folder" in caplog.text
+    assert caplog.text.count("does not see") == 1
+    assert not list((tiny_run.root / "cache").iterdir())
+
+
+def test_captions_of_an_endpoint_are_those_of_one_machine_though_a_task_is_killed(
+    tiny_run: TinyRun, nodes: Nodes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tiny_run.root / "data"
+    for caption in data.glob("*.txt"):
+        caption.unlink()
+    with running() as double:
+        words = ["caption", str(data), "--endpoint", double.endpoint, "--model", "colours", "--json"]
+        killing = meanwhile(lambda: kill_first(nodes, "diffsynth_lite.cli.main caption"))
+        assert main([*words, "--ray", nodes.address, "--parts", "3"]) == 0
+        killing.join(LIMIT_S)
+        there = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        written = {path.name: path.read_text() for path in sorted(data.glob("*.txt"))}
+        assert main([*words, "--replace", "all"]) == 0
+    here = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert written == {path.name: path.read_text() for path in sorted(data.glob("*.txt"))}
+    # The part that was killed may have written some, which its second try kept.
+    assert there["written"].items() <= here["written"].items()
+    assert len(there["written"]) + there["kept"] == 5
+    assert sorted(path.name for path in (data / ".captions").glob("report*")) == ["report.jsonl"]
+
+
+def test_a_run_whose_node_is_lost_goes_on_elsewhere_and_is_the_same_bit_for_bit(
+    tiny_run: TinyRun, nodes: Nodes, whole_run: Path
+) -> None:
+    def disturb() -> None:
+        wait_for(lambda: has_checkpoint(tiny_run, 8))
+        nodes.lose(wait_for(lambda: nodes.running("cli.train"))[0])
+
+    disturbing = meanwhile(disturb)
+    assert main(train_words(tiny_run, nodes)) == 0
+    disturbing.join(LIMIT_S)
+    assert len(nodes.nodes) == 2
+    assert differing(checkpoint_tensors(whole_run, 40), checkpoint_tensors(tiny_run.folder, 40)) == []
+    assert not list(tiny_run.root.glob(".ray-*"))
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_is_the_same_where_no_order_of_sums_can_differ(
+    tiny_run: TinyRun, cluster: Nodes, tmp_path: Path
+) -> None:
+    run = tiny_run.having("train.global_batch_size=2")
+    assert run.train(*TRAINED, f"output.dir={tmp_path / 'alone'}") == 0
+    cluster.restore()
+    cluster.lose(cluster.nodes[0])
+
+    def disturb() -> None:
+        wait_for(lambda: has_checkpoint(run, 8))
+        cluster.lose(wait_for(lambda: cluster.running("cli.train"))[0])
+
+    disturbing = meanwhile(disturb)
+    assert main(train_words(run, cluster, "--min-nodes", "1")) == 0
+    disturbing.join(LIMIT_S)
+    assert differing(checkpoint_tensors(tmp_path / "alone", 40), checkpoint_tensors(run.folder, 40)) == []
+
+
+def test_a_run_whose_driver_and_a_process_were_killed_goes_on_by_the_same_command(
+    tiny_run: TinyRun, nodes: Nodes, whole_run: Path
+) -> None:
+    driver = started(train_words(tiny_run, nodes), tiny_run.root)
+    wait_for(lambda: has_checkpoint(tiny_run, 4))
+    driver.kill()
+    driver.wait()
+    wait_for(lambda: not nodes.running("cli.train"))  # The processes have ended with it.
+
+    def disturb() -> None:
+        wait_for(lambda: has_checkpoint(tiny_run, 12))
+        kill_first(nodes, "cli.train")
+
+    disturbing = meanwhile(disturb)
+    assert main(train_words(tiny_run, nodes)) == 0
+    disturbing.join(LIMIT_S)
+    assert differing(checkpoint_tensors(whole_run, 40), checkpoint_tensors(tiny_run.folder, 40)) == []
+
+
+def test_a_run_that_is_refused_is_not_started_again(
+    tiny_run: TinyRun, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(train_words(tiny_run, nodes, "lora.target_modules=[nothing]")) == 2
+    assert "lora.target_modules" in caplog.text
+    assert not tiny_run.folder.exists()
+
+
+def test_six_variants_are_trained_at_once_by_a_queue_on_the_cluster(
+    tiny_run: TinyRun, nodes: Nodes, tmp_path: Path
+) -> None:
+    workspace = tmp_path / "work"
+    (workspace / "configs").mkdir(parents=True)
+    config = tiny_run.config.read_text().replace(f"{tiny_run.root}/run", "runs/tiny")
+    (workspace / "configs" / "tiny.yaml").write_text(config)
+    words = ["queue", "add", "--workspace", str(workspace), "--config", "tiny.yaml"]
+    assert main([*words, *tiny_run.settings, "train.steps=2", "lora.rank=1,2,3,4,5,6"]) == 0
+    most = 0
+
+    def disturb() -> None:
+        nonlocal most
+        kill_first(nodes, "cli.train")
+        while not (workspace / "done").exists():
+            most = max(most, len(nodes.running("cli.train")))
+            time.sleep(0.1)
+
+    disturbing = meanwhile(disturb)
+    words = ["queue", "work", "--workspace", str(workspace), "--ray", nodes.address]
+    assert main([*words, "--gpus-per-node", "0"]) == 0
+    (workspace / "done").touch()
+    disturbing.join(LIMIT_S)
+    done = Queue(Workspace(workspace)).snapshot().in_state("done")
+    assert [run.entry.outcome for run in done if run.entry] == ["finished"] * 6
+    assert most > 1
