@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -99,6 +100,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _with_negative_numbers(words: Sequence[str]) -> list[str]:
+    """Words in which a flag holds what begins with a minus and a number, which argparse takes for a flag."""
+    joined: list[str] = []
+    for word in words:
+        if joined and re.fullmatch(r"--[a-z]+", joined[-1]) and re.match(r"-\.?\d", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -112,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = did_you_mean(words[0], known).strip() or f"there are {', '.join(known)}"
         parser.error(f"{words[0]}: is not a command; {hint}")
     # Subcommands know no intermixed arguments; the overrides are at the end, or between flags of theirs.
-    parsed, rest = parser.parse_known_args(words)
+    parsed, rest = parser.parse_known_args(_with_negative_numbers(words))
     takes_overrides = "overrides" in parsed
     flags = [text for text in rest if text.startswith("-") or "=" not in text or not takes_overrides]
     if flags:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from diffsynth_lite.config.document import (
+    NULLS,
     has_reference,
     is_nothing,
     line_of,
@@ -32,6 +33,7 @@ from diffsynth_lite.config.messages import (
     unknown_section,
 )
 from diffsynth_lite.config.schema import (
+    NO_DATA,
     Config,
     Schema,
     section_of_entries,
@@ -124,6 +126,11 @@ class ConfigBuilder:
             config = Config.model_validate(self._values)
         except ValidationError as error:
             self._note_refusals(error)
+            # Which is checked between sections, and so not where one of them is wrong.
+            wrong = {refusal["loc"][:1] for refusal in error.errors(include_url=False, include_input=False)}
+            names_data = any(self._values["data"].get(key) for key in ("path", "dataset", "sources"))
+            if not wrong & {(), ("data",)} and not names_data and not self._values["objective"].get("slider"):
+                self._note(self._blamed(NO_DATA, ()), NO_DATA.message)
         if config is None or self._problems:
             raise ConfigError(*(problem for _, problem in sorted(self._problems, key=lambda each: each[0])))
         unresolved = config.model_dump()
@@ -189,6 +196,8 @@ class ConfigBuilder:
     def _value(self, path: _Path, node: yaml.Node, schema: Schema) -> Any:
         """A value for pydantic to judge; a node, which it refuses, where there is none."""
         if model := section_of_entries(schema):
+            if "items" not in without_null(schema):
+                return self._section(path, node, self._models[model]["properties"])
             blocks = node.value if isinstance(node, yaml.SequenceNode) else [node]
             if not isinstance(node, yaml.SequenceNode) or not all(
                 isinstance(block, yaml.MappingNode) for block in blocks
@@ -207,6 +216,15 @@ class ConfigBuilder:
         if has_reference(value):
             self._references[path] = value
         return value
+
+    def _section(self, path: _Path, node: yaml.Node, own: dict[str, Schema]) -> Any:
+        """The values of a section within a section; None where it is switched off."""
+        if not isinstance(node, yaml.MappingNode):
+            is_off = isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULLS
+            return None if is_off else node
+        values: dict[str, Any] = {}
+        self._add_settings(node.value, path, own, values)
+        return values
 
     def _resolve(self) -> None:
         """Puts the values of references in their place."""
@@ -244,7 +262,8 @@ class ConfigBuilder:
                     self._note(self._blamed(problem, location), problem.message)
                 continue
             # An entry of a list of values is not a setting of its own.
-            path = _longest(location, self._settings) or location
+            is_missing = refusal["type"] == "missing"
+            path = location if is_missing else _longest(location, self._settings) or location
             if path not in noted:
                 noted.add(path)
                 self._note(path, self._objection(path, str(reason)))
@@ -252,12 +271,19 @@ class ConfigBuilder:
     def _objection(self, path: _Path, reason: str) -> str:
         """Why pydantic refused a setting; ``reason`` is given where a validator of ours refused it."""
         if path not in self._settings:
-            section, key = map(str, path)
-            return f"is required; must be {in_words(self._sections[section][key])}"
+            return f"is required; must be {in_words(self._schema(path))}"
         node, schema = self._settings[path]
         # Shows the reference and not its value, which may be a secret.
         typed = f"the value of {self._references[path]}" if path in self._references else shown(node)
         return self._failures.get(path) or f"got {typed}; {reason or expectation(_name(path), node, schema)}"
+
+    def _schema(self, path: _Path) -> Schema:
+        """That of a setting, also of one within others."""
+        section, first, *rest = (key for key in path if isinstance(key, str))
+        schema = self._sections[section][first]
+        for key in rest:
+            schema = self._models[section_of_entries(schema) or ""]["properties"][key]
+        return schema
 
     def _blamed(self, problem: Problem, section: _Path) -> _Path:
         names = [re.findall(r"[^.\[\]]+", key) for key in problem.keys]
@@ -286,7 +312,7 @@ class ConfigBuilder:
 
 def _node_of_argument(value: str, schema: Schema, source: str) -> yaml.Node:
     """The shell has dealt with quotes, so text is taken as it is; only lists and mappings are yaml."""
-    kind = without_null(schema).get("type")
+    kind = without_null(schema).get("type", "object")
     if (kind == "array" and value.startswith("[")) or (kind == "object" and value.startswith("{")):
         return read_yaml(value, source)
     return scalar(value, quoted=value == "", source=source)

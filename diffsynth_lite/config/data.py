@@ -332,9 +332,14 @@ class DataSettings(SourceSettings):
 
     @property
     def sources_by_key(self) -> dict[str, SourceSettings]:
-        """Each source by the place of its settings in the yaml: ``data``, or ``data.sources[0]`` ..."""
+        """Each source by the place of its settings in the yaml: ``data``, or ``data.sources[0]`` ...
+
+        Empty where a slider learns from prompts only.
+        """
         if self.sources:
             return {f"data.sources[{place}]": source for place, source in enumerate(self.sources)}
+        if self.path is None and self.dataset is None:
+            return {}
         own = {key: getattr(self, key) for key in SourceSettings.model_fields}
         return {"data": SourceSettings(**own)}
 
@@ -387,12 +392,7 @@ class DataSettings(SourceSettings):
                 yield Problem((key,), message)
             yield from self._repeated_sources()
             yield from self._roles_without_effect()
-        elif self.path is None and self.dataset is None:
-            message = (
-                "is required; name a folder (data.path) or a dataset (data.dataset), or list data.sources"
-            )
-            yield Problem(("path", "dataset"), message)
-        else:
+        elif self.sources_by_key:
             yield from super().conflicts()
             yield from self._roles_without_effect()
 

@@ -85,7 +85,9 @@ def load_config(
         preset.require_fit(config.model.family)
     for preset, before, after in zip(chosen, stages, stages[1:], strict=False):
         logger.info("--preset %s: %s", preset.name, ", ".join(_changes(before, after, given)))
-    remarks = (*config.without_effect(), *_secrets_in(unresolved))
+    slider = config.objective.slider
+    advice = () if slider is None else slider.advice()
+    remarks = (*config.without_effect(), *advice, *_secrets_in(unresolved))
     return LoadedConfig(
         config=config,
         path=found,

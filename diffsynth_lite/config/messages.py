@@ -25,7 +25,7 @@ _BOUNDS = {
     "maximum": "at most",
     "exclusiveMaximum": "below",
 }
-_FIRST_KEYS = {"SourceSettings": "path", "LoraGroup": "match"}
+_FIRST_KEYS = {"SourceSettings": "path", "LoraGroup": "match", "SliderTriple": "neutral"}
 """What an entry of a list of sections begins with, for examples."""
 _MOST_LISTED = 10
 """Keys that a message lists; for a section with more it refers to the docs."""
@@ -35,7 +35,9 @@ def in_words(schema: Schema) -> str:
     """What a setting must be, such as "a whole number, at least 1, or null"."""
     value = without_null(schema)
     entry = value.get("items")
-    if value.get("type") == "object":
+    if "$ref" in value:
+        words = ["a section of its own, written {name: value}"]
+    elif value.get("type") == "object":
         words = ["names and their values, written {name: value, name: value}"]
     elif entry is None:
         choices = value.get("enum")
@@ -44,7 +46,7 @@ def in_words(schema: Schema) -> str:
         words = [*others, f"or {kind}" if others else kind, *_limits(value)]
     elif section := section_of_entries(schema):
         key = _FIRST_KEYS[section]
-        words = [f"a list of sections, written [{{{key}: a}}, {{{key}: b}}]"]
+        words = [f"a list of sections, written [{{{key}: a}}, {{{key}: b}}]", *_limits(value)]
     else:
         many, example = _LISTED_KINDS[entry["type"]]
         listed = f"a list of {', '.join(entry.get('enum', [many]))}, written {example}"

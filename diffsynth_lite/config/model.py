@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from diffsynth_lite.config.settings import Distinct, FilePath, NonEmptyStr, Problem, Settings
+from diffsynth_lite.config.slider import SliderSettings
 
 Precision: TypeAlias = Literal["bfloat16", "float16", "float32"]
 TargetSet: TypeAlias = Literal["attention", "all"]
@@ -304,6 +305,10 @@ class ObjectiveSettings(Settings):
     output for an empty prompt, with the LoRA as it is by then; that takes one more forward pass. 3 to 4 is
     usual. Models that take a guidance scale as input, such as FLUX.1 dev, get this one. Null learns from the
     data only: [methods.md](methods.md#distilled-models)."""
+
+    slider: SliderSettings | None = None
+    """Learn a slider from prompts, a LoRA whose strength moves one property, in place of images with
+    captions; `data` may then be left out. Null learns from the data."""
 
     def conflicts(self) -> Iterator[Problem]:
         for key, densities in _DENSITIES_OF.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, TypeAlias, get_type_hints
 
-from diffsynth_lite.config.data import DataSettings
+from diffsynth_lite.config.data import DataSettings, SourceSettings
 from diffsynth_lite.config.model import LoraSettings, ModelSettings, ObjectiveSettings
 from diffsynth_lite.config.run import LoggingSettings, OutputSettings, ResumeSettings, ValidationSettings
 from diffsynth_lite.config.settings import Problem, Settings
@@ -18,6 +18,12 @@ Schema: TypeAlias = dict[str, Any]
 
 EXPECTED_PACKAGES = ("diffsynth_lite", "torch", "bitsandbytes", "prodigyopt", "schedulefree")
 """Of the modules that settings usually name: this one, torch, and those of the extras for optimizers."""
+NO_DATA = Problem(
+    ("data.path", "data.dataset"),
+    "is required; name a folder (data.path) or a dataset (data.dataset), or list data.sources",
+)
+_OF_GENERATING = "negative_prompt num_inference_steps guidance_scale"
+"""Settings of ``validation`` that decide how images are generated."""
 
 
 class Config(Settings):
@@ -25,7 +31,7 @@ class Config(Settings):
 
     model: ModelSettings
     lora: LoraSettings = LoraSettings()
-    data: DataSettings
+    data: DataSettings = DataSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     train: TrainSettings = TrainSettings()
     memory: MemorySettings = MemorySettings()
@@ -63,6 +69,11 @@ class Config(Settings):
         return self.validation.use_ema and self.train.ema_decay is not None
 
     @property
+    def generates_data(self) -> bool:
+        """Whether the base model generates the images that are trained on, from the prompts of a slider."""
+        return self.objective.slider is not None and not self.data.sources_by_key
+
+    @property
     def keeps_distillation(self) -> bool:
         """Whether what trains on a distilled model is kept from undoing its distillation."""
         return self.objective.guidance_target is not None or self.model.training_adapter is not None
@@ -81,12 +92,13 @@ class Config(Settings):
         offload = train.use_gradient_checkpointing_offload or self.memory.save_attention == "park" or is_auto
         streams = self.memory.stream_blocks != 0 or is_auto
         visits = streams or self.memory.stream_text_encoder
-        previews, loss = bool(validation.prompts), validation.loss_items > 0
+        losses = self.objective.slider is None
+        previews, loss = bool(validation.prompts), losses and validation.loss_items > 0
         generates = previews or validation.scores
-        watched = generates or loss or validation.item_losses > 0
+        watched = generates or loss or (losses and validation.item_losses > 0)
         checkpointing = train.use_gradient_checkpointing or is_auto
         is_guided = not generates or validation.guidance_scale > 1
-        of_previews = "model_path num_frames negative_prompt num_inference_steps guidance_scale width height"
+        of_previews = "model_path num_frames width height"
         of_prompts = "inputs last_frames control inpaint_masks faces"
         parts = [
             (offload or visits, "memory", "min_bytes", "while the offload is off and nothing is streamed"),
@@ -115,6 +127,7 @@ class Config(Settings):
             (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),
             (data.on_bad_item == "skip", "data", "max_bad_ratio", "while data.on_bad_item is error"),
             (previews, "validation", of_prompts, "without validation.prompts"),
+            (generates or self.generates_data, "validation", _OF_GENERATING, "without validation.prompts"),
             (generates, "validation", of_previews, "without validation.prompts"),
             (is_guided, "validation", "negative_prompt", "while validation.guidance_scale is at most 1"),
             (validation.scores, "validation", "plain_prompts score_models", "without validation.scores"),
@@ -161,6 +174,7 @@ class Config(Settings):
         if self.train.context_parallel > 1:
             yield from self._context_conflicts()
         yield from self._held_out_conflicts()
+        yield from self._slider_conflicts()
         yield from self._preview_model_conflicts()
         yield from self._score_conflicts()
         yield from self._audio_conflicts()
@@ -229,6 +243,24 @@ class Config(Settings):
                 "with validation.scores, steps that are both evaluated and saved are scored: here only the "
                 f"last is; set it to {saved}, and output.checkpoint_every_steps to less than {steps}",
             )
+
+    def _slider_conflicts(self) -> Iterator[Problem]:
+        """Settings of other objectives, and of data that a slider does not look at."""
+        if self.objective.slider is None:
+            if not self.data.sources_by_key:
+                yield NO_DATA
+            return
+        off = {"objective": ["guidance_target"], "validation": ["data", "scores"], "memory": ["shard_base"]}
+        off["data"] = ["caption_dropout", "audio", "sealed", "trigger", "tag_shuffles", "hold_out"]
+        off["data"] += ["mask_dir", "mask_column", "preserve", "loss_weight", "sources", "repeats", "weight"]
+        if self.generates_data:
+            off["data"] = [*off["data"], *SourceSettings.model_fields, "cache", "crops_per_item"]
+        for section, names in off.items():
+            for name in dict.fromkeys(names):
+                if not getattr(self, section).is_default(name):
+                    key = f"{section}.{name}"
+                    message = "does not go with objective.slider, which learns from prompts; remove it"
+                    yield Problem((key, "objective.slider"), message)
 
     def _audio_conflicts(self) -> Iterator[Problem]:
         if self.objective.audio_noise != "shared" and not self.data.audio:
@@ -341,8 +373,9 @@ def words_instead(schema: Schema) -> list[str]:
 
 
 def section_of_entries(schema: Schema) -> str | None:
-    """The model of the sections that a setting lists; None where it lists none."""
-    reference: str = without_null(schema).get("items", {}).get("$ref", "")
+    """The model of the sections that a setting lists, or of the one that it is; None where it is neither."""
+    value = without_null(schema)
+    reference: str = value.get("items", value).get("$ref", "")
     return reference.rpartition("/")[2] or None
 
 

@@ -99,6 +99,43 @@ class AudioBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Anchor:
+    """A prompt that should look the same at any strength of a slider.
+
+    Attributes:
+        media_keys: entries of images of it; empty where it is learned on those of the samples.
+    """
+
+    caption_key: str
+    media_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliderBatch:
+    """The prompts of a slider for the samples of one forward pass, next to the neutral ones.
+
+    Attributes:
+        positive: B entries, as ``Batch.conditioning``, of the prompts of strength 1.
+        negative: those of strength -1.
+        kept: A entries, of anchors: one for each sample at an even position.
+        latents: (A, ...), as ``Batch.latents``, of the anchors, as are the next two.
+        noise: (A, ...), float32.
+        uniform: (A,), float32.
+    """
+
+    positive: list[dict[str, Tensor]]
+    negative: list[dict[str, Tensor]]
+    kept: list[dict[str, Tensor]]
+    latents: Tensor
+    noise: Tensor
+    uniform: Tensor
+
+    def pin_memory(self) -> "SliderBatch":
+        """Copy in page-locked memory."""
+        return dataclasses.replace(self, **_pinned(vars(self)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """The samples of one forward pass, on the CPU.
 
@@ -111,6 +148,7 @@ class Batch:
         unconditional: B entries with an empty caption; an empty sequence where they are not needed.
         loss_mask: (B, 1, ...) at the size of the latents, 1 counts and 0 does not; None where all count.
         audio: of clips that are trained on with their audio; None for others.
+        slider: the other prompts of a slider; None for other objectives.
         loss_weights: (B,), float32, multiply the losses; None where all samples of the run count alike.
         preserved: indices in the batch of the regularization samples, on which the model should stay as it is
             without the LoRA; None where neither this process nor those that run the model together with it
@@ -129,6 +167,7 @@ class Batch:
     unconditional: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     loss_mask: Tensor | None = None
     audio: AudioBatch | None = None
+    slider: SliderBatch | None = None
     loss_weights: Tensor | None = None
     preserved: tuple[int, ...] | None = None
     step_samples: int
@@ -156,7 +195,7 @@ def describe_sizes(micro_batches: Sequence[Batch]) -> str:
 
 def _pinned(value: Any) -> Any:
     """A copy of a value in page-locked memory: a tensor, or what holds some."""
-    if isinstance(value, Tensor | AudioBatch):
+    if isinstance(value, Tensor | AudioBatch | SliderBatch):
         return value.pin_memory()
     if isinstance(value, dict):
         return {name: _pinned(each) for name, each in value.items()}
@@ -178,6 +217,7 @@ class BatchStream:
         sources: by index, for weights of losses and regularization. Empty where all items are treated the
             same.
         runs_together: whether the processes run each forward pass together, each on samples of its own.
+        anchors: of a slider, whose items have three captions for each triple; None for other objectives.
     """
 
     def __init__(
@@ -194,6 +234,7 @@ class BatchStream:
         with_unconditional: bool = False,
         sources: Sequence[Source] = (),
         runs_together: bool = False,
+        anchors: Sequence[Anchor] | None = None,
     ) -> None:
         self._items = items
         self._schedule = schedule
@@ -202,7 +243,7 @@ class BatchStream:
         weights = [source.loss_weight for source in sources]
         loss_weights = weights if set(weights) - {1.0} else None
         self._micro_batches = partial(
-            _MicroBatches, entries, seed, caption_dropout, with_unconditional, loss_weights
+            _MicroBatches, entries, seed, caption_dropout, with_unconditional, loss_weights, anchors
         )
         self._num_workers = num_workers
         self._start_step = start_step
@@ -306,6 +347,7 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
         caption_dropout: float,
         with_unconditional: bool,
         loss_weights: Sequence[float] | None,
+        anchors: Sequence[Anchor] | None,
         watch: WorkerWatch,
     ) -> None:
         self._entries = entries
@@ -313,6 +355,7 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
         self._caption_dropout = caption_dropout
         self._with_unconditional = with_unconditional
         self._loss_weights = loss_weights
+        self._anchors = anchors
         self._watch = watch
         self._kept: dict[str, dict[str, Tensor]] = {}
         self._kept_bytes = 0
@@ -346,12 +389,54 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
             unconditional=_conditioning(empty, media) if empty else [],
             loss_mask=_stacked_masks([entry.get("loss_mask") for entry in media]),
             audio=AudioBatch.of(media, seed=self._seed, purpose="noise", positions=positions),
+            slider=None if self._anchors is None else self._slider(rows, positions, media, self._anchors),
             loss_weights=None if weights is None else torch.tensor([weights[row.source] for row in rows]),
+        )
+
+    def _triple(self, row: ItemRow, position: int) -> tuple[str, ...]:
+        """Keys of the neutral, positive and negative prompt that are drawn for a sample."""
+        draw = uniform(self._seed, "slider-triple", position)
+        first = 3 * int(draw * (len(row.caption_keys) // 3))
+        return row.caption_keys[first : first + 3]
+
+    def _slider(
+        self,
+        rows: Sequence[ItemRow],
+        positions: Sequence[int],
+        media: Sequence[dict[str, Tensor]],
+        anchors: Sequence[Anchor],
+    ) -> SliderBatch:
+        """The other prompts of samples, and anchors for every second position."""
+        keys = [self._triple(row, position) for row, position in zip(rows, positions, strict=True)]
+        positive, negative = (
+            [self._read(key[end], row.name) for key, row in zip(keys, rows, strict=True)] for end in (1, 2)
+        )
+        captions, seen, places = [], [], []
+        for own, position in zip(media, positions, strict=True):
+            if position % 2 or not anchors:
+                continue
+            anchor = anchors[int(uniform(self._seed, "anchor", position) * len(anchors))]
+            number = int(uniform(self._seed, "anchor-image", position) * len(anchor.media_keys))
+            captions.append(self._read(anchor.caption_key, "anchor"))
+            seen.append(self._read(anchor.media_keys[number], "anchor") if anchor.media_keys else own)
+            places.append(position)
+        shape = media[0]["latents"].shape
+        noise = [normal(self._seed, "anchor-noise", place, shape) for place in places]
+        draws = [uniform(self._seed, "anchor-timestep", place) for place in places]
+        return SliderBatch(
+            positive=_conditioning(positive, media),
+            negative=_conditioning(negative, media),
+            kept=_conditioning(captions, seen),
+            latents=torch.stack([entry["latents"] for entry in seen or media])[: len(seen)],
+            noise=torch.stack(noise) if noise else torch.empty(0, *shape),
+            uniform=torch.tensor(draws, dtype=torch.float32),
         )
 
     def _caption_key(self, row: ItemRow, position: int) -> str:
         """Key of the caption that is drawn for a sample, or of the empty one."""
         dropout, variants = self._caption_dropout, row.caption_keys
+        if self._anchors is not None:
+            return self._triple(row, position)[0]
         if row.unconditional_key and uniform(self._seed, "caption-dropout", position) < dropout:
             return row.unconditional_key
         if len(variants) == 1:

@@ -99,6 +99,11 @@ def examine(config: Config, *, sheet_size: int, goal: Goal | None = None) -> Exa
         sheet_size: items on the contact sheet, and on that of the held-out data.
         goal: what is trained, for the number of items that is usual for it.
     """
+    if config.generates_data:
+        raise UserError(
+            "objective.slider: is learned from prompts, and there are no data to look at; `diffsynth-lite "
+            "plan` estimates its memory, and a run checks its prompts before it loads weights"
+        )
     with _bound_family(config) as (family, lacking):
         rules = plan_rules(config, family)
         cache = TensorCache(cache_folder(config))

@@ -9,10 +9,12 @@ from diffsynth_lite.lora.adapter import (
     adapter_size,
     adapter_tensors,
     add_adapter,
+    at_strength,
     by_peft_names,
     exported_tensors,
     is_adapter_active,
     load_adapter_tensors,
+    scalings_reader,
     without_adapter,
 )
 from diffsynth_lite.lora.finished import (
@@ -39,6 +41,7 @@ __all__ = [
     "add_adapter",
     "add_finished_lora",
     "add_training_adapter",
+    "at_strength",
     "by_peft_names",
     "excludes_other_loras",
     "exported_tensors",
@@ -49,6 +52,7 @@ __all__ = [
     "load_adapter_tensors",
     "load_finished_lora",
     "require_fit",
+    "scalings_reader",
     "set_lora_weights",
     "without_adapter",
     "without_training_adapter",

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -117,6 +117,37 @@ def leaving_out(model: nn.Module, adapter: str) -> Iterator[None]:
     finally:
         for layer, names in zip(layers, active, strict=True):
             layer._active_adapter = names
+
+
+@contextmanager
+def at_strength(model: nn.Module, strength: float, adapter: str = OWN_ADAPTER) -> Iterator[None]:
+    """Scope in which the update of an adapter is multiplied by a number, which may be negative.
+
+    A backward pass must end before the scope does: what is checkpointed is computed again there.
+
+    Args:
+        model: as for :func:`without_adapter`.
+        adapter: peft's name.
+    """
+    layers = _layers_with(model, adapter)
+    scalings = [layer.scaling[adapter] for layer in layers]
+    try:
+        for layer, scaling in zip(layers, scalings, strict=True):
+            layer.scaling[adapter] = strength * scaling
+        yield
+    finally:
+        for layer, scaling in zip(layers, scalings, strict=True):
+            layer.scaling[adapter] = scaling
+
+
+def scalings_reader(model: nn.Module) -> Callable[[], list[float]]:
+    """A function that returns the distinct scalings of the trained adapter then, 0 where it is inactive."""
+    layers = _layers_with(model, OWN_ADAPTER)
+    return lambda: sorted({one.scaling[OWN_ADAPTER] * (OWN_ADAPTER in one.active_adapters) for one in layers})
+
+
+def _layers_with(model: nn.Module, adapter: str) -> list[Any]:
+    return [part for part in model.modules() if isinstance(part, BaseTunerLayer) and adapter in part.scaling]
 
 
 def peft_pattern(values: Mapping[str, Number]) -> dict[str, Number]:

@@ -63,6 +63,7 @@ class LoraFacts:
         prediction_type: ``epsilon`` or ``v``; None of a model on the flow-matching path.
         training: how it was trained, by sd-scripts' names without ``ss_``; None is left out.
         of_family: what its family states in addition, by whole names.
+        slider: neutral, positive and negative prompts of a slider; empty of other LoRAs.
     """
 
     version: str
@@ -81,11 +82,20 @@ class LoraFacts:
     training: Mapping[str, str | float | None]
     kind: str = "LoRA"
     of_family: Mapping[str, str] = field(default_factory=dict)
+    slider: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def model_name(self) -> str:
         """Name of the base model: the release, or else the family."""
         return self.base.release.name if self.base.release else self.family
+
+    @property
+    def usage(self) -> str | None:
+        """How a slider is used; None of other LoRAs."""
+        if not self.slider:
+            return None
+        _, positive, negative = self.slider[0]
+        return f"A slider, for strengths from -1 ({negative}) to 1 ({positive})."
 
     @property
     def title(self) -> str:
@@ -136,12 +146,12 @@ def _modelspec(
         "architecture": f"{facts.base.architecture or facts.family}/lora",
         "implementation": "diffusers",
         "title": facts.title,
-        "description": f"{about} Trigger words: {words}." if words else about,
+        "description": " ".join(filter(None, [about, f"Trigger words: {words}." if words else facts.usage])),
         "license": f"{release.licence} (base model)" if release else None,
         "tags": ",".join(dict.fromkeys(["lora", facts.kind.lower(), facts.family])),
         "resolution": f"{width}x{height}",
         "trigger_phrase": words,
-        "usage_hint": f"Trigger words: {words}" if words else None,
+        "usage_hint": f"Trigger words: {words}" if words else facts.usage,
         "prediction_type": facts.prediction_type,
         "timestep_range": None if noise == _ALL_NOISE else f"{first},{last}",
         "thumbnail": thumbnail,
@@ -158,6 +168,8 @@ def _own(facts: LoraFacts, step: int, is_average: bool) -> dict[str, object]:
         "contract": facts.contract,
         "step": step,
         "weights": "average" if is_average else "trained",
+        "slider": json.dumps(facts.slider, ensure_ascii=False) if facts.slider else None,
+        "strengths": "-1 to 1" if facts.slider else None,
     }
 
 

@@ -238,6 +238,16 @@ CHARTS = (
         ),
     ),
     Chart(
+        name="slider_loss",
+        title="Loss of both ends",
+        meaning="The loss of a slider at strengths 1 and -1. One that stays above the other is of an end "
+        "that is harder to reach from the neutral prompts.",
+        lines=(
+            Line(metric=f"positive_loss{_SMOOTHED}", label="at strength 1"),
+            Line(metric=f"negative_loss{_SMOOTHED}", label="at strength -1"),
+        ),
+    ),
+    Chart(
         name="preservation_loss",
         title="Loss of what is preserved",
         meaning="How far the model has moved on the items on which it should stay as it was. It begins near "

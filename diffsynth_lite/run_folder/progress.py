@@ -42,6 +42,8 @@ class StepResult:
         preservation_loss: mean over the samples that are preserved; None where none is.
         video_loss: the part of ``loss`` from the frames of the learned samples; None without audio.
         audio_loss: mean over the learned samples with audio, before its weight; None where none has any.
+        positive_loss: mean over the samples at strength 1 of a slider, as ``negative_loss`` at -1; None for
+            other objectives.
         grad_norm: before clipping.
         group_rates: learning rate by the name of each group of layers; empty where there is only one group.
         learned_rate: learning rate that the optimizer found itself, times the configured one, after the step;
@@ -66,6 +68,8 @@ class StepResult:
     preservation_loss: float | None = None
     video_loss: float | None = None
     audio_loss: float | None = None
+    positive_loss: float | None = None
+    negative_loss: float | None = None
     num_skipped: int = 0
     group_rates: Mapping[str, float] = field(default_factory=dict)
     learned_rate: float | None = None
@@ -241,6 +245,8 @@ class StepReport:
             "preservation_loss": result.preservation_loss,
             "video_loss": result.video_loss,
             "audio_loss": result.audio_loss,
+            "positive_loss": result.positive_loss,
+            "negative_loss": result.negative_loss,
         }
         values = {
             **{name: loss for name, loss in losses.items() if loss is not None},

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.attention import use_backend
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
 from diffsynth_lite.core.noise.losses import LossBreakdown, SampleLosses
-from diffsynth_lite.core.randomness import torch_seed
+from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
 from diffsynth_lite.core.weights.frozen_linear import QuantizationReport
 from diffsynth_lite.core.weights.packing import HostBlocks
@@ -54,6 +55,7 @@ from diffsynth_lite.training.optimization.optimizers import (
 from diffsynth_lite.training.previews import Previews, model_name
 from diffsynth_lite.training.scoring.job import ScoreJob, other_seeds
 from diffsynth_lite.training.scoring.scores import StepScores
+from diffsynth_lite.training.slider.objective import SHOWN_STRENGTHS, SliderObjective
 
 
 @dataclass(kw_only=True)
@@ -62,13 +64,14 @@ class TrainingObjects:
 
     Attributes:
         transformer: with its adapter, under the run's mixed precision.
-        loss: of a micro-batch, a scalar; knows the model, which the loop does not.
+        losses: the parts of the loss of a micro-batch, scalars, each with a backward pass before the next;
+            knows the model, which the loop does not.
         learning_rate: at a step counted from 0.
         group_rates: the same for each group of the optimizer, as :func:`build_group_rates` has it.
         max_grad_norm: gradients are scaled down to it; infinity never clips.
         seed: decides the dropout masks.
         batches: the micro-batches of this process for each optimizer step, in order.
-        totals_by_kind: (8,) on the device, the losses of a step for each kind of sample, or (0,).
+        totals_by_kind: (12,) on the device, the losses of a step for each kind of sample, or (0,).
         totals_by_noise: (20,) on the device, those of a step as :class:`StepResult` has them, or (0,).
         weights: brings the frozen weights that live in host memory to the device.
         runs_together: whether the processes share the frozen weights or the sequences, and so run the model
@@ -78,7 +81,7 @@ class TrainingObjects:
     accelerator: Accelerator
     transformer: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    loss: Callable[[torch.nn.Module, Batch], torch.Tensor]
+    losses: Callable[[torch.nn.Module, Batch], Iterator[torch.Tensor]]
     learning_rate: Callable[[int], float]
     max_grad_norm: float
     averaged: AveragedWeights | None
@@ -113,6 +116,20 @@ class TrainingObjects:
     def lacks_images(self, step: int) -> bool:
         """Whether a step lacks a preview, or its scores."""
         return self.previews.are_missing(step) or self.scores.are_missing(step)
+
+    def parts_of_loss(self, batch: Batch) -> Iterator[torch.Tensor]:
+        """The parts of the loss of a micro-batch, each computed when asked for, with the same dropout."""
+        # Dropout has no generator argument: its random numbers follow a seed set for this micro-batch.
+        seed, parts = (
+            torch_seed(self.seed, "dropout", batch.positions[0]),
+            self.losses(self.transformer, batch),
+        )
+        while True:
+            with random_state_scope(self.accelerator.device, seed):
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
 
     @property
     def num_bytes_held(self) -> int:
@@ -215,7 +232,7 @@ def build_run(
         # Not wrapped for several processes, which exchange gradients by themselves.
         transformer=accelerator.prepare_model(transformer, evaluation_mode=True),
         optimizer=optimizer,
-        loss=objective.loss,
+        losses=objective.losses,
         learning_rate=build_learning_rate(config),
         group_rates=build_group_rates(config, checked.groups),
         averaged=averaged,
@@ -283,7 +300,12 @@ def build_noise_levels(config: Config, family: ModelFamily) -> NoiseLevels:
 
 def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerator) -> DenoisingObjective:
     are_alike = all(not source.preserve and source.loss_weight == 1 for source in data_sources(config))
-    return DenoisingObjective(
+    slider = config.objective.slider
+    build: Callable[..., DenoisingObjective] = DenoisingObjective
+    if slider is not None:
+        own = slider.model_dump(include={"target", "eta", "anchor_weight"})
+        are_alike, build = False, partial(SliderObjective, **own)
+    return build(
         family=family,
         noise_levels=build_noise_levels(config, family),
         weighting=config.objective.loss_weighting,
@@ -308,7 +330,7 @@ def _build_batches(
     items, sources = encoded.items, data_sources(config)
     schedule = SampleSchedule(
         items.groups,
-        passes=[source.passes for source in sources],
+        passes=[source.passes for source in sources] or [Fraction(1)],
         sizes=micro_batch_sizes(
             [num_tokens_of(bucket, family) for bucket in items.buckets],
             micro_batch_size=config.train.micro_batch_size,
@@ -329,6 +351,7 @@ def _build_batches(
         with_unconditional=config.objective.guidance_target is not None,
         sources=sources,
         runs_together=family.shards is not None,
+        anchors=encoded.anchors,
     )
 
 
@@ -345,6 +368,7 @@ def _build_previews(
         model=model_name(family, config.validation.model_path or config.model.path),
         sampler=family.sampler,
         vae_dtype=getattr(torch, config.model.vae_dtype),
+        strengths=() if config.objective.slider is None else SHOWN_STRENGTHS,
     )
 
 

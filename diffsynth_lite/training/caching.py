@@ -32,6 +32,7 @@ from diffsynth_lite.training.encoding.seals import open_config_seal, seal_settin
 from diffsynth_lite.training.evaluation import thumbnail_of
 from diffsynth_lite.training.session import build_accelerator
 from diffsynth_lite.training.shortages import shortages_explained
+from diffsynth_lite.training.slider.images import image_requests
 
 
 def caching_accelerator(config: Config) -> Accelerator:
@@ -76,7 +77,8 @@ def needed_keys(config: Config, accelerator: Accelerator) -> set[str]:
             sealed = seal.entries(seal.map_table(sealed_folder(config)))
             return {key for key in of_previews if key not in sealed}
         job = encoder.plan(checked)
-    return {*job.media, *job.prompts, *of_previews}
+    generated = image_requests(config, checked.family, job)
+    return {*job.media, *job.prompts, *of_previews, *generated}
 
 
 def prune_cache(configs: Sequence[Config], needed: set[str], *, dry_run: bool) -> tuple[Pruned, Pruned]:

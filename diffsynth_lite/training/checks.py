@@ -23,7 +23,7 @@ from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.training.checkpoint.comfyui_copies import require_comfyui_names
 from diffsynth_lite.training.checkpoint.store import SavedBytes
-from diffsynth_lite.training.data_settings import check_records, plan_rules, set_learned
+from diffsynth_lite.training.data_settings import check_records, check_slider, plan_rules, set_learned
 from diffsynth_lite.training.distilled import (
     find_preview_family,
     training_adapter_digest,
@@ -280,6 +280,7 @@ def _check_model(
     """The facts about the model before its weights load; None where a problem was found."""
     problems.attempt(plan_rules, config, family)
     problems.attempt(_check_weighting, config, family)
+    problems.attempt(check_slider, config, family)
     if config.objective.shift == "resolution":
         size = preview_size(config, family)
         problems.attempt(lambda: family.resolution_shift(family.latents_shape(*size, num_frames=1)))

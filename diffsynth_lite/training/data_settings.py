@@ -114,6 +114,24 @@ def num_preview_layers(config: Config, family: ModelFamily) -> int:
     return config.validation.num_layers or num_layers_of(config, family)
 
 
+def check_slider(config: Config, family: ModelFamily) -> None:
+    """Check that a family can train a slider: it generates images from only a prompt."""
+    if config.objective.slider is None:
+        return
+    if "image" not in family.record_kinds:
+        raise UserError(
+            f"objective.slider: {config.model.family} generates no images from only a prompt, which a slider "
+            "is learned on; choose another model.family"
+        )
+    if num_preview_frames(config, family) > 1:
+        raise UserError(
+            "objective.slider: is learned on images, and shown as images; set data.frame_counts: [1] and "
+            "validation.num_frames: 1"
+        )
+    for prompt in (*config.objective.slider.prompts, *config.objective.slider.kept):
+        family.check_prompt(prompt, "objective.slider")
+
+
 def check_records(records: Sequence[Record], family: ModelFamily) -> None:
     """Check, by the files that the records name, that the family can train on them."""
     refuse_other_kinds(records, family.record_kinds)
@@ -205,8 +223,9 @@ def shifts_by_size(
 
 
 def data_sources(config: Config) -> list[Source]:
-    """The sources of the training data."""
-    return [Source(**dict(settings)) for settings in config.data.sources_by_key.values()]
+    """The sources of the training data; a slider looks at no captions."""
+    own = {} if config.objective.slider is None else {"captions": "none", "trigger": "slider"}
+    return [Source(**{**dict(settings), **own}) for settings in config.data.sources_by_key.values()]
 
 
 def learned_sources(config: Config) -> set[int]:
@@ -321,6 +340,8 @@ def _require_colour(name: str) -> None:
 
 def _captions(record: Record, config: Config) -> tuple[str, ...]:
     data = config.data
+    if config.objective.slider is not None:
+        return config.objective.slider.prompts
     variants = (
         tag_variants(
             caption,

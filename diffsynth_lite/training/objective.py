@@ -1,7 +1,7 @@
 """This file turns a batch into a loss: the error of a model's estimates at random noise levels."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -220,6 +220,10 @@ class DenoisingObjective:
     own_audio_levels: bool = False
     train_silent_clips: bool = False
 
+    def losses(self, transformer: torch.nn.Module, batch: Batch) -> Iterator[torch.Tensor]:
+        """The parts of the loss of a micro-batch, here one; each has its backward pass before the next."""
+        yield self.loss(transformer, batch)
+
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Mean weighted loss of the estimate over a micro-batch, a scalar in fp32."""
         sigma, audio_sigma = self._levels(batch, batch), None
@@ -280,7 +284,7 @@ class DenoisingObjective:
             accelerator: adds up those of its processes, which all call this.
 
         Returns:
-            (8,) on the device; (0,) where all samples are learned, count alike, and have no audio.
+            (12,) on the device; (0,) where all samples are learned, count alike, and have no audio.
         """
         if self.losses_by_kind is None:
             return torch.empty(0, device=self.device)
@@ -347,7 +351,7 @@ class DenoisingObjective:
             targets = self._preserving(targets, batch.preserved, transformer, seen)
         predicted = self._estimate(transformer, seen)
         errors = [
-            _errors(estimate.float(), target, huber_delta)
+            pixel_errors(estimate.float(), target, huber_delta)
             for estimate, target in zip(predicted, targets, strict=True)
         ]
         video = _mean(errors[0], batch.loss_mask)
@@ -410,8 +414,8 @@ def _mean(errors: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tenso
     return (errors * mask).flatten(1).mean(1) / mask.flatten(1).mean(1)
 
 
-def _errors(predicted: torch.Tensor, target: torch.Tensor, huber_delta: float | None) -> torch.Tensor:
-    """Of each element, in the shape of both."""
+def pixel_errors(predicted: torch.Tensor, target: torch.Tensor, huber_delta: float | None) -> torch.Tensor:
+    """The error of each element, in the shape of both."""
     if huber_delta is None:
         return (predicted - target).square()
     return 2 * huber_loss(predicted, target, reduction="none", delta=huber_delta)

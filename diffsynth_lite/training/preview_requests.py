@@ -233,13 +233,19 @@ def _faces(config: Config, family: ModelFamily, files: list[str]) -> tuple[Image
     return tuple(read_frames(path, times, each=small_face))
 
 
+def data_size(config: Config, family: ModelFamily) -> tuple[int, int]:
+    """Width and height of images of the data's first size in pixels, rounded down to what fits."""
+    divisor = family.size_divisor
+    width, height = (max(divisor, side // divisor * divisor) for side in config.data.first_size)
+    return width, height
+
+
 def preview_size(config: Config, family: ModelFamily) -> tuple[int, int]:
     """Width and height of the previews in pixels: unless given, the data's, rounded down to what fits.
 
     Where previews keep the size of their own image, that is what one of the data's size comes to.
     """
-    divisor = family.size_divisor
-    width, height = (max(divisor, side // divisor * divisor) for side in config.data.first_size)
+    width, height = data_size(config, family)
     if family.edits.keeps_input_size:
         return family.edits.input_size(width, height)
     return config.validation.width or width, config.validation.height or height

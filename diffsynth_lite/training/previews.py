@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -33,9 +34,11 @@ from diffsynth_lite.lora import (
     adapter_settings,
     adapter_tensors,
     add_finished_lora,
+    at_strength,
     is_adapter_active,
     without_training_adapter,
 )
+from diffsynth_lite.lora.adapter import OWN_ADAPTER
 from diffsynth_lite.lora.layers import COMFYUI_SCALE
 from diffsynth_lite.lora.spelling import DIFFUSERS
 from diffsynth_lite.lora.updates import tensors_of, updates_of
@@ -90,6 +93,7 @@ class Previews:
             is the trained one.
         writes: whether this process writes the files.
         has_grid: whether a grid of them is kept, too.
+        strengths: of a slider, at each of which a preview is generated, as a strip; empty of other LoRAs.
     """
 
     family: ModelFamily
@@ -101,6 +105,7 @@ class Previews:
     other: Config | None = None
     writes: bool = True
     has_grid: bool = True
+    strengths: Sequence[float] = ()
 
     def generate(self, transformer: torch.nn.Module, step: int) -> Path | None:
         """Generate all previews and refresh the grid; a failure is logged, and training continues.
@@ -166,7 +171,14 @@ class Previews:
             report = held.enter_context(generating(len(self.requests)))
             model = held.enter_context(on)
             held.enter_context(before_passes(self.family.parts_of(model), report))
-            return self.family.sample(model, self.vae_dtype, self.requests)
+            if not self.strengths:
+                return self.family.sample(model, self.vae_dtype, self.requests)
+            adapter = OWN_ADAPTER if self.other is None else _PREVIEWED
+            shown = []
+            for strength in self.strengths:
+                with at_strength(model, strength, adapter):
+                    shown.append(self.family.sample(model, self.vae_dtype, self.requests))
+            return [[frame_strip([*chain(*map(frames_of, one))])] for one in zip(*shown, strict=True)]
 
     @contextmanager
     def _other_model(self, config: Config, transformer: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -214,7 +226,7 @@ class Previews:
             logger.warning("The LoRA has no thumbnail of step %d: %s", trained[-1], error)
             return None
         first = self.requests[0]
-        count = first.num_layers or min(first.num_frames, STRIP_FRAMES)
+        count = len(self.strengths) or first.num_layers or min(first.num_frames, STRIP_FRAMES)
         width = image.width // count
         middle = image.crop((count // 2 * width, 0, (count // 2 + 1) * width, image.height))
         middle.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
@@ -229,7 +241,9 @@ class Previews:
         self.folder.mkdir(parents=True, exist_ok=True)
         for place, preview in enumerate(previews):
             request, file = self.requests[place], self.file(step, place)
-            text = generation_parameters(request, loras, model=self.model, sampler=self.sampler)
+            text = generation_parameters(
+                request, loras, model=self.model, sampler=self.sampler, strengths=self.strengths
+            )
             save_generated(file, preview, fps=request.fps, parameters=text)
 
     def _save_grid(self, step: int) -> Path:
@@ -358,7 +372,12 @@ def model_name(family: ModelFamily, location: str) -> str:
 
 
 def generation_parameters(
-    request: PreviewRequest, loras: Sequence[tuple[str, float]], *, model: str, sampler: str
+    request: PreviewRequest,
+    loras: Sequence[tuple[str, float]],
+    *,
+    model: str,
+    sampler: str,
+    strengths: Sequence[float] = (),
 ) -> str:
     """How an image or a video was generated, as AUTOMATIC1111's web UI writes it into files.
 
@@ -367,6 +386,7 @@ def generation_parameters(
 
     Args:
         loras: name and weight of each.
+        strengths: by which the weights are multiplied in each image of a strip; empty of a single one.
     """
     tags = [f"<lora:{name}:{weight:g}>" for name, weight in loras]
     lines = [" ".join([request.prompt, *tags])]
@@ -384,6 +404,8 @@ def generation_parameters(
         settings |= {"Frames": request.num_frames, "FPS": f"{request.fps:g}"}
     if request.num_layers:
         settings["Layers"] = request.num_layers
+    if strengths:
+        settings["Strengths"] = " ".join(f"{strength:g}" for strength in strengths)
     settings["Version"] = f"diffsynth_lite {__version__}"
     quoted = {
         name: json.dumps(value, ensure_ascii=False) if re.search("[,:\n]", str(value)) else value

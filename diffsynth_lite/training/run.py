@@ -15,6 +15,7 @@ from diffsynth_lite.training.stages import (
     compiled_code_kept,
     encode,
     find_start,
+    generate_data,
     initial_lora,
     memory_explained,
     with_chosen_memory,
@@ -40,6 +41,7 @@ def run_training(opened: AbstractContextManager[Run]) -> None:
             built = build(run, start, data, initial)
             saver = Saver(run, start, data, built)
             with memory_explained(run, data, built), compiled_code_kept(run):
+                generate_data(run, data, built)
                 step = train(run, built, saver, start.step)
             _conclude(run, built, step, remarks)
 

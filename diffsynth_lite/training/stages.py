@@ -47,6 +47,7 @@ from diffsynth_lite.training.distributed.agreement import (
 )
 from diffsynth_lite.training.distributed.context import split_model
 from diffsynth_lite.training.distributed.devices import describe_run, device_name
+from diffsynth_lite.training.encoding.dataset import find_cache_group
 from diffsynth_lite.training.encoding.hold_out import write_held_out
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run, sealed_data
 from diffsynth_lite.training.frozen_weights import (
@@ -63,6 +64,7 @@ from diffsynth_lite.training.saver import require_disk_space, restore, warn_of_p
 from diffsynth_lite.training.scoring.job import cut_back
 from diffsynth_lite.training.session import Run, Start
 from diffsynth_lite.training.shortages import Workload, out_of_memory_explained, shortages_explained
+from diffsynth_lite.training.slider.images import generate_images, slider_data
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +142,7 @@ def encode(run: Run, start: Start) -> TrainingData:
     with run.clock.stage("encoding"):
         encode = encode_run if config.data.sealed is None else sealed_data
         on_main_process(accelerator, write_held_out, config, checked.held_out)
-        data = encode(config, checked, accelerator)
+        data = (slider_data if config.generates_data else encode)(config, checked, accelerator)
         checked.drop_records()
         free_memory()
     # Again: the cache may be on the same disk.
@@ -318,6 +320,21 @@ def _require_own(place: Path) -> None:
             f"train.compile_cache: {place} is not yours alone, and torch runs what is in it as code; "
             "remove it, or set it to false"
         )
+
+
+def generate_data(run: Run, data: TrainingData, built: TrainingObjects) -> None:
+    """Have the base model generate the images of a slider that the cache lacks; others have none."""
+    if not data.generated:
+        return
+    config, accelerator = run.config, run.accelerator
+    is_first = find_cache_group(config, accelerator).is_first
+
+    def work() -> None:
+        if is_first or built.runs_together:
+            generate_images(config, run.family, data.generated, built.transformer)
+
+    with run.clock.stage("images of the slider"):
+        on_all_processes(accelerator, work)
 
 
 def memory_explained(run: Run, data: TrainingData, built: TrainingObjects) -> AbstractContextManager[None]:

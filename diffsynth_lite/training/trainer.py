@@ -17,7 +17,6 @@ import torch
 
 from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.core.noise.losses import mean_losses
-from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.data.batches import Batch, describe_sizes
 from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.run_folder.progress import StepResult
@@ -130,14 +129,12 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
 
     local_loss = torch.zeros((), device=accelerator.device)
     for batch in micro_batches:
-        # Dropout has no generator argument: its random numbers follow a seed set for this micro-batch.
-        dropout_seed = torch_seed(built.seed, "dropout", batch.positions[0])
-        with random_state_scope(accelerator.device, dropout_seed):
-            loss = built.loss(built.transformer, batch) / batch.num_parts(num_data_ranks)
-        timer.mark("forward")
-        accelerator.backward(loss)
-        timer.mark("backward")
-        local_loss += loss.detach()
+        for part in built.parts_of_loss(batch):
+            loss = part / batch.num_parts(num_data_ranks)
+            timer.mark("forward")
+            accelerator.backward(loss)
+            timer.mark("backward")
+            local_loss += loss.detach()
     mean_gradients(built.trained_parameters, accelerator, context_parallel=built.context_parallel)
     mean_loss = accelerator.reduce(local_loss, reduction="mean")
     grad_norm = torch.nn.utils.clip_grad_norm_(built.trained_parameters, built.max_grad_norm)
@@ -162,6 +159,8 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         preservation_loss=losses.preserved,
         video_loss=losses.video,
         audio_loss=losses.audio,
+        positive_loss=losses.positive,
+        negative_loss=losses.negative,
         grad_norm=norm_value,
         learning_rate=learning_rate,
         group_rates=group_rates,

@@ -309,7 +309,7 @@ class LossOfRun:
         from diffsynth_lite.core.gradient import gradient_engine
 
         with gradient_engine(self._engine):
-            loss: Tensor = self._run.loss(self.model, batch)
+            loss: Tensor = next(self._run.losses(self.model, batch))
         return loss
 
 
@@ -365,7 +365,7 @@ def measure_separate(options: argparse.Namespace) -> list[float]:
             if number == STEPS_SEPARATE:
                 batch = next(built.batches)[0]
                 figures.extend(
-                    [peak_bytes(), peak_tensor_bytes(partial(built.loss, built.transformer, batch))]
+                    [peak_bytes(), peak_tensor_bytes(lambda: next(built.losses(built.transformer, batch)))]
                 )
             return result
 

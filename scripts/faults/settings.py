@@ -33,6 +33,7 @@ NEVER = _changes(
     *("objective.sigma_min=0.1", "objective.sigma_max=0.9", "objective.loss=huber"),
     *("objective.huber_delta=0.3 & objective.loss=huber", "objective.loss_weighting=bell"),
     *("objective.guidance_target=3", "objective.audio_loss_weight=0.5"),
+    "objective.slider={triples: [{neutral: a, positive: b, negative: c}]}",
     "objective.audio_noise=own & data.audio=true",
     "objective.min_snr_gamma=3 & objective.loss_weighting=min_snr",
     *("train.seed=1", "train.optimizer=muon", "train.global_batch_size=8"),

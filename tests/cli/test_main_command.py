@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from diffsynth_lite import __version__
+from diffsynth_lite.cli import sample
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.doctor import machine
 
@@ -93,6 +94,17 @@ def test_wrong_words_are_answered_in_one_line(
     (shown,) = capsys.readouterr().err.splitlines()
     assert shown.startswith(message)
     assert shown.endswith("--help")
+
+
+@pytest.mark.parametrize(("given", "scales"), [("-1,0,1", [-1, 0, 1]), ("-.5", [-0.5])])
+def test_a_list_of_scales_may_begin_with_a_negative_one(
+    given: str, scales: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "run", lambda parsed: found.append(parsed.scale))
+    found: list[list[float]] = []
+    for words in (["--scale", given], [f"--scale={given}"]):
+        assert main(["sample", *words, "--prompt", "x"]) == 0
+    assert found == [scales, scales]
 
 
 @pytest.mark.parametrize("command", _COMMANDS)

@@ -121,7 +121,7 @@ def test_each_problem_is_at_its_line_of_its_file(refusal, files, tmp_path):
         # Though another takes its place.
         f"{wrong}:5 lora.rank",
         f"{path}:5 lora.alpha",
-        *(f"{path}:1 {name}" for name in ("model.family", "model.path", "data.path", "output.dir")),
+        *(f"{path}:1 {name}" for name in ("model.family", "model.path", "output.dir", "data.path")),
     ]
 
 
@@ -133,7 +133,7 @@ def test_a_text_that_no_file_has_is_loaded_as_if_its_file_had_it(files, tmp_path
     found = [(each.file and each.file.name, each.line, each.key) for each in caught.value.problems]
     expected = [("base.yaml", 4, "train.steps"), ("draft.yaml", 4, "train.sed"), (None, 0, "train.seed")]
     # What is missing is placed at its section, where there is one.
-    missing = [("draft.yaml", 1, "data.path"), ("draft.yaml", 1, "output.dir")]
+    missing = [("draft.yaml", 1, "output.dir"), ("draft.yaml", 1, "data.path")]
     assert found == [*expected, ("base.yaml", 1, "model.path"), *missing]
     assert str(caught.value) == "\n".join(f"{each.place}: {each.text}" for each in caught.value.problems)
     assert caught.value.problems[1].text == "unknown key; did you mean 'seed'?"

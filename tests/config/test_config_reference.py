@@ -17,6 +17,7 @@ from diffsynth_lite.config.schema import (
     setting_schemas,
     without_null,
 )
+from diffsynth_lite.config.slider import SliderSettings
 from diffsynth_lite.pipelines import family_names
 
 ROOT = Path(__file__).parents[2]
@@ -49,15 +50,24 @@ def test_every_setting_is_described_and_on_the_page(name, section):
         assert (of_entries if is_of_entries else own).count(f"\n| `{key}` | ") == 1
 
 
-@pytest.mark.parametrize(("name", "entry"), [("data.sources", SourceSettings), ("lora.groups", LoraGroup)])
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [("data.sources", SourceSettings), ("lora.groups", LoraGroup), ("objective.slider", SliderSettings)],
+)
 def test_the_settings_of_an_entry_have_a_table_of_their_own(name, entry):
-    table = page_of(f"### {name}").split("\n## ")[0]
+    table = page_of(f"### {name}").split("\n## ")[0].split("\n#### ")[0]
     rows = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert rows == list(entry.model_fields)
 
 
 @pytest.mark.parametrize(
-    "model", ["SourceSettings", "LoraGroup", *(type_.__name__ for type_ in section_types().values())]
+    "model",
+    [
+        "SourceSettings",
+        "LoraGroup",
+        "SliderSettings",
+        *(type_.__name__ for type_ in section_types().values()),
+    ],
 )
 def test_every_number_has_a_least_and_a_largest_value(model):
     for key, setting in setting_schemas()[model]["properties"].items():

@@ -20,6 +20,7 @@ from diffsynth_lite.config.schema import (
     without_null,
     words_instead,
 )
+from diffsynth_lite.config.slider import SliderSettings, SliderTriple
 from diffsynth_lite.errors import UserError
 
 REQUIRED = {
@@ -55,6 +56,12 @@ COUPLED = (
 ENTRIES = {
     "SourceSettings": (SourceSettings, {"path": "images"}, ("path dataset split", "trigger captions")),
     "LoraGroup": (LoraGroup, {"match": "attn", "rank": 4}, ()),
+    "SliderTriple": (SliderTriple, {"neutral": "a", "positive": "b", "negative": "c"}, ()),
+    "SliderSettings": (
+        SliderSettings,
+        {"triples": [SliderTriple(neutral="a", positive="b", negative="c")]},
+        (),
+    ),
 }
 TEXTS = st.one_of(
     st.sampled_from(
@@ -67,6 +74,8 @@ TEXTS = st.one_of(
 def values_of(setting: Schema) -> st.SearchStrategy:
     """Every value that a setting may have, one at a time, by its JSON schema."""
     schema = without_null(setting)
+    if "$ref" in schema:
+        return st.none() | entries(section_of_entries(setting))
     if section_of_entries(setting):
         return st.lists(entries(section_of_entries(setting)), max_size=2)
     if schema.get("type") == "object":

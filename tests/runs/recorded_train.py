@@ -34,12 +34,12 @@ def recorded_step(folder: Path) -> Callable[["TrainingObjects", int], "StepResul
     train_step = trainer.train_step
 
     def train_step_recorded(built: "TrainingObjects", step: int) -> "StepResult":
-        loss = built.loss
+        losses = built.losses
 
         def recorded_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
             with path.open("a") as file:
                 file.writelines(json.dumps(row | {"step": step - 1}) + "\n" for row in _rows(batch))
-            return loss(model, batch)
+            return next(losses(model, batch))
 
         with replaced_loss(built, recorded_loss):
             return train_step(built, step)
@@ -50,12 +50,13 @@ def recorded_step(folder: Path) -> Callable[["TrainingObjects", int], "StepResul
 @contextmanager
 def replaced_loss(built: "TrainingObjects", loss: Loss) -> Iterator[None]:
     """Scope in which a run has another loss."""
-    own = built.loss
-    built.loss = loss
+    own = built.losses
+    # When it is asked for, as dropout is seeded then.
+    built.losses = lambda model, batch: (one(model, batch) for one in [loss])
     try:
         yield
     finally:
-        built.loss = own
+        built.losses = own
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:

@@ -233,7 +233,7 @@ def _levels(prepared: Prepared, shift: str, **objects: Any) -> Any:
 
 def test_training_and_the_fixed_noise_loss_have_one_objective(prepared: Prepared) -> None:
     built = prepared.build()
-    assert built.loss.__self__ is built.validation_loss.errors.objective
+    assert built.losses.__self__ is built.validation_loss.errors.objective
     assert built.validation_loss.errors.objective.family is prepared.checked.family
     assert built.validation_loss.items is prepared.encoded.validation_items
     assert len(built.validation_loss.items) == int(SETTINGS["validation.loss_items"])

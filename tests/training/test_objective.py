@@ -327,8 +327,8 @@ def test_what_is_preserved_has_the_estimate_without_the_adapter_as_its_target() 
     by_kind = tried.losses_by_kind.take(given.latents.device).tolist()
     learned, preserved = errors.tolist()
     assert mean_losses(found[0].item(), by_kind) == MeanLosses(learned=learned, preserved=preserved)
-    assert tried.losses_by_kind.take(given.latents.device).tolist() == [0] * 8
-    assert mean_losses(0.5, [0] * 8) == MeanLosses(learned=None)
+    assert tried.losses_by_kind.take(given.latents.device).tolist() == [0] * 12
+    assert mean_losses(0.5, [0] * 12) == MeanLosses(learned=None)
     sums, counts = tried.loss_by_tenth.take(given.latents.device)
     assert (sums[2], counts.sum()) == (errors[0], 1)
 

@@ -75,6 +75,11 @@ def squared_error(model: torch.nn.Module, given: Batch) -> torch.Tensor:
     return (model(given.latents) - given.noise).square().mean()
 
 
+def parts_of(loss: Any) -> Any:
+    """The parts of a loss that has one, which is computed when it is asked for."""
+    return lambda model, given: (one(model, given) for one in [loss])
+
+
 def objects(model: torch.nn.Module, *steps: Sequence[Batch], **changes: Any) -> TrainingObjects:
     """Steps of SGD with a constant learning rate and without clipping, unless changed."""
     accelerator = changes.pop("accelerator", None) or Accelerator(cpu=True)
@@ -82,7 +87,7 @@ def objects(model: torch.nn.Module, *steps: Sequence[Batch], **changes: Any) -> 
         "accelerator": accelerator,
         "transformer": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=123.0),  # the step has to replace it
-        "loss": squared_error,
+        "losses": parts_of(squared_error),
         "learning_rate": lambda _step: LEARNING_RATE,
         "max_grad_norm": float("inf"),
         "averaged": None,
@@ -230,7 +235,7 @@ def drawn_in_a_step(micro_batches: Sequence[Batch], *, seed: int = 0, step: int 
         masks.append(dropout(torch.ones(64)))
         return squared_error(model, given)
 
-    take(linear(), micro_batches, step, loss=loss, seed=seed)
+    take(linear(), micro_batches, step, losses=parts_of(loss), seed=seed)
     return masks
 
 

@@ -156,6 +156,7 @@ def tried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
             "--lora runs/mine@40 --lora runs/other:0.4 --prompt x --seed 5 --scale 0",
         ),
         ({"lora": "ema", "negative": ""}, "--lora runs/mine@ema --prompt x --seed 5 --scale 0,1 --negative="),
+        ({"scale": "-0.5"}, "--lora runs/mine --prompt x --seed 5 --scale 0,-0.5"),
         ({"negative": " blurry"}, "--lora runs/mine --prompt x --seed 5 --scale 0,1"),
         ({"prompt": "-x; `y` é"}, "--lora runs/mine '--prompt=-x; `y` é' --seed 5 --scale 0,1"),
         (

@@ -95,7 +95,8 @@ def gradient_checkpoint_forward(
             forward and backward, through the engine of the ``gradient_engine`` scope.
 
     Raises:
-        RuntimeError: in backward, when an input was changed in place after the call.
+        RuntimeError: in backward, when an input was changed in place after the call, or the state of the
+            engine is another one.
     """
     call = _take_block_call()
     permitted = call.strategy.under(use_gradient_checkpointing, use_gradient_checkpointing_offload)
@@ -130,12 +131,12 @@ def _checkpointed(
     engine.count(blocks_checkpointed=1)
     tensors, template = take_tensors((args, kwargs))
     savings = RecomputeSavings(engine, strategy, block, call.unused_matmuls)
-    has_run = False
+    state, has_run = engine.state(), False
 
     def run(*inputs: Tensor | _NotOffloaded) -> Any:
         nonlocal has_run
         if has_run:
-            engine.recomputing()
+            engine.recomputing(state)
         scope = savings.recompute() if has_run else savings.forward()
         has_run = True
         given = _unwrapped(inputs)

@@ -55,6 +55,10 @@ class GradientEngine:
             layers that the model family names.
         use_gradient_checkpointing: recompute the blocks of a model family's ``predict``. A block called with
             switches of its own follows these.
+
+    Attributes:
+        state: read when a block is checkpointed and when it is recomputed, as what the block computes depends
+            on it without being among its inputs; such as the strength of an adapter.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class GradientEngine:
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
         self.needed_matmuls: WeakSet[nn.Module] = WeakSet()
+        self.state: Callable[[], object] = lambda: None
         self._not_compiled: WeakSet[nn.Module] = WeakSet()
         self._min_bytes, self._host_bytes = min_bytes, host_bytes
         self._prefetched_blocks = prefetched_blocks
@@ -196,8 +201,20 @@ class GradientEngine:
         self.count(attention_bytes_kept=num_bytes(tensor))
         return tensor.detach
 
-    def recomputing(self) -> None:
-        """Count that a block runs again; the backward pass has begun."""
+    def recomputing(self, state: object) -> None:
+        """Count that a block runs again; the backward pass has begun.
+
+        Args:
+            state: :attr:`state` in its forward pass.
+
+        Raises:
+            RuntimeError: it has changed: the gradient would be that of another function.
+        """
+        if self.state() != state:
+            raise RuntimeError(
+                f"the strength of an adapter was {state} in the forward pass of a checkpointed block and is "
+                f"{self.state()} in its recompute; run backward before the strength changes"
+            )
         self.count(blocks_recomputed=1)
         self._end_forward()
 

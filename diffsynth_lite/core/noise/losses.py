@@ -104,7 +104,7 @@ class SampleLosses:
         return self.share == 1 or uniform(self.seed, "kept-loss", position) < self.share
 
 
-_KINDS = ("learned", "preserved", "video", "audio")
+_KINDS = ("learned", "preserved", "video", "audio", "positive", "negative")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,12 +113,15 @@ class MeanLosses:
 
     Attributes:
         video: of the frames of samples that are learned, where audio is learned, too.
+        positive: of samples at strength 1 of a slider, as ``negative`` at -1.
     """
 
     learned: float | None
     preserved: float | None = None
     video: float | None = None
     audio: float | None = None
+    positive: float | None = None
+    negative: float | None = None
 
 
 class LossBreakdown:
@@ -155,8 +158,17 @@ class LossBreakdown:
                 self._add("video", video[place].detach(), 1.0)
                 self._add("audio", audio[place].detach(), number)
 
+    def add_to(self, kind: str, losses: Tensor) -> None:
+        """Count samples of a kind, in addition to :meth:`add`.
+
+        Args:
+            losses: (B,), fp32.
+        """
+        for loss in losses.detach().unbind():
+            self._add(kind, loss, 1.0)
+
     def take(self, device: torch.device) -> Tensor:
-        """(8,), fp32: the sums, and then the numbers, since this was last called, on the device."""
+        """(12,), fp32: the sums, and then the numbers, since this was last called, on the device."""
         sums = [torch.as_tensor(value, device=device) for value in self._sums.values()]
         totals = torch.stack([*sums, *torch.tensor(list(self._numbers.values())).to(device)])
         self._sums, self._numbers = dict.fromkeys(_KINDS, 0.0), dict.fromkeys(_KINDS, 0.0)

@@ -1,6 +1,6 @@
 """This file lists everything that a run encodes: media and prompts, each once, by the key of its tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Never
@@ -34,6 +34,8 @@ class EncodingJob:
         datasets: plan of each data set, and a row for each of its items.
         preview_keys: key of each preview's prompt, and of its negative prompt; then those of ``scored``.
         scored: what scores of the run are made of.
+        texts: key of each prompt of a slider.
+        steered_from: key of the negative prompt of the images of a slider.
     """
 
     def __init__(self, config: Config, family: ModelFamily, device: torch.device, group: FolderGroup) -> None:
@@ -47,6 +49,8 @@ class EncodingJob:
         self.datasets: list[tuple[DatasetPlan, ItemTable]] = []
         self.preview_keys: list[tuple[str, str]] = []
         self.scored = NOTHING_SCORED
+        self.texts: dict[str, str] = {}
+        self.steered_from = ""
         self._tag_separator = config.data.tag_separator
         self._edits = family.edits
         self._media_encoder = Encoder(
@@ -73,6 +77,11 @@ class EncodingJob:
         """The entries of each encoder, in the order in which the encoders are loaded."""
         return (self.media, self._media_encoder), (self.prompts, self._prompt_encoder)
 
+    @property
+    def encoder_ids(self) -> tuple[str, str]:
+        """Identities of the encoder of media and of that of prompts."""
+        return self._media_encoder.identity, self._prompt_encoder.identity
+
     def leave_out(self, sealed: SealedEntries) -> None:
         """Do not encode sealed entries."""
         self.media = {key: item for key, item in self.media.items() if key not in sealed}
@@ -97,7 +106,12 @@ class EncodingJob:
     def add_preview(self, prompt: PromptItem, *, negative: str) -> None:
         """Also encode the prompt of a preview and its negative, which sees the same images."""
         steered_from = replace(prompt, text=negative, is_negative=True)
-        self.preview_keys.append((self._add_prompt(prompt), self._add_prompt(steered_from)))
+        self.preview_keys.append((self.add_prompt(prompt), self.add_prompt(steered_from)))
+
+    def add_slider(self, texts: Sequence[str], *, negative: str) -> None:
+        """Also encode the prompts of a slider, which may be empty, and what its images are to avoid."""
+        self.texts = {text: self.add_prompt(PromptItem(text=text, is_negative=not text)) for text in texts}
+        self.steered_from = self.add_prompt(PromptItem(text=negative, is_negative=True))
 
     def usable(self, plan: DatasetPlan, table: ItemTable) -> UsableData:
         """The items to train on, where the items of ``plan`` are some of those in ``table``."""
@@ -134,7 +148,7 @@ class EncodingJob:
             self.add_preview(self._prompt_of(prompt.items[0], prompt.text), negative=negative)
 
     def _add_caption(self, item: TrainingItem, text: str, *, is_negative: bool = False) -> str:
-        return self._add_prompt(self._prompt_of(item, text, is_negative=is_negative))
+        return self.add_prompt(self._prompt_of(item, text, is_negative=is_negative))
 
     def _prompt_of(self, item: TrainingItem, text: str, *, is_negative: bool = False) -> PromptItem:
         inputs = () if item.is_clip else item.record.inputs
@@ -150,7 +164,8 @@ class EncodingJob:
             clip=item if item.is_clip else None,
         )
 
-    def _add_prompt(self, prompt: PromptItem) -> str:
+    def add_prompt(self, prompt: PromptItem) -> str:
+        """Also encode a prompt; returns the key of its entry."""
         key = prompt.key(self.cache, self._prompt_encoder.identity)
         self.prompts.setdefault(key, prompt)
         return key

@@ -7,7 +7,7 @@ cache, without media and single entries.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Self
 
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from diffusers.training_utils import free_memory
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data.batches import NOT_CONDITIONING, OF_AUDIO, EntryReader
+from diffsynth_lite.data.batches import NOT_CONDITIONING, OF_AUDIO, Anchor, EntryReader
 from diffsynth_lite.data.encoding import Encodable, Encoder, LiveTensors, encode_missing, find_undecodable
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.items import DataIdentity, PromptItem, UsableData
@@ -81,6 +81,8 @@ class TrainingData(UsableData):
         tracked_items: those of ``items`` whose losses are measured one by one.
         previews: those of ``validation.prompts``, then those of ``scored``.
         scored: the prompts of scores.
+        anchors: of a slider; None for other objectives.
+        generated: images that the base model generates to be trained on, by the key of an entry in the cache.
     """
 
     tensors: EntryReader
@@ -90,6 +92,8 @@ class TrainingData(UsableData):
     tracked_items: Sequence[TrackedItem]
     previews: Sequence[PreviewRequest]
     scored: ScoredPrompts = NOTHING_SCORED
+    anchors: Sequence[Anchor] | None = None
+    generated: Mapping[str, PreviewRequest] = field(default_factory=dict)
     orders: Orders = draw_order
 
 
@@ -140,6 +144,8 @@ class RunEncoder:
         scored = NOTHING_SCORED
         if self.part.is_whole:  # of a part nobody knows which of all items are chosen
             scored = choose_prompts(config, family, trained_on.items, held_out_plan.items)
+        if config.objective.slider is not None:
+            job.add_slider(config.objective.slider.texts, negative=config.validation.negative_prompt)
         if config.validation.model_path is None:  # else another model's encoder encodes them
             self._add_previews(family, job)
             job.add_scored(scored, negative=config.validation.negative_prompt)
@@ -229,14 +235,14 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
     Where machines have caches of their own, each gets everything: processes that share one share the work.
     The encoders are freed on return, unless the run encodes while it trains.
     """
-    held_out = checked.held_out
+    held_out, slider = checked.held_out, config.objective.slider
     with RunEncoder.opened(config, accelerator) as encoder:
         job = encoder.plan(checked)
         trained_on, measured = encoder.encode(job, held_out.unread)
     validation = measured if held_out.records else trained_on
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     if config.validation.model_path is None:
-        previews = _encoded_previews(config, checked.family, job, tensors)
+        previews = encoded_previews(config, checked.family, job, tensors)
     else:
         previews = encode_previews(config, checked.preview_family, accelerator, scored=job.scored)
     planned = {item.name: item for item in job.datasets[0][0].items}
@@ -256,6 +262,7 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
         tracked_items=tracked_items(config, trained_on.items, tensors, shown),
         previews=previews,
         scored=job.scored,
+        anchors=None if slider is None else [Anchor(caption_key=job.texts[text]) for text in slider.kept],
     )
 
 
@@ -288,7 +295,7 @@ def encode_previews(
         encoder.encode_previews(job)
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     entries = tensors if sealed is None else sealed.before(tensors)
-    return _encoded_previews(config, family, job, entries)
+    return encoded_previews(config, family, job, entries)
 
 
 def encode_scored(
@@ -308,10 +315,11 @@ def encode_scored(
     return scored, encode_previews(config, family, accelerator, scored=scored)
 
 
-def _encoded_previews(
+def encoded_previews(
     config: Config, family: ModelFamily, job: EncodingJob, tensors: EntryReader
 ) -> list[PreviewRequest]:
-    found = [tuple(_require(tensors, key) for key in keys) for keys in job.preview_keys]
+    """The previews, then those of scores, whose prompts are encoded."""
+    found = [tuple(require_entry(tensors, key) for key in keys) for keys in job.preview_keys]
     num_previews = len(config.validation.prompts)
     previews = [
         build_preview(config, family, place, *both) for place, both in enumerate(found[:num_previews])
@@ -338,7 +346,7 @@ def _usable_datasets(
     return [each for each in found if each is not None]
 
 
-def _require(tensors: EntryReader, key: str) -> dict[str, torch.Tensor]:
+def require_entry(tensors: EntryReader, key: str) -> dict[str, torch.Tensor]:
     """Tensors that the caching pass has just made or found."""
     found = tensors.read(key)
     if found is None:
@@ -379,27 +387,37 @@ def tracked_items(
 
 
 def tracked_places(config: Config, table: ItemTable) -> list[int]:
-    """Training items that are measured one by one: some of the learned ones, evenly spread."""
+    """Training items that are measured one by one: some of the learned ones, evenly spread.
+
+    None of a slider, which does not learn to predict them.
+    """
+    if config.objective.slider is not None:
+        return []
     return evenly_spread(table.places(learned_sources(config)), config.validation.item_losses)
 
 
 def measured_items(
     config: Config, items: ItemTable, tensors: EntryReader, *, are_held_out: bool
 ) -> list[ValidationItem]:
-    """The first items of a table, as many as ``validation.loss_items``; of training items, those learned."""
+    """The first items of a table, as many as ``validation.loss_items``; of training items, those learned.
+
+    None of a slider.
+    """
+    if config.objective.slider is not None:
+        return []
     places = range(len(items)) if are_held_out else items.places(learned_sources(config))
     return [read_item(tensors, items.row(place)) for place in places[: config.validation.loss_items]]
 
 
 def read_item(tensors: EntryReader, row: ItemRow) -> ValidationItem:
     """An item with its first caption."""
-    media, empty = _require(tensors, row.media_key), row.unconditional_key
+    media, empty = require_entry(tensors, row.media_key), row.unconditional_key
     extra = {name: tensor for name, tensor in media.items() if name not in NOT_CONDITIONING}
     return ValidationItem(
         bucket=row.bucket,
         latents=media["latents"],
-        conditioning=_require(tensors, row.caption_keys[0]) | extra,
-        unconditional=None if empty is None else _require(tensors, empty) | extra,
+        conditioning=require_entry(tensors, row.caption_keys[0]) | extra,
+        unconditional=None if empty is None else require_entry(tensors, empty) | extra,
         loss_mask=media.get("loss_mask"),
         audio={name: media[name] for name in OF_AUDIO if name in media},
     )

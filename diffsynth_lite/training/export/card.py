@@ -135,9 +135,10 @@ class CardWriter:
         which = f"{'The moving average of a' if is_average else 'A'} {self.facts.kind}"
         measure = "score was highest" if self.config.validation.scores else "loss on held-out data was lowest"
         best = f", where the {measure}" if is_best else ""
+        usage = f" {self.facts.usage}" if self.facts.usage else ""
         return (
             f"{which} for {name}, after {step} optimizer steps{best}. "
-            f"Trained with diffsynth_lite {self.facts.version}."
+            f"Trained with diffsynth_lite {self.facts.version}.{usage}"
         )
 
     def _samples(self, step: int) -> Iterator[Sample]:
@@ -155,6 +156,8 @@ class CardWriter:
     def _sample_caption(self, step: int) -> str:
         request = self._request
         frames = f", {request.num_frames} frames, of which some are shown" if request.num_frames > 1 else ""
+        if self.previews.strengths:
+            frames = f", at strengths {', '.join(f'{one:g}' for one in self.previews.strengths)}"
         if request.num_layers:
             frames = f", in {request.num_layers} layers, over a checkerboard"
         return (
@@ -211,6 +214,10 @@ class CardWriter:
             "mixed precision": train.mixed_precision,
             "noise levels": f"{objective.timestep_density}, shift: {objective.shift}{static}{audio}",
             "seed": str(train.seed),
+            **{
+                f"slider of {neutral}": f"{positive} at 1, {negative} at -1"
+                for neutral, positive, negative in facts.slider
+            },
         }
 
     def _data(self) -> str:
@@ -339,7 +346,14 @@ def gather_lora_facts(
         prediction_type=_prediction_type(family),
         training=_training(config),
         of_family=family.lora_metadata,
+        slider=redacted(_slider(config)),
     )
+
+
+def _slider(config: Config) -> tuple[tuple[str, str, str], ...]:
+    slider = config.objective.slider
+    triples = () if slider is None else slider.triples
+    return tuple((one.neutral, one.positive, one.negative) for one in triples)
 
 
 def _trigger_words(config: Config, encoded: TrainingData) -> tuple[str, ...]:
@@ -349,6 +363,8 @@ def _trigger_words(config: Config, encoded: TrainingData) -> tuple[str, ...]:
     if given:
         return tuple(dict.fromkeys(given))
     places, counts = learned_sources(config), encoded.tag_counts
+    if config.objective.slider is not None:
+        return ()
     first, *others = (counts[place].in_all for place in counts if place in places)
     return tuple(tag for tag in first if all(tag in other for other in others))
 

@@ -181,7 +181,7 @@ class MemoryCounter:
         slots = settings.stream_slots * max((block.packed for block in streamed), default=0)
         exchanged = 0
         if self._exchange:
-            exchanged = self._exchange.num_bytes(settings.micro_batch_size, settings.itemsize)
+            exchanged = self._exchange.num_bytes(settings.num_samples, settings.itemsize)
         return MemoryCount(
             weights=resident + self._frozen.num_bytes,
             slots=slots + max(model.gathered(num_shards) for model in models),
@@ -276,7 +276,7 @@ class MemoryCounter:
 
     def _model_of(self, settings: StepSettings, few: FewBlocks) -> MetaModel:
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
-        key = few.kinds, formats, settings.micro_batch_size, settings.device_type
+        key = few.kinds, formats, settings.num_samples, settings.device_type
         if key not in self._models:
             made = self._built(settings, few, settings.mixed_precision)
             meter = CountingMeter(_META, self._meta_results)

@@ -22,7 +22,7 @@ _READ: Mapping[str, str] = {
     "loraplus_ratio groups",
     "data": f"{_SOURCE} width height resolutions sizes bucket_step max_aspect_ratio frame_counts fps audio "
     "control_downscale cache",
-    "objective": "audio_noise guidance_target",
+    "objective": "audio_noise guidance_target slider",
     "train": "global_batch_size micro_batch_size micro_batch_tokens optimizer optimizer_options adam_beta1 "
     "adam_beta2 adam_epsilon weight_decay ema_decay mixed_precision use_gradient_checkpointing "
     "use_gradient_checkpointing_offload context_parallel context_parallel_kind compile",

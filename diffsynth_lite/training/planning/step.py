@@ -30,6 +30,7 @@ class StepSettings:
     """The settings that decide how much memory a step of a model takes, by their names.
 
     Attributes:
+        has_anchors: whether each pass has half as many samples on top, the anchors of a slider.
         accumulates: whether a step has several micro-batches, whose gradients are added up.
         compiles: whether blocks are compiled, which is not counted: they show no attention to save.
         num_shards: processes over which the frozen weights are sharded.
@@ -39,6 +40,7 @@ class StepSettings:
     """
 
     micro_batch_size: int = 1
+    has_anchors: bool = False
     accumulates: bool = False
     has_average: bool = False
     compiles: bool = False
@@ -58,6 +60,11 @@ class StepSettings:
     num_shards: int = 1
     saves_attention: bool = True
     device_type: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a pass through the model."""
+        return self.micro_batch_size + self.has_anchors * -(-self.micro_batch_size // 2)
 
     @property
     def smallest_moved(self) -> int:
@@ -167,7 +174,7 @@ class MetaStep:
             use_gradient_checkpointing_offload=settings.use_gradient_checkpointing_offload,
         )
         self._kernels = FusedKernels(ON_CUDA if settings.device_type == "cuda" else ON_ALL_DEVICES)
-        self._family, size = family, settings.micro_batch_size
+        self._family, size = family, settings.num_samples
         self._conditioning = [sample.conditioning] * size
         self._noisy = torch.empty(size, *sample.latents_shape, device=_META)
         shape = sample.audio_latents_shape

@@ -32,7 +32,8 @@ class StepTimer:
         batch_size: samples of an optimizer step; None is one micro-batch of any size.
         num_sharing: devices that share each sample, and so its work.
         attends_again: whether attention runs once more in the backward pass, as that of Ulysses does.
-        other_forwards: forward passes without gradients that a micro-batch takes as well, on average.
+        num_backwards: passes with gradients of each micro-batch.
+        other_forwards: forward passes without gradients that each of them takes as well, on average.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class StepTimer:
         batch_size: int | None = None,
         num_sharing: int = 1,
         attends_again: bool = False,
+        num_backwards: int = 1,
         other_forwards: float = 0.0,
     ) -> None:
         self._counter, self._gpu, self._other_forwards = counter, gpu, other_forwards
+        self._num_backwards = num_backwards
         self._batch_size, self._num_sharing, self._attends_again = batch_size, num_sharing, attends_again
 
     def seconds(self, settings: StepSettings) -> float:
@@ -64,4 +67,4 @@ class StepTimer:
         seconds = max(computing, fetching, sending) + self._other_forwards * max(computing, fetching)
         seconds += max(self._gpu.seconds(backward, settings.itemsize) / sharing, fetching + sending)
         batch_size = self._batch_size or settings.micro_batch_size
-        return -(-batch_size // settings.micro_batch_size) * seconds
+        return -(-batch_size // settings.micro_batch_size) * self._num_backwards * seconds

@@ -41,6 +41,7 @@ from diffsynth_lite.training.planning.split_sequences import (
 )
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.step_time import StepTimer
+from diffsynth_lite.training.slider.objective import STRENGTHS
 
 
 @contextmanager
@@ -76,6 +77,7 @@ def step_settings(config: Config, family: ModelFamily, *, num_processes: int = 1
         size = max(1, train.micro_batch_tokens // num_tokens_of(largest_size(config, family), family))
     return StepSettings(
         micro_batch_size=size,
+        has_anchors=config.objective.slider is not None and bool(config.objective.slider.kept),
         accumulates=train.global_batch_size > num_data_ranks(config, num_processes) * train.micro_batch_size,
         has_average=train.ema_decay is not None,
         compiles=train.compile != "off",
@@ -185,7 +187,10 @@ def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu | None, *, num_pro
         batch_size=batch_size,
         num_sharing=shared,
         attends_again=attends_again,
-        other_forwards=(config.objective.guidance_target is not None) + preserved_share(config),
+        num_backwards=1 if config.objective.slider is None else len(STRENGTHS),
+        # Of the two sides of a slider each takes about one of the base model.
+        other_forwards=(config.objective.guidance_target is not None or config.objective.slider is not None)
+        + preserved_share(config),
     )
 
 
@@ -193,7 +198,7 @@ def preserved_share(config: Config) -> float:
     """Fraction of the samples that are preserved, if all sources hold as many items: no file is read."""
     passes = [
         (source.repeats * source.weight, source.preserve) for source in config.data.sources_by_key.values()
-    ]
+    ] or [(1, False)]
     return sum(each for each, preserve in passes if preserve) / sum(each for each, _ in passes)
 
 
@@ -212,4 +217,4 @@ def num_inputs_of(config: Config, family: ModelFamily) -> int:
     given = [
         len(source.input_columns) or len(source.input_dirs) for source in config.data.sources_by_key.values()
     ]
-    return max(*given, int(family.record_kinds == ("edit",)))
+    return max(0, *given, int(family.record_kinds == ("edit",)))

@@ -206,7 +206,7 @@ def _kind(schema: Schema) -> Kind:
     kind, entries = value.get("type"), value.get("items", {})
     if kind == "boolean" or "enum" in value:
         return "choice"
-    if kind == "object" or "$ref" in entries or entries.get("type") == "array":
+    if kind in ("object", None) or "$ref" in entries or entries.get("type") == "array":
         return "yaml"
     if kind == "array":
         return "lines" if entries.get("type") == "string" and "enum" not in entries else "words"

@@ -57,6 +57,7 @@ def _show(request: Request) -> Response:
         files=FILE_WORDS,
         needs_files=validation and any(getattr(validation, setting) for setting in FILES.values()),
         validation=validation,
+        least_scale=-2 if config and config.objective.slider else 0,
         size=validation and f"{validation.width or width}x{validation.height or height}",
         refusal=redacted(refusal),
         idle_minutes=IDLE_MINUTES,

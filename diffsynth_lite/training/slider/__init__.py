@@ -1,0 +1,1 @@
+"""Sliders: a LoRA whose strength moves one property, learned from prompts."""
