@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 HERE = ""
 """The value of ``--ray`` without an address."""
+_MAX_FAILURES = 10
+"""A run of days may lose some nodes; what fails at each start has failed by then."""
 _RAY_FLAGS = ("--ray", "--ray-resources", "--gpus-per-task", "--parts")
 _PARTS_PER_SLOT = 4
 """Tasks for each that the cluster runs at once, so that their costs even out."""
@@ -72,7 +74,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, run: bool = True)
     add_ray_arguments(parser)
     flags = [
         ("gpus-per-node", "N", "a process for each; 0 is one on the CPU (default: 1)"),
-        ("max-failures", "N", "after which it is not started again (default: 3)"),
+        ("max-failures", "N", f"after which it is not started again (default: {_MAX_FAILURES})"),
     ]
     if run:
         flags += [
@@ -236,7 +238,7 @@ def train_there(parsed: argparse.Namespace, loaded: LoadedConfig, words: Sequenc
                 num_nodes=num_nodes,
                 min_nodes=min_nodes,
                 processes=max(1, int(gpus)),
-                failures=3 if parsed.max_failures is None else parsed.max_failures,
+                failures=_MAX_FAILURES if parsed.max_failures is None else parsed.max_failures,
             ),
             cluster,
         )

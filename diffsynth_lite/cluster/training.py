@@ -96,9 +96,9 @@ def train_on_cluster(ray: Any, request: TrainingRequest, cluster: ClusterRequest
             if not refused.empty():
                 # Where all were refused, all have ended; one that was is waited for by the others.
                 wait([fitting], timeout=_TOGETHER_S)
-                _raise_as_it_ended(refused.get())
+                raise_as_it_ended(refused.get())
         try:
-            _raise_as_it_ended(fitting.result().return_value)
+            raise_as_it_ended(fitting.result().return_value)
         except TrainingFailedError as error:
             reason = str(error).strip().splitlines()[-1]
             raise RunStoppedError(
@@ -120,8 +120,8 @@ def _checkpoints(run: RunFolder) -> set[str]:
     return set()
 
 
-def _raise_as_it_ended(ended: Ended) -> None:
-    """Nothing where it finished."""
+def raise_as_it_ended(ended: Ended) -> None:
+    """Raise what ends this command as the run ended; nothing where it finished."""
     kinds: dict[int, type[BaseException]] = {WRONG_INPUT: UserError, 3: RunStoppedError, 75: RunInterrupted}
     if kind := kinds.get(ended.exit_code):
         raise kind(f"{ended.node}: {ended.last_line}")
@@ -180,7 +180,7 @@ def _train_here(config: dict[str, Any]) -> Ended:
             children.callback(child.kill)
             started.append(child)
         code = _exit_code(started)
-        message = _message(error_file)
+        message = error_of(error_file)
     name = socket.gethostname()
     if code not in _FINAL:
         raise TaskFailedError(f"exit code {code} on {name}: {message}")
@@ -211,7 +211,7 @@ def _exit_code(children: Sequence["subprocess.Popen[str]"]) -> int:
     return code
 
 
-def _message(file: Path) -> str:
+def error_of(file: Path) -> str:
     """The last line of the error that a process left for its launcher; empty where it left none."""
     try:
         text = json.loads(file.read_text())["message"]["message"]

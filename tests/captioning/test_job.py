@@ -17,10 +17,12 @@ from diffsynth_lite.captioning.captioner import Answer, Question
 from diffsynth_lite.captioning.choice import choose
 from diffsynth_lite.captioning.contents import read_contents
 from diffsynth_lite.captioning.instructions import CaptionRequest, plainer
-from diffsynth_lite.captioning.job import MAX_SIDE, MAX_SIDE_OF_MANY, write_captions
+from diffsynth_lite.captioning.job import MAX_SIDE, MAX_SIDE_OF_MANY, finish_parts, write_captions
 from diffsynth_lite.captioning.report import CaptionReport, is_by_model
+from diffsynth_lite.data.records import Part
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
+from diffsynth_lite.run_folder.lock import open_lock
 
 SIZE = (48, 32)
 ALL = [f"A {colour} square.\n" for colour in COLOURS.values()]
@@ -447,3 +449,29 @@ def test_the_page_shows_every_item_and_runs_nothing(folder: Path) -> None:
     assert "default-src 'none'" in page
     for text in ("the model refused: I&#39;m sorry", "by colours", "cleaned: openings", "A pink square."):
         assert text in page
+
+
+def test_parts_write_what_one_command_does_with_files_of_their_own_that_are_joined_at_the_end(
+    folder: Path,
+) -> None:
+    parts = [Part(index, 3) for index in range(3)]
+    outcomes = [write(folder, part=part) for part in parts]
+    assert captions_in(folder) == dict(zip(("a.txt", "b.txt", "c.txt", "d.txt", "e.txt"), ALL, strict=True))
+    assert [list(outcome.made) for outcome in outcomes] == [
+        [name for name in COLOURS if part.owns(name)] for part in parts
+    ]
+    report = CaptionReport(folder)
+    assert not report.page_file.exists()
+    rows = report.rows()
+    assert rows.keys() == COLOURS.keys()
+    # One that is still written keeps its files.
+    busy = CaptionReport(folder, parts[0])
+    with open_lock(busy.lock_file, place="").file:
+        finish_parts(job_in(folder), outcomes[0])
+        assert busy.rows_file.exists()
+    finish_parts(job_in(folder), outcomes[0])
+    assert report.rows() == rows
+    assert sorted(path.name for path in report.folder.iterdir()) == [
+        *(".lock", "captions.html", "report.jsonl", "status.json")
+    ]
+    assert status_of(folder).message == outcomes[0].summary

@@ -52,9 +52,9 @@ def test_a_part_without_items_is_no_task() -> None:
     ],
 )
 def test_the_words_of_a_part_are_those_of_the_command_without_the_cluster(words: list[str]) -> None:
-    command = ["cache", "fill", "--config", "a.yaml", *words, "--preset", "style", "data.width=64"]
+    command = ["cache", "fill", "--config", "a.yaml", *words, "data.width=64", "--preset", "style"]
     left = without_ray(command)
-    assert left == ["cache", "fill", "--config", "a.yaml", "--preset", "style", "data.width=64"]
+    assert left == ["cache", "fill", "--config", "a.yaml", "data.width=64", "--preset", "style"]
     assert build_parser().parse_args(left).ray is None
 
 

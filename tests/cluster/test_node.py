@@ -1,0 +1,89 @@
+"""What runs on a node: a command, how it ends, and what a node lacks; no cluster is started."""
+
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from diffsynth_lite import __version__
+from diffsynth_lite.cluster.node import Ended, TaskFailedError, run_command, start, version, what_is_missing
+from diffsynth_lite.cluster.training import error_of, raise_as_it_ended
+from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
+
+
+def shell(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Have a node start a script in place of Python."""
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(file))
+
+
+def test_a_command_is_run_in_its_folder_and_what_it_prints_and_logs_last_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell(tmp_path, monkeypatch, 'pwd; echo "$@"; echo first >&2; echo last >&2; echo >&2')
+    ended = run_command("3/8", ["cache", "fill"], str(tmp_path))
+    assert ended.output.splitlines() == [str(tmp_path), "-m diffsynth_lite.cli.main cache fill"]
+    assert (ended.name, ended.exit_code, ended.last_line) == ("3/8", 0, "last")
+    assert "3/8: first\n3/8: last" in capsys.readouterr().err
+
+
+def test_wrong_input_is_an_answer_and_everything_else_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell(tmp_path, monkeypatch, "echo 3.png: is damaged >&2; exit 2")
+    assert run_command("0/2", [], str(tmp_path)).exit_code == 2
+    for script, code in (("exit 3", 3), ("kill -9 $$", -9)):
+        shell(tmp_path, monkeypatch, f"echo out of memory >&2; {script}")
+        with pytest.raises(TaskFailedError, match=f"exit code {code} on .*: out of memory"):
+            run_command("0/2", [], str(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no signal for it")
+def test_what_a_task_started_is_killed_with_it(tmp_path: Path) -> None:
+    def task() -> None:
+        child = start(["timeit", "-n1", "-r1", "import time; time.sleep(600)"], str(tmp_path))
+        (tmp_path / "child").write_text(str(child.pid))
+        child.wait()
+
+    process = multiprocessing.get_context("fork").Process(target=task)
+    process.start()
+    end = time.monotonic() + 60
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        time.sleep(0.01)
+    child = psutil.Process(int((tmp_path / "child").read_text()))
+    process.kill()
+    process.join()
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_node_names_the_folders_that_are_not_the_same_there(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a")
+    same = {str(tmp_path / "token"): "a"}
+    assert what_is_missing([str(tmp_path)], same) == []
+    assert what_is_missing([str(tmp_path / "data")], same) == [str(tmp_path / "data")]
+    other, gone = {str(tmp_path / "token"): "b"}, {str(tmp_path / "cache" / "token"): "a"}
+    assert what_is_missing([], other | gone) == [str(tmp_path), str(tmp_path / "cache")]
+    assert version() == __version__
+
+
+def test_a_run_ends_here_as_it_ended_there(tmp_path: Path) -> None:
+    def ended(code: int) -> Ended:
+        return Ended(name="run", node="node-7", exit_code=code, last_line="the disk is full")
+
+    raise_as_it_ended(ended(0))
+    for code, kind in ((2, UserError), (3, RunStoppedError), (75, RunInterrupted)):
+        with pytest.raises(kind, match="node-7: the disk is full"):
+            raise_as_it_ended(ended(code))
+    file = tmp_path / "error.json"
+    assert error_of(file) == ""
+    file.write_text('{"message": {"message": "a\\nlast"}}')
+    assert error_of(file) == "last"
+    file.write_text('{"message": "cut')
+    assert error_of(file) == ""
