@@ -196,7 +196,7 @@ class Config(Settings):
         if self.data.hold_out > 0 and self.validation.data is not None:
             message = f"validation.data {self.validation.data} has the held-out items; keep one of the two"
             yield Problem(("data.hold_out", "validation.data"), message)
-        if self.train.stop_after is not None:
+        if self.train.stop_after is not None and not self.validation.scores:
             needed = {
                 "validation.every_steps": self.validation.every_steps is not None,
                 "data.hold_out": self.holds_out,

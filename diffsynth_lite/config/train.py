@@ -156,8 +156,9 @@ class TrainSettings(Settings):
     stop_after: Count | None = None
     """Stop a run, as `max_hours` does, after so many evaluations (`validation.every_steps`) whose loss on
     held-out items is not shown to be lower than that of the last one where it was: by Student's t over the
-    differences of the single items, at 95 %. A larger number continues the run. Few items show little: hold
-    out eight or more."""
+    differences of the single items, at 95 %. With `validation.scores` the scores of the steps that have some
+    decide in place of the loss, by prompt. A larger number continues the run. Few items show little: hold out
+    eight or more."""
 
     cpu_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads that torch may use on the CPU; null leaves it to torch. Very small models are fastest with

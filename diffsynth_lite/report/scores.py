@@ -35,7 +35,6 @@ MARKS: dict[Mark, str] = {
 REASONS: dict[Reason | None, str] = {
     "too few prompts": f"it takes {FEWEST_PROMPTS} captions of held-out items, and as many prompts without "
     "the subject",
-    "untrained features": "the models that compare the images have not learned from images",
     "no saved step": "no LoRA of a scored step was kept",
     "not shown to be better than the base": "none is shown to be better than the base",
 }

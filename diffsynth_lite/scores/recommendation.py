@@ -24,9 +24,7 @@ _SMALLEST_ROOM = 0.01
 """Between the contrast of the base and of held-out images: with less the base makes such images itself."""
 
 Mark = Literal["from memory", "drifted", "not shown to be better than the base"]
-Reason = Literal[
-    "too few prompts", "untrained features", "no saved step", "not shown to be better than the base"
-]
+Reason = Literal["too few prompts", "no saved step", "not shown to be better than the base"]
 _NOT_BETTER: Literal["not shown to be better than the base"] = "not shown to be better than the base"
 
 
@@ -104,8 +102,6 @@ def recommend(record: ScoreRecord, saved: Collection[int] | None = None) -> Reco
         for one, part in zip(judged, parts, strict=True)
         if saved is None or one.step is None or one.step in saved
     ]
-    if not record.are_trained:
-        return Recommendation(best=None, same=(), reason="untrained features", columns=judged)
     if min(len(record.new_prompts), len(record.plain_prompts)) < FEWEST_PROMPTS:
         return Recommendation(best=None, same=(), reason="too few prompts", columns=judged)
     if not candidates:
@@ -119,10 +115,15 @@ def recommend(record: ScoreRecord, saved: Collection[int] | None = None) -> Reco
         for one, part in candidates
         if one is not best
         and not sum_of_means(
-            [(part.new - best_part.new) / 2, (part.kept - best_part.kept) / 2], comparisons=pairs
+            [a - b for a, b in zip(part.of_total, best_part.of_total, strict=True)], comparisons=pairs
         ).is_below_zero
     )
     return Recommendation(best=best, same=same, reason=None, columns=judged)
+
+
+def parts_of_total(record: ScoreRecord, step: int) -> Sequence[np.ndarray]:
+    """The samples, by prompt, whose means add up to Z of a step; none where it is not scored."""
+    return next((_Parts(one, record).of_total for one in record.columns if one.step == step), ())
 
 
 def sum_of_means(samples: Sequence[np.ndarray], *, comparisons: int = 1) -> Interval:
@@ -161,6 +162,7 @@ class _Parts:
         self.column = column
         self.new = (np.array(column.contrast) - np.array(base.contrast)) / max(room, _SMALLEST_ROOM)
         self.kept = np.array(column.kept)
+        self.of_total = self.new / 2, self.kept / 2
         self.prompt = np.array(column.prompt) - np.array(base.prompt)
         self.left_of_new = _distance_left(column.likeness, base.likeness)
         self.left_of_taught = _distance_left(column.memory, base.memory)
@@ -188,6 +190,6 @@ def _judge(part: _Parts, count: int) -> JudgedColumn:
         new=new,
         kept=sum_of_means([part.kept], comparisons=count),
         prompt=sum_of_means([part.prompt], comparisons=count),
-        total=sum_of_means([part.new / 2, part.kept / 2], comparisons=count),
+        total=sum_of_means(part.of_total, comparisons=count),
         marks=tuple(marks),
     )

@@ -61,7 +61,6 @@ class ScoreRecord(_Stored):
         measure: a digest of all that decides which scores may be compared: prompts, seeds, sizes, sampler,
             models, held-out files. Scores of another measure start over.
         models: the name of the model for images, and of that for prompts.
-        are_trained: whether those models have learned from images.
         held_out_contrast: contrast of the held-out images among themselves, as ``contrast`` of a column.
         other_seed: of each plain prompt, ``kept`` of the base's image of another seed; empty where there is
             none.
@@ -74,7 +73,6 @@ class ScoreRecord(_Stored):
 
     measure: _Name
     models: tuple[_Name, ...]
-    are_trained: bool = True
     held_out_contrast: float
     other_seed: _Scores = ()
     new_prompts: _Prompts

@@ -5,7 +5,7 @@ It also counts the bytes that a run will save, and checks before weights load th
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -111,10 +111,14 @@ class Saver:
         best = None if self._follows_scores else state.get("best")
         self.best: dict[str, Any] | None = self._comparable(best)
         run.store.pinned = self.best["step"] if self.best else None
-        waited = state.get("stop_after", {})
-        is_same = waited.get("measured_by") == self._measured_by
-        every_steps = config.validation.every_steps
-        self.patience = Patience(config.train.stop_after, every_steps, waited if is_same else None)
+        waited, job = state.get("stop_after", {}), built.scores.job
+        progress, every_steps = "a lower loss on held-out items", config.validation.every_steps
+        self._compared_by = self._measured_by
+        if config.validation.scores:
+            progress, every_steps = "a higher score", config.score_every_steps
+            self._compared_by = {"scores": job.measure if job else None}  # only the main process compares
+        saved = waited if waited.get("measured_by") == self._compared_by else None
+        self.patience = Patience(config.train.stop_after, every_steps, saved, progress)
         self._saved_step: int | None = None
         self._rounding = 0.0
 
@@ -161,6 +165,12 @@ class Saver:
                 "Many numbers of this LoRA are too small for float16; bfloat16 would lose less "
                 "(output.lora_dtype)."
             )
+
+    def note_progress(self, step: int, losses: Sequence[float]) -> None:
+        """Compare an evaluation with earlier ones: by the scores of the step where they are on, else by the
+        losses of held-out items."""
+        by_scores = self._run.config.validation.scores
+        self.patience.note(step, self._built.scores.samples(step) if by_scores else [losses])
 
     def update_best(self, step: int, loss: float) -> None:
         """Keep the checkpoint of ``step`` and its LoRA if none had a lower loss; call it on all processes.
@@ -260,7 +270,7 @@ class Saver:
         }
         state["divergence"] = built.divergence.document()
         if run.config.train.stop_after is not None:
-            state["stop_after"] = self.patience.document() | {"measured_by": self._measured_by}
+            state["stop_after"] = self.patience.document() | {"measured_by": self._compared_by}
         if averaged is not None:
             tensors["ema"] = averaged.tensors()
         if isinstance(averaged, MovingAverage):

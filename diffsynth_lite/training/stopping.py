@@ -283,52 +283,70 @@ def _take(path: Path) -> bool:
 
 
 class Patience:
-    """Counts the evaluations whose loss on held-out items is not shown to be lower than before.
+    """Counts the evaluations that are not shown to be better than an earlier one, by losses or by scores.
 
-    It is compared with that of the last evaluation where it was, or the first one, so that slow progress adds
-    up until it shows: the 95 % interval of the mean difference by item is then above 0. Items are the same,
-    with the same noise, so that only the training makes a difference.
+    That is the last one that was shown to be better, or the first one, so that slow progress adds up until it
+    shows: the 95 % interval of the mean difference by item is then above 0. Items are the same, with the same
+    noise, so that only the training makes a difference.
 
     Args:
         limit: evaluations that end a run; None counts nothing.
         every_steps: between evaluations; those in between, which somebody asked for, do not count.
-        saved: a :meth:`document` of losses that were measured in the same way.
+        saved: a :meth:`document` of what was measured in the same way.
+        progress: what an evaluation that is better has.
     """
 
     def __init__(
-        self, limit: int | None, every_steps: int | None = None, saved: Mapping[str, Any] | None = None
+        self,
+        limit: int | None,
+        every_steps: int | None = None,
+        saved: Mapping[str, Any] | None = None,
+        progress: str = "a lower loss on held-out items",
     ) -> None:
-        self.limit, self._every_steps = limit, every_steps or 1
+        self.limit, self._every_steps, self._progress = limit, every_steps or 1, progress
         self._step: int = saved["step"] if saved else 0
-        self._losses: Sequence[float] = saved["losses"] if saved else ()
+        self._samples: Sequence[Sequence[float]] = saved["samples"] if saved else ()
         self._num_since: int = saved["num_since"] if saved else 0
+        self._noted: int = saved["noted"] if saved else -1
 
-    def note(self, step: int, losses: Sequence[float]) -> None:
-        """Compare the losses of an evaluation, by item; without items nothing is compared, nor where one of
-        them is not finite, which ends a run in another way."""
+    def note(self, step: int, samples: Sequence[Sequence[float]]) -> None:
+        """Compare an evaluation, once; without values nothing is compared, nor where one of them is not
+        finite, which ends a run in another way.
+
+        Args:
+            samples: values by item, of which lower ones are better; of several samples the means add up.
+        """
+        values = [value for sample in samples for value in sample]
         if (
             self.limit is None
-            or not losses
+            or not values
             or step % self._every_steps
-            or not all(map(math.isfinite, losses))
+            or step <= self._noted
+            or not all(map(math.isfinite, values))
         ):
             return
-        if not self._losses:
-            self._step, self._losses = step, losses
+        self._noted = step
+        if not self._samples:
+            self._step, self._samples = step, samples
             return
-        found = sum_of_means([np.array(self._losses) - np.array(losses)])
+        found = sum_of_means([np.subtract(*pair) for pair in zip(self._samples, samples, strict=True)])
         self._num_since = 0 if found.is_above_zero else self._num_since + 1
         logger.info(
-            "train.stop_after: held-out items are %.4g better than at step %d, %s (%d of %d).",
-            *(found.value, self._step, "shown" if found.is_above_zero else "not shown to be so"),
+            "train.stop_after: %s than at step %d (by %.4g) is %sshown (%d of %d).",
+            *(self._progress, self._step, found.value, "" if found.is_above_zero else "not "),
             *(self._num_since, self.limit),
         )
         if found.is_above_zero:
-            self._step, self._losses = step, losses
+            self._step, self._samples = step, samples
 
     def document(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"step": self._step, "losses": list(self._losses), "num_since": self._num_since}
+        return {
+            "step": self._step,
+            "samples": [list(sample) for sample in self._samples],
+            "num_since": self._num_since,
+            "noted": self._noted,
+        }
 
     @property
     def cause(self) -> str | None:
@@ -336,8 +354,8 @@ class Patience:
         if self.limit is None or self._num_since < self.limit:
             return None
         return (
-            f"train.stop_after: {self._num_since} evaluations since step {self._step} did not show a lower "
-            "loss on held-out items; a larger number continues it"
+            f"train.stop_after: {self._num_since} evaluations since step {self._step} did not show "
+            f"{self._progress}; a larger number continues it"
         )
 
 

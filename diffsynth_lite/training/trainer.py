@@ -196,7 +196,7 @@ def evaluate(
         built.divergence.note_loss(
             step, is_finite=isfinite(measured.mean), is_of_average=saver.measures_average
         )
-    saver.patience.note(step, measured.by_item)
+    saver.note_progress(step, measured.by_item)
     saver.update_best(step, measured.mean)
 
 
@@ -206,6 +206,7 @@ def _make_up_previews(run: Run, built: TrainingObjects, saver: Saver, step: int)
     if were_due and from_main_process(built.accelerator, built.lacks_images, step):
         with _as_measured(built, saver):
             _between_steps(built, lambda: built.generate(step))
+        saver.note_progress(step, ())
 
 
 def _as_measured(built: TrainingObjects, saver: Saver) -> AbstractContextManager[None]:

@@ -51,7 +51,6 @@ def test_the_recommended_step_and_those_as_good_are_named_next_to_what_a_person_
             {"num_prompts": 7},
             "it takes 8 captions of held-out items, and as many prompts without the subject",
         ),
-        ({"are_trained": False}, "the models that compare the images have not learned from images"),
         ({"loras": False}, "no LoRA of a scored step was kept"),
     ],
 )

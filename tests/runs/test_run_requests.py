@@ -103,7 +103,7 @@ def test_a_run_without_progress_or_time_stops_by_itself_and_goes_on_as_if_it_had
             "lower loss on held-out items; a larger number continues it"
         )
         assert status["message"] in (watched_run.folder / "report.html").read_text()
-    assert caplog.text.count("better than at step 0, not shown to be so (1 of 1)") == 1
+    assert caplog.text.count("a lower loss on held-out items than at step 0") == 1
     names = [
         json.loads(row)["item"] for row in (watched_run.folder / "held_out.jsonl").read_text().splitlines()
     ]

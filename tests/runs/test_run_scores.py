@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -42,7 +44,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRu
     settings = (
         *("validation.loss_items=0", "validation.item_losses=0", "validation.prompts=[a red circle]"),
         *("validation.num_inference_steps=2", "validation.guidance_scale=1", "data.trigger=ohwx"),
-        *("train.steps=4", "validation.every_steps=2", f"validation.data={root}/kept"),
+        *("train.steps=4", "train.stop_after=9", "validation.every_steps=2", f"validation.data={root}/kept"),
         f"validation.score_models=[{root}/dinov2, {root}/siglip]",
     )
     run = replace(run, settings=(*settings, "validation.scores=true"))
@@ -58,6 +60,12 @@ def scored_run(scored: TinyRun, tmp_path: Path) -> TinyRun:
     return copy_run(scored, tmp_path)
 
 
+def waited_at(run: TinyRun, step: int) -> dict[str, Any]:
+    """What a checkpoint has of ``train.stop_after``."""
+    state = run.folder / "checkpoints" / f"step-{step:08d}" / "state.json"
+    return json.loads(state.read_text())["stop_after"]
+
+
 def columns(run: TinyRun) -> dict[str, ScoredColumn]:
     return {column.column: column for column in read_scores(run.folder / "scores.json").columns}
 
@@ -66,6 +74,10 @@ def test_the_base_and_each_saved_step_are_scored_and_the_training_is_the_same_as
     scored_run: TinyRun,
 ) -> None:
     record = read_scores(scored_run.folder / "scores.json")
+    waited = waited_at(scored_run, 4)
+    assert list(map(len, waited["samples"])) == [2, 2]  # prompts of each kind
+    total = recommend(record).columns[waited["step"] // 2 - 1].total.value if waited["step"] else 0.5
+    assert sum(map(mean, waited["samples"])) == pytest.approx(-total)
     assert [column.column for column in record.columns] == ["base", "2", "4"]
     assert record.new_prompts == tuple(NEW)
     assert record.plain_prompts == ("a red circle", "a red circle on a white background")
@@ -82,7 +94,7 @@ def test_the_base_and_each_saved_step_are_scored_and_the_training_is_the_same_as
 
     plain = replace(scored_run, settings=scored_run.settings[:-1])
     folder = scored_run.root / "plain"
-    assert plain.train(f"output.dir={folder}") == 0
+    assert plain.train(f"output.dir={folder}", "train.stop_after=null") == 0
     assert not (folder / "scores.json").exists()
     assert plain.metrics(folder) == scored_run.metrics()
     assert differing(checkpoint_tensors(folder, 4), checkpoint_tensors(scored_run.folder, 4)) == []
@@ -111,6 +123,7 @@ def test_a_run_that_was_killed_before_the_scores_makes_them_of_the_images_and_la
     scored_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, before = scored_run.folder / "scores.json", columns(scored_run)
+    waited = waited_at(scored_run, 4)
     without_last_checkpoint(scored_run)
     record = read_scores(file)
     write_scores(file, record.model_copy(update={"columns": (record.base, record.columns[2])}))
@@ -118,6 +131,7 @@ def test_a_run_that_was_killed_before_the_scores_makes_them_of_the_images_and_la
     assert scored_run.train() == 0
     assert generated == [4]
     assert columns(scored_run) == before
+    assert waited_at(scored_run, 4) == waited
 
 
 def test_another_measure_starts_the_scores_over_and_the_base_is_without_the_lora(
@@ -137,6 +151,8 @@ def test_another_measure_starts_the_scores_over_and_the_base_is_without_the_lora
     assert "measured in another way" in caplog.text
     assert not best.exists()  # There are too few prompts.
     assert list(columns(scored_run)) == ["base", "2", "4"]
+    waited = waited_at(scored_run, 4)
+    assert (waited["step"], waited["num_since"]) in ((2, 1), (4, 0))  # as if step 2 were the first one
     again = [path for path in of_base if path.exists()]
     assert len(again) == 4  # of the prompts that are as they were
     assert [path.read_bytes() for path in again] == [of_base[path] for path in again]

@@ -145,11 +145,6 @@ def test_fewer_than_8_prompts_give_values_and_no_recommendation(kind: str) -> No
     assert first(1).columns[0].total.low is None
 
 
-def test_untrained_features_give_no_recommendation() -> None:
-    untrained = recommend(run((0.6, 0.9)).model_copy(update={"are_trained": False}))
-    assert (untrained.best, untrained.reason) == (None, "untrained features")
-
-
 def test_n_is_0_at_the_base_and_1_at_the_held_out_images_and_z_is_the_mean() -> None:
     of = run((0.6, 0.9)).model_copy(update={"held_out_contrast": 0.5})
     base, step = of.columns

@@ -233,14 +233,23 @@ def test_patience_counts_evaluations_that_are_not_shown_to_be_better(
 ) -> None:
     patience = Patience(2, 10)
     for place, by_item in enumerate(losses):
-        patience.note(10 * place, by_item)
-        patience.note(10 * place + 1, [99.0 for _ in by_item])  # asked for in between
+        patience.note(10 * place, [by_item])
+        patience.note(10 * place + 1, [[99.0 for _ in by_item]])  # asked for in between
     found = patience.document()
     assert (found["num_since"], found["step"]) == (num_since, compared_with)
     assert (patience.cause is not None) == (num_since == 2)
     assert Patience(3, 10, found).cause is None
     assert Patience(3, 10, found).document() == found
     assert Patience(None).cause is None
+
+
+def test_the_means_of_several_samples_add_up() -> None:
+    patience = Patience(1, 10, progress="a higher score")
+    patience.note(0, [[5, 6, 7], [1, 1]])
+    patience.note(10, [[4.9, 5.9, 6.9], [1.0, 1.1]])
+    assert str(patience.cause).endswith("did not show a higher score; a larger number continues it")
+    patience.note(20, [[4.9, 5.9, 6.9], [1.05, 1.05]])
+    assert (patience.document()["step"], patience.cause) == (20, None)
 
 
 def test_any_process_that_is_asked_to_stop_stops_all_and_only_the_main_one_looks_at_files(

@@ -45,6 +45,9 @@ class ScoreJob:
         previews: of these prompts, as they are generated.
         again: those of :func:`other_seeds`.
         is_average: whether images of steps are of the averaged weights.
+
+    Attributes:
+        measure: as in the record.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class ScoreJob:
         self._num_frames = min(previews.requests[0].num_frames, STRIP_FRAMES)
         items = [[item.identity() for item in prompt.items] for prompt in prompts.all]
         decides = json.dumps([previews.marks, again.marks, items, models.identity, is_average])
-        self._measure = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
+        self.measure = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
         self._references: References | None = None
 
     def update(self, columns: Sequence[ImageColumn], again: Collection[str] = ()) -> ScoreRecord:
@@ -91,11 +94,16 @@ class ScoreJob:
 
     def lacks(self, name: str) -> bool:
         """Whether the record has no scores of a column that compare with those of others."""
+        record = self.known()
+        return record is None or name not in {column.column for column in record.columns}
+
+    def known(self) -> ScoreRecord | None:
+        """The record that later scores compare with; None where there is none."""
         with suppress(UserError):
             record = read_scores(self._path)
-            if record is not None and record.measure == self._measure:
-                return name not in {column.column for column in record.columns}
-        return True
+            if record is not None and record.measure == self.measure:
+                return record
+        return None
 
     def _read(self) -> ScoreRecord | None:
         """The record; None where there is none of this measure, which is warned of."""
@@ -104,7 +112,7 @@ class ScoreJob:
         except UserError as error:
             logger.warning("%s. Scores start over.", error)
             return None
-        if record is not None and record.measure != self._measure:
+        if record is not None and record.measure != self.measure:
             logger.warning(
                 "%s was measured in another way (prompts, seeds, sizes, sampler, models, items or "
                 "validation.use_ema); scores start over.",
@@ -116,7 +124,7 @@ class ScoreJob:
     def _begun(self, base: ScoredColumn, references: References) -> ScoreRecord:
         new, plain, taught = map(_texts, (self._prompts.new, self._prompts.plain, self._prompts.taught))
         return ScoreRecord(
-            measure=self._measure,
+            measure=self.measure,
             models=self._models.names,
             held_out_contrast=references.held_out_contrast,
             other_seed=references.other_seed,

@@ -10,7 +10,7 @@ from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import without_adapter
 from diffsynth_lite.report.scores import with_interval
-from diffsynth_lite.scores.recommendation import recommend
+from diffsynth_lite.scores.recommendation import parts_of_total, recommend
 from diffsynth_lite.scores.record import BASE_STEP, ScoredColumn
 from diffsynth_lite.training.previews import Previews
 from diffsynth_lite.training.scoring.job import ImageColumn, ScoreJob
@@ -55,6 +55,11 @@ class StepScores:
     def are_missing(self, step: int) -> bool:
         """Whether a step that is due lacks its scores; asked of the process that writes them."""
         return self.job is not None and self._is_due(step) and self.job.lacks(ScoredColumn.name(step))
+
+    def samples(self, step: int) -> list[list[float]]:
+        """Samples whose means add up to a lower value the higher the score of a step is; none without one."""
+        record = self.job.known() if self.job else None
+        return [(-part).tolist() for part in parts_of_total(record, step)] if record else []
 
     def _score(self, job: ScoreJob, step: int) -> None:
         """Score what has images and no scores yet, up to a step, and log the scores of that step."""
