@@ -23,6 +23,7 @@ def _noting(names: list[str], name: str, kernel: Callable[..., Any], *args: Any,
     return kernel(*args, **kwargs)
 
 
+@pytest.mark.of_the_model
 def test_attention_is_by_the_kernel_that_is_chosen_in_families_that_offer_it(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
