@@ -125,19 +125,21 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.merge is not None:
         found, target = _found(parsed.places), Path(parsed.merge).expanduser()
     elif len(parsed.places) == 2:
-        found, target = [], Path(parsed.places[1]).expanduser()
+        found, target = _found(parsed.places[:1]), Path(parsed.places[1]).expanduser()
+        if found[0][1] != 1:
+            raise UserError(f"{parsed.places[0]}: a weight has an effect only with --merge or --into-base")
     else:
         raise UserError(
             f"convert: takes IN and OUT, not {len(parsed.places)} names; --merge OUT makes one of several"
         )
-    if target.is_dir() and parsed.to == "comfyui" and not found:
-        _copy(parsed, target)
+    if target.is_dir() and parsed.to == "comfyui" and not parsed.merge:
+        _copy(parsed, found[0][0], target)
         return
     if target.suffix != SUFFIX:
         raise UserError(f"{target}: is the file to write; name one that ends in {SUFFIX}")
     if target.exists() and not (parsed.replace and target.is_file()):
         raise UserError(f"{target}: is there already; name another file, or remove it")
-    _write(parsed, found or [(find_lora_place(chosen_or(parsed.places[0])), 1.0)], target)
+    _write(parsed, found, target)
 
 
 def _write(parsed: argparse.Namespace, found: Sequence[tuple[Path, float]], target: Path) -> None:
@@ -266,14 +268,13 @@ def _into_base(parsed: argparse.Namespace) -> None:
     _print_lost(f"Rounding to {dtype}", norms)
 
 
-def _copy(parsed: argparse.Namespace, folder: Path) -> None:
+def _copy(parsed: argparse.Namespace, source: Path, folder: Path) -> None:
     """Copy the files of a LoRA into a folder of ComfyUI."""
     if parsed.alpha or parsed.rank or parsed.dtype != "keep" or parsed.without_text_encoders:
         raise UserError(
             f"{folder}: is a folder, which takes the LoRA with its alpha, rank, dtype and layers; name a "
             "file in it"
         )
-    source = find_lora_place(chosen_or(parsed.places[0]))
     run = run_of(source)
     files = [source] if source.is_file() else sorted(source.glob(f"*{SUFFIX}"))
     targets = {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 _TORCHS = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
+WITHOUT_MASKS = ("flash", "_native_flash")
 _NUM_TOKENS, _NUM_HEADS = 128, 2
 _TOLERANCE = 0.05
 """Of the largest value; in 16 bits kernels differ by a fifth of it."""

@@ -303,7 +303,7 @@ def _training_findings(
     if data.family.with_audio:
         problems.attempt(lambda: require_audio(config, data.plan))
     if data.family.vae_tiles is not None:
-        problems.attempt(check_vae_tiling, data.family.vae_tiles, data.plan.items)
+        check_vae_tiling(data.family.vae_tiles, data.plan.items)
     problems.attempt(check_sizes, [item.bucket for item in data.items], data.family)
     noise = problems.attempt(lambda: _noise(data)) or []
     facts = {"trained on": counted(len(data.items), "item"), **found.facts}

@@ -255,7 +255,7 @@ def estimate_cache(
             of_text = min(caption_tokens.get(item.text, 0), family.max_prompt_tokens)
             of_text = family.max_prompt_tokens if family.keeps_padding else of_text
             num_seen = len(item.images) + (item.clip is not None)
-            num_tokens = of_text + num_seen * family.edits.prompt_tokens_of_an_input
+            num_tokens = of_text + family.num_other_rows + num_seen * family.edits.prompt_tokens_of_an_input
             missing_bytes += _FILE_BYTES + token_bytes * num_tokens
     return CacheEstimate(
         num_present=num_present,

@@ -8,11 +8,12 @@ import logging
 import platform
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +32,6 @@ _SWAPPED_BYTES = 256 * 2**20
 _LITTLE_MEMORY = 0.1
 _BUSY = 1.5
 """Load from which on programs wait for processors; that of a run that uses all of them is 1."""
-_MIB = 2**20
 
 
 class StepTimer:
@@ -57,13 +57,13 @@ class StepTimer:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each part since the last call, as far as the device has come."""
-        taken: dict[str, float] = {}
+        taken: defaultdict[str, float] = defaultdict(float)
         while len(self._marks) > 1:
             (_, start), (part, end) = self._marks[0], self._marks[1]
             is_event = self._device_type == "cuda"
             if is_event and not end.query():
                 break
-            taken[part] = taken.get(part, 0.0) + (start.elapsed_time(end) / 1000 if is_event else end - start)
+            taken[part] += start.elapsed_time(end) / 1000 if is_event else end - start
             self._marks.popleft()
         return taken
 
@@ -86,7 +86,7 @@ class MachineState:
     device_used: float | None = None
     allocator_retries: int = 0
     clock_mhz: float | None = None
-    celsius: float | None = None
+    celsius: float = 0.0
     swapped_bytes: int = 0
     available: float = 1.0
     load: float = 0.0
@@ -105,57 +105,53 @@ class MachineState:
         if device.type != "cuda":
             return state
         free, total = torch.cuda.mem_get_info(device)
-        clock, celsius = _clock_and_heat(device)
-        return replace(
+        state = replace(
             state,
             device_used=max(total - free, torch.cuda.memory_reserved(device)) / total,
             allocator_retries=torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
-            clock_mhz=clock,
-            celsius=celsius,
         )
+        with suppress(ImportError):
+            from pynvml import NVMLError
+
+            with suppress(NVMLError, RuntimeError):  # the driver has neither
+                clock, celsius = torch.cuda.clock_rate(device), torch.cuda.temperature(device)
+                return replace(state, clock_mhz=clock, celsius=celsius)
+        return state
 
 
-def _clock_and_heat(device: torch.device) -> tuple[float | None, float | None]:
-    """MHz and degrees Celsius of an Nvidia GPU; None without its package, or where the driver has neither."""
-    try:
-        from pynvml import NVMLError
-    except ImportError:
-        return None, None
-    try:
-        return torch.cuda.clock_rate(device), torch.cuda.temperature(device)
-    except (NVMLError, RuntimeError, ImportError):
-        return None, None
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Median seconds of steps, and of their waits for data."""
+class StepTime(NamedTuple):
+    """Seconds of a step, and of its wait for data."""
 
     seconds: float
     waiting: float
+
+    @classmethod
+    def median(cls, steps: Iterable["StepTime"]) -> "StepTime":
+        """Of both by themselves."""
+        return cls(*map(median, zip(*steps, strict=True)))
 
 
 def likely_causes(first: StepTime, last: StepTime, before: MachineState, now: MachineState) -> Iterator[str]:
     """What explains that steps take longer, with its figures; nothing where it is not known."""
     if last.waiting - first.waiting > (last.seconds - first.seconds) / 2:
-        memory = f"{100 * now.available:.0f} % of the host's memory is left"
+        memory = f"; {100 * now.available:.0f} % of the host's memory is left, too little to keep files in"
         yield (
             f"steps wait {last.waiting:.3g} s for data instead of {first.waiting:.3g}: the disk of "
-            "data.cache_dir is slow, or data.num_workers too few"
-            + (f"; {memory}, too little to keep files in" if now.available < _LITTLE_MEMORY else "")
+            "data.cache_dir is slow, or data.num_workers too few" + memory * (now.available < _LITTLE_MEMORY)
         )
     if now.device_used is not None and now.device_used > _FULL:
         is_windows = sys.platform == "win32" or "microsoft" in platform.release().lower()
-        lends = ", where the driver of Windows then lends the host's" if is_windows else ""
+        lends = ", where the driver of Windows then lends the host's" * is_windows
         yield f"{100 * now.device_used:.0f} % of the device's memory is taken{lends}"
     if retries := now.allocator_retries - before.allocator_retries:
         yield f"torch had to free memory of the device {retries} times to get other"
     if before.clock_mhz and now.clock_mhz and now.clock_mhz < _MIN_CLOCK * before.clock_mhz:
-        heat = "" if now.celsius is None else f" at {now.celsius:.0f} degrees"
-        yield f"the GPU's clock fell from {before.clock_mhz:.0f} to {now.clock_mhz:.0f} MHz{heat}"
-    if now.swapped_bytes - before.swapped_bytes > _SWAPPED_BYTES:
-        swapped = (now.swapped_bytes - before.swapped_bytes) / _MIB
-        yield f"the host ran out of memory and swapped {swapped:.0f} MiB"
+        yield (
+            f"the GPU's clock fell from {before.clock_mhz:.0f} to {now.clock_mhz:.0f} MHz at "
+            f"{now.celsius:.0f} degrees"
+        )
+    if (swapped := now.swapped_bytes - before.swapped_bytes) > _SWAPPED_BYTES:
+        yield f"the host ran out of memory and swapped {swapped / 2**20:.0f} MiB"
     if now.load > max(_BUSY, before.load):
         yield f"programs want {now.load:.1f} times as many processors as there are"
 
@@ -171,8 +167,7 @@ class SpeedWatch:
         self._machine = machine
         self._num_steps = 0
         self._before: MachineState | None = None
-        self._first: dict[str, list[StepTime]] = {}
-        self._last: dict[str, deque[StepTime]] = {}
+        self._steps: defaultdict[str, list[StepTime]] = defaultdict(list)
         self._has_warned = False
 
     def after_step(self, sizes: str, seconds: float, parts: Mapping[str, float]) -> None:
@@ -185,23 +180,17 @@ class SpeedWatch:
         self._num_steps += 1
         if self._has_warned or self._num_steps <= _NUM_LEFT_OUT:
             return
-        taken = StepTime(seconds, parts.get("data", 0.0))
-        first = self._first.setdefault(sizes, [])
-        if len(first) < _NUM_FIRST:
-            first.append(taken)
-            if len(first) == _NUM_FIRST:
-                self._before = self._before or self._machine()
+        steps = self._steps[sizes]
+        steps.append(StepTime(seconds, parts.get("data", 0.0)))
+        if self._before is None and len(steps) == _NUM_FIRST:
+            self._before = self._machine()
+        if self._before is None or len(steps) < _NUM_FIRST + _NUM_LAST:
             return
-        last = self._last.setdefault(sizes, deque(maxlen=_NUM_LAST))
-        last.append(taken)
-        if len(last) == _NUM_LAST:
-            self._compare(sizes, _median(first), _median(last))
-
-    def _compare(self, sizes: str, first: StepTime, last: StepTime) -> None:
+        first, last = StepTime.median(steps[:_NUM_FIRST]), StepTime.median(steps[_NUM_FIRST:])
+        del steps[_NUM_FIRST]
         if last.seconds <= _SLOWER * first.seconds:
             return
         self._has_warned = True
-        assert self._before is not None, "read with the first steps"
         causes = list(likely_causes(first, last, self._before, self._machine()))
         logger.warning(
             "Steps have become slower: the last %d of %s took %.3g s, the first %d took %.3g s (medians). "
@@ -209,7 +198,3 @@ class SpeedWatch:
             *(_NUM_LAST, sizes, last.seconds, _NUM_FIRST, first.seconds),
             "; ".join(causes) or "not known",
         )
-
-
-def _median(steps: "list[StepTime] | deque[StepTime]") -> StepTime:
-    return StepTime(median(step.seconds for step in steps), median(step.waiting for step in steps))

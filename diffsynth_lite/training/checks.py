@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.core.attention import has_backends, require_backend
+from diffsynth_lite.core.attention import WITHOUT_MASKS, has_backends, require_backend
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
 from diffsynth_lite.data.records import WHOLE, Part, Record
 from diffsynth_lite.data.sources import FoundRecords
@@ -183,11 +183,17 @@ def _check_compiler(config: Config, device: torch.device) -> None:
 
 
 def _check_backends(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> None:
-    if config.model.attention is None or (family.dispatches_attention and has_backends(transformer)):
+    if (backend := config.model.attention) is None:
+        return
+    if not (family.dispatches_attention and has_backends(transformer)):
+        reason = "computes its attention by torch and lets nobody choose"
+    elif family.masks_attention and backend in WITHOUT_MASKS:
+        reason = "gives its attention masks, which this kernel does not take"
+    else:
         return
     raise UserError(
-        f"model.attention: {config.model.attention} is not for model.family {config.model.family}: diffusers "
-        f"{diffusers.__version__} computes its attention by torch and lets nobody choose; set it to null"
+        f"model.attention: {backend} is not for model.family {config.model.family}: diffusers "
+        f"{diffusers.__version__} {reason}; set it to null"
     )
 
 

@@ -242,7 +242,7 @@ class Requests:
             on_main_process(self.accelerator, self.folder.require_held)
         if is_late and not asked[0]:
             again = f"the same command continues it for as long again{self.signals.command}"
-            self.cause = f"train.max_hours: {self.max_hours:g} have passed; {again}"
+            self.cause = f"train.max_hours: {self.max_hours:g} hours have passed; {again}"
         asked[0] |= self.cause is not None
         self._is_stopping |= asked[0]
         return Asked(*asked)

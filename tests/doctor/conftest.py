@@ -7,13 +7,13 @@ import pytest
 from accelerate.state import AcceleratorState
 from messy_data import Workplace
 
-from diffsynth_lite.pipelines import hidream, krea2, qwen_image, qwen_image_edit, wan, wan_i2v
+from diffsynth_lite.pipelines import krea2, qwen_image, qwen_image_edit, sd3, wan, wan_i2v
 
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in (hidream, krea2, qwen_image, qwen_image_edit, wan, wan_i2v):
+    for family in (krea2, qwen_image, qwen_image_edit, sd3, wan, wan_i2v):
         family.tiny().save_pretrained(folder / family.__name__.rpartition(".")[2])
     return folder
 

@@ -10,12 +10,12 @@ from diffsynth_lite.data.video import write_video
 from diffsynth_lite.training.caching import caching_accelerator, fill_cache
 
 
-@pytest.mark.parametrize("family", ["hidream", "krea2", "qwen_image", "qwen_image_edit"])
+@pytest.mark.parametrize("family", ["krea2", "qwen_image", "qwen_image_edit", "sd3"])
 def test_the_estimate_of_the_cache_is_what_a_run_then_writes(workplace: Workplace, family: str) -> None:
     count = 1 if family == "qwen_image_edit" else 4  # its inputs are of a million pixels, which takes time
     path = add_images(workplace, "data", count, (96, 80))
     for file in Path(path).glob("*.txt"):  # of which some families keep more than their latents
-        file.write_text("a caption " * (1 if family == "hidream" else 20))  # which keeps the padding
+        file.write_text("a caption " * (1 if family == "sd3" else 20))  # which keeps the padding
     overrides = [f"data.path={path}", "validation.prompts=[]", "data.bucket_step=16"]
     if family == "qwen_image_edit":
         overrides.append(f"data.input_dirs=[{add_images(workplace, 'before', count, (80, 80))}]")

@@ -150,13 +150,6 @@ def test_records_that_the_family_cannot_learn_are_a_problem(workplace: Workplace
         examination.require_usable()
 
 
-def test_tiles_that_hold_every_item_whole_are_a_problem_as_in_training(workplace: Workplace) -> None:
-    path = add_images(workplace, "data", 2)
-    examination = examine(workplace.config(f"data.path={path}", "model.vae_tiling=true"), sheet_size=0)
-    with pytest.raises(UserError, match="true has no effect, as each of 2 items fits into one of the tiles"):
-        examination.require_usable()
-
-
 def test_a_distilled_model_is_advised_against(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     path = add_images(workplace, "data", 4)
     monkeypatch.setattr(QwenImage, "distilled", "its files say so; better train the base")

@@ -18,8 +18,10 @@ WITHOUT_BACKENDS = (
 """As docs/compile.md has them, with the one that is only for tests."""
 
 
-def _noting(names: list[str], name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    names.append(name)
+def _noting(
+    calls: list[tuple[str, bool]], name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    calls.append((name, kwargs.get("attn_mask") is not None))
     return kernel(*args, **kwargs)
 
 
@@ -32,23 +34,24 @@ def test_attention_is_by_the_kernel_that_is_chosen_in_families_that_offer_it(
         assert sample.name in WITHOUT_BACKENDS
         return
     assert sample.name not in WITHOUT_BACKENDS
-    names, backends = [], _AttentionBackendRegistry._backends
+    calls, backends = list[tuple[str, bool]](), _AttentionBackendRegistry._backends
     for name in (AttentionBackendName.NATIVE, AttentionBackendName._NATIVE_MATH):
-        counted = partial(_noting, names, name, backends[name])
+        counted = partial(_noting, calls, name, backends[name])
         monkeypatch.setitem(backends, name, counted)
     for module in model.modules():
         if hasattr(getattr(module, "processor", None), "_attention_backend"):
             monkeypatch.setattr(module.processor, "_attention_backend", None)  # restored afterwards
 
     def velocity() -> torch.Tensor:
-        names.clear()
+        calls.clear()
         with torch.no_grad():
             return family.predict(model, sample.latents[:1].float(), SIGMA[:1], sample.conditioning[:1])
 
     plain = velocity()
-    assert set(names) == {"native"}
+    assert family.masks_attention == any(is_masked for _, is_masked in calls)
+    assert {name for name, _ in calls} == {"native"}
     use_backend(model, "native")
     assert torch.equal(velocity(), plain)
     use_backend(model, "_native_math")
     assert torch.allclose(velocity(), plain, rtol=1e-3, atol=1e-4)  # it sums in another order
-    assert set(names) == {"_native_math"}
+    assert {name for name, _ in calls} == {"_native_math"}

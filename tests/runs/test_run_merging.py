@@ -161,6 +161,7 @@ REFUSED = {
     "{one}": "takes IN and OUT, not 1 names; --merge OUT makes one of several",
     "{one} {one} {root}/out.safetensors": "takes IN and OUT, not 3 names",
     "{one}@0.8 --merge {root}/out.safetensors": "as an @ names a step: {one}:0.8",
+    "{one}:0.8 {root}/out.safetensors": "a weight has an effect only with --merge or --into-base",
     "{one}:0 --merge {root}/out.safetensors": "with the weight 0 it has no effect",
     "{one} {dora} --merge {root}/out.safetensors": "dora.safetensors: is a DoRA, whose update depends",
     "{dora} {root}/out.safetensors --rank 1": "is a DoRA, whose update depends on the base",

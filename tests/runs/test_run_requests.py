@@ -110,7 +110,7 @@ def test_a_run_without_progress_or_time_stops_by_itself_and_goes_on_as_if_it_had
     assert len(names) == 2
     assert watched_run.train(*settings, "train.stop_after=9", "train.max_hours=1e-6") == 75
     assert watched_run.status()["message"].startswith(
-        "stopped after step 3 of 6, saved; train.max_hours: 1e-06 have passed; the same command continues it"
+        "stopped after step 3 of 6, saved; train.max_hours: 1e-06 hours have passed; the same command"
     )
     assert watched_run.train(*settings, "train.stop_after=9") == 0
     waited = state_of(watched_run, 6)["stop_after"]

@@ -50,17 +50,22 @@ def edit_pairs(root: Path) -> dict[str, str]:
     return {"model.family": "qwen_image_edit", "data.input_dirs": f"[{root}/before]"}
 
 
-@pytest.mark.parametrize("lacks", ["dispatches_attention", "processors"])
 def test_a_kernel_of_attention_is_refused_for_a_model_that_would_not_take_it(
-    root: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
-    if lacks == "processors":
-        monkeypatch.delattr(QwenDoubleStreamAttnProcessor2_0, "_attention_backend")
-    else:
-        monkeypatch.setattr(QwenImage, lacks, False)
-    message = "model.attention: native is not for model.family qwen_image: diffusers 0."
-    assert message in refusal(root, **{"model.attention": "native"})
+    message = "model.attention: _native_flash is not for model.family qwen_image: diffusers 0."
+    for owner, name, value in (
+        (QwenImage, "masks_attention", True),
+        (QwenImage, "dispatches_attention", False),
+        (QwenDoubleStreamAttnProcessor2_0, "_attention_backend", None),
+    ):
+        with monkeypatch.context() as patch:
+            if value is None:
+                patch.delattr(owner, name)
+            else:
+                patch.setattr(owner, name, value)
+            assert message in refusal(root, **{"model.attention": "_native_flash"})
 
 
 def test_held_out_items_that_are_also_trained_on_are_refused(root: Path) -> None:

@@ -197,7 +197,7 @@ def test_the_hours_of_a_start_count_from_its_beginning_and_end_all_processes(
     assert (requests.gather(), requests.cause) == (NOTHING, None)
     now[0] += 1
     assert requests.gather() == NOTHING._replace(stop=True)
-    message = "train.max_hours: 0.5 have passed; the same command continues it for as long again: train"
+    message = "train.max_hours: 0.5 hours have passed; the same command continues it for as long again: train"
     assert requests.cause == message
 
     def reduce(flags: Any, reduction: str) -> Any:

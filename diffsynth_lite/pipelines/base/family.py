@@ -59,6 +59,7 @@ class ModelFamily(ABC):
             or a video.
         sequence_split: how context parallelism splits its model; None where it cannot.
         dispatches_attention: whether the attention of its model is by the kernel that it is to take.
+        masks_attention: whether it has a mask even where all prompts are of one length.
         default_num_layers: of a preview unless the user or the data set it; 0 in families without layers.
         splits_batches: whether ``predict`` runs the model once for each length of prompts in a batch.
         is_counted_by_few_blocks: whether the memory of all blocks can be estimated from a few, each called
@@ -80,6 +81,7 @@ class ModelFamily(ABC):
         takes_faces: whether each clip has a control, and a clip of the face in it.
         keeps_padding: whether the cache holds the padding of prompts, which the model sees: as many rows of
             each prompt as of the longest.
+        num_other_rows: of each prompt in the cache, in addition to ``max_prompt_tokens``.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
@@ -98,11 +100,13 @@ class ModelFamily(ABC):
     splits_batches: ClassVar[bool] = False
     sequence_split: ClassVar[SequenceSplit | None] = None
     dispatches_attention: ClassVar[bool] = True
+    masks_attention: ClassVar[bool] = False
     default_num_layers: ClassVar[int] = 0
     is_counted_by_few_blocks: ClassVar[bool] = True
     takes_small_controls: ClassVar[bool] = False
     takes_faces: ClassVar[bool] = False
     keeps_padding: ClassVar[bool] = False
+    num_other_rows: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

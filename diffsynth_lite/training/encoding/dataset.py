@@ -208,7 +208,7 @@ def bad_records(plan: DatasetPlan, table: ItemTable, bad_keys: Mapping[str, str]
 
 
 def check_vae_tiling(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
-    """Log how many items the autoencoder encodes in tiles, and refuse tiling without an effect."""
+    """Log how many items the autoencoder encodes in tiles; a warning where only previews may be larger."""
 
     def is_split(bucket: Bucket) -> bool:
         sizes = [(bucket.width, bucket.height, bucket.num_frames), *bucket.inputs]
@@ -216,10 +216,8 @@ def check_vae_tiling(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
 
     num_split = sum(is_split(item.bucket) for item in items)
     if items and not num_split:
-        raise UserError(
-            f"model.vae_tiling: true has no effect, as each of {len(items)} items fits into one of the "
-            f"{tiles}; set it to false"
-        )
+        logger.warning("model.vae_tiling: each of %d items fits into one of the %s.", len(items), tiles)
+        return
     logger.info("model.vae_tiling: %d of %d items are encoded in %s.", num_split, len(items), tiles)
 
 
