@@ -58,7 +58,11 @@ def missing_items(place: Path, out: Path) -> tuple[list[CaptionedItem], int]:
 
 def _lines(file: Path) -> Mapping[str, str]:
     """The lines of a file, equal ones once, each by a name that depends on nothing else."""
-    captions = [clean_caption(line) for line in read_text(file).splitlines() if line.strip()]
+    try:
+        text = read_text(file)
+    except UserError as error:
+        raise UserError(f"--from-captions {file}: {error}") from error
+    captions = [clean_caption(line) for line in text.splitlines() if line.strip()]
     return {_name_of(caption): caption for caption in captions}
 
 

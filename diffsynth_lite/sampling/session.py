@@ -197,7 +197,7 @@ class SampleSession:
             request: with their captions as prompts, in their order, one scale, and one seed.
             folder: gets the items, each as soon as a few are done.
         """
-        with self._computing(request) as config:
+        with self._computing(request) as config, made_folder(replace(request, out=folder)):
             if self.family.default_num_layers:
                 raise UserError("--from-captions: layers are no training data; use a family without them")
             loras, (scale,) = self._check(config, request), request.scales

@@ -100,6 +100,8 @@ REFUSED = {
     "--from-captions {data} --out {data}": "is also --out; name another folder",
     "--from-captions {empty} --out x": "empty.txt: holds no caption",
     "--from-captions {data}/nowhere --out x": "nowhere: no such folder",
+    "--from-captions {captions}.bin --out x": "captions.txt.bin: not UTF-8 text",
+    "--from-captions {captions} --out {captions}/x": "captions.txt/x cannot be made: Not a directory",
 }
 
 
@@ -108,6 +110,7 @@ def test_captions_that_cannot_be_read_are_one_line(
     tiny_run: TinyRun, captions: Path, caplog: pytest.LogCaptureFixture, arguments: str, message: str
 ) -> None:
     (captions.parent / "empty.txt").write_text("\n \n")
+    Path(f"{captions}.bin").write_bytes(b"\xff")
     places = {"captions": captions, "data": tiny_run.root / "data", "empty": captions.parent / "empty.txt"}
     assert main(["sample", *tiny_run.arguments, *arguments.format(**places).split()]) == 2
     assert message in caplog.messages[-1]
