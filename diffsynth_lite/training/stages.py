@@ -289,10 +289,13 @@ def compiled_code_kept(run: Run) -> Iterator[None]:
     file = folder / hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
     known: set[str] = set()
     if file.exists():
-        _require_own(folder)
-        _require_own(file)
-        loaded = torch.compiler.load_cache_artifacts(file.read_bytes())
-        known = _names_of(loaded)
+        for place, found in ((place, place.stat()) for place in (folder, file)):
+            if sys.platform != "win32" and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+                raise UserError(
+                    f"train.compile_cache: {place} is not yours alone, and torch runs what is in it as code; "
+                    "remove it, or set it to false"
+                )
+        known = _names_of(torch.compiler.load_cache_artifacts(file.read_bytes()))
         logger.info("train.compile_cache: %d parts of compiled code are there from earlier runs.", len(known))
     try:
         yield
@@ -311,15 +314,6 @@ def _names_of(artifacts: Any) -> set[str]:
     """Kinds and names of what torch compiled; none where it could not be read."""
     found = {} if artifacts is None else artifacts.artifacts
     return {f"{kind} {name}" for kind, names in found.items() for name in names}
-
-
-def _require_own(place: Path) -> None:
-    found = place.stat()
-    if sys.platform != "win32" and (found.st_uid != os.getuid() or found.st_mode & 0o022):
-        raise UserError(
-            f"train.compile_cache: {place} is not yours alone, and torch runs what is in it as code; "
-            "remove it, or set it to false"
-        )
 
 
 def generate_data(run: Run, data: TrainingData, built: TrainingObjects) -> None:
