@@ -272,7 +272,7 @@ class SD3(DiffusersFamily):
     size_divisor = 16
     max_prompt_tokens = 256
     keeps_padding = True
-    num_other_rows = 77  # of CLIP
+    num_other_rows = _CLIP_TOKENS
     patch = _PATCH
     model_fn = model_fn_sd3
     num_timesteps = 1000

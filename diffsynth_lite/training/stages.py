@@ -292,7 +292,7 @@ def compiled_code_kept(run: Run) -> Iterator[None]:
         for place, found in ((place, place.stat()) for place in (folder, file)):
             if sys.platform != "win32" and (found.st_uid != os.getuid() or found.st_mode & 0o022):
                 raise UserError(
-                    f"train.compile_cache: {place} is not yours alone, and torch runs what is in it as code; "
+                    f"train.compile_cache: others may write to {place}, which torch runs as code; "
                     "remove it, or set it to false"
                 )
         known = _names_of(torch.compiler.load_cache_artifacts(file.read_bytes()))

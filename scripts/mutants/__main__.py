@@ -10,6 +10,7 @@ themselves do not see the change. Exits with 1 where a mutant is killed or survi
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -54,13 +55,8 @@ class Mutant:
     @property
     def file(self) -> Path:
         """The file that has the line."""
-        within = ROOT / self.within
-        files = (
-            [path for path in within.rglob("*") if path.suffix in (".py", ".js")]
-            if within.is_dir()
-            else [within]
-        )
-        found = [path for path in files for _ in range(path.read_text().count(self.old))]
+        texts = _texts(ROOT / self.within).items()
+        found = [path for path, text in texts for _ in range(text.count(self.old))]
         assert len(found) == 1, f"{self.id}: {self.old!r} is {len(found)} times in {self.within}"
         return found[0]
 
@@ -74,6 +70,13 @@ class Mutant:
         found = [str(path) for pattern in patterns for path in sorted((ROOT / "tests").glob(pattern))]
         assert found, f"{self.id}: {self.tests} match no test"
         return found
+
+
+@functools.cache
+def _texts(within: Path) -> dict[Path, str]:
+    """The code of a file, or of all of a folder."""
+    found = within.rglob("*") if within.is_dir() else [within]
+    return {path: path.read_text() for path in found if path.suffix in (".py", ".js") or path == within}
 
 
 def read_mutants() -> list[Mutant]:

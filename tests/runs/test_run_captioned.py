@@ -12,6 +12,7 @@ from tiny_run import REPOSITORY, TinyRun
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.updates import pairs_of
 from diffsynth_lite.sampling import session
 from diffsynth_lite.sampling.captioned import CaptionedItem, missing_items
@@ -42,7 +43,7 @@ def test_an_item_depends_on_its_caption_and_the_seed_and_is_made_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked = ("sample", *tiny_run.arguments, *SMALL, "--seed", "3", "--from-captions")
-    whole, parts, rows = (tmp_path / name for name in ("whole", "parts", "rows"))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main([*asked, str(captions), "--out", str(whole)]) == 0
     assert f"Items: {whole}, 3 new, 0 were there" in caplog.text
     made = content(whole)
@@ -71,25 +72,22 @@ def test_an_item_depends_on_its_caption_and_the_seed_and_is_made_once(
     assert main([*asked, str(captions), "--out", str(parts)]) == 0
     assert content(parts) == made
     assert (parts / f"{stems[1]}.png").stat().st_mtime_ns == kept
-    # A folder of captions gives its names; the same ones, the same items.
-    rows.mkdir()
-    for stem in stems[1:]:
-        shutil.copy(whole / f"{stem}.txt", rows)
-    assert main([*asked, str(rows), "--out", str(tmp_path / "again")]) == 0
-    assert content(tmp_path / "again") == {name: made[name] for name in made if not name.startswith(stems[0])}
-    (rows / f"{stems[1]}.txt").write_text("a square")
-    assert main([*asked, str(rows), "--out", str(tmp_path / "again")]) == 2
-    assert f"{stems[1]} was generated from another caption; remove it" in caplog.messages[-1]
 
 
-def test_a_data_set_with_a_metadata_file_gives_the_names_of_its_items(tmp_path: Path) -> None:
+def test_a_folder_of_captions_or_a_data_set_gives_the_names_of_its_items(tmp_path: Path) -> None:
+    expected = [CaptionedItem(name="one", caption="a red circle")]
     Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
     row = {"file_name": "one.png", "text": "a red circle"}
     (tmp_path / "metadata.jsonl").write_text(json.dumps(row))
-    assert missing_items(tmp_path, tmp_path / "out") == (
-        [CaptionedItem(name="one", caption="a red circle")],
-        0,
-    )
+    assert missing_items(tmp_path, tmp_path / "out") == (expected, 0)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "one.txt").write_text("a red circle\n")
+    assert missing_items(texts, tmp_path / "out") == (expected, 0)
+    assert missing_items(texts, shutil.copytree(tmp_path, tmp_path / "made")) == ([], 1)
+    (tmp_path / "made" / "one.txt").write_text("a square")
+    with pytest.raises(UserError, match="one was generated from another caption; remove it"):
+        missing_items(texts, tmp_path / "made")
 
 
 REFUSED = {

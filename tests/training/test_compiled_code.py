@@ -64,7 +64,7 @@ def test_what_a_run_compiled_is_there_in_the_next_one_and_nobody_else_may_have_w
     for place in (file, folder):
         mode = place.stat().st_mode
         place.chmod(0o770)
-        with pytest.raises(UserError, match="is not yours alone"), compiled_code_kept(run(*ON)):
+        with pytest.raises(UserError, match="others may write to"), compiled_code_kept(run(*ON)):
             pass
         place.chmod(mode)
     assert loaded == []

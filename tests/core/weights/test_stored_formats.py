@@ -83,19 +83,13 @@ def test_a_file_without_scales_and_marker_holds_plain_numbers(dtype: torch.dtype
         (OLD | {"a.weight": weight(dtype=torch.bfloat16)}, r"a\.scale_weight belongs to no weight"),
         ({"scaled_fp8": torch.zeros(0), "a.bias": torch.ones(4)}, "marked scaled_fp8, but holds no scales"),
         (NEW | {"b.comfy_quant": as_bytes(MARKER)}, "b lacks its weight or a scale of it"),
-        (
-            OLD | {"a.weight_scale": torch.tensor(0.5)},
-            "a is in float8_e4m3fn with weight_scale, which",
-        ),
+        (OLD | {"a.weight_scale": torch.tensor(0.5)}, "a is in float8_e4m3fn with weight_scale, which"),
         (OLD | {"a.scale_weight": torch.ones(3)}, r"a\.scale_weight is float32 of shape \[3\], for a weight"),
         (OLD | {"a.scale_weight": torch.ones(1, 4)}, r"of shape \[1, 4\]"),
         (OLD | {"a.scale_weight": torch.ones((), dtype=torch.uint8)}, r"a\.scale_weight is uint8"),
         (OLD | {"a.scale_weight": torch.tensor(torch.inf)}, r"a\.scale_weight is 0 or not finite"),
         (OLD | {"a.scale_weight": torch.tensor([1.0, 2, 0, 3])}, r"a\.scale_weight is 0 or not finite"),
-        (
-            NEW | {"a.comfy_quant": as_bytes({"format": "fp5"})},
-            "a is in fp5, which is not read; take one in",
-        ),
+        (NEW | {"a.comfy_quant": as_bytes({"format": "fp5"})}, "a is in fp5, which is not read; take one in"),
         (NEW | {"a.comfy_quant": as_bytes(MARKER | {"convrot": True})}, "a is in float8_e4m3fn with convrot"),
         (NEW | {"a.comfy_quant": as_bytes({"format": "float8_e5m2"})}, "but marked as float8_e5m2"),
         (NEW | {"a.comfy_quant": as_bytes([1])}, r"a\.comfy_quant holds no JSON object"),
@@ -288,22 +282,10 @@ def test_rows_keep_their_numbers_in_another_layout_and_columns_are_not_moved(
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        (
-            "convrot",
-            {"convrot_groupsize": 128},
-            "in int8_tensorwise with convrot_groupsize 128; read is 4",
-        ),
+        ("convrot", {"convrot_groupsize": 128}, "in int8_tensorwise with convrot_groupsize 128; read is 4"),
         ("convrot", {"convrot_groupsize": 1024}, r"shape \[70, 512\]; read are whole groups of 1024 columns"),
-        (
-            "convrot",
-            {"zero_point": 3},
-            "a is in int8_tensorwise with zero_point, which is not read",
-        ),
-        (
-            "convrot",
-            {"format": "int8_blockwise"},
-            "a is in int8_blockwise, which is not read; take one in",
-        ),
+        ("convrot", {"zero_point": 3}, "a is in int8_tensorwise with zero_point, which is not read"),
+        ("convrot", {"format": "int8_blockwise"}, "a is in int8_blockwise, which is not read; take one in"),
         ("convrot", {"a.weight_scale": torch.ones(512)}, r"a\.weight_scale is float32 of shape \[512\], "),
         ("convrot", {"a.weight_scale": torch.tensor(torch.nan)}, r"a\.weight_scale is 0 or not finite"),
         ("table", {"a.weight_correction": torch.ones(1)}, "asym_w4a8_int8 with weight_correction, which is"),
