@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -78,14 +78,15 @@ def run(parsed: argparse.Namespace) -> None:
     shown, reports = write_page_of(page, {name: folder.path for name, folder in runs.items()})
     from diffsynth_lite.report.sweep import compare_runs
 
-    swept, reason = compare_runs(reports, differs)
+    swept, reason = compare_runs(reports, differs, _messages(Queue(workspace), folders))
     if parsed.json:
         found = {"runs": [asdict(each) for each in swept], "reason": reason, "page": shown}
         print_lines(json.dumps(redacted(found), indent=2))
         return
     lines = [each.line for each in swept]
     print_table(list(lines[0]), lines)
-    print_lines(reason, f"Side by side: {shown}")
+    failures = [f"{each.name}: {each.message}" for each in swept if each.message]
+    print_lines(*redacted(failures), reason, f"Side by side: {shown}")
 
 
 def _train(
@@ -114,6 +115,13 @@ def _train(
     if pending():
         with worker_of(parsed, queue, look=look) as worker:
             worker.work()
+
+
+def _messages(queue: Queue, folders: Sequence[RunFolder]) -> list[str]:
+    """Why each run did not start, or did not finish, as the queue knows it; empty where it did."""
+    entries = [each.entry for each in queue.in_state("done") if each.entry]
+    known = {entry.folder_in(queue.workspace): entry.message for entry in entries}
+    return [known.get(folder.path, "") for folder in folders]
 
 
 def _is_done(run: RunFolder, entry: Entry, queue: Queue) -> bool:

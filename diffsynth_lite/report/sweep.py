@@ -32,6 +32,7 @@ class SweptRun:
         differs: the settings in which the runs differ, with the values of this one.
         loss: the lowest on held-out data, at ``loss_step``.
         score: Z of its best saved step, ``score_step``, with an interval for all of the runs together.
+        message: why it did not start or finish; else empty.
         result: "best", or "not distinguishable" from the best one; else empty.
     """
 
@@ -44,6 +45,7 @@ class SweptRun:
     score_step: int | None = None
     seconds: float | None
     peak_memory_gib: float | None
+    message: str = ""
     result: str = ""
 
     @property
@@ -62,14 +64,17 @@ class SweptRun:
 
 
 def compare_runs(
-    reports: Sequence[RunReport], differs: Sequence[Mapping[str, str]]
+    reports: Sequence[RunReport], differs: Sequence[Mapping[str, str]], messages: Sequence[str]
 ) -> tuple[list[SweptRun], str]:
     """Compare runs by the scores of their best steps, or else by their lowest losses on held-out data.
+
+    Args:
+        messages: of each run, why it did not start or finish; else empty.
 
     Returns:
         The runs, and what the best one was chosen by, or why none is best.
     """
-    runs = [_swept(report, settings) for report, settings in zip(reports, differs, strict=True)]
+    runs = [_swept(*each) for each in zip(reports, differs, messages, strict=True)]
     tops = {
         report.name: (scores.record, top.step)
         for report in reports
@@ -112,7 +117,7 @@ def worse_runs(folders: Mapping[str, RunFolder]) -> list[str]:
     return worse
 
 
-def _swept(report: RunReport, differs: Mapping[str, str]) -> SweptRun:
+def _swept(report: RunReport, differs: Mapping[str, str], message: str) -> SweptRun:
     points = {name: report.series[name].points for name in report.series}
     loss, loss_step = min(((y, x) for x, y in points.get("validation_loss", ())), default=(None, None))
     top = report.scores.top if report.scores else None
@@ -125,6 +130,7 @@ def _swept(report: RunReport, differs: Mapping[str, str]) -> SweptRun:
         score=top.total if top else None,
         score_step=top.step if top else None,
         seconds=report.state.seconds_taken,
+        message=message,
         peak_memory_gib=points["peak_memory_gib"][-1][1] if "peak_memory_gib" in points else None,
     )
 

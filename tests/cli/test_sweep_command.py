@@ -22,13 +22,15 @@ output: {dir: runs/mine}
 """
 SWEEP = ("sweep", "mine.yaml", "lora.rank=4,16", "--steps", "7")
 TRAIN = """
+[ $RANK = 3 ] && echo "lora.rank: 3 is odd" && exit 2
 echo $RANK >>started; mkdir -p $RUN
 echo '{"step": 7, "time": 1, "validation_loss": 0.'$RANK'}' >$RUN/metrics.jsonl
 case $RANK$(cat $RUN/status.json) in 16) STATE=interrupted CODE=75;; *) STATE=finished CODE=0;; esac
 echo '{"state": "'$STATE'", "exit_code": '$CODE', "step": 7, "message": "", "found_at": {}}' >$RUN/status.json
 exit $CODE
 """
-"""A program in place of ``train``: its loss is 0.4 or 0.16 by the rank; rank 16 is interrupted once."""
+"""A program in place of ``train``: its loss is 0.4 or 0.16 by the rank; rank 16 is interrupted once, and rank 3
+refused."""
 
 
 @pytest.fixture
@@ -79,6 +81,14 @@ def test_a_sweep_trains_each_combination_and_goes_on_with_what_is_not_done(
         ("mine-rank16", "finished", "best"),
     ]
     assert found["runs"][0]["differs"] == {"lora.rank": "4"}
+
+
+def test_the_reason_why_a_run_did_not_start_is_printed(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = printed(capsys, "sweep", "mine.yaml", "lora.rank=4,3", "--steps", "7")
+    assert lines[2].split() == ["3", "not", "started"]
+    assert lines[3] == "mine-rank3: lora.rank: 3 is odd"
 
 
 def test_what_waits_in_the_queue_is_trained_once_and_stopped_runs_stay_stopped_while_they_are_worse(

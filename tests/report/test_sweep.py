@@ -13,7 +13,8 @@ BASE = {0: (0.0, 1.0)}
 
 
 def compared(*runs: RunFolder) -> tuple[list[SweptRun], str]:
-    return compare_runs([read_run(run.path) for run in runs], [{"lora.rank": run.path.name} for run in runs])
+    reports, differs = [read_run(run.path) for run in runs], [{"lora.rank": run.path.name} for run in runs]
+    return compare_runs(reports, differs, [""] * len(runs))
 
 
 def results(*runs: RunFolder) -> list[str]:
