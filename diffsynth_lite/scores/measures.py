@@ -1,6 +1,6 @@
 """This file makes the scores of a LoRA out of features of images: by prompt, as the record keeps them.
 
-Letters of shapes: P prompts, S seeds, N images of a caption, D size of the features.
+Letters of shapes: P prompts, N images of a caption, D size of the features.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,16 @@ class GeneratedFeatures:
     """What is known of the images of one LoRA, or of the base, which have the same prompts and seeds.
 
     Attributes:
-        new: of images of captions of held-out images, (P, S, D), unit vectors, as all features.
-        plain: of images of prompts that do not name what was taught, (P, S, D).
-        taught: of images of training captions, (P, S, D); P may be 0.
-        new_prompt: similarity of the image to its prompt, (P, S).
-        plain_prompt: the same of plain prompts, (P, S).
+        new: of images of captions of held-out images, (P, D), unit vectors, as all features.
+        plain: of images of prompts that do not name what was taught, (P, D).
+        taught: of images of training captions, (P, D); P may be 0.
+        prompt: similarity of the images of new prompts to their prompts, (P,).
     """
 
     new: np.ndarray
     plain: np.ndarray
     taught: np.ndarray
-    new_prompt: np.ndarray
-    plain_prompt: np.ndarray
+    prompt: np.ndarray
 
 
 class References:
@@ -39,8 +37,8 @@ class References:
     Args:
         held_out: features of the held-out images of each new prompt, (N, D), N of each prompt its own.
         training: features of the training images of each taught prompt, (N, D).
-        base_plain: features of the base's images of plain prompts, (P, S, D).
-        base_again: those of other seeds, (P, S, D), S of their own; None for none.
+        base_plain: features of the base's images of plain prompts, (P, D).
+        base_again: those of other seeds; None for none.
 
     Attributes:
         held_out_contrast: likeness of held-out images to others of the same caption, less that to images of
@@ -57,41 +55,38 @@ class References:
         base_again: np.ndarray | None = None,
     ) -> None:
         self._held_out, self._training, self._base_plain = held_out, training, base_plain
-        self._between_plain = _between_prompts(base_plain)
-        alike = (
-            [] if base_again is None else np.einsum("psd,ptd->pst", base_plain, base_again).mean(axis=(1, 2))
-        )
-        self.other_seed = self._kept(alike)
+        self._between_plain = 1.0
+        if (count := len(base_plain)) > 1:
+            alike = base_plain @ base_plain.T
+            mean = float(alike.sum() - alike.trace()) / (count * (count - 1))
+            self._between_plain = max(1 - mean, _SMALLEST)
+        self.other_seed = () if base_again is None else self._kept(base_again)
         own, others = self._own_and_others(held_out)
         among = [_without_itself(*pair) for pair in zip(own, held_out, strict=True)]
         self.held_out_contrast = float(np.mean(among) - np.mean(others))
 
     def scores(self, column: str, step: int | None, images: GeneratedFeatures) -> ScoredColumn:
         """The scores of the images of a LoRA, or of the base."""
-        own, others = self._own_and_others(images.new)
-        memory = [
-            np.mean(seeds @ training.T) for seeds, training in zip(images.taught, self._training, strict=True)
-        ]
+        own, others = self._own_and_others(images.new[:, None])
+        memory = [np.mean(to @ image) for image, to in zip(images.taught, self._training, strict=True)]
         return ScoredColumn(
             column=column,
             step=step,
             likeness=_floats(own),
             contrast=_floats(own - others),
-            prompt=_floats(images.new_prompt.mean(axis=1)),
-            kept=self._kept(np.sum(images.plain * self._base_plain, axis=-1).mean(axis=1)),
-            plain_prompt=_floats(images.plain_prompt.mean(axis=1)),
+            prompt=_floats(images.prompt),
+            kept=self._kept(images.plain),
             memory=_floats(memory),
         )
 
-    def _kept(self, alike: np.ndarray | Sequence[float]) -> tuple[float, ...]:
-        """What was kept of the base's images, of likeness to them by plain prompt."""
-        return _floats(1 - (1 - np.asarray(alike)) / self._between_plain)
+    def _kept(self, plain: np.ndarray) -> tuple[float, ...]:
+        """What images of plain prompts, (P, D), kept of the base's."""
+        return _floats(1 - (1 - np.sum(plain * self._base_plain, axis=-1)) / self._between_plain)
 
     def _own_and_others(self, by_prompt: Sequence[np.ndarray] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean likeness of the images of each new prompt, (N, D), to the held-out images of that caption, and
         to images of others, both (P,): half those of other captions, half the base's of plain prompts."""
-        plain = self._base_plain.reshape(-1, self._base_plain.shape[-1])
-        to_plain = np.array([np.mean(images @ plain.T) for images in by_prompt])
+        to_plain = np.array([np.mean(images @ self._base_plain.T) for images in by_prompt])
         to_all = np.array([[np.mean(images @ held.T) for held in self._held_out] for images in by_prompt])
         own = to_all.diagonal().copy()
         if len(own) == 1:
@@ -103,16 +98,6 @@ def _without_itself(likeness: float, images: np.ndarray) -> float:
     """Mean likeness of images (N, D) to each other, of that to all of them, themselves included."""
     count = len(images)
     return (count * likeness - 1) / (count - 1) if count > 1 else likeness
-
-
-def _between_prompts(images: np.ndarray) -> float:
-    """Mean distance between images (P, S, D) of different prompts; 1 where there is one prompt."""
-    count = len(images)
-    if count < 2:
-        return 1.0
-    means = images.mean(axis=1)
-    alike = means @ means.T
-    return max(1 - float(alike.sum() - alike.trace()) / (count * (count - 1)), _SMALLEST)
 
 
 def _floats(values: np.ndarray | Sequence[float]) -> tuple[float, ...]:

@@ -143,14 +143,10 @@ def sum_of_means(samples: Sequence[np.ndarray], *, comparisons: int = 1) -> Inte
     if total == 0.0:
         return Interval(value=value, low=value, high=value)
     degrees = total**2 / sum(s**2 / (len(a) - 1) for s, a in zip(squares, samples, strict=True))
-    half = _t_limit(degrees, comparisons) * math.sqrt(total)
-    return Interval(value=value, low=value - half, high=value + half)
-
-
-def _t_limit(degrees: float, comparisons: int) -> float:
     from scipy.special import stdtrit  # only here: a page without scores does not wait for it
 
-    return float(stdtrit(degrees, 1 - (1 - CONFIDENCE) / 2 / comparisons))
+    half = float(stdtrit(degrees, 1 - (1 - CONFIDENCE) / 2 / comparisons)) * math.sqrt(total)
+    return Interval(value=value, low=value - half, high=value + half)
 
 
 class _Parts:

@@ -24,7 +24,7 @@ class _Stored(BaseModel):
 
 
 class ScoredColumn(_Stored):
-    """The scores of one LoRA, or of the base: a value a prompt, the mean over the seeds.
+    """The scores of one LoRA, or of the base: a value a prompt.
 
     Attributes:
         column: names it: the step for one of the run, else the name of the LoRA.
@@ -35,7 +35,6 @@ class ScoredColumn(_Stored):
         prompt: similarity of each new prompt to its image.
         kept: of each plain prompt, 1 where the image is that of the base, 0 where it is as far from it as
             the base's image of another prompt.
-        plain_prompt: similarity of each plain prompt to its image.
         memory: likeness of the image of each taught prompt to the training images of that caption.
     """
 
@@ -45,7 +44,6 @@ class ScoredColumn(_Stored):
     contrast: _Scores
     prompt: _Scores
     kept: _Scores
-    plain_prompt: _Scores
     memory: _Scores = ()
 
     @classmethod
@@ -67,7 +65,6 @@ class ScoreRecord(_Stored):
         new_prompts: captions of held-out images.
         plain_prompts: prompts that do not name what was taught.
         taught_prompts: captions of training images.
-        num_seeds: images of each prompt.
         columns: the base, then the steps in their order, then LoRAs that are not of the run.
     """
 
@@ -78,7 +75,6 @@ class ScoreRecord(_Stored):
     new_prompts: _Prompts
     plain_prompts: _Prompts
     taught_prompts: _Prompts = ()
-    num_seeds: int = Field(ge=1)
     columns: Annotated[tuple[ScoredColumn, ...], Field(min_length=1, max_length=10_000)]
 
     @property
@@ -107,8 +103,8 @@ class ScoreRecord(_Stored):
         if len(self.other_seed) not in (0, plain):
             raise ValueError("other_seed does not have one value for each plain prompt")
         for column in self.columns:
-            by_prompts = (column.likeness, column.contrast, column.prompt, column.kept, column.plain_prompt)
-            if list(map(len, (*by_prompts, column.memory))) != [new, new, new, plain, plain, taught]:
+            by_prompt = (column.likeness, column.contrast, column.prompt, column.kept, column.memory)
+            if list(map(len, by_prompt)) != [new, new, new, plain, taught]:
                 raise ValueError(f"column {column.column} does not have one value for each prompt")
         return self
 

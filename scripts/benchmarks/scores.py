@@ -315,15 +315,14 @@ class Judge:
         references = References(
             held_out=self._held_out[new][:, None],
             training=self._training[:, None],
-            base_plain=self._features[0, "plain"][plain][:, [seed]],
-            base_again=self._features[0, "plain"][plain][:, [1 - seed]],
+            base_plain=self._features[0, "plain"][plain][:, seed],
+            base_again=self._features[0, "plain"][plain][:, 1 - seed],
         )
         chosen = {"new": new, "plain": plain, "taught": np.arange(len(self._taught))}
         columns = []
-        unread = np.zeros((count, 1))
         for step in self.steps:
-            by_group = {group: self._features[step, group][rows][:, [seed]] for group, rows in chosen.items()}
-            images = GeneratedFeatures(new_prompt=unread, plain_prompt=unread, **by_group)
+            by_group = {group: self._features[step, group][rows][:, seed] for group, rows in chosen.items()}
+            images = GeneratedFeatures(prompt=np.zeros(count), **by_group)
             columns.append(references.scores(ScoredColumn.name(step), step, images))
         return ScoreRecord(
             measure="of this benchmark",
@@ -333,7 +332,6 @@ class Judge:
             new_prompts=tuple(GROUPS["new"].scenes[place].caption for place in new),
             plain_prompts=tuple(GROUPS["plain"].scenes[place].caption for place in plain),
             taught_prompts=self._taught,
-            num_seeds=1,
             columns=tuple(columns),
         )
 

@@ -99,11 +99,10 @@ def write_run_scores(
                 for name in ("likeness", "contrast", "prompt")
             },
             kept=tuple(kept + each for each in around),
-            plain_prompt=tuple(around),
         )
         for order, (step, (new, kept)) in enumerate(scores.items())
     ]
-    record = {"measure": "m", "models": (text, text), "held_out_contrast": 1.0, "num_seeds": 1}
+    record = {"measure": "m", "models": (text, text), "held_out_contrast": 1.0}
     prompts = {name: (text,) * num_prompts for name in ("new_prompts", "plain_prompts")}
     write_scores(path / FILE_NAME, ScoreRecord(**{**record, **prompts, "columns": tuple(columns), **others}))
     for step in filter(None, scores if loras else ()):

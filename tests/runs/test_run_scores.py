@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -44,7 +43,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRu
     settings = (
         *("validation.loss_items=0", "validation.item_losses=0", "validation.prompts=[a red circle]"),
         *("validation.num_inference_steps=2", "validation.guidance_scale=1", "data.trigger=ohwx"),
-        *("train.steps=4", "train.stop_after=9", "validation.every_steps=2", f"validation.data={root}/kept"),
+        *("train.steps=4", "validation.every_steps=2", f"validation.data={root}/kept"),
         f"validation.score_models=[{root}/dinov2, {root}/siglip]",
     )
     run = replace(run, settings=(*settings, "validation.scores=true"))
@@ -60,12 +59,6 @@ def scored_run(scored: TinyRun, tmp_path: Path) -> TinyRun:
     return copy_run(scored, tmp_path)
 
 
-def waited_at(run: TinyRun, step: int) -> dict[str, Any]:
-    """What a checkpoint has of ``train.stop_after``."""
-    state = run.folder / "checkpoints" / f"step-{step:08d}" / "state.json"
-    return json.loads(state.read_text())["stop_after"]
-
-
 def columns(run: TinyRun) -> dict[str, ScoredColumn]:
     return {column.column: column for column in read_scores(run.folder / "scores.json").columns}
 
@@ -74,10 +67,6 @@ def test_the_base_and_each_saved_step_are_scored_and_the_training_is_the_same_as
     scored_run: TinyRun,
 ) -> None:
     record = read_scores(scored_run.folder / "scores.json")
-    waited = waited_at(scored_run, 4)
-    assert list(map(len, waited["samples"])) == [2, 2]  # prompts of each kind
-    total = recommend(record).columns[waited["step"] // 2 - 1].total.value if waited["step"] else 0.5
-    assert sum(map(mean, waited["samples"])) == pytest.approx(-total)
     assert [column.column for column in record.columns] == ["base", "2", "4"]
     assert record.new_prompts == tuple(NEW)
     assert record.plain_prompts == ("a red circle", "a red circle on a white background")
@@ -91,10 +80,13 @@ def test_the_base_and_each_saved_step_are_scored_and_the_training_is_the_same_as
     assert len(list(images[0].parent.glob("other-seed/step-00000000-*.png"))) == len(record.other_seed) == 2
     assert len({path.read_bytes() for path in images[:6]}) == 6
     assert not list((scored_run.folder / "previews").glob("step-00000002-prompt-01*"))
+    best, copy = scored_run.folder / "lora_best", scored_run.folder / "checkpoints" / "lora-00000002"
+    assert (best / LORA).read_bytes() == (copy / LORA).read_bytes()
+    assert "after 2 optimizer steps, where the score was highest." in (best / "README.md").read_text()
 
     plain = replace(scored_run, settings=scored_run.settings[:-1])
     folder = scored_run.root / "plain"
-    assert plain.train(f"output.dir={folder}", "train.stop_after=null") == 0
+    assert plain.train(f"output.dir={folder}") == 0
     assert not (folder / "scores.json").exists()
     assert plain.metrics(folder) == scored_run.metrics()
     assert differing(checkpoint_tensors(folder, 4), checkpoint_tensors(scored_run.folder, 4)) == []
@@ -102,60 +94,36 @@ def test_the_base_and_each_saved_step_are_scored_and_the_training_is_the_same_as
     assert (folder / weights).stat().st_size == (scored_run.folder / weights).stat().st_size
 
 
-def without_last_checkpoint(run: TinyRun) -> None:
-    shutil.rmtree(run.folder / "checkpoints" / "step-00000004")
-    (run.folder / "status.json").unlink()
-
-
-def recorded_generation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps that images for scores are generated of."""
-    steps, generate = [], Previews.generate
-
-    def note(self: Previews, transformer: object, step: int) -> Path | None:
-        steps.extend([step] * (self.folder.name == "scores"))
-        return generate(self, transformer, step)
-
-    monkeypatch.setattr(Previews, "generate", note)
-    return steps
-
-
-def test_a_run_that_was_killed_before_the_scores_makes_them_of_the_images_and_later_ones_again(
+def test_a_run_that_was_killed_before_the_scores_makes_them_and_those_of_later_steps_are_made_again(
     scored_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, before = scored_run.folder / "scores.json", columns(scored_run)
-    waited = waited_at(scored_run, 4)
-    without_last_checkpoint(scored_run)
     record = read_scores(file)
     write_scores(file, record.model_copy(update={"columns": (record.base, record.columns[2])}))
-    generated = recorded_generation(monkeypatch)
-    assert scored_run.train() == 0
-    assert generated == [4]
+    shutil.rmtree(scored_run.folder / "checkpoints" / "step-00000004")
+    (scored_run.folder / "status.json").unlink()
+    of_base = sorted((scored_run.folder / "previews" / "scores").glob("step-00000000-*.png"))
+    contents = [image.read_bytes() for image in of_base]
+    of_base[0].unlink()
+    generated, generate = [], Previews.generate
+
+    def note(self: Previews, transformer: object, step: int) -> Path | None:
+        generated.extend([step] * (self.folder.name == "scores"))
+        return generate(self, transformer, step)
+
+    monkeypatch.setattr(Previews, "generate", note)
+    assert scored_run.train("train.stop_after=9") == 0
+    assert generated == [0, 4]
+    assert [image.read_bytes() for image in of_base] == contents  # without the LoRA
     assert columns(scored_run) == before
-    assert waited_at(scored_run, 4) == waited
+    assert not (scored_run.folder / "lora_best").exists()  # There are too few prompts.
 
-
-def test_another_measure_starts_the_scores_over_and_the_base_is_without_the_lora(
-    scored_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    best = scored_run.folder / "lora_best"
-    copy = scored_run.folder / "checkpoints" / "lora-00000002" / LORA
-    assert (best / LORA).read_bytes() == copy.read_bytes()
-    assert "after 2 optimizer steps, where the score was highest." in (best / "README.md").read_text()
-    without_last_checkpoint(scored_run)
-    images = scored_run.folder / "previews" / "scores"
-    of_base = {path: path.read_bytes() for path in images.glob("step-00000000-*.png")}
-    shutil.rmtree(images)
-    generated = recorded_generation(monkeypatch)
-    assert scored_run.train("validation.plain_prompts=[a cat, a hat]") == 0
-    assert generated == [0, 2, 4]
-    assert "measured in another way" in caplog.text
-    assert not best.exists()  # There are too few prompts.
-    assert list(columns(scored_run)) == ["base", "2", "4"]
-    waited = waited_at(scored_run, 4)
-    assert (waited["step"], waited["num_since"]) in ((2, 1), (4, 0))  # as if step 2 were the first one
-    again = [path for path in of_base if path.exists()]
-    assert len(again) == 4  # of the prompts that are as they were
-    assert [path.read_bytes() for path in again] == [of_base[path] for path in again]
+    state = scored_run.folder / "checkpoints" / "step-00000004" / "state.json"
+    waited = json.loads(state.read_text())["stop_after"]
+    assert (waited["step"], waited["num_since"]) in ((2, 1), (4, 0))  # Step 2 is the first with scores.
+    judged = {one.step: one for one in recommend(record).columns}[waited["step"]]
+    assert sum(map(mean, waited["samples"])) == pytest.approx(-judged.total.value)
+    assert waited["measured_by"] == {"scores": record.measure}
 
 
 def test_the_command_scores_what_a_run_lacks_and_loras_of_others(

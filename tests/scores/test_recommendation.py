@@ -25,7 +25,6 @@ def column(step: int, rng: np.random.Generator, *, new: float, kept: float) -> S
         contrast=around(new, NEW),
         prompt=around(0.2, NEW),
         kept=around(kept, PLAIN),
-        plain_prompt=around(0.2, PLAIN),
         memory=around(new, TAUGHT),
     )
 
@@ -41,7 +40,6 @@ def run(*steps: tuple[float, float], seed: int = 0) -> ScoreRecord:
         new_prompts=("new",) * NEW,
         plain_prompts=("plain",) * PLAIN,
         taught_prompts=("taught",) * TAUGHT,
-        num_seeds=1,
         columns=tuple(columns),
     )
 
@@ -132,7 +130,7 @@ def test_a_step_repeats_training_images_where_it_meets_them_better_than_held_out
 @pytest.mark.parametrize("kind", ["new_prompts", "plain_prompts"])
 def test_fewer_than_8_prompts_give_values_and_no_recommendation(kind: str) -> None:
     of, names = run((0.6, 0.9)), {"new_prompts": ("likeness", "contrast", "prompt")}
-    names["plain_prompts"] = ("kept", "plain_prompt")
+    names["plain_prompts"] = ("kept",)
 
     def first(count: int) -> Recommendation:
         cut = [one.model_copy(update={n: getattr(one, n)[:count] for n in names[kind]}) for one in of.columns]

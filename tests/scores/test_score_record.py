@@ -13,7 +13,7 @@ from diffsynth_lite.scores.record import ScoredColumn, ScoreRecord, read_scores,
 def column(name: str, step: int | None, value: float = 0.5) -> ScoredColumn:
     new, plain, taught = (value, value / 3), (value,), (value, -value, value)
     by_new = {"likeness": new, "contrast": new, "prompt": new}
-    return ScoredColumn(column=name, step=step, kept=plain, plain_prompt=plain, memory=taught, **by_new)
+    return ScoredColumn(column=name, step=step, kept=plain, memory=taught, **by_new)
 
 
 BASE, TEN = column("base", 0, 0.1), column("10", 10)
@@ -22,9 +22,7 @@ BASE, TEN = column("base", 0, 0.1), column("10", 10)
 def record(*columns: ScoredColumn) -> ScoreRecord:
     prompts = {"new_prompts": ("a", "b"), "plain_prompts": ("c",), "taught_prompts": ("d", "e", "f")}
     models = ("images", "prompts")
-    return ScoreRecord(
-        measure="m", models=models, held_out_contrast=0.3, num_seeds=2, columns=columns, **prompts
-    )
+    return ScoreRecord(measure="m", models=models, held_out_contrast=0.3, columns=columns, **prompts)
 
 
 def test_a_record_comes_back_bit_equal_and_none_is_there_before(tmp_path: Path) -> None:

@@ -235,6 +235,7 @@ def test_patience_counts_evaluations_that_are_not_shown_to_be_better(
     for place, by_item in enumerate(losses):
         patience.note(10 * place, [by_item])
         patience.note(10 * place + 1, [[99.0 for _ in by_item]])  # asked for in between
+        patience.note(10 * place, [[99.0 for _ in by_item]])  # again, after a resume
     found = patience.document()
     assert (found["num_since"], found["step"]) == (num_since, compared_with)
     assert (patience.cause is not None) == (num_since == 2)

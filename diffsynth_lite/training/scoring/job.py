@@ -131,7 +131,6 @@ class ScoreJob:
             new_prompts=new,
             plain_prompts=plain,
             taught_prompts=taught,
-            num_seeds=1,
             columns=(base,),
         )
 
@@ -147,22 +146,16 @@ class ScoreJob:
             held_out=by_prompt[:num_new],
             training=by_prompt[num_new:],
             base_plain=base.plain,
-            base_again=self._models.features(again)[:, None],
+            base_again=self._models.features(again),
         )
 
     def _features(self, column: ImageColumn) -> GeneratedFeatures:
-        prompts = _texts([*self._prompts.new, *self._prompts.plain])
-        num_new, num_compared = len(self._prompts.new), len(prompts)
+        prompts = _texts(self._prompts.new)
         clips = [_frames(file, self._num_frames) for file in column.files]
-        images = self._models.features(clips)[:, None]
-        fit = self._models.similarity(clips[:num_compared], prompts)[:, None]
-        return GeneratedFeatures(
-            new=images[:num_new],
-            plain=images[num_new:num_compared],
-            taught=images[num_compared:],
-            new_prompt=fit[:num_new],
-            plain_prompt=fit[num_new:],
-        )
+        images, ends = self._models.features(clips), [len(prompts), len(prompts) + len(self._prompts.plain)]
+        new, plain, taught = np.split(images, ends)
+        fit = self._models.similarity(clips[: len(prompts)], prompts)
+        return GeneratedFeatures(new=new, plain=plain, taught=taught, prompt=fit)
 
 
 def other_seeds(previews: Previews, prompts: ScoredPrompts) -> Previews:
