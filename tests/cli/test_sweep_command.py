@@ -29,7 +29,7 @@ case $RANK$(cat $RUN/status.json) in 16) STATE=interrupted CODE=75;; *) STATE=fi
 echo '{"state": "'$STATE'", "exit_code": '$CODE', "step": 7, "message": "", "found_at": {}}' >$RUN/status.json
 exit $CODE
 """
-"""A program in place of ``train``: its loss is 0.4 or 0.16 by the rank; 16 is interrupted once, 3 is refused."""
+"""A program in place of ``train``: its loss is 0.4 or 0.16; rank 16 is interrupted once, rank 3 refused."""
 
 
 @pytest.fixture
