@@ -103,7 +103,7 @@ def find_lora_place(given: str, *, key: str = "") -> Path:
     before, _, which = given.rpartition("@")
     run = RunFolder(Path(before).expanduser())
     if not place.exists():
-        if before and _is_weight(which, of_run=run.holds_run()):
+        if before and _is_weight(which, of_file=run.path.is_file()):
             raise UserError(f"{name}: a weight comes after a colon, as an @ names a step: {before}:{which}")
         if before and run.holds_run():
             return _lora_of(run, which, name)
@@ -209,10 +209,10 @@ def exports_of(run: RunFolder) -> dict[str, Path]:
     return {"last": run.lora_folder, "best": run.best_lora_folder, "ema": run.ema_lora_folder}
 
 
-def _is_weight(text: str, *, of_run: bool) -> bool:
-    """Whether what is after an ``@`` can be meant as a weight; of a run whole numbers are steps."""
+def _is_weight(text: str, *, of_file: bool) -> bool:
+    """Whether what is after an ``@`` can be meant as a weight; of a folder whole numbers are steps."""
     with suppress(ValueError):
-        return math.isfinite(float(text)) and not (of_run and _STEP.fullmatch(text))
+        return math.isfinite(float(text)) and (of_file or not _STEP.fullmatch(text))
     return False
 
 

@@ -5,7 +5,7 @@ The model stays loaded from one request to the next.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -171,8 +171,9 @@ class SampleSession:
             UserError: something that the user can fix, before weights load wherever that is possible.
             RunStoppedError: the device is full.
         """
-        with self._computing(request) as config, made_folder(request) as folder:
+        with self._computing(request) as config, ExitStack() as held:
             loras = self._check(config, request)
+            folder = held.enter_context(made_folder(request))
             previews = self._encode(config)
             requests = [replace(preview, seed=seed) for preview in previews for seed in request.seeds]
             strips, columns = [], dict[str, Sequence[Path]]()

@@ -81,7 +81,7 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "weights without their scales": (
         from_file_without_a_scale,
         "",
-        "x.safetensors is not read: 1 of its layers in 8 bits lack their scale or their weight",
+        "x.safetensors is not read: a lacks its weight or a scale of it",
     ),
     "weights that are cut off": (
         cut_off_transformer,

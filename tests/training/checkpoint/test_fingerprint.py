@@ -110,6 +110,7 @@ FREE = {
         "use_gradient_checkpointing",
         "use_gradient_checkpointing_offload",
         *("cpu_threads", "deterministic", "step_timeout_minutes", "max_hours", "stop_after"),
+        "compile_cache",
     },
 }
 """Settings that never decide the numbers of a run; what is read from where is in the data's fingerprint."""

@@ -40,7 +40,7 @@ READ_FOR_STEPS = {
     *("train.micro_batch_size", "train.micro_batch_tokens", "train.mixed_precision", "train.compile"),
     *("train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload"),
     *("memory.policy", "memory.policy_n", "memory.policy_blocks", "memory.save_attention"),
-    *("memory.resident_blocks", "memory.prefetched_blocks", "memory.skip_dead_ops"),
+    *("memory.resident_blocks", "memory.prefetched_blocks", "memory.skip_dead_ops", "objective.slider"),
 }
 READ_FOR_SHAPES = {
     *("model.family", "model.transformer_file", "model.transformer_2_file", "model.training_adapter"),
