@@ -42,6 +42,10 @@ def run(parsed: argparse.Namespace) -> None:
     folder = RunFolder(Path(parsed.folder).expanduser())
     if not folder.holds_run():
         raise UserError(f"RUN: {parsed.folder} holds no run; name the folder of one")
+    if folder.trains():
+        raise UserError(
+            f"RUN: {parsed.folder} trains, and both would write scores.json; score it when it has ended"
+        )
     others = [find_lora(given) for given in parsed.lora]
     config = load_config(folder.resolved_file, parsed.overrides).config
     with importing_libraries():

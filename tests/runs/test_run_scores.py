@@ -13,6 +13,7 @@ from tiny_run import TinyRun, checkpoint_tensors, copy_run, differing, make_run,
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.sampling.session import SampleSession
 from diffsynth_lite.scores.recommendation import Recommendation, recommend
 from diffsynth_lite.scores.record import ScoredColumn, ScoreRecord, read_scores, write_scores
@@ -157,6 +158,14 @@ def test_the_command_scores_what_a_run_lacks_and_loras_of_others(
     assert main(["score", str(scored_run.folder), *other[:2]]) == 0
     assert len(loras) == 3  # nothing was generated again
     assert "The scores recommend no step: it takes 8 captions" in capsys.readouterr().out
+
+
+def test_a_run_that_trains_is_not_scored_by_the_command(
+    scored_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(RunFolder, "trains", lambda _: True)
+    assert main(["score", str(scored_run.folder)]) == 2
+    assert "trains, and both would write scores.json; score it when it has ended" in caplog.text
 
 
 MODELS = "validation.score_models=[{root}/%s, {root}/%s]"
